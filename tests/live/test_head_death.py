@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.suite.live.kills.calls import Body, calls, texts_of
 from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import (
@@ -29,37 +30,10 @@ from tests.live.test_faults import (
 NUM_STREAMS = 16
 NUM_KILLS = 5
 CLIENT_S = 240.0
-Body = dict[str, Any]
 
 
 def bodies() -> list[tuple[str, Body]]:
-    """Streams of all endpoints, greedy and sampled, and answers that come at once."""
-    drawn = random.Random(11)
-    found: list[tuple[str, Body]] = []
-    for number in range(NUM_STREAMS):
-        tokens = [drawn.randrange(3, 250) for _ in range(drawn.randrange(40, 300))]
-        sampling: Body = {"temperature": 0} if number % 2 else {"temperature": 1, "seed": number}
-        shared = {**sampling, "max_tokens": drawn.randrange(120, 240), "stream": True}
-        text = "".join(chr(97 + token % 26) for token in tokens)
-        chat = {"messages": [{"role": "user", "content": text}], **shared}
-        match number % 8:
-            case 0:
-                found.append(("/v1/completions", {"prompt": tokens, **shared, "stream": False}))
-            case 1:
-                found.append(("/v1/chat/completions", chat | {"logprobs": True}))
-            case 2:
-                chat = {name: chat[name] for name in ("messages", "max_tokens", "stream")}
-                found.append(("/v1/messages", chat | {"temperature": 0}))
-            case 3:
-                del shared["max_tokens"]
-                found.append(("/v1/responses", {"input": text, **shared, "max_output_tokens": 120}))
-            case 4:
-                found.append(("/v1/completions", {"prompt": tokens, **shared, "n": 2}))
-            case _:
-                found.append(("/v1/completions", {"prompt": tokens, **shared}))
-        if "completions" in found[-1][0]:
-            found[-1][1]["ignore_eos"] = True
-    return found
+    return calls(NUM_STREAMS, seed=11)
 
 
 def ask(
@@ -72,30 +46,7 @@ def ask(
             raw += part
             note(len(part))
     assert response.status_code == 200, raw
-    if not body.get("stream"):
-        return {c["index"]: c["text"] for c in json.loads(raw)["choices"]}
-    blocks = raw.decode().split("\n\n")
-    assert blocks.pop() == ""
-    if "completions" in path:
-        assert blocks.pop() == "data: [DONE]"
-    events = [json.loads(block.split("data: ", 1)[1]) for block in blocks]
-    texts: dict[Any, str] = {}
-    for event in events:
-        assert "error" not in event, event
-        for choice in event.get("choices", ()):
-            text = choice.get("text", choice.get("delta", {}).get("content", ""))
-            texts[choice["index"]] = texts.get(choice["index"], "") + text
-            for token in (choice["logprobs"] or {}).get("content", ()):
-                texts["logprobs"] = texts.get("logprobs", "") + f"{token['logprob']} "
-        if event.get("type") == "content_block_delta":
-            texts[0] = texts.get(0, "") + event["delta"]["text"]
-        if event.get("type") == "response.output_text.delta":
-            texts[0] = texts.get(0, "") + event["delta"]
-    if path == "/v1/responses":
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    if path == "/v1/messages":
-        assert events[-1]["type"] == "message_stop"
-    return texts
+    return texts_of(path, body, raw)
 
 
 def head_of(server: LocalServer) -> int:
@@ -156,12 +107,12 @@ def cached_tokens(url: str, prompt: list[int]) -> int:
 
 
 def kill_under_streams(
-    server: LocalServer, calls: list[Any], expected: list[Any]
+    server: LocalServer, asked: list[Any], expected: list[Any]
 ) -> tuple[int, Streams]:
     """Kills the head up to NUM_KILLS times while streams run; returns the number of kills."""
     drawn = random.Random(5)
-    streamed = {number for number, (_, body) in enumerate(calls) if body["stream"]}
-    streams = Streams(server.url, calls)
+    streamed = {number for number, (_, body) in enumerate(asked) if body["stream"]}
+    streams = Streams(server.url, asked)
     num_kills, next_bytes = 0, 0
     while streams.are_running and num_kills < NUM_KILLS:
         # A connection that was just accepted ends with its head.
@@ -173,7 +124,7 @@ def kill_under_streams(
         num_kills += 1
         next_bytes = streams.num_bytes + drawn.randrange(2_000, 30_000)
         if num_kills % 2:  # a call while there is no head
-            assert ask(server.url, *calls[0]) == expected[0]
+            assert ask(server.url, *asked[0]) == expected[0]
         wait_until_gone([head])
     streams.join()
     return num_kills, streams
@@ -190,13 +141,13 @@ def kill_under_streams(
 def test_a_head_that_is_killed_costs_no_answer(arrangement: list[str]) -> None:
     before = shared_memory_names()
     with LocalServer([MODEL, *arrangement, *SMALL, "--admission", "none"]) as server:
-        calls = bodies()
-        expected = [ask(server.url, path, body) for path, body in calls]
+        asked = bodies()
+        expected = [ask(server.url, path, body) for path, body in asked]
         workers = sorted(server.worker_pids())
         all_pids = children_of(server.pid)
         num_kills = 0
         while not num_kills:  # on a busy machine the streams may end before all have begun
-            num_kills, streams = kill_under_streams(server, calls, expected)
+            num_kills, streams = kill_under_streams(server, asked, expected)
             assert streams.errors == []
             assert [streams.got[number] for number in range(NUM_STREAMS)] == expected
         cluster = httpx.get(f"{server.url}/cluster", timeout=60).json()
@@ -204,7 +155,7 @@ def test_a_head_that_is_killed_costs_no_answer(arrangement: list[str]) -> None:
         with httpx.Client(base_url=server.url, timeout=60) as client:
             assert wait_for_instances(client, 2)
         assert sorted(server.worker_pids()) == workers
-        prompt = calls[5][1]["prompt"]
+        prompt = asked[5][1]["prompt"]
         assert cached_tokens(server.url, prompt) >= len(prompt) - 32
         all_pids += [*children_of(server.pid), server.pid]
         assert server.stop() == 0
@@ -326,9 +277,9 @@ def events(url: str, body: Body, last: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.long
 def test_a_head_that_a_signal_has_stopped_is_replaced() -> None:
     with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
-        calls = bodies()[4:8]
-        expected = [ask(server.url, path, body) for path, body in calls]
-        streams = Streams(server.url, calls)
+        asked = bodies()[4:8]
+        expected = [ask(server.url, path, body) for path, body in asked]
+        streams = Streams(server.url, asked)
         while not streams.num_bytes:
             time.sleep(0.005)
         head = head_of(server)
@@ -336,6 +287,6 @@ def test_a_head_that_a_signal_has_stopped_is_replaced() -> None:
         stopped_s = time.monotonic()
         streams.join()
         assert streams.errors == []
-        assert [streams.got[number] for number in range(len(calls))] == expected
+        assert [streams.got[number] for number in range(len(asked))] == expected
         assert wait_until_gone([head]) == []
         assert time.monotonic() - stopped_s < 30

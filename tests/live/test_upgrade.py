@@ -14,10 +14,11 @@ import httpx
 import pytest
 
 import moonpool
+from benchmarks.suite.live.kills.calls import Body
 from moonpool.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import children_of, shared_memory_names, wait_until_gone
-from tests.live.test_head_death import Body, ask, bodies
+from tests.live.test_head_death import ask, bodies
 
 NEXT = "0.1.0+next"
 

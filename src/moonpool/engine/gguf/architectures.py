@@ -43,7 +43,6 @@ class Architecture:
     fused: bool = False  # q, k and v are one tensor, and gate and up another
     partial_rope: bool = False
     big_layers: int = 0  # a model of so many layers scales scores by hidden size over heads
-    rope_skips: bool = False
     truncates_yarn: bool = True
 
 
@@ -65,7 +64,7 @@ ARCHITECTURES = {
     "phi3": Architecture(model="Phi3ForCausalLM", fused=True, partial_rope=True),
     "olmo2": Architecture(model="Olmo2ForCausalLM", names=_BOTH_NORMS),
     "granite": Architecture(model="GraniteForCausalLM", swapped=True, numbers=_SCALES),
-    "smollm3": Architecture(model="SmolLM3ForCausalLM", swapped=True, rope_skips=True),
+    "smollm3": Architecture(model="SmolLM3ForCausalLM", swapped=True),
     "gpt-oss": Architecture(
         mixture="GptOssForCausalLM", truncates_yarn=False,
         names={"post_attention_layernorm": "post_attention_norm"},

@@ -21,6 +21,7 @@ from moonpool.engine.gguf.config import (
     ROPE_FACTORS,
     SHORT_FACTORS,
     hf_config,
+    plain_vector,
     pooling_of,
 )
 from moonpool.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
@@ -114,13 +115,11 @@ class GgufWeights:
 
 def _rope_with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
     """The rotary embedding with a factor for each pair's wavelength (Llama 3.1 and later)."""
-    entry = file.tensors[ROPE_FACTORS]
-    if entry.kind != "F32" or entry.shape != (spec.head_dim // 2,):
+    factors = plain_vector(file, ROPE_FACTORS)
+    if len(factors) != spec.head_dim // 2:
         raise ModelError(
-            f"{file.path}: {ROPE_FACTORS} is {entry.kind} {list(entry.shape)}, "
-            f"not F32 [{spec.head_dim // 2}]"
+            f"{file.path}: {ROPE_FACTORS} has {len(factors)} numbers, not {spec.head_dim // 2}"
         )
-    factors = file.tensor(ROPE_FACTORS).tolist()
     if not all(0 < factor < 1e9 for factor in factors):
         raise ModelError(f"{file.path}: {ROPE_FACTORS} must have numbers above 0")
     return replace(spec.rope, kind="longrope", factors=tuple(factors), attention_factor=1.0)

@@ -60,8 +60,9 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_head_dims(own: Architecture, values: _Values, file: GgufFile, head_dim: int) -> None:
-    names = ["attention.value_length"] + ["rope.dimension_count"] * (not own.partial_rope)
-    for name in names:
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if name == "rope.dimension_count" and own.partial_rope:
+            continue
         if values.count(name, head_dim) != head_dim:
             raise ModelError(f"{file.path}: {name} is not the head dimension, {head_dim}")
 
