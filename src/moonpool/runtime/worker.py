@@ -252,8 +252,9 @@ class Worker(InstanceProcess):
 
     async def _end_stopped_parts(self) -> None:
         """Kills stages and ranks that a signal has stopped. The instance ends with them."""
+        parts: list[int] = []
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LOOK_S if parts else HEARTBEAT_S)  # most instances have none
             parts = [] if self._booted is None else self._booted.part_pids
             for pid in self._stopped.look(parts):
                 log.error("process %d of this instance is stopped by a signal; killing it", pid)
