@@ -172,18 +172,18 @@ class AttentionService:
             self._serve_owner(frames, opening)
 
     def _serve_steps(self, sock: socket.socket, opening: OpenSteps) -> None:
-        if not self._token or not hmac.compare_digest(opening.token, self._token):
-            raise AttentionChannelError("its token is not that of the current owner")
+        self._check_token(opening.token)
         channel: AttentionChannel
         if opening.rings and sock.family == socket.AF_UNIX and rings_available():
             channel = take_rings(sock, None, min(opening.spin_s, MAX_SPIN_S))
             sock.settimeout(None)
         else:
             channel = SocketChannel(sock, None)
-        with self._lock:
-            self._step_sockets.add(sock)
-            self._steps_over.clear()
         try:
+            with self._lock:  # the owner may have been replaced meanwhile: its end must find this
+                self._check_token(opening.token)
+                self._step_sockets.add(sock)
+                self._steps_over.clear()
             self._state.serve_steps(channel)
         finally:
             channel.close()
@@ -191,6 +191,11 @@ class AttentionService:
                 self._step_sockets.discard(sock)
                 if not self._step_sockets:
                     self._steps_over.set()
+
+    def _check_token(self, token: str) -> None:
+        """Raises AttentionChannelError unless it is the current owner's."""
+        if not self._token or not hmac.compare_digest(token, self._token):
+            raise AttentionChannelError("its token is not that of the current owner")
 
     def _serve_owner(self, frames: FrameSocket, request: Attach) -> None:
         """Serves one owner, from its `Attach` to its end."""

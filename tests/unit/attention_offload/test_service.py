@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from moonpool.attention_offload import service
 from moonpool.attention_offload.client import (
     AttachOptions,
     AttentionClient,
@@ -62,9 +65,9 @@ def options(num_blocks: int = 6, arithmetic: str | None = None) -> AttachOptions
 def address() -> Iterator[PeerAddress]:
     name = InstanceId("attention-0")
     state = AttentionWorkerState(name, SECRET, choose_split_ops(), Arena, "127.0.0.1", True)
-    service = AttentionService(name, SECRET, state, "127.0.0.1", True)
-    yield service.start()
-    service.close()
+    made = AttentionService(name, SECRET, state, "127.0.0.1", True)
+    yield made.start()
+    made.close()
 
 
 class Owner:
@@ -156,6 +159,29 @@ def test_a_new_owner_replaces_the_former_one(address: PeerAddress) -> None:
         engine.step(step)
     engine, _ = second.engine()
     assert engine.step(step).tokens
+    second.leave()
+
+
+def test_steps_that_open_while_their_owner_is_replaced_end(
+    address: PeerAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced = threading.Event()
+    take_rings = service.take_rings
+
+    def late(*arguments: Any) -> Any:
+        assert replaced.wait(60)
+        return take_rings(*arguments)
+
+    monkeypatch.setattr(service, "take_rings", late)
+    first = Owner(address)
+    monkeypatch.setattr(service, "take_rings", take_rings)
+    second = Owner(address)
+    assert first.lost.get(timeout=60)
+    replaced.set()
+    engine, _ = first.engine()
+    draw = SamplingParams(temperature=0.0)
+    with pytest.raises(AttentionLostError):
+        engine.step([StepEntry(AttemptId("r"), [5], 0, [2], draw)])
     second.leave()
 
 
