@@ -186,7 +186,7 @@ def test_attention_workers_that_do_not_fit_are_refused() -> None:
         (["--attention", "2", "--attention-partition", "tokens", "--block-size", "48"], "2048"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "moonpool", "serve", *arguments],
+            [sys.executable, "-m", "moonpool", "serve", "--port", "0", *arguments],
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode != 0

@@ -60,7 +60,7 @@ def test_it_fronts_vllm(place: Path) -> None:
     assert "--head-port" in moonpool(place, "head", "--help").stdout
     modules = "moonpool.runtime.cluster, moonpool.vllm.worker, moonpool.cli.worker"
     run(str(place / "venv/bin/python"), "-c", f"import {modules}", cwd=place)
-    refused = moonpool(place, "serve", "--vllm", "http://127.0.0.1:9")
+    refused = moonpool(place, "serve", "--port", "0", "--vllm", "http://127.0.0.1:9")
     assert refused.stderr.strip() == "moonpool: vLLM at http://127.0.0.1:9: no server listens there"
 
 

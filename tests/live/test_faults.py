@@ -125,6 +125,8 @@ def test_ctrl_c_while_starting_leaves_nothing() -> None:
 
 
 def run_command(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    if arguments[0] == "serve" and "--port" not in arguments:
+        arguments = (*arguments, "--port", "0")  # another program may hold 8000
     return subprocess.run(
         [sys.executable, "-m", "moonpool", *arguments],
         capture_output=True,
