@@ -32,6 +32,10 @@ MAX_FACTOR = 4.0
 """Samples are clamped to [1 / MAX_FACTOR, MAX_FACTOR]. Beyond that something is broken, and the
 factor should not hide it."""
 
+FORGOTTEN_AFTER = 300
+"""Steps of other sizes after which the ratios of a size are forgotten. Otherwise a size that was
+slow once would never be tried again."""
+
 MAX_SECONDS = 1e9
 """Longer observations are ignored, so that sums stay finite."""
 
@@ -95,3 +99,50 @@ class LearnedFactor:
             if left_s < 0.0:
                 return ratio
         return ordered[-1][0]
+
+
+class FactorsBySize:
+    """By what factor steps of each size take longer than predicted: a quantile of recent ratios.
+
+    Sizes up to the same power of two share their ratios. A profile is a formula, and devices work
+    in tiles: its error at one tile is not that at two. A size with few ratios of its own takes the
+    last ones of all sizes too, so that one slow step does not stop its use.
+    """
+
+    __slots__ = ("_all", "_num_observed", "_ratios", "_seen", "_share")
+
+    def __init__(self, share: float) -> None:
+        """`share`: the quantile, as in `LearnedFactor`."""
+        self._share = share
+        self._all: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # with the class of size
+        self._ratios: dict[int, deque[float]] = {}
+        self._seen: dict[int, int] = {}
+        self._num_observed = 0
+
+    def value(self, size: int) -> float:
+        """The factor of a step of `size` tiles; 1 with too few observations of all sizes."""
+        own = _size_class(size)
+        ratios = list(self._ratios.get(own, ()))
+        if len(ratios) * (1.0 - self._share) <= 1.0:
+            ratios += [ratio for other, ratio in self._all if other != own]
+        if len(ratios) < MIN_SAMPLES:
+            return 1.0
+        return sorted(ratios)[min(int(self._share * len(ratios)), len(ratios) - 1)]
+
+    def observe(self, size: int, seconds: float, expected_s: float) -> None:
+        """Enters a step (mutates). Invalid times (negative, infinite, NaN) are ignored."""
+        if not (0.0 <= seconds < MAX_SECONDS and 0.0 < expected_s < MAX_SECONDS):
+            return
+        ratio = min(max(seconds / expected_s, 1.0 / MAX_FACTOR), MAX_FACTOR)
+        own = _size_class(size)
+        self._ratios.setdefault(own, deque(maxlen=WINDOW)).append(ratio)
+        self._all.append((own, ratio))
+        self._num_observed += 1
+        self._seen[own] = self._num_observed
+        for other, seen in list(self._seen.items()):
+            if self._num_observed - seen > FORGOTTEN_AFTER:
+                del self._ratios[other], self._seen[other]
+
+
+def _size_class(size: int) -> int:
+    return max(size - 1, 0).bit_length()

@@ -6,16 +6,17 @@ the time between tokens (section 4.3), once, from a profile. This module compute
 every step, because contexts grow and batches change.
 
 It learns by what factor steps with both chunks and decodes take longer than the cost model
-predicts. It does not choose what runs.
+predicts, for each size of step. It does not choose what runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import NamedTuple
 
 from moonpool.cost.model import Chunk, CostModel
-from moonpool.cost.online import LearnedFactor
+from moonpool.cost.online import FactorsBySize
 from moonpool.scheduler.batch_policies import Share
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.request_state import RequestState
@@ -30,11 +31,18 @@ LEAST_CHUNK_TOKENS = 32
 """A prefill's chunk where the decodes leave no room, so that the prefill ends in any case."""
 
 
+class ExpectedStep(NamedTuple):
+    """What the cost model predicts for a step of chunks and decodes."""
+
+    tiles: int
+    seconds: float
+
+
 class ChunkBudget:
     """The token budget of steps that mix prefill chunks with decodes."""
 
     def __init__(self, config: InstanceConfig, cost: CostModel) -> None:
-        self._factor = LearnedFactor(TARGET_SHARE, summed=1)
+        self._factors = FactorsBySize(TARGET_SHARE)
         self._config = config
         self._cost = cost
 
@@ -48,29 +56,38 @@ class ChunkBudget:
             return most_tokens
         batch = len(decodes)
         context_tokens = sum(request.tokens.size for request, _ in decodes)
+        waiting_tokens = sum(num for _, num in prefills)
 
         def step_s(num_tokens: int) -> float:
-            return self._step_s(_chunks(prefills, num_tokens), batch, context_tokens)
+            chunks = _chunks(prefills, num_tokens)
+            tiles = self._tiles(min(num_tokens, waiting_tokens) + batch)
+            return self._step_s(chunks, batch, context_tokens) * self._factors.value(tiles)
 
-        limit_s = tbt_s * HEADROOM / self._factor.value
+        limit_s = tbt_s * HEADROOM
         return token_budget(step_s, batch, limit_s, self._cost.tile_tokens, most_tokens)
 
-    def expect(self, step: Sequence[Share[RequestState]]) -> float:
-        """Seconds that the cost model predicts for a step of chunks and decodes; 0 for other steps.
-        Callers must ask before they count the step's tokens as scheduled."""
+    def expect(self, step: Sequence[Share[RequestState]]) -> ExpectedStep | None:
+        """What the cost model predicts for a step of chunks and decodes, whose last tile counts as
+        full; None for other steps. Callers must ask before they count the step's tokens as
+        scheduled."""
         chunks = [_chunk(request, num) for request, num in step if not request.decoding]
         batch = len(step) - len(chunks)
         if not chunks or not batch:
-            return 0.0
+            return None
         context_tokens = sum(request.tokens.size for request, _ in step if request.decoding)
-        return self._step_s(chunks, batch, context_tokens)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks) + batch
+        tiles = self._tiles(num_tokens)
+        empty = tiles * self._cost.tile_tokens - num_tokens
+        chunks[-1] = chunks[-1]._replace(num_tokens=chunks[-1].num_tokens + empty)
+        return ExpectedStep(tiles, self._step_s(chunks, batch, context_tokens))
 
-    def learn(self, expected_s: float, seconds: float) -> None:
-        """Learns from a step that took `seconds` where `expect` returned `expected_s`."""
-        if self._config.learning and expected_s > 0.0:
-            # Every gap has the same weight. If the weight were the expected time, a step that was
-            # long by chance would outweigh the short steps that follow because of it.
-            self._factor.observe(seconds / expected_s, 1.0)
+    def learn(self, expected: ExpectedStep, seconds: float) -> None:
+        """Learns from a step that took `seconds`."""
+        if self._config.learning and expected.seconds > 0.0:
+            self._factors.observe(expected.tiles, seconds, expected.seconds)
+
+    def _tiles(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._cost.tile_tokens)
 
     def _step_s(self, chunks: list[Chunk], batch: int, context_tokens: int) -> float:
         """Seconds from begin to end. The cost model gives the time of prompts in one stage (see
@@ -97,8 +114,8 @@ def token_budget(
     most `most_tokens`. It is never less than the smallest number of tiles that gives a chunk
     `LEAST_CHUNK_TOKENS`.
 
-    `step_s(n)` is the time of a step of n prefill tokens and all decodes. It must not decrease
-    with n, because this function searches by bisection.
+    `step_s(n)` is the time of a step of n prefill tokens and all decodes. Where it decreases with n,
+    the result meets the limit, but need not be the largest: this function searches by bisection.
     """
     assert tile_tokens > 0 and most_tokens > 0 and num_decodes >= 0
     least = -(-(num_decodes + LEAST_CHUNK_TOKENS) // tile_tokens)

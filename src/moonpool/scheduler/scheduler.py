@@ -22,7 +22,7 @@ from moonpool.scheduler.actions import (
     StopRepeating,
 )
 from moonpool.scheduler.batch_policies import PLANNERS, Share
-from moonpool.scheduler.chunk_budget import ChunkBudget
+from moonpool.scheduler.chunk_budget import ChunkBudget, ExpectedStep
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
@@ -66,9 +66,9 @@ class Scheduler:
         # The baselines ignore the time between tokens; that is what makes them baselines.
         self._chunk_budget = ChunkBudget(config, cost) if config.batching == "chunked" else None
         self._speculation = speculation
-        # Predicted seconds of the steps in progress: of a mixed one, and of one with drafts. 0: it
-        # is not of that kind.
-        self._expected_s: deque[tuple[float, float]] = deque()
+        # What is predicted of the steps in progress: of a mixed one, and the seconds of one with
+        # drafts. None and 0: it is not of that kind.
+        self._expected: deque[tuple[ExpectedStep | None, float]] = deque()
         self._kv_cache = kv_cache
         self._layout = kv_cache.layout
         self._effects = effects
@@ -147,9 +147,9 @@ class Scheduler:
         """Removes and returns the oldest step, which took `seconds`; 0 is not learned from."""
         self._repeating = False
         step = self.steps.popleft()
-        mixed_s, drafted_s = self._expected_s.popleft()
-        if self._chunk_budget is not None and seconds:
-            self._chunk_budget.learn(mixed_s, seconds)
+        mixed, drafted_s = self._expected.popleft()
+        if self._chunk_budget is not None and mixed is not None and seconds:
+            self._chunk_budget.learn(mixed, seconds)
         if self._speculation is not None and seconds and drafted_s:
             self._speculation.learn(drafted_s * self.decode_factor.value, seconds)
         for request, _ in step:
@@ -191,15 +191,15 @@ class Scheduler:
         step = self._plan(decodes, prefills, budget, self._config.max_sequences)
         if not step:
             return False
-        mixed_s = 0.0 if chunk_budget is None else chunk_budget.expect(step)
+        mixed = None if chunk_budget is None else chunk_budget.expect(step)
         drafted = None
         if self._speculation is not None:
             drafted = self._speculation.add_drafts(step, budget)
         if drafted is not None:
-            self._start(drafted.step, (0.0, drafted.seconds), 1, drafted.drafting_s)
+            self._start(drafted.step, (None, drafted.seconds), 1, drafted.drafting_s)
         else:
             repeats = 1 if prefills else self._allocate_repeats(step)
-            self._start(step, (mixed_s, 0.0), repeats)
+            self._start(step, (mixed, 0.0), repeats)
         return True
 
     # 1. Blocks
@@ -402,9 +402,13 @@ class Scheduler:
     # 7. Start
 
     def _start(
-        self, step: Step, expected_s: tuple[float, float], repeats: int, drafting_s: float = 0.0
+        self,
+        step: Step,
+        expected: tuple[ExpectedStep | None, float],
+        repeats: int,
+        drafting_s: float = 0.0,
     ) -> None:
-        self._expected_s.append(expected_s)
+        self._expected.append(expected)
         self._repeating = repeats > 1
         self.steps.append(step)
         entries = tuple([self._step_entry(request, num_tokens) for request, num_tokens in step])

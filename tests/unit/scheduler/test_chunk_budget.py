@@ -178,6 +178,33 @@ def test_nine_in_ten_steps_meet_the_slo() -> None:
     assert bench.shares()["new"] == pytest.approx(85 / 1.2 - 2, abs=4)
 
 
+def tiled(slow_tiles: float) -> list[int]:
+    """Shares of one prompt in 200 steps on a device with tiles of 64, where two tiles take
+    `slow_tiles` times what is predicted, and then in 350 as predicted."""
+    cost = FittedCost(
+        prefill=(0.0, 5e-4, 0.0, 0.0), decode=(0.01, 0.0, 0.0), mixed=(2e-3, 0.0), tile_tokens=64
+    )
+    bench = decoding(Bench(cost, chunk_tokens=128))
+    bench.start("new", 60_000, 99.0)
+    bench.end_step()
+    sizes = []
+    for number in range(550):
+        sizes.append(bench.shares()["new"])
+        bench.slowness = slow_tiles if sizes[-1] > 64 and number < 200 else 1.0
+        bench.end_step()
+    return sizes
+
+
+def test_a_size_that_is_slow_is_learned_apart() -> None:
+    """65 ms are predicted for two tiles, and they take 104; those of one tile teach nothing about
+    it. It is tried again in the end."""
+    sizes = tiled(1.6)
+    assert 0 < sizes[:200].count(127) < 20
+    assert set(sizes[:200]) == {63, 127}
+    assert sizes[-1] == 127
+    assert set(tiled(1.0)[:400]) == {127}
+
+
 @pytest.mark.parametrize("batching", ["whole-prompts", "prefill-first", "alternating"])
 def test_the_baselines_ignore_the_slo(batching: str) -> None:
     bench = decoding(Bench(batching=batching), tbt_s=0.01)
