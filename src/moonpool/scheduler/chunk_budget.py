@@ -114,8 +114,8 @@ def token_budget(
     most `most_tokens`. It is never less than the smallest number of tiles that gives a chunk
     `LEAST_CHUNK_TOKENS`.
 
-    `step_s(n)` is the time of a step of n prefill tokens and all decodes. Where it decreases with n,
-    the result meets the limit, but need not be the largest: this function searches by bisection.
+    `step_s(n)` is the time of a step of n prefill tokens and all decodes. Where it decreases with
+    n, the result meets the limit, but need not be the largest: this function searches by bisection.
     """
     assert tile_tokens > 0 and most_tokens > 0 and num_decodes >= 0
     least = -(-(num_decodes + LEAST_CHUNK_TOKENS) // tile_tokens)
