@@ -82,6 +82,13 @@ class RequestRecord:
         return None if self.first_token_s is None else self.first_token_s - self.arrived_s
 
     @property
+    def placed_ttft_s(self) -> float | None:
+        """Time from the placement, for which the TTFT was predicted, to the first token."""
+        if self.first_token_s is None or self.placed_s is None:
+            return None
+        return self.first_token_s - self.placed_s
+
+    @property
     def tpot_s(self) -> float | None:
         """Mean time per output token after the first."""
         if self.first_token_s is None or self.last_token_s is None or self.num_generated_tokens < 2:

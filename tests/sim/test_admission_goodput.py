@@ -51,6 +51,23 @@ def test_without_overload_nothing_is_rejected(tmp_path: Path) -> None:
     assert effective(path, "goodput", "--speed", "0.5", "--prefill", "4", "--decode", "4") == 150
 
 
+def test_long_answers_fill_the_steps_up_to_their_slo(tmp_path: Path) -> None:
+    """Agents answer at length: their steps are short when they begin, and full later. Who takes
+    that for slow steps leaves an eighth of each step empty."""
+    path = trace(tmp_path, "agents", 400, 4711)
+    flags = ("--prefill", "4", "--decode", "4", "--slo-tbt", "0.05")
+    ours, best = compare(path, *flags, policies=("baseline",))
+    assert ours > 1.05 * best
+
+
+@pytest.mark.long
+def test_mixed_instances_keep_their_slos_under_overload(tmp_path: Path) -> None:
+    path = trace(tmp_path, "conversation", 250, 13)
+    flags = ("--mixed", "2", "--speed", "4", "--slo-tbt", "0.1")
+    ours, best = compare(path, *flags)
+    assert ours > 1.2 * best
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("profile", ["conversation", "toolagent", "l-eval"])
 @pytest.mark.parametrize("cluster", ["4P+2D", "2P+4D"])

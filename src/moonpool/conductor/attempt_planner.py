@@ -209,7 +209,7 @@ class AttemptPlanner:
             )
             if config.admission == "goodput" and slo is not UNLIMITED:
                 expected = self._goodput.expect(context, tracked.keys, not tracked.num_decisions)
-                tracked.predicted_step_s = expected.step_s
+                tracked.predicted_step_s = expected.step_s if expected.lasts else 0.0
                 decision = msgspec.structs.replace(
                     decision,
                     ttft_s=decision.ttft_s + expected.wait_s,

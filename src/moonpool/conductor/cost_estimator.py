@@ -104,16 +104,20 @@ class CostEstimator:
         )
         self._learn(state, state.decode_factor, report.gap_s, expected_s)
 
+    def note_first_token(self, record: RequestRecord) -> None:
+        """Learns from the first token of a request; not if it had several attempts."""
+        ttft_s, predicted_s = record.placed_ttft_s, record.predicted_ttft_s
+        if record.attempts != 1 or ttft_s is None or predicted_s is None:
+            return
+        self.ttft_s.note(predicted_s, ttft_s)
+        if self.ttft_tail.observe(ttft_s, predicted_s) and self._learning:
+            self._table.ttft_tail = max(self.ttft_tail.value, 1.0)
+
     def note_answer(self, record: RequestRecord, decodes_only: bool) -> None:
         """Learns from an answered request. `decodes_only`: its decode instance has no other role. A
         request with several attempts says nothing about its first placement, and is ignored."""
-        if record.attempts != 1 or record.first_token_s is None or record.placed_s is None:
+        if record.attempts != 1:
             return
-        if record.predicted_ttft_s is not None:
-            ttft_s = record.first_token_s - record.placed_s
-            self.ttft_s.note(record.predicted_ttft_s, ttft_s)
-            if self.ttft_tail.observe(ttft_s, record.predicted_ttft_s) and self._learning:
-                self._table.ttft_tail = max(self.ttft_tail.value, 1.0)
         tpot_s, longest_s = record.tpot_s, record.tbt_top10_mean_s
         if tpot_s is not None and record.predicted_tbt_s:
             self.tbt_s.note(record.predicted_tbt_s, tpot_s)

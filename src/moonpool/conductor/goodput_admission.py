@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 LEAST_TTFT_CHANCE = 0.5
 """A queue in which requests wait in vain serves no more of them than a shorter one."""
+LEAST_TTFT_CHANCE_MIXED = 0.85
+"""On a mixed instance a prompt waits only for others, so the queue soon is as deep as this permits.
+"""
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 LONGEST_FIRST_GAP = 2.0
@@ -59,6 +62,8 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     step_s: float  # predicted, with the request
     wait_s: float = 0.0  # from the end of the prefill until its decode can begin
     max_step_s: float | None = None  # to wait for
+    least_ttft_chance: float = LEAST_TTFT_CHANCE
+    lasts: bool = True  # steps take about `step_s` until the answer ends
 
     @property
     def gain(self) -> float:
@@ -76,7 +81,7 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
         if (
             self.gain < LEAST_CHANCE
             or self.gain < self.harm
-            or self.ttft_chance < LEAST_TTFT_CHANCE
+            or self.ttft_chance < self.least_ttft_chance
         ):
             return False
         return self.worth >= self.prefill_cost + self.decode_cost
@@ -110,6 +115,7 @@ class DecodeLoad(msgspec.Struct, frozen=True):
     with_s: float
     wait_s: float  # from the end of the prefill until then
     max_step_s: float | None
+    lasts: bool = False  # the instance remains as full as that
 
 
 class GoodputModel:
@@ -119,29 +125,28 @@ class GoodputModel:
     def __init__(self, learning: bool = True) -> None:
         self._learning = learning
         self.ttft = TtftChances()
-        self.tbt_decode, self.tbt_mixed = TbtChances(), TbtChances()
+        self.tbt_decode, self.tbt_mixed = TbtChances(joins_between=True), TbtChances()
         self.prices = ResourcePrices()
         self.lengths = AnswerLengths()
         self.sharing = SharingForecast()
         self._sharer_s = RunningMean(0.0)  # prefill of a prompt whose known blocks are cached
 
     def note_answer(self, record: RequestRecord, predicted_step_s: float, mixed: bool) -> None:
-        """Learns from an answer. `predicted_step_s`: as of `expect`; 0 if nothing was predicted. A
-        request with several attempts says nothing about its first placement, and is ignored."""
+        """Learns from an answer. `predicted_step_s`: as of `expect`; 0 if nothing was predicted
+        that lasts. A request with several attempts says nothing about its first placement, and is
+        ignored."""
         if not self._learning or record.attempts != 1:
             return
         longest_s = record.tbt_top10_mean_s or 0.0
-        if predicted_step_s > 0.0:
-            chances = self.tbt_mixed if mixed else self.tbt_decode
-            chances.note_answer(record.num_generated_tokens, longest_s, predicted_step_s)
+        chances = self.tbt_mixed if mixed else self.tbt_decode
+        chances.note_answer(record.num_generated_tokens, longest_s, predicted_step_s)
         self.lengths.note_answer(record.num_prompt_tokens, record.num_generated_tokens)
-        if (
-            record.predicted_ttft_s
-            and record.first_token_s is not None
-            and record.placed_s is not None
-        ):
-            ttft_s = record.first_token_s - record.placed_s
-            self.ttft.note_answer(ttft_s, record.predicted_ttft_s, record.slo.ttft_s)
+
+    def note_first_token(self, record: RequestRecord) -> None:
+        """Learns from the first token of a request; not if it had several attempts."""
+        ttft_s, predicted_s = record.placed_ttft_s, record.predicted_ttft_s
+        if self._learning and record.attempts == 1 and ttft_s is not None and predicted_s:
+            self.ttft.note_first_token(ttft_s, predicted_s, record.slo.ttft_s)
 
     def expect(
         self, context: AdmissionContext, keys: Sequence[BlockKey], first: bool
@@ -171,12 +176,19 @@ class GoodputModel:
             load.with_s,
             load.wait_s,
             load.max_step_s,
+            self._least_ttft_chance(context),
+            load.lasts,
         )
 
     def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
         """The step time beyond which a decode instance serves fewer effective requests."""
         chances = self.tbt_mixed if _is_mixed(table, row) else self.tbt_decode
         return chances.best_step_s(table.decode_base_s.item(row), slo_tbt_s)
+
+    @staticmethod
+    def _least_ttft_chance(context: AdmissionContext) -> float:
+        mixed = _is_mixed(context.table, context.placement.decoder_row)
+        return LEAST_TTFT_CHANCE_MIXED if mixed else LEAST_TTFT_CHANCE
 
     def _tbt(self, context: AdmissionContext) -> TbtChances:
         mixed = _is_mixed(context.table, context.placement.decoder_row)
@@ -199,14 +211,16 @@ class GoodputModel:
         if _is_mixed(table, row):
             planned_s = MIXED_STEP_SHARE * slo_s
             with_s = max(without_s + own_s, planned_s)
-            return DecodeLoad(others, max(without_s, planned_s), with_s, 0.0, None)
+            return DecodeLoad(others, max(without_s, planned_s), with_s, 0.0, None, lasts=True)
         if (without_s + own_s) * LONGEST_FIRST_GAP <= slo_s:
             return DecodeLoad(0.0, without_s, without_s + own_s, 0.0, None)
         # A request joins only when there is room, so it harms nobody.
         limit_s = self.limit_step_s(table, row, slo_s)
         wait_s = max(self._room_s(context, limit_s, own_s) - context.placement.ttft_s, 0.0)
         with_s = limit_s if wait_s else min(without_s + own_s, max(limit_s, own_s))
-        return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s)
+        # Without a wait, the load grows after the answer has begun: it tells nothing about a step
+        # as long as the limit.
+        return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
 
     def _room_s(self, context: AdmissionContext, limit_s: float, own_s: float) -> float:
         """Time until the batch has room for the request, behind all that are booked before it. At
@@ -291,7 +305,7 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
     if expected.adds_more:
         return None
     placement, numbers = context.placement, _numbers(context, expected)
-    if expected.ttft_chance < LEAST_TTFT_CHANCE:
+    if expected.ttft_chance < expected.least_ttft_chance:
         if placement.prefill_s > context.budget.slo.ttft_s:
             text = f"{_ttft_text(context, expected)}, also on an idle instance: shorten the prompt"
             return Rejection(422, TIGHT_TTFT, f"{text} or raise the SLO", inf, numbers)

@@ -338,7 +338,11 @@ class RequestLifecycle:
     ) -> None:
         tracked.num_faults = 0
         tracked.generated.extend([token.token_id for token in tokens])
+        is_first = tracked.record.first_token_s is None
         tracked.record.note_tokens(len(tokens), now, gap_s)
+        if is_first:
+            self._cost_estimator.note_first_token(tracked.record)
+            self._goodput.note_first_token(tracked.record)
         self._actions.append(
             Deliver(tracked.request.request_id, tokens, finish, tracked.record.cached_tokens)
         )

@@ -31,6 +31,7 @@ GUESS_WEIGHT = 4.0
 NUM_GUESSES = 16
 USUAL_SPREAD = 1.04
 """First guess: the longest tenth of the gaps of a long answer over the predicted step."""
+USUAL_SPREADS = (1.0, 1.02, USUAL_SPREAD, 1.06)
 LENGTH_MEMORY = 1024
 RELEARN_EVERY = 16
 MIXED_STEP_SHARE = 0.85
@@ -50,9 +51,13 @@ class TbtChances:
     """The chance that the longest tenth of an answer's gaps is within a multiple of the predicted
     step time."""
 
-    def __init__(self) -> None:
+    def __init__(self, joins_between: bool = False) -> None:
+        """`joins_between`: answers begin between two steps, so their first gap is one step."""
         self._ratios = [
-            RatioHistogram(_first_guess(tokens), GUESS_WEIGHT) for tokens in LENGTH_CLASSES
+            RatioHistogram(
+                list(USUAL_SPREADS) if joins_between else _first_guess(tokens), GUESS_WEIGHT
+            )
+            for tokens in LENGTH_CLASSES
         ]
         self._lengths = list(LENGTH_GUESS)
         self._no_gap = 0.0  # weight of answers of one token
@@ -62,13 +67,15 @@ class TbtChances:
 
     def note_answer(self, num_tokens: int, longest_s: float, predicted_s: float) -> None:
         """`longest_s`: mean of the longest tenth of the gaps of an answer of `num_tokens`.
-        `predicted_s`: the step time that was predicted when it was admitted."""
+        `predicted_s`: the step time that was predicted when it was admitted; 0 if there is none
+        that would last."""
         if num_tokens < LENGTH_CLASSES[0]:
             self._no_gap += 1.0
-        elif predicted_s > 0.0 and longest_s > 0.0:
+        else:
             place = sum(num_tokens >= least for least in LENGTH_CLASSES) - 1
             self._lengths[place] += 1.0
-            self._ratios[place].add(longest_s / predicted_s)
+            if predicted_s > 0.0 and longest_s > 0.0:
+                self._ratios[place].add(longest_s / predicted_s)
         self._num_new += 1
         if self._num_new < RELEARN_EVERY:
             return
@@ -125,7 +132,7 @@ class TtftChances:
         self._shares = self._ratios.shares()
         self._num_new = 0
 
-    def note_answer(self, ttft_s: float, predicted_s: float, slo_s: float) -> None:
+    def note_first_token(self, ttft_s: float, predicted_s: float, slo_s: float) -> None:
         if predicted_s < QUEUED_SHARE * slo_s or ttft_s <= 0.0:
             return
         self._ratios.add(ttft_s / predicted_s)

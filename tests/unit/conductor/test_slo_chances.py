@@ -68,9 +68,28 @@ def test_without_an_slo_everything_meets_it() -> None:
 def test_late_first_tokens_are_learned_from_long_queues_only() -> None:
     chances = TtftChances()
     for _ in range(64):
-        chances.note_answer(0.3, 0.1, 30.0)  # three times as late, and far from the SLO
+        chances.note_first_token(0.3, 0.1, 30.0)  # three times as late, and far from the SLO
     assert chances.chance(25.0, 30.0) > 0.95
     for _ in range(64):
-        chances.note_answer(26.0, 20.0, 30.0)
+        chances.note_first_token(26.0, 20.0, 30.0)
     assert chances.chance(25.0, 30.0) < 0.2 and chances.chance(15.0, 30.0) > 0.9
     assert chances.chance(1.0, 0.0) == 0.0 and chances.chance(0.0, 1.0) == 1.0
+
+
+def test_answers_that_join_between_steps_have_no_long_first_gap_to_begin_with() -> None:
+    at_any_time, between = TbtChances(), TbtChances(joins_between=True)
+    assert at_any_time.chance(0.9 * SLO_S, SLO_S) < 0.9 < between.chance(0.9 * SLO_S, SLO_S)
+    assert between.best_step_s(0.01, SLO_S) > 0.9 * SLO_S
+
+
+def test_an_answer_without_a_lasting_prediction_teaches_its_length_only() -> None:
+    """Else answers that began at light load would say that a full step is slow."""
+    chances = TbtChances(joins_between=True)
+    before = chances.best_step_s(0.01, SLO_S)
+    for _ in range(64):
+        chances.note_answer(1, 0.0, 0.0)
+    assert chances.chance(2.0 * SLO_S, SLO_S) > 0.6, "answers of one token have no gap"
+    for _ in range(4096):
+        chances.note_answer(400, 5.0 * STEP_S, 0.0)
+    assert chances.chance(2.0 * SLO_S, SLO_S) < 0.1
+    assert chances.best_step_s(0.01, SLO_S) == pytest.approx(before, rel=0.05)
