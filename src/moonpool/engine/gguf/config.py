@@ -6,7 +6,6 @@ Hugging Face folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from moonpool.engine.gguf.architectures import Architecture, architecture_of

@@ -13,6 +13,7 @@ from typing import Any
 
 from moonpool.engine.gguf.config import end_token_ids
 from moonpool.engine.gguf.reader import GgufFile, read_gguf
+from moonpool.engine.gguf.splits import pre_tokenizer, split_of
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 from moonpool.engine.tokenizers.huggingface import HfTokenizer, TokenizerParts
@@ -20,32 +21,6 @@ from moonpool.engine.tokenizers.huggingface import HfTokenizer, TokenizerParts
 LONGEST_TOKEN = 256
 """Longer tokens get no merges of their own: the number of possible merges grows with the length."""
 CONTROL, USER_DEFINED = 3, 4
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORD = r"[^\r\n\p{L}\p{N}]?"
-_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS}"
-_TEKKEN = (
-    rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
-)
-_GPT4O = (
-    rf"{_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
-)
-_SPLITS = {
-    **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe", "dbrx"), _LLAMA3
-    ),
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    "tekken": _TEKKEN,
-}
-_MERGES_ALWAYS = ("dbrx", "smaug-bpe")
-_GPT2 = ("gpt-2", "default", "phi-2", "olmo", "jina-es", "jina-de")
-_DIGITS = ("smollm", "starcoder", "refact", "codeshell", "command-r")
-"""Single digits, then GPT-2's split."""
 
 
 def gguf_tokenizer(path: Path) -> HfTokenizer:
@@ -159,46 +134,18 @@ class _Words:
 
 
 def _byte_level(words: _Words) -> dict[str, Any]:
-    pre = words.text("tokenizer.ggml.pre") or "default"
-    normalizer = None
-    if pre in _SPLITS:
-        split = {
-            "type": "Split",
-            "pattern": {"Regex": _SPLITS[pre]},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        steps = [split, _byte_level_step(use_regex=False)]
-        normalizer = {"type": "NFC"} if _SPLITS[pre] is _QWEN2 else None
-    elif pre in _DIGITS:
-        steps = [{"type": "Digits", "individual_digits": True}, _byte_level_step(use_regex=True)]
-    elif pre in _GPT2:
-        steps = [_byte_level_step(use_regex=True)]
-    else:
-        known = ", ".join(sorted([*_SPLITS, *_DIGITS, *_GPT2]))
-        raise TokenizerError(
-            f"the tokenizer splits text as {pre!r} does, which is not known; known: {known}"
-        )
+    split = split_of(words.text("tokenizer.ggml.pre") or "default")
     model = _bpe(words.vocabulary(), words.merges(), byte_fallback=False)
-    model["ignore_merges"] = _SPLITS.get(pre) in (_LLAMA3, _TEKKEN) and pre not in _MERGES_ALWAYS
+    model["ignore_merges"] = split.keeps_words
     return _tokenizer(
         words,
         model,
         words.added(),
-        normalizer=normalizer,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": steps},
+        normalizer={"type": "NFC"} if split.composes else None,
+        pre_tokenizer=pre_tokenizer(split),
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
         adds_bos=words.flag("add_bos_token", default=False),
     )
-
-
-def _byte_level_step(use_regex: bool) -> dict[str, Any]:
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": use_regex,
-    }
 
 
 def _sentencepiece(words: _Words) -> dict[str, Any]:

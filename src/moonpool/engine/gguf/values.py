@@ -33,9 +33,8 @@ class ArchitectureValues:
             if others:
                 raise ModelError(f"{self.path}: {name} differs between layers")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ModelError(
-                f"{self.path}: {name} is {short_text(value)}, not a whole number of at least {least}"
-            )
+            shown = short_text(value)
+            raise ModelError(f"{self.path}: {name} is {shown}, not a number of at least {least}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
