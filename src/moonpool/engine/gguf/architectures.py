@@ -125,10 +125,6 @@ def architecture_of(file: GgufFile) -> Architecture:
             f"{file.path} holds a model of the architecture {name!r}; "
             f"supported in GGUF: {', '.join(ARCHITECTURES)}"
         )
-    if file.metadata.get("split.count", 0) not in (0, 1):
-        raise ModelError(
-            f"{file.path} is one part of several: join them with llama-gguf-split --merge"
-        )
     return ARCHITECTURES[name]
 
 

@@ -6,7 +6,6 @@ Weights stay quantized. A matrix is read from the mapped file when an engine pac
 from __future__ import annotations
 
 import hashlib
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +84,7 @@ class GgufWeights:
 
     def release(self) -> None:
         """Drops the pages that were read. What was returned is read from the file again."""
-        self._file.mapping.madvise(mmap.MADV_DONTNEED)
+        self._file.release()
 
     def load(self, name: str) -> Tensor:
         matrix = self.matrix(name)
@@ -170,5 +169,6 @@ def _fingerprint(file: GgufFile, spec: ModelSpec) -> str:
         last = max(entry.end - entry.begin - SAMPLE_BYTES, 0)
         for i in range(SAMPLES_PER_TENSOR):
             begin = entry.begin + last * i // (SAMPLES_PER_TENSOR - 1)
-            digest.update(file.data[begin : min(begin + SAMPLE_BYTES, entry.end)].numpy().tobytes())
+            sample = file.stored(entry, begin, min(begin + SAMPLE_BYTES, entry.end))
+            digest.update(sample.numpy().tobytes())
     return digest.hexdigest()
