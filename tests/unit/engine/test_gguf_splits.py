@@ -8,7 +8,7 @@ import random
 import pytest
 import tokenizers
 
-from moonpool.engine.gguf.splits import SPLITS, Split, pre_tokenizer, split_of
+from moonpool.engine.gguf.splits import SPLITS, WordSplit, pre_tokenizer, split_of
 from moonpool.engine.tokenizer import TokenizerError
 from tests.unit.engine.gguf_files import byte_vocabulary
 
@@ -67,7 +67,7 @@ def test_words_of_a_text(name: str, text: str, expected: list[str]) -> None:
     assert words(name, text) == expected
 
 
-def split_by_regex(split: Split, text: str) -> list[str]:
+def split_by_regex(split: WordSplit, text: str) -> list[str]:
     """The same patterns by another library, one after the other."""
     regex = pytest.importorskip("regex")
     pieces = [text]

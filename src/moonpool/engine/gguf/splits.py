@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from moonpool.engine.tokenizer import TokenizerError
 
 
-class Split(NamedTuple):
+class WordSplit(NamedTuple):
     """One way. Each pattern splits the pieces that those before it left."""
 
     patterns: tuple[str, ...]
@@ -78,30 +78,30 @@ _DEEPSEEK3 = (
     _MARK_AND_LETTERS
     + rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_ENDS}",
 )
-SPLITS: dict[str, Split] = {
+SPLITS: dict[str, WordSplit] = {
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"),
-        Split((_LLAMA3,), keeps_words=True),
+        WordSplit((_LLAMA3,), keeps_words=True),
     ),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), Split((_LLAMA3,))),
-    **dict.fromkeys(("gpt-4o", "llama4"), Split((_GPT4O,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Split((_QWEN2,), composes=True)),
-    "tekken": Split((_TEKKEN,), keeps_words=True),
-    "deepseek-llm": Split(_DEEPSEEK),
-    "deepseek-coder": Split(_DEEPSEEK_CODER),
-    "deepseek-v3": Split(_DEEPSEEK3),
-    "kimi-k2": Split((_KIMI,), keeps_words=True),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), WordSplit((_LLAMA3,))),
+    **dict.fromkeys(("gpt-4o", "llama4"), WordSplit((_GPT4O,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), WordSplit((_QWEN2,), composes=True)),
+    "tekken": WordSplit((_TEKKEN,), keeps_words=True),
+    "deepseek-llm": WordSplit(_DEEPSEEK),
+    "deepseek-coder": WordSplit(_DEEPSEEK_CODER),
+    "deepseek-v3": WordSplit(_DEEPSEEK3),
+    "kimi-k2": WordSplit((_KIMI,), keeps_words=True),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "codeshell", "command-r"),
-        Split((r"\p{N}",), gpt2=True),
+        WordSplit((r"\p{N}",), gpt2=True),
     ),
     **dict.fromkeys(
-        ("gpt-2", "default", "phi-2", "olmo", "jina-es", "jina-de"), Split((), gpt2=True)
+        ("gpt-2", "default", "phi-2", "olmo", "jina-es", "jina-de"), WordSplit((), gpt2=True)
     ),
 }
 
 
-def split_of(name: str) -> Split:
+def split_of(name: str) -> WordSplit:
     """The way that a file names. Raises `TokenizerError`."""
     if name not in SPLITS:
         raise TokenizerError(
@@ -111,7 +111,7 @@ def split_of(name: str) -> Split:
     return SPLITS[name]
 
 
-def pre_tokenizer(split: Split) -> dict[str, Any]:
+def pre_tokenizer(split: WordSplit) -> dict[str, Any]:
     """The split as in `tokenizer.json`, with bytes as GPT-2's characters."""
     steps: list[dict[str, Any]] = [
         {
