@@ -6,10 +6,12 @@ SentencePiece BPE ("llama"), whose merges follow from the tokens' scores.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from moonpool.engine.gguf.config import end_token_ids
 from moonpool.engine.gguf.reader import GgufFile, read_gguf
@@ -50,7 +52,7 @@ def tokenizer_parts(file: GgufFile) -> TokenizerParts:
     template = file.metadata.get("tokenizer.chat_template")
     return TokenizerParts(
         where=str(file.path),
-        source=json.dumps(source),
+        source=msgspec.json.encode(source).decode(),  # a tenth of json's time
         special_tokens={name: token for name, token in special.items() if token is not None},
         eos_token_ids=tuple(ends),
         template=template if isinstance(template, str) else None,
@@ -84,16 +86,16 @@ class _Words:
             return None
         return self.tokens[number]
 
+    @cached_property
     def vocabulary(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for number, token in enumerate(self.tokens):
-            found.setdefault(token, number)
-        return found
+        """The first number of each token."""
+        count = len(self.tokens)
+        return dict(zip(reversed(self.tokens), range(count - 1, -1, -1), strict=True))
 
     def added(self) -> list[dict[str, Any]]:
         """The tokens that are matched whole in a text, as in tokenizer.json."""
         rules = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        vocabulary = self.vocabulary()
+        vocabulary = self.vocabulary
         return [
             {"id": number, "content": token, "special": kind == CONTROL, **rules}
             for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=False))
@@ -102,15 +104,14 @@ class _Words:
 
     def merges(self) -> list[list[str]]:
         """The merges that the file lists, of which all parts and results are tokens."""
-        vocabulary = self.vocabulary()
-        pairs = [merge.split(" ") for merge in self._texts("merges")]
-        return [
-            pair
-            for pair in pairs
-            if len(pair) == 2
-            and all(part in vocabulary for part in pair)
-            and "".join(pair) in vocabulary
-        ]
+        known = self.vocabulary
+        found: list[list[str]] = []
+        for merge in self._texts("merges"):  # hundreds of thousands
+            left, space, right = merge.partition(" ")
+            is_pair = space and " " not in right and left + right in known
+            if is_pair and left in known and right in known:
+                found.append([left, right])
+        return found
 
     def _texts(self, name: str) -> list[str]:
         value = self._metadata.get(f"tokenizer.ggml.{name}", [])
@@ -135,7 +136,7 @@ class _Words:
 
 def _byte_level(words: _Words) -> dict[str, Any]:
     split = split_of(words.text("tokenizer.ggml.pre") or "default")
-    model = _bpe(words.vocabulary(), words.merges(), byte_fallback=False)
+    model = _bpe(words.vocabulary, words.merges(), byte_fallback=False)
     model["ignore_merges"] = split.keeps_words
     return _tokenizer(
         words,
@@ -152,7 +153,7 @@ def _sentencepiece(words: _Words) -> dict[str, Any]:
     merges = words.merges()
     if not merges:
         merges = _merges_by_score(words)
-    model = _bpe(words.vocabulary(), merges, byte_fallback=True)
+    model = _bpe(words.vocabulary, merges, byte_fallback=True)
     model["unk_token"] = words.token("unknown")
     space = words.flag("add_space_prefix", default=True)
     steps: list[dict[str, Any]] = [
@@ -182,7 +183,7 @@ def _merges_by_score(words: _Words) -> list[list[str]]:
     """All ways to make a token of two others; those of better tokens come first."""
     if not words.scores:
         raise TokenizerError("the tokenizer has neither merges nor scores")
-    vocabulary = words.vocabulary()
+    vocabulary = words.vocabulary
     found: list[tuple[float, int, int, list[str]]] = []
     for token, number in vocabulary.items():
         score = words.scores[number]
