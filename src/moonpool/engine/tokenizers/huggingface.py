@@ -288,7 +288,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_level_alphabet()
-_BYTES = {
+_BYTES: dict[int, str | int] = {
     **dict.fromkeys(range(0x100), "\u0100"),  # no byte: it cannot be encoded, like all above it
     **{ord(character): byte for character, byte in _ALPHABET.items()},
 }
