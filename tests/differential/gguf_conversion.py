@@ -29,6 +29,14 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.router": "ffn_gate_inp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 AROUND = {
     "post_attention_layernorm": "post_attention_norm",
@@ -61,6 +69,12 @@ METADATA = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
 }
 
 
@@ -97,6 +111,9 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     values["head_dim"] = (
         config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     )
+    if architecture == "deepseek2":
+        values["num_experts"] = config["n_routed_experts"]
+        values["num_key_value_heads"] = 1
     words = byte_vocabulary()
     words += [f"<{i}>" for i in range(config["vocab_size"] - len(words))]
     found: dict[str, Any] = {"general.architecture": architecture}
@@ -125,7 +142,27 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         for key, name in METADATA.items()
         if values.get(name) is not None
     }
-    return found
+    return found | _latent(config) if architecture == "deepseek2" else found
+
+
+def _latent(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the converter writes of DeepSeek's alone."""
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    found = {
+        "attention.key_length": rank + rope,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rope,
+        "expert_gating_func": 2 if config["model_type"] == "deepseek_v3" else 1,
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+    }
+    if config["model_type"] == "deepseek_v3" and config["norm_topk_prob"]:
+        found["expert_weights_norm"] = True
+    factor = config["rope_parameters"].get("mscale_all_dim")
+    if factor is not None:
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * factor
+    return {f"deepseek2.{key}": value for key, value in found.items()}
 
 
 def _renamed(
@@ -146,6 +183,13 @@ def _renamed(
         _, _, layer, part = module.split(".", 3)
         if kind == "sinks":
             out[f"blk.{layer}.attn_sinks.weight"] = tensor
+        elif kind == "correction":
+            out[f"blk.{layer}.exp_probs_b.bias"] = tensor
+        elif part == "self_attn.kv_b_proj":
+            heads_up = tensor.unflatten(0, (config["num_attention_heads"], -1))
+            keys, up = heads_up.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+            out[f"blk.{layer}.attn_k_b.weight"] = keys.transpose(1, 2)
+            out[f"blk.{layer}.attn_v_b.weight"] = up
         elif part.startswith("mlp.experts."):
             linear = part.rpartition(".")[2].removesuffix("_proj")
             experts.setdefault(f"blk.{layer}.ffn_{linear}_exps.{kind}", []).append(tensor)

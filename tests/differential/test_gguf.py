@@ -140,6 +140,18 @@ def test_words_and_template_come_from_the_file(tmp_path: Path) -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "hi<end>"
 
 
+def test_doubled_tokens_and_merges_of_no_tokens_are_left_out(tmp_path: Path) -> None:
+    draft = tiny_llama(MIXED)
+    words = draft.metadata["tokenizer.ggml.tokens"]
+    draft.metadata["tokenizer.ggml.tokens"] = [*words[:257], "ab", *words[258:]]
+    merges = ["b c", "a  b", "ab", "a b c", "c zz", " a", "a b"]  # only the last one is of tokens
+    draft.metadata["tokenizer.ggml.merges"] = merges
+    tokenizer = open_tokenizer(str(draft.write(tmp_path / "t.gguf")), 260)
+    assert tokenizer.encode("abc") == [256, 99]
+    assert [tokenizer.token_bytes(i) for i in (256, 195, 32, 258)] == [b"ab", b"\xc3", b" ", b"<s>"]
+    assert tokenizer.token_bytes(257) == b""
+
+
 def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
     draft = tiny_llama(MIXED)
     draft.metadata["tokenizer.ggml.add_bos_token"] = True

@@ -61,6 +61,15 @@ FILES: dict[str, tuple[str, Case]] = {
         "smollm3", Case("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     ),
 }  # fmt: skip
+for _name in ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2"):
+    # What files do not tell: biases, and a rotation of halves.
+    _told = {"attention_bias": False, "rope_interleave": True}
+    _changes = CASES[_name].changes
+    _changes = {key: _told.get(key, value) for key, value in _changes.items()}
+    FILES[_name] = ("deepseek2", Case(CASES[_name].family, _changes))
+FILES["moonlight"] = ("deepseek2", Case("DeepseekV3", {
+    **CASES["kimi-k2"].changes, "q_lora_rank": None, "rope_interleave": True,
+}))  # fmt: skip
 MIXTURES = ("mixtral", "qwen3moe", "gpt-oss")
 Opened = Callable[[str], tuple[Path, Path, Any]]
 
@@ -144,7 +153,7 @@ def _put_experts(model: Any, stored: dict[str, Tensor]) -> None:
         ({"qwen3moe.expert_count": 7}, "by the metadata it must be"),
         ({"qwen3moe.expert_used_count": 9}, "cannot use 9 of 6 experts"),
         ({"qwen3moe.expert_count": 1 << 30}, "at most"),
-        ({"general.architecture": "deepseek2"}, "supported in GGUF"),
+        ({"general.architecture": "chatglm"}, "supported in GGUF"),
     ],
 )
 def test_a_file_that_is_wrong_is_one_line(

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,21 @@ def _read_gguf(data: bytes, folder: Path) -> None:
     gguf_tokenizer(path)
 
 
+def _gguf_part_samples() -> list[bytes]:
+    parts = [draft.content() for draft in tiny_llama({"": "Q8_0"}).parts(3)]
+    return [struct.pack("<II", len(parts[0]), len(parts[1])) + b"".join(parts)]
+
+
+def _read_gguf_parts(data: bytes, folder: Path) -> None:
+    one, two = struct.unpack("<II", data[:8].ljust(8, b"\0"))
+    bounds = [8, 8 + one, 8 + one + two, len(data)]
+    for number, (begin, end) in enumerate(pairwise(bounds), 1):
+        (folder / f"m-{number:05}-of-00003.gguf").write_bytes(data[begin:end])
+    path = folder / "m-00001-of-00003.gguf"
+    open_gguf(path, torch.float32)
+    gguf_tokenizer(path)
+
+
 def _event_samples() -> list[bytes]:
     golden = json.loads((GOLDEN / "vllm_events.json").read_text())
     old = [["BlockStored", [b"h1", 7], None, [1, 2, 3, 4], 2, None], ["BlockRemoved", [b"h1"]]]
@@ -376,6 +392,7 @@ READERS = (
     Reader("model-config", _model_configs, _read_model_config, (ModelError,)),
     Reader("checkpoint", _checkpoint_samples, _read_checkpoint, (ModelError,)),
     Reader("gguf", _gguf_samples, _read_gguf, (ModelError, TokenizerError)),
+    Reader("gguf-parts", _gguf_part_samples, _read_gguf_parts, (ModelError, TokenizerError)),
     Reader("http", http_samples, ask, ()),
     Reader("vllm-events", _event_samples, lambda data, folder: read_batch(data), (ValueError,)),
 )

@@ -13,7 +13,14 @@ from tests.fuzz.figures import Counts, Figures
 from tests.fuzz.harness import MAX_INPUT_MEMORY, Finding, fuzz
 from tests.fuzz.readers import READERS, Reader
 
-SLOW = {"gguf": 60, "checkpoint": 60, "ssd-folder": 150, "trace": 150, "http": 200}
+SLOW = {
+    "gguf": 60,
+    "gguf-parts": 60,
+    "checkpoint": 60,
+    "ssd-folder": 150,
+    "trace": 150,
+    "http": 200,
+}
 ROOT = Path(__file__).parents[2]
 SHORT_INPUTS = 400
 LONG_INPUTS = 5_000

@@ -87,7 +87,9 @@ def _model_file(model: str | None, say: Say) -> Iterator[tuple[str, Path | None]
 
 def _start(name: str, path: Path | None, flags: list[str], cache: str) -> dict[str, Any]:
     began_s = time.monotonic()
-    server = LocalServer([name, *flags], environment={"XDG_CACHE_HOME": cache})
+    # An installed package has bytecode. An empty value lets the first start write it.
+    environment = {"XDG_CACHE_HOME": cache, "PYTHONDONTWRITEBYTECODE": ""}
+    server = LocalServer([name, *flags], environment=environment)
     with server:
         ready_s = time.monotonic() - began_s
         first_token_s = ready_s + asyncio.run(_first_token(server.url))

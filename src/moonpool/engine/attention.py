@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moonpool.engine.ops import Linear, Ops, QkNorm
 from moonpool.engine.packing import PlacedWeights, norm_weight, packed
+from moonpool.engine.quantized.matrix import reordered
 from moonpool.engine.spec import ModelSpec
 
 LATENT_EPS = 1e-6  # of norms of latents: checkpoints are trained with it, whatever rms_norm_eps is
@@ -71,21 +72,25 @@ class LatentAttention:
         if latent.query_rank:
             self._query_down = packed(weights, ops, [f"{prefix}.q_a_proj"], spec.qkv_bias)
             self._query_norm = norm_weight(spec, weights, f"{prefix}.q_a_layernorm.weight")
-        query = f"{prefix}.{'q_b_proj' if latent.query_rank else 'q_proj'}.weight"
-        self._query_up = ops.linear(self._rope_first(weights.load(query), spec.num_heads), None)
-        down = f"{prefix}.kv_a_proj_with_mqa"
-        bias = self._rope_first(weights.load(f"{down}.bias"), 1) if spec.qkv_bias else None
-        self._down = ops.linear(self._rope_first(weights.load(f"{down}.weight"), 1), bias)
+        query = weights.matrix(f"{prefix}.{'q_b_proj' if latent.query_rank else 'q_proj'}.weight")
+        order = self._rope_first(query.shape[0], spec.num_heads)
+        self._query_up = ops.linear(reordered(query, order), None)
+        name = f"{prefix}.kv_a_proj_with_mqa"
+        down = weights.matrix(f"{name}.weight")
+        order = self._rope_first(down.shape[0], 1)
+        bias = weights.load(f"{name}.bias")[order] if spec.qkv_bias else None
+        self._down = ops.linear(reordered(down, order), bias)
         self._norm = norm_weight(spec, weights, f"{prefix}.kv_a_layernorm.weight")
         up = weights.load(f"{prefix}.kv_b_proj.weight").unflatten(0, (spec.num_heads, -1))
         self._to_latent = [ops.linear(head[: latent.nope_dim].t(), None) for head in up]
         self._to_value = [ops.linear(head[latent.nope_dim :], None) for head in up]
         self._output = packed(weights, ops, [f"{prefix}.o_proj"], spec.o_bias)
 
-    def _rope_first(self, rows: Tensor, num_heads: int) -> Tensor:
-        """Per head, the rotated outputs first, as halves instead of neighbours. rows: [out, ...]"""
+    def _rope_first(self, num_rows: int, num_heads: int) -> Tensor:
+        """The order of rows that puts each head's rotated ones first, as halves instead of
+        neighbours: [num_rows] int64."""
         rope = self._latent.rope_dim
-        heads = rows.unflatten(0, (num_heads, -1))
+        heads = torch.arange(num_rows).unflatten(0, (num_heads, -1))
         rest, turned = heads[:, :-rope], heads[:, -rope:]
         if self._latent.interleaved:
             turned = torch.cat((turned[:, ::2], turned[:, 1::2]), dim=1)

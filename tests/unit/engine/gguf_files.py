@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,31 @@ class GgufDraft:
     def write(self, path: Path) -> Path:
         path.write_bytes(self.content())
         return path
+
+    def parts(self, count: int, first_is_empty: bool = False) -> list[GgufDraft]:
+        """The same in several files, as `llama-gguf-split` cuts it: the metadata in the first."""
+        names = list(self.tensors)
+        made = []
+        share = -(-len(names) // (count - first_is_empty))
+        for number in range(count):
+            begin = (number - first_is_empty) * share
+            own = names[max(begin, 0) : begin + share]
+            split = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+            metadata = split if number else {**self.metadata, **split}
+            made.append(GgufDraft(metadata, {name: self.tensors[name] for name in own}))
+        return made
+
+    def write_parts(self, folder: Path, count: int, first_is_empty: bool = False) -> Path:
+        """Writes the parts; returns the path of the first."""
+        return write_parts(self.parts(count, first_is_empty), folder)
+
+
+def write_parts(drafts: Sequence[GgufDraft], folder: Path) -> Path:
+    paths = [
+        draft.write(folder / f"m-{number:05}-of-{len(drafts):05}.gguf")
+        for number, draft in enumerate(drafts, 1)
+    ]
+    return paths[0]
 
 
 def byte_vocabulary() -> list[str]:

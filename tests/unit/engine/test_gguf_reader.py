@@ -100,6 +100,8 @@ def test_bad_headers_are_refused(tmp_path: Path, content: bytes, pattern: str) -
         ("llama.rope.scaling.type", "other", "rope scaling 'other'"),
         ("llama.expert_count", 8, "lacks llama.expert_used_count"),
         ("split.count", 3, "one part of several"),
+        ("split.count", "3", "split.count is no whole number"),
+        ("split.count", [1, 2], "split.count is no whole number"),
     ],
 )
 def test_bad_metadata_is_refused(tmp_path: Path, key: str, value: object, pattern: str) -> None:

@@ -44,6 +44,7 @@ class Architecture:
     partial_rope: bool = False
     big_layers: int = 0  # a model of so many layers scales scores by hidden size over heads
     truncates_yarn: bool = True
+    latent: bool = False  # attention over latents: its keys and tensors are in `latent`
 
 
 ARCHITECTURES = {
@@ -69,6 +70,8 @@ ARCHITECTURES = {
         mixture="GptOssForCausalLM", truncates_yarn=False,
         names={"post_attention_layernorm": "post_attention_norm"},
     ),
+    # The metadata tell V2 from V3.
+    "deepseek2": Architecture(mixture="DeepseekV2ForCausalLM", latent=True),
 }  # fmt: skip
 SWAPPED = ("attn_q", "attn_k")
 _LAYER_NAMES = {
@@ -78,10 +81,21 @@ _LAYER_NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.router": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -111,10 +125,6 @@ def architecture_of(file: GgufFile) -> Architecture:
             f"{file.path} holds a model of the architecture {name!r}; "
             f"supported in GGUF: {', '.join(ARCHITECTURES)}"
         )
-    if file.metadata.get("split.count", 0) not in (0, 1):
-        raise ModelError(
-            f"{file.path} is one part of several: join them with llama-gguf-split --merge"
-        )
     return ARCHITECTURES[name]
 
 
@@ -127,6 +137,8 @@ def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> Pla
     prefix = f"blk.{layer}."
     if kind == "sinks":
         return Place(f"{prefix}attn_sinks.weight", shape, shape)
+    if kind == "correction":
+        return Place(f"{prefix}exp_probs_b.bias", shape, shape)
     if part.startswith("mlp.experts."):
         assert spec.experts is not None
         expert, _, linear = part.removeprefix("mlp.experts.").partition(".")

@@ -6,7 +6,6 @@ Weights stay quantized. A matrix is read from the mapped file when an engine pac
 from __future__ import annotations
 
 import hashlib
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from moonpool.engine.gguf.config import (
     plain_vector,
     pooling_of,
 )
+from moonpool.engine.gguf.latent import halves_of, is_spare, joined, latent_shapes
 from moonpool.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
@@ -63,7 +63,10 @@ def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
 
 def _places(file: GgufFile, spec: ModelSpec) -> dict[str, Place]:
     own = architecture_of(file)
-    return {name: place_of(own, spec, name, shape) for name, shape in tensor_shapes(spec).items()}
+    shapes = tensor_shapes(spec)
+    if own.latent:
+        shapes = latent_shapes(spec, shapes, file)
+    return {name: place_of(own, spec, name, shape) for name, shape in shapes.items()}
 
 
 class GgufWeights:
@@ -77,16 +80,20 @@ class GgufWeights:
         self._dtype = dtype
         self._heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
         self._swapped = architecture_of(file).swapped
+        self._latent = spec.latent
 
     def release(self) -> None:
         """Drops the pages that were read. What was returned is read from the file again."""
-        self._file.mapping.madvise(mmap.MADV_DONTNEED)
+        self._file.release()
 
     def load(self, name: str) -> Tensor:
         matrix = self.matrix(name)
         return matrix if isinstance(matrix, Tensor) else matrix.dequantized()
 
     def matrix(self, name: str) -> Matrix:
+        if name not in self._places and self._latent is not None:
+            keys, values = (self.load(half) for half in halves_of(name))
+            return joined(self._latent, keys, values)
         place = self._places[name]
         order = self._order(place)
         # A choice between experts must not turn on a rounded weight.
@@ -130,7 +137,8 @@ def _check_tensors(file: GgufFile, places: Mapping[str, Place]) -> None:
     missing = [name for name in shapes if name not in file.tensors]
     if missing:
         raise ModelError(f"{file.path} lacks tensors: {_listed(missing)}")
-    unexpected = [n for n in file.tensors if n not in shapes and n not in (ROPE_FACTORS, *UNUSED)]
+    known = {*shapes, ROPE_FACTORS, *UNUSED}
+    unexpected = [n for n in file.tensors if n not in known and not is_spare(n, file)]
     if unexpected:
         raise ModelError(f"{file.path} has tensors of no known use: {_listed(unexpected)}")
     for name, shape in shapes.items():
@@ -161,5 +169,6 @@ def _fingerprint(file: GgufFile, spec: ModelSpec) -> str:
         last = max(entry.end - entry.begin - SAMPLE_BYTES, 0)
         for i in range(SAMPLES_PER_TENSOR):
             begin = entry.begin + last * i // (SAMPLES_PER_TENSOR - 1)
-            digest.update(file.data[begin : min(begin + SAMPLE_BYTES, entry.end)].numpy().tobytes())
+            sample = file.stored(entry, begin, min(begin + SAMPLE_BYTES, entry.end))
+            digest.update(sample.numpy().tobytes())
     return digest.hexdigest()

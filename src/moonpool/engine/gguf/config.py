@@ -6,11 +6,12 @@ Hugging Face folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from moonpool.engine.gguf.architectures import Architecture, architecture_of
+from moonpool.engine.gguf.latent import latent_config
 from moonpool.engine.gguf.reader import GgufFile
+from moonpool.engine.gguf.values import ArchitectureValues
 from moonpool.engine.spec import ModelError
 from moonpool.types import Pooling
 
@@ -24,7 +25,7 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """What `config.json` would say. Raises `ModelError`."""
     own = architecture_of(file)
-    values = _Values(file)
+    values = ArchitectureValues(file)
     layers = values.count("block_count")
     if layers > len(file.tensors):
         raise ModelError(f"{file.path} claims {layers} layers, but has {len(file.tensors)} tensors")
@@ -33,7 +34,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} claims a context of {context}, more than {MAX_CONTEXT}")
     heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
     head_dim = values.count("attention.key_length", max(hidden // heads, 1))
-    _check_head_dims(own, values, file, head_dim)
+    if not own.latent:
+        _check_head_dims(own, values, file, head_dim)
     config: dict[str, Any] = {
         "architectures": [own.model],
         "vocab_size": _vocab_size(file),
@@ -55,11 +57,15 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     }
     config |= _own_numbers(own, values, layers, hidden // heads, head_dim)
     config |= _mixture(own, values, file)
+    if own.latent:
+        config |= latent_config(values, file)
     scaling = _rope_scaling(own, values, file)
     return config if scaling is None else config | {"rope_scaling": scaling}
 
 
-def _check_head_dims(own: Architecture, values: _Values, file: GgufFile, head_dim: int) -> None:
+def _check_head_dims(
+    own: Architecture, values: ArchitectureValues, file: GgufFile, head_dim: int
+) -> None:
     for name in ("attention.value_length", "rope.dimension_count"):
         if name == "rope.dimension_count" and own.partial_rope:
             continue
@@ -68,7 +74,7 @@ def _check_head_dims(own: Architecture, values: _Values, file: GgufFile, head_di
 
 
 def _own_numbers(
-    own: Architecture, values: _Values, layers: int, wide_head: int, head_dim: int
+    own: Architecture, values: ArchitectureValues, layers: int, wide_head: int, head_dim: int
 ) -> dict[str, Any]:
     """What only some architectures have."""
     found: dict[str, Any] = {
@@ -85,7 +91,7 @@ def _own_numbers(
     return found
 
 
-def _mixture(own: Architecture, values: _Values, file: GgufFile) -> dict[str, Any]:
+def _mixture(own: Architecture, values: ArchitectureValues, file: GgufFile) -> dict[str, Any]:
     """The keys of a mixture of experts, in the spellings of all its families."""
     count = values.optional("expert_count")
     if count in (None, 0):
@@ -116,7 +122,7 @@ def _mixture(own: Architecture, values: _Values, file: GgufFile) -> dict[str, An
 
 def pooling_of(file: GgufFile) -> Pooling:
     """How the file's model makes embeddings; by the last token if the file does not say."""
-    kind = _Values(file).optional("pooling_type")
+    kind = ArchitectureValues(file).optional("pooling_type")
     if kind in (None, 0):
         return "last"
     return _POOLINGS.get(kind, "none") if isinstance(kind, int) else "none"
@@ -141,7 +147,9 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _rope_scaling(own: Architecture, values: _Values, file: GgufFile) -> dict[str, Any] | None:
+def _rope_scaling(
+    own: Architecture, values: ArchitectureValues, file: GgufFile
+) -> dict[str, Any] | None:
     original = values.optional("rope.scaling.original_context_length")
     if own.partial_rope and SHORT_FACTORS in file.tensors:
         if original is None:
@@ -162,6 +170,10 @@ def _rope_scaling(own: Architecture, values: _Values, file: GgufFile) -> dict[st
         for name in ("beta_fast", "beta_slow"):
             if values.optional(f"rope.scaling.yarn_{name}") is not None:
                 scaling[name] = values.number(f"rope.scaling.yarn_{name}")
+        if own.latent and values.optional("rope.scaling.yarn_log_multiplier") is not None:
+            # The converter writes a tenth of it. Both are equal in all DeepSeek's configs.
+            factor = _rounded(10 * values.number("rope.scaling.yarn_log_multiplier"))
+            scaling |= {"mscale": factor, "mscale_all_dim": factor}
     return scaling
 
 
@@ -172,44 +184,3 @@ def plain_vector(file: GgufFile, name: str) -> list[float]:
         raise ModelError(f"{file.path}: {name} is {entry.kind} {list(entry.shape)}, not F32 [n]")
     found: list[float] = file.tensor(name).tolist()
     return found
-
-
-class _Values:
-    """The metadata of the file's architecture, checked for its types."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._path = file.path
-        self._metadata: Mapping[str, Any] = file.metadata
-        self._prefix = file.metadata["general.architecture"]
-
-    def optional(self, name: str) -> Any:
-        return self._metadata.get(f"{self._prefix}.{name}")
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0. An array must have it at every place. Raises ModelError."""
-        value = self.optional(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise ModelError(f"{self._path} lacks {self._prefix}.{name}")
-        if hasattr(value, "tolist"):
-            (value, *others) = sorted(set(value.tolist())) or [None]
-            if others:
-                raise ModelError(f"{self._path}: {name} differs between layers")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{self._path}: {name} is {_short(value)}, not a number above 0")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number above 0. Raises ModelError for another value, and if the key is absent and has
-        no default."""
-        value = self.optional(name)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
-            raise ModelError(f"{self._path}: {name} is {_short(value)}, not a number above 0")
-        return float(value)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,7 +1,7 @@
 """Finds the GGUF file that a model's name stands for.
 
 A name is the path of a file, `owner/repo:FILE` in the Hugging Face Hub, or the name of a Python
-package that ships one.
+package that ships one. A model in several files has the name of the first one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from moonpool.engine.gguf.part_names import part_names
 from moonpool.engine.spec import ModelError
 
 GGUF_SUFFIX = ".gguf"
@@ -47,11 +48,15 @@ def _downloaded(repo: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    names = part_names(file)
+    if file != names[0]:
+        raise ModelError(f"{file} is not the first part of the model: give {repo}:{names[0]}")
     try:
-        return Path(hf_hub_download(repo, file))
+        paths = [Path(hf_hub_download(repo, name)) for name in names]
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ModelError(
             f"{file} of {repo} cannot be loaded from the Hugging Face Hub ({reason}); give a file, "
             "or download it first on a machine with network access"
         ) from error
+    return paths[0]

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, and maps its tensors.
+"""Reads the header of a GGUF file, or of all its parts, and maps its tensors.
 
 A file may be damaged or hostile. Every count and length is compared with the bytes that are left
 before anything of that size is made, so reading allocates no more than a few times the header.
@@ -10,16 +10,17 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moonpool.engine.gguf.part_names import part_names
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import StoredRows
 from moonpool.engine.spec import ModelError
@@ -60,67 +61,86 @@ _OTHER = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: `shape` as in torch (rows first), `begin` and `end` are offsets in the file."""
+    """One tensor: `shape` as in torch (rows first), `begin` and `end` are offsets in its part."""
 
     kind: str  # the name of its type
     shape: tuple[int, ...]
     begin: int
     end: int
+    part: int = 0  # of the model's files
 
     @property
     def num_rows(self) -> int:
         return prod(self.shape[:-1])
 
-    def part(self, first: int, count: int | None) -> tuple[int, int, int]:
+    def span(self, first: int, count: int | None) -> tuple[int, int, int]:
         """Offset and bytes of `count` rows from the row `first`, and their count; None: all."""
         count = self.num_rows - first if count is None else count
         row = (self.end - self.begin) // self.num_rows
         return self.begin + first * row, count * row, count
 
 
-@dataclass(frozen=True, slots=True)
-class GgufFile:
-    """The checked header of one file. Arrays of numbers are numpy arrays, others are lists."""
+class GgufPart(NamedTuple):
+    """One mapped file."""
 
     path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorEntry]
     data: Tensor  # [file size] uint8, mapped
     mapping: mmap.mmap  # of `data`; nothing is written to it
     version: tuple[int, ...]  # changes if another file takes the path, or if this one is written
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The checked headers of a model's file, or of its parts. Arrays of numbers are numpy arrays,
+    others are lists."""
+
+    path: Path  # of the first part
+    metadata: Mapping[str, Any]  # of the first part
+    tensors: Mapping[str, TensorEntry]
+    parts: tuple[GgufPart, ...]
+
+    def stored(self, entry: TensorEntry, begin: int, end: int) -> Tensor:
+        """Bytes of the part that has the tensor; they stay in the mapped file."""
+        return self.parts[entry.part].data[begin:end]
+
+    def release(self) -> None:
+        """Drops the pages that were read. What was returned is read from the files again."""
+        for part in self.parts:
+            part.mapping.madvise(mmap.MADV_DONTNEED)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor that is not quantized, in its own dtype; its bytes stay in the mapped file."""
         entry = self.tensors[name]
         dtype = next(dtype for dtype in _PLAIN.values() if _name_of(dtype) == entry.kind)
-        return self.data[entry.begin : entry.end].view(dtype).view(entry.shape)
+        return self.stored(entry, entry.begin, entry.end).view(dtype).view(entry.shape)
 
     def rows(self, name: str, first: int = 0, count: int | None = None) -> StoredRows:
         """Rows of a quantized tensor; their bytes stay in the mapped file."""
         entry = self.tensors[name]
-        begin, size, count = entry.part(first, count)
-        data = self.data[begin : begin + size]
+        begin, size, count = entry.span(first, count)
+        data = self.stored(entry, begin, begin + size)
         return StoredRows(FORMATS[entry.kind], data.view(count, -1))
 
     def read_rows(self, name: str, first: int = 0, count: int | None = None) -> StoredRows:
         """Rows of a quantized tensor in memory: to read them all takes a tenth of the time that the
         page faults of a mapping take on virtual machines. Raises `ModelError`."""
         entry = self.tensors[name]
-        begin, size, count = entry.part(first, count)
+        begin, size, count = entry.span(first, count)
+        part = self.parts[entry.part]
         data = torch.empty(size, dtype=torch.uint8)
         rest = data.numpy().data
         try:
-            with self.path.open("rb", buffering=0) as file:
-                if _version(file.fileno()) != self.version:
-                    raise ModelError(f"{self.path} changed while it was loaded: start again")
+            with part.path.open("rb", buffering=0) as file:
+                if _version(file.fileno()) != part.version:
+                    raise ModelError(f"{part.path} changed while it was loaded: start again")
                 file.seek(begin)
                 while rest:
                     num_read = file.readinto(rest)
                     if not num_read:
-                        raise ModelError(f"{self.path} is cut off at tensor {name!r}")
+                        raise ModelError(f"{part.path} is cut off at tensor {name!r}")
                     rest = rest[num_read:]
         except OSError as error:
-            raise ModelError(f"{self.path} is not readable: {error.strerror}") from None
+            raise ModelError(f"{part.path} is not readable: {error.strerror}") from None
         return StoredRows(FORMATS[entry.kind], data.view(count, -1))
 
 
@@ -134,7 +154,71 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads and checks the header. Raises `ModelError` with one line."""
+    """Reads and checks the header; of the first part of several, also those of the others.
+
+    Raises `ModelError` with one line."""
+    metadata, tensors, first = _read_part(path)
+    count = _split_number(first, metadata, "count", default=0)
+    if count <= 1:
+        return GgufFile(path, metadata, tensors, (first,))
+    parts, tensors = [first], dict(tensors)
+    for number, name in enumerate(_names(first, metadata, count)[1:], 1):
+        own, found, part = _read_part(path.with_name(name))
+        _check_split_number(part, own, "no", number)
+        _check_split_number(part, own, "count", count)
+        for tensor, entry in found.items():
+            if tensor in tensors:
+                other = parts[tensors[tensor].part].path
+                raise ModelError(f"{other} and {part.path} both have the tensor {tensor!r}")
+            tensors[tensor] = replace(entry, part=number)
+        parts.append(part)
+    expected = _split_number(first, metadata, "tensors.count", default=len(tensors))
+    if expected != len(tensors):
+        raise ModelError(
+            f"the {count} parts of {path} have {len(tensors)} tensors, but split.tensors.count is "
+            f"{expected}"
+        )
+    return GgufFile(path, metadata, tensors, tuple(parts))
+
+
+def _names(first: GgufPart, metadata: Mapping[str, Any], count: int) -> list[str]:
+    """The names of the parts. Raises ModelError."""
+    path = first.path
+    names = part_names(path.name)
+    if len(names) != count:
+        raise ModelError(
+            f"{path} is one part of several (split.count is {count}): keep the names that "
+            "llama-gguf-split gave, NAME-00001-of-00003.gguf, with all parts in one folder"
+        )
+    if path.name != names[0]:
+        raise ModelError(f"{path} is not the first part of the model: give {names[0]}")
+    _check_split_number(first, metadata, "no", 0)
+    missing = [name for name in names if not path.with_name(name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{path} is the first of {count} parts, of which {len(missing)} are missing in its "
+            f"folder, first {missing[0]}"
+        )
+    return names
+
+
+def _check_split_number(part: GgufPart, own: Mapping[str, Any], name: str, expected: int) -> None:
+    found = _split_number(part, own, name, default=-1)
+    if found != expected:
+        raise ModelError(
+            f"{part.path} is no part of this model: its split.{name} is "
+            f"{'missing' if found < 0 else found}, not {expected}"
+        )
+
+
+def _split_number(part: GgufPart, own: Mapping[str, Any], name: str, default: int) -> int:
+    value = own.get(f"split.{name}", default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ModelError(f"{part.path}: split.{name} is no whole number")
+    return value
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry], GgufPart]:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -148,7 +232,7 @@ def read_gguf(path: Path) -> GgufFile:
     header = _Header(path, mapped)
     metadata, tensors = header.read()
     data = torch.frombuffer(mapped, dtype=torch.uint8)
-    return GgufFile(path, metadata, tensors, data, mapped, version)
+    return metadata, tensors, GgufPart(path, data, mapped, version)
 
 
 class _Header:

@@ -108,6 +108,13 @@ def plain(matrix: Matrix) -> Tensor:
     return matrix if isinstance(matrix, Tensor) else matrix.dequantized()
 
 
+def reordered(matrix: Matrix, order: Tensor) -> Matrix:
+    """A copy with the rows in another order; a quantized matrix must be of one part."""
+    if isinstance(matrix, Tensor):
+        return matrix[order.to(matrix.device)]
+    return matrix.reordered(order)
+
+
 def stacked(matrices: Sequence[Matrix]) -> Matrix:
     """The rows of all matrices, one after the other. With a plain one, all become plain."""
     if len(matrices) == 1:

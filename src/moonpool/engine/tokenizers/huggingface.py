@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from moonpool.engine.tokenizer import (
@@ -49,6 +50,12 @@ class TokenizerParts:
     tool_template: str | None = None
 
 
+class _Source(msgspec.Struct):
+    """What is read of a `tokenizer.json` beside the tokenizers library. The rest is skipped."""
+
+    decoder: dict[str, Any] | None = None
+
+
 class HfTokenizer:
     """The `tokenizers` library with the checkpoint's special tokens and chat template."""
 
@@ -68,7 +75,7 @@ class HfTokenizer:
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(True).values(), default=-1)
         self.eos_token_ids = self._end_tokens(parts)
-        self._bytes_of = bytes_function(json.loads(parts.source).get("decoder"))
+        self._bytes_of = bytes_function(msgspec.json.decode(parts.source, type=_Source).decoder)
         self._bytes: dict[int, bytes] = {}
         default = parts.template or ROLES_TEMPLATE
         self.tool_template = parts.tool_template or default
@@ -266,8 +273,8 @@ def _sentencepiece_function(replacements: list[tuple[str, str]], byte_fallback: 
 def _byte_level_bytes(token: str) -> bytes:
     """A token's bytes. An added token with characters outside the alphabet is plain UTF-8."""
     try:
-        return bytes(_ALPHABET[character] for character in token)
-    except KeyError:
+        return token.translate(_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()
 
 
@@ -281,3 +288,8 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_level_alphabet()
+_BYTES: dict[int, str | int] = {
+    **dict.fromkeys(range(0x100), "\u0100"),  # no byte: it cannot be encoded, like all above it
+    **{ord(character): byte for character, byte in _ALPHABET.items()},
+}
+"""For `str.translate`, which takes a tenth of a loop's time."""
