@@ -381,7 +381,11 @@ def test_corrupt_and_missing_blocks_are_computed_here(
     actions = bench.handle(ReceiveEnded(stream_id="w", corrupt=corrupt, error=error))
     (done,) = reported(actions, TransferDone)
     assert (done.corrupt_blocks, done.error) == (len(corrupt), error)
+    if error:
+        assert bench.step is None, "the Conductor may have aborted the attempt"
+        bench.handle(StopReceiving(attempt_id=AttemptId("w")))
     assert bench.step is not None
+    assert bench.instance.counters.get("recomputed_tokens", 0) == 10 - computed
     (entry,) = bench.step.entries
     assert (entry.start, len(entry.new_token_ids)) == (computed, 11 - computed)
     assert entry.draw is not None and list(entry.generated) == [7]
@@ -419,6 +423,16 @@ def test_stop_receiving_cancels_the_stream() -> None:
     bench.handle(ReceiveEnded(stream_id="w", corrupt=(0, 1, 2), error="cancelled"))
     assert bench.lengths() == {"w": 11}
     assert not of(bench.handle(stop), CancelStream), "it has ended already"
+
+
+def test_an_aborted_attempt_computes_nothing_although_its_broken_stream_arrives_first() -> None:
+    bench = Bench(Role.DECODE)
+    reserved(bench)
+    bench.handle(start())
+    bench.handle(ReceiveEnded(stream_id="w", corrupt=(0, 1, 2), error="the sender aborted it"))
+    assert not reported(bench.handle(Abort(attempt_id=AttemptId("w"))), DecodeAccepted)
+    assert bench.step is None and not bench.instance.counters.get("recomputed_tokens")
+    bench.assert_empty()
 
 
 def test_an_abort_waits_for_the_stream() -> None:
