@@ -9,7 +9,7 @@ from moonpool.attention_offload.channel import (
     CHECK_S,
     AttentionChannelError,
     Payload,
-    ReadAhead,
+    ReceivedEarly,
     view_of,
 )
 from moonpool.attention_offload.wire import HEADER, Header
@@ -34,7 +34,7 @@ class TlsChannel:
         self.timeout_s = timeout_s
         self._frames = frames
         self._reads_ahead = reads_ahead
-        self._ahead = ReadAhead()
+        self._ahead = ReceivedEarly()
 
     def send(self, header: Header, *payload: Payload) -> None:
         """Raises AttentionChannelError if the peer is gone or takes nothing for `timeout_s`."""
