@@ -78,11 +78,10 @@ def _check_tls(config: Config) -> None:
     together = "given: TLS between machines needs a certificate and the authority of all parts"
     require(bool(tls.certfile), "tls.certfile", together)
     require(bool(tls.ca_certs), "tls.ca_certs", together)
-    require(not config.network.nixl, "network.nixl", "false with tls.certfile: NIXL has no TLS")
     require(
-        not config.cluster.attention,
-        "cluster.attention",
-        "0 with tls.certfile: connections to attention workers have no TLS",
+        not config.network.nixl,
+        "network.nixl",
+        "false with tls.certfile: NIXL moves blocks without encryption; over TCP they have TLS",
     )
 
 

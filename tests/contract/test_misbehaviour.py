@@ -382,6 +382,18 @@ def test_silent_strangers_are_few_and_do_not_keep_peers_out(
         stranger.close()
 
 
+def test_strangers_that_leave_at_once_do_not_end_the_listener(node: Node, transport: str) -> None:
+    """The listener may accept a connection that has been reset already."""
+    for _ in range(50):
+        with bare_socket(node.address, transport) as sock:
+            sock.sendall(b"x")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    node.messenger.fetch("f", node.address, keys(1), [0], 120.0)
+    node.messenger.grant(node.expect_event(ReadRequested).read_id, [])
+    ends = [node.events.get(timeout=60) for _ in range(2)]
+    assert {(type(e), e.error) for e in ends} == {(FetchEnded, ""), (ReadEnded, "")}
+
+
 def _read(sock: socket.socket) -> bytes:
     try:
         return sock.recv(4096)

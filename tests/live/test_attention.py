@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from moonpool.demo.local_server import LocalServer
+from tests.certificates import make_certificates
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import wait_until_gone
 
@@ -88,6 +89,27 @@ def test_over_tcp(expected: list[str], tmp_path: Path) -> None:
     command = [MODEL, "--config", str(config), "--attention", "2", *SMALL]
     with LocalServer(command) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
+        assert ask_together(client, [LONG, SHORT]) == expected
+
+
+@pytest.mark.long
+def test_with_certificates(expected: list[str], tmp_path: Path) -> None:
+    files = make_certificates(tmp_path, "ours", "all")
+    names = ("certfile", "keyfile", "ca_certs")
+    lines = [f'{name} = "{path}"' for name, path in zip(names, files, strict=True)]
+    config = tmp_path / "tls.toml"
+    config.write_text("\n".join(["[network]", "use_shared_memory = false", "[tls]", *lines]))
+    command = [MODEL, "--config", str(config), "--attention", "2", *SMALL]
+    with LocalServer(command) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        assert ask_together(client, [LONG, SHORT]) == expected
+        by_s = time.monotonic() + 60
+        while not counters_of(client, "decode-0").get("tls_received_bytes"):
+            assert time.monotonic() < by_s
+            time.sleep(0.1)
+        assert not counters_of(client, "decode-0").get("tcp_received_bytes")
+        pid = attention_pids(server)["attention-0"]
+        os.kill(pid, signal.SIGKILL)
         assert ask_together(client, [LONG, SHORT]) == expected
 
 

@@ -187,18 +187,61 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
 
 
+def child_of(pid: int, command: str) -> int:
+    """Waits for a child with this command line."""
+    by_s = time.monotonic() + 60
+    while not (found := [p for p in children_of(pid) if command_of(p) == command]):
+        assert time.monotonic() < by_s, f"no {command}"
+        time.sleep(0.05)
+    return found[0]
+
+
+def layout_of(pid: int) -> str:
+    """Where the kernel's page lies: chosen at random when a program starts, and kept by forks."""
+    (line,) = (x for x in Path(f"/proc/{pid}/maps").read_text().splitlines() if "[vdso]" in x)
+    return line.split()[0]
+
+
+def test_a_worker_that_dies_a_second_after_the_fork_server_is_forked_from_the_spare() -> None:
+    body = LONG | {"max_tokens": 3000}
+    with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        fork_server = child_of(server.pid, "moonpool fork server")
+        spare = child_of(server.pid, "moonpool spare fork server")
+        before = {i["instance_id"]: i["pid"] for i in server.instances()}
+        layout = layout_of(fork_server)
+
+        def with_its_fork_server(pid: int) -> int:
+            os.kill(fork_server, signal.SIGKILL)
+            assert wait_until_gone([fork_server]) == []
+            time.sleep(1.0)
+            assert client.get("/explain/killed-decode").json()["generated_tokens"] < 3000
+            return pid
+
+        got = answer_while_killing(client, "decode", with_its_fork_server, body)
+        assert got["choices"][0]["text"] == expected
+        assert wait_for_instances(client, 2)
+        after = {i["instance_id"]: i["pid"] for i in server.instances()}
+        assert after["prefill-0"] == before["prefill-0"] and after["decode-0"] != before["decode-0"]
+        assert layout_of(after["decode-0"]) == layout, "no new interpreter"
+        next_spare = child_of(server.pid, "moonpool spare fork server")
+        assert child_of(server.pid, "moonpool fork server") == spare != next_spare
+        assert server.stop(signal.SIGINT) == 0
+        assert wait_until_gone([spare, next_spare, *after.values()]) == []
+
+
 @pytest.mark.long
 def test_workers_come_back_without_their_fork_server_which_comes_back_too() -> None:
     with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
-        [fork_server] = [
-            p for p in children_of(server.pid) if command_of(p) == "moonpool fork server"
-        ]
+        fork_server = child_of(server.pid, "moonpool fork server")
+        spare = child_of(server.pid, "moonpool spare fork server")
         pids = {instance["instance_id"]: instance["pid"] for instance in server.instances()}
         first, decode = pids["prefill-0"], pids["decode-0"]
         assert " -m moonpool worker --role prefill --name prefill-0 " in command_of(first)
-        for pid in (fork_server, first):
+        for pid in (spare, fork_server, first):
             os.kill(pid, signal.SIGKILL)
             assert wait_until_gone([pid]) == []
         deadline = time.monotonic() + 60

@@ -11,7 +11,14 @@ def test_an_idle_cluster_of_a_toy_model_takes_little_memory() -> None:
     said: list[str] = []
     found = bench_idle("moonpool/induction", 1, 1, [], 1.0, said.append)
     names = {row["process"] for row in found["processes"]}
-    assert names == {"supervisor", "fork server", "head", "prefill-0", "decode-0"}
+    assert names == {
+        "supervisor",
+        "fork server",
+        "spare fork server",
+        "head",
+        "prefill-0",
+        "decode-0",
+    }
     for row in found["processes"]:
         assert row["kvcache_mib"] < 64, row  # of pools of up to 640 MiB
         assert row["memory_mib"] > 0

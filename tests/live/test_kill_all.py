@@ -13,7 +13,7 @@ from tests.live.test_faults import shared_memory_names
 SIZES = ("--kv-tokens", "16384", "--block-size", "16", "--max-num-batched-tokens", "128")
 CAMPAIGN_S = 150.0
 STOPS_S = (0.5, 6.0)
-EVERYWHERE = {"head", "fork server", "body reader"}
+EVERYWHERE = {"head", "fork server", "spare fork server", "body reader"}
 
 
 @pytest.mark.long

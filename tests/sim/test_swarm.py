@@ -32,12 +32,14 @@ def test_invariants_hold(first: int) -> None:
         assert world.lost_with_head | set(world.ended) == set(world.truths)
 
 
-@pytest.mark.parametrize("seed", [3432, 20542, 90613, 91821, 771299])
+@pytest.mark.parametrize("seed", [3432, 7246, 20542, 90613, 91821, 771299, 4500104])
 def test_seeds_that_failed_once(seed: int) -> None:
-    """3432: a shortened drain told its first end. 20542: the pool took an owner's blocks of two
-    prompts for one prompt, whose links formed a cycle, so that the list of the hottest prefixes
-    never ended. 91821: two requests fitted together by their tokens, but not by their blocks.
-    771299: a spare block that the policy did not evict lost its mark."""
+    """3432: a shortened drain told its first end. 7246: the abort of a prefill broke its stream
+    before the abort of the decode arrived, which computed the prompt again. 20542: the pool took
+    an owner's blocks of two prompts for one prompt, whose links formed a cycle, so that the list
+    of the hottest prefixes never ended. 91821: two requests fitted together by their tokens, but
+    not by their blocks. 771299: a spare block that the policy did not evict lost its mark.
+    4500104: a request of which both instances left was moved twice in one turn."""
     assert run_seed(seed).ended
 
 

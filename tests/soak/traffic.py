@@ -198,6 +198,9 @@ class Traffic:
                 self.cluster.send(attempt.decode, StopReceiving(attempt_id=message.attempt_id))
             case TransferDone():
                 self.seen["corrupt blocks in streams"] += message.corrupt_blocks
+                if message.error and self.cluster is not None:
+                    stop = StopReceiving(attempt_id=message.attempt_id)
+                    self.cluster.send(attempt.decode, stop)
             case AttemptFailed():
                 if message.reason == "engine_error":
                     raise SoakError(f"{member.name}: {message.message}")

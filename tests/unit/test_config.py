@@ -102,6 +102,13 @@ def test_mistakes_in_overrides() -> None:
         parse_config("api = 3", {"api": {"port": 1}})
 
 
+def test_certificates_go_with_attention_workers_and_not_with_nixl() -> None:
+    tls = '[tls]\ncertfile = "a.pem"\nca_certs = "ca.pem"\n'
+    assert parse_config(f"{tls}[cluster]\nattention = 2").tls.certfile == "a.pem"
+    with pytest.raises(ConfigError, match=r"network\.nixl must be false .* without encryption"):
+        parse_config(f"{tls}[network]\nnixl = true")
+
+
 def test_one_mixed_instance_is_a_cluster() -> None:
     config = parse_config("[cluster]\nprefill = 0\ndecode = 0\nmixed = 1")
     assert config.cluster.mixed == 1

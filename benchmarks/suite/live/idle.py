@@ -35,9 +35,9 @@ def bench_idle(
     """MiB and percent of a core by process, and in sum. Raises IdleBenchError."""
     line = [model, "--prefill", str(prefill), "--decode", str(decode), *flags]
     with LocalServer(line) as server:
-        pids = dict(sorted(family(server.pid).items(), key=lambda each: each[1]))
         try:
-            settled = _settle(pids)
+            settled = _settle(family(server.pid))
+            pids = dict(sorted(family(server.pid).items(), key=lambda each: each[1]))
             measured = _measure(pids, seconds)
         except OSError as error:
             raise IdleBenchError(f"a process ended: {error}; {server.last_words()}") from None

@@ -29,6 +29,7 @@ from moonpool.protocol.frames import Setup
 from moonpool.scheduler.actions import StepEntry
 from moonpool.transfer.arena import Arena
 from moonpool.transfer.reshard import ShardView
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import BlockId, InstanceId
 
 
@@ -52,6 +53,7 @@ def boot_attention_group(
     threads: int,
     share: CoreShare,
     listen_host: str,
+    tls: PeerTls | None = None,
 ) -> OffloadedParts:
     """Connects to the attention workers and makes the engine that uses them. The engine has
     `threads` threads on the cores of `share`. Raises ValueError, ArenaError or AttentionError."""
@@ -74,9 +76,9 @@ def boot_attention_group(
     use_shm = setup.network.use_shared_memory
     by_head = setup.sharing.partition == "head"
     head_ranges = share_heads(spec.num_kv_heads, len(setup.attention)) if by_head else ()
-    offload = Offload(setup.attention, instance_id, secret, options, use_shm, head_ranges)
+    offload = Offload(setup.attention, instance_id, secret, options, use_shm, head_ranges, tls)
     pin_thread(share.others)  # inherited by the threads that move the local worker's blocks
-    local = _local_worker(setup, options, secret, listen_host)
+    local = _local_worker(setup, options, secret, listen_host, tls)
     pin_thread(share.engine)
     group = offload.connect(local)
     try:
@@ -94,7 +96,11 @@ def boot_attention_group(
 
 
 def _local_worker(
-    setup: Setup, options: AttachOptions, secret: bytes, listen_host: str
+    setup: Setup,
+    options: AttachOptions,
+    secret: bytes,
+    listen_host: str,
+    tls: PeerTls | None,
 ) -> LocalAttentionWorker | None:
     """The local worker for the tokens that the instance keeps itself; None if it keeps none."""
     num_blocks = options.layout.blocks_for(setup.sharing.own_tokens)
@@ -103,7 +109,7 @@ def _local_worker(
     name = InstanceId(f"{options.owner}.home")
     use_shm = setup.network.use_shared_memory
     state = AttentionWorkerState(
-        name, secret, choose_split_ops(), _make_arena, listen_host, use_shm
+        name, secret, choose_split_ops(), _make_arena, listen_host, use_shm, tls
     )
     return start_local_attention(state, msgspec.structs.replace(options, num_blocks=num_blocks))
 

@@ -69,7 +69,7 @@ class AttentionChannel(Protocol):
         ...
 
 
-class _ReadAhead:
+class ReceivedEarly:
     """Bytes that were read before `receive` needed them."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class SocketChannel:
         self.timeout_s = timeout_s
         self._sock = sock
         self._reads_ahead = reads_ahead
-        self._ahead = _ReadAhead()
+        self._ahead = ReceivedEarly()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | select.POLLOUT)
         sock.settimeout(timeout_s)
@@ -201,7 +201,7 @@ class RingChannel:
         self._sent_at = ctypes.addressof(ctypes.c_char.from_buffer(self._sent))
         self._closed = False
         self._reads_ahead = is_maker
-        self._ahead = _ReadAhead()
+        self._ahead = ReceivedEarly()
 
     def send(self, header: Header, *payload: Payload) -> None:
         HEADER.pack_into(

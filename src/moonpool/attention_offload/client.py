@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -24,6 +24,7 @@ from moonpool.attention_offload.channel import (
     rings_available,
 )
 from moonpool.attention_offload.executor import AttentionExecutor
+from moonpool.attention_offload.tls_channel import TlsChannel
 from moonpool.attention_offload.wire import (
     ATTACH_REPLY,
     ENCODER,
@@ -56,6 +57,7 @@ from moonpool.transfer.arena import ArenaError
 from moonpool.transfer.auth import AuthError, ClientHandshake, Identity, authenticate_frames
 from moonpool.transfer.errors import DeadlineError, TransportError
 from moonpool.transfer.frame_socket import FrameSocket
+from moonpool.transfer.tls import PeerTls, TlsFrameSocket
 from moonpool.types import MALFORMED, InstanceId, Struct
 
 DIAL_S = 5.0
@@ -112,6 +114,42 @@ def ring_bytes(heads: HeadShape, element_bytes: int, max_rows: int) -> int:
     read. A multiple of 4,096 bytes, at least 1 MiB."""
     row = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim * element_bytes
     return -(-max(2 * row * max_rows, 1 << 20) // 4096) * 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialer:
+    """Makes connections to one attention worker."""
+
+    address: PeerAddress
+    me: InstanceId
+    secret: bytes
+    use_shm: bool
+    tls: PeerTls | None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the connections stay on this host."""
+        address = self.address
+        return self.use_shm and bool(address.unix_name) and shm.host_id() == address.host_id
+
+    def dial(self) -> FrameSocket:
+        """Returns an authenticated connection. Raises TransportError, AuthError or OSError."""
+        by_s, address = time.monotonic() + DIAL_S, self.address
+        if self.is_local:
+            frames = FrameSocket(shm.connect(address.unix_name, by_s))
+        else:
+            sock = tcp.connect(address.tcp_host, address.tcp_port, by_s)
+            frames = FrameSocket(sock) if self.tls is None else self.tls.connected(sock)
+        try:
+            frames.begin(by_s)
+            identity = Identity(instance_id=self.me, service=SERVICE, fingerprint=b"")
+            found = authenticate_frames(frames, ClientHandshake(self.secret, identity), by_s)
+            if found.instance_id != address.instance_id:
+                raise AuthError(f"another instance, {found.instance_id!r}, listens at its address")
+        except BaseException:
+            frames.close()
+            raise
+        return frames
 
 
 class AttentionClient:
@@ -202,17 +240,22 @@ def start_local_attention(
 
 
 def connect(
-    address: PeerAddress, me: InstanceId, secret: bytes, options: AttachOptions, use_shm: bool
+    address: PeerAddress,
+    me: InstanceId,
+    secret: bytes,
+    options: AttachOptions,
+    use_shm: bool,
+    tls: PeerTls | None = None,
 ) -> AttentionClient:
-    """Connects and attaches to an attention worker. Raises AttentionError."""
+    """Connects and attaches to an attention worker, on another machine with `tls`. Raises
+    AttentionError."""
+    dialer = _Dialer(address, me, secret, use_shm, tls)
     token = secrets.token_hex(16)
     try:
-        frames, _ = _dial(address, me, secret, use_shm)
+        frames = dialer.dial()
         try:
             attached = _attach(frames, options, token)
-            return AttentionClient(
-                frames, _open_steps(address, me, secret, options, token, use_shm), attached
-            )
+            return AttentionClient(frames, _open_steps(dialer, options, token), attached)
         except BaseException:
             frames.close()
             raise
@@ -244,42 +287,14 @@ def _attach(frames: FrameSocket, options: AttachOptions, token: str) -> Attached
     return reply
 
 
-def _open_steps(
-    address: PeerAddress,
-    me: InstanceId,
-    secret: bytes,
-    options: AttachOptions,
-    token: str,
-    use_shm: bool,
-) -> AttentionChannel:
-    frames, is_local = _dial(address, me, secret, use_shm)
-    rings = is_local and rings_available()
+def _open_steps(dialer: _Dialer, options: AttachOptions, token: str) -> AttentionChannel:
+    frames = dialer.dial()
+    rings = dialer.is_local and rings_available()
     opening = ENCODER.encode(OpenSteps(token=token, rings=rings, spin_s=options.spin_s))
     frames.send_frame(opening, time.monotonic() + DIAL_S)
     sock = frames.socket
     if rings:
         return offer_rings(sock, options.ring_bytes, STEP_TIMEOUT_S, options.spin_s)
+    if isinstance(frames, TlsFrameSocket):
+        return TlsChannel(frames, STEP_TIMEOUT_S, reads_ahead=True)
     return SocketChannel(sock, STEP_TIMEOUT_S, reads_ahead=True)
-
-
-def _dial(
-    address: PeerAddress, me: InstanceId, secret: bytes, use_shm: bool
-) -> tuple[FrameSocket, bool]:
-    """Returns an authenticated connection, and whether it stays on this host."""
-    by_s = time.monotonic() + DIAL_S
-    is_local = use_shm and bool(address.unix_name) and shm.host_id() == address.host_id
-    sock: socket.socket
-    if is_local:
-        sock = shm.connect(address.unix_name, by_s)
-    else:
-        sock = tcp.connect(address.tcp_host, address.tcp_port, by_s)
-    frames = FrameSocket(sock)
-    try:
-        identity = Identity(instance_id=me, service=SERVICE, fingerprint=b"")
-        found = authenticate_frames(frames, ClientHandshake(secret, identity), by_s)
-        if found.instance_id != address.instance_id:
-            raise AuthError(f"another instance, {found.instance_id!r}, listens at its address")
-    except BaseException:
-        frames.close()
-        raise
-    return frames, is_local

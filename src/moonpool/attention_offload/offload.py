@@ -49,6 +49,7 @@ from moonpool.scheduler.actions import ArenaBack, ArenaLost
 from moonpool.transfer.context import SliceRef
 from moonpool.transfer.counters import TransferCounts
 from moonpool.transfer.messenger import Messenger
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import BlockId, BlockKey, InstanceId, Struct
 
 RECONNECT_S = 0.5
@@ -77,6 +78,7 @@ class Offload:
         options: AttachOptions,
         use_shm: bool,
         head_ranges: Sequence[KvHeadRange] = (),
+        tls: PeerTls | None = None,
     ) -> None:
         """`head_ranges`: each worker's heads, if blocks are shared out by head."""
         self._addresses = list(addresses)
@@ -84,6 +86,7 @@ class Offload:
         self._secret = secret
         self._options = options
         self._use_shm = use_shm
+        self._tls = tls
         self._clients: list[AttentionClient | LocalAttentionWorker | None] = []
         self._local: LocalPartition | None = None
         self._worker_sizes: list[int] = []  # blocks of each worker
@@ -489,7 +492,7 @@ class Offload:
         return [client for client in clients if client is not None]
 
     def _connect(self, address: PeerAddress, options: AttachOptions) -> AttentionClient:
-        return connect(address, self._me, self._secret, options, self._use_shm)
+        return connect(address, self._me, self._secret, options, self._use_shm, self._tls)
 
     def _options_of(self, worker: int) -> AttachOptions:
         """The worker's options. By head, its memory holds more blocks, each with fewer heads."""

@@ -21,6 +21,7 @@ from moonpool.attention_offload.channel import (
     take_rings,
 )
 from moonpool.attention_offload.client import receive_any
+from moonpool.attention_offload.tls_channel import TlsChannel
 from moonpool.attention_offload.wire import (
     COMMAND,
     ENCODER,
@@ -47,8 +48,9 @@ from moonpool.protocol.transfer_events import (
 from moonpool.transfer import shm, tcp
 from moonpool.transfer.arena import ArenaError
 from moonpool.transfer.auth import AuthError, Identity, ServerHandshake, authenticate_frames
-from moonpool.transfer.errors import TransportError
+from moonpool.transfer.errors import PeerGoneError, TransportError
 from moonpool.transfer.frame_socket import FrameSocket
+from moonpool.transfer.tls import PeerTls, TlsFrameSocket
 from moonpool.types import MALFORMED, InstanceId
 
 HANDSHAKE_S = 5.0
@@ -70,16 +72,19 @@ class AttentionService:
         state: AttentionWorkerState,
         host: str,
         use_shm: bool,
+        tls: PeerTls | None = None,
     ) -> None:
+        """With `tls`, connections from other machines are encrypted."""
         self._instance_id = instance_id
         self._secret = secret
         self._state = state
         self._host = host
+        self._tls = tls
         self._host_id = shm.host_id() if use_shm else ""
         self._lock = threading.Lock()  # guards what follows
-        self._open: set[socket.socket] = set()
-        self._half_open: dict[socket.socket, None] = {}  # oldest first; they are also in `_open`
-        self._step_sockets: set[socket.socket] = set()
+        self._open: set[FrameSocket] = set()
+        self._half_open: dict[FrameSocket, None] = {}  # oldest first; they are also in `_open`
+        self._step_sockets: set[FrameSocket] = set()
         self._token = ""
         self._owner: FrameSocket | None = None
         self._owner_gone = threading.Event()
@@ -110,9 +115,12 @@ class AttentionService:
         """Ends all connections, then the worker's state."""
         with self._lock:
             self._closing = True
-            sockets = [*self._listeners, *self._open]
-        for sock in sockets:
-            _shut(sock)
+            connections = list(self._open)
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+        for frames in connections:
+            frames.interrupt()
         self._owner_gone.wait(SEND_S)
         self._steps_over.wait(SEND_S)
         self._state.close()
@@ -126,25 +134,35 @@ class AttentionService:
                     break
                 time.sleep(0.05)
                 continue
+            try:
+                frames = self._framed(sock)
+            except PeerGoneError:
+                continue  # it has left already
             with self._lock:
                 if len(self._half_open) >= MAX_HALF_OPEN:
                     oldest = next(iter(self._half_open))
-                    _shut(oldest)
+                    oldest.interrupt()
                     self._half_open.pop(oldest)
                     self._open.discard(oldest)
                 full = len(self._open) >= MAX_CONNECTIONS
                 if not full:
-                    self._open.add(sock)
-                    self._half_open[sock] = None
+                    self._open.add(frames)
+                    self._half_open[frames] = None
             if full:
-                sock.close()
+                frames.close()
                 continue
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(frames,), daemon=True).start()
         listener.close()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _framed(self, sock: socket.socket) -> FrameSocket:
+        """Raises PeerGoneError."""
+        if self._tls is None or sock.family == socket.AF_UNIX:
+            return FrameSocket(sock)
+        return self._tls.accepted(sock)
+
+    def _serve(self, frames: FrameSocket) -> None:
         try:
-            self._serve_one(sock)
+            self._serve_one(frames)
         except (AuthError, TransportError, AttentionChannelError, OSError) as error:
             if not self._closing:
                 log.warning("closed a connection: %s", error)
@@ -152,43 +170,46 @@ class AttentionService:
             log.warning("closed a connection with malformed messages: %s", error)
         finally:
             with self._lock:
-                self._open.discard(sock)
-                self._half_open.pop(sock, None)
-            sock.close()
+                self._open.discard(frames)
+                self._half_open.pop(frames, None)
+            frames.close()
 
-    def _serve_one(self, sock: socket.socket) -> None:
-        if sock.family != socket.AF_UNIX:
-            tcp.prepare(sock)
-        frames = FrameSocket(sock)
+    def _serve_one(self, frames: FrameSocket) -> None:
+        if frames.socket.family != socket.AF_UNIX:
+            tcp.prepare(frames.socket)
         me = Identity(instance_id=self._instance_id, service=SERVICE, fingerprint=b"")
         by_s = time.monotonic() + HANDSHAKE_S
+        frames.begin(by_s)
         authenticate_frames(frames, ServerHandshake(self._secret, me), by_s)
         with self._lock:
-            self._half_open.pop(sock, None)
+            self._half_open.pop(frames, None)
         opening = OPENING.decode(frames.receive_frame(MAX_FRAME_BYTES, by_s))
         if isinstance(opening, OpenSteps):
-            self._serve_steps(sock, opening)
+            self._serve_steps(frames, opening)
         else:
             self._serve_owner(frames, opening)
 
-    def _serve_steps(self, sock: socket.socket, opening: OpenSteps) -> None:
+    def _serve_steps(self, frames: FrameSocket, opening: OpenSteps) -> None:
         self._check_token(opening.token)
+        sock = frames.socket
         channel: AttentionChannel
         if opening.rings and sock.family == socket.AF_UNIX and rings_available():
             channel = take_rings(sock, None, min(opening.spin_s, MAX_SPIN_S))
             sock.settimeout(None)
+        elif isinstance(frames, TlsFrameSocket):
+            channel = TlsChannel(frames, None)
         else:
             channel = SocketChannel(sock, None)
         try:
             with self._lock:  # the owner may have been replaced meanwhile: its end must find this
                 self._check_token(opening.token)
-                self._step_sockets.add(sock)
+                self._step_sockets.add(frames)
                 self._steps_over.clear()
             self._state.serve_steps(channel)
         finally:
             channel.close()
             with self._lock:
-                self._step_sockets.discard(sock)
+                self._step_sockets.discard(frames)
                 if not self._step_sockets:
                     self._steps_over.set()
 
@@ -227,8 +248,8 @@ class AttentionService:
             with self._lock:
                 self._owner, self._token = None, ""
                 steps = list(self._step_sockets)
-            for sock in steps:
-                _shut(sock)
+            for connection in steps:
+                connection.interrupt()
             self._state.detach()
             self._owner_gone.set()
 
@@ -254,8 +275,3 @@ class AttentionService:
             raise AttentionChannelError(
                 "the former owner's connections do not end: try again later"
             )
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

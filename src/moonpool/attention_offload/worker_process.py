@@ -18,6 +18,7 @@ from moonpool.runtime.engine_boot import pool_blocks
 from moonpool.runtime.head_link import HeadLink
 from moonpool.transfer.arena import Arena
 from moonpool.transfer.reshard import ShardView
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import InstanceId
 
 log = logging.getLogger("moonpool.worker")
@@ -27,13 +28,19 @@ class AttentionWorker:
     """Serves until the head stops it. It continues to serve while the head is unreachable."""
 
     def __init__(
-        self, name: InstanceId, machine: str, listen_host: str | None, secret: bytes
+        self,
+        name: InstanceId,
+        machine: str,
+        listen_host: str | None,
+        secret: bytes,
+        tls: PeerTls | None = None,
     ) -> None:
         self._name = name
         self._machine = machine
         self._listen_host = listen_host
         self._secret = secret
-        self._link = HeadLink(name, secret, self)
+        self._tls = tls
+        self._link = HeadLink(name, secret, self, tls)
         self._service: AttentionService | None = None
         self._ready: AttentionReady | None = None
 
@@ -73,12 +80,11 @@ class AttentionWorker:
                 return Arena(layout, num_blocks or pool_blocks(setup, layout), shard_view=view)
 
             use_shm = setup.network.use_shared_memory
+            where = self._listen_host, use_shm, self._tls
             state = AttentionWorkerState(
-                self._name, self._secret, choose_split_ops(), make_arena, self._listen_host, use_shm
+                self._name, self._secret, choose_split_ops(), make_arena, *where
             )
-            self._service = AttentionService(
-                self._name, self._secret, state, self._listen_host, use_shm
-            )
+            self._service = AttentionService(self._name, self._secret, state, *where)
             try:
                 address = self._service.start()
             except OSError as error:

@@ -36,6 +36,7 @@ from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress, ReadE
 from moonpool.transfer.arena import Arena
 from moonpool.transfer.messenger import Messenger
 from moonpool.transfer.reshard import NOWHERE, ShardView
+from moonpool.transfer.tls import PeerTls
 from moonpool.types import BlockId, BlockKey, InstanceId
 
 log = logging.getLogger("moonpool.attention_offload")
@@ -67,6 +68,7 @@ class AttentionWorkerState:
         make_arena: Callable[[BlockLayout, int, ShardView | None], Arena],
         listen_host: str,
         use_shared_memory: bool,
+        tls: PeerTls | None = None,
     ) -> None:
         """`make_arena(layout, num_blocks, view)` makes the arena; it decides how many blocks
         `num_blocks` = 0 means. `layout` is that of the worker's heads."""
@@ -76,6 +78,7 @@ class AttentionWorkerState:
         self._make_arena = make_arena
         self._listen_host = listen_host
         self._use_shared_memory = use_shared_memory
+        self._tls = tls
         self._lock = threading.Lock()  # guards what follows
         self._retained: _RetainedState | None = None
         self._messenger: Messenger | None = None
@@ -124,6 +127,7 @@ class AttentionWorkerState:
                 tcp_host=self._listen_host,
                 use_shared_memory=self._use_shared_memory,
                 native=open_slices(),
+                tls=self._tls,
             )
             address: PeerAddress = self._messenger.start()
             return Attached(

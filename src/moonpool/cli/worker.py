@@ -165,7 +165,7 @@ def worker(
         end_with(os.getppid())
     from moonpool.runtime.head_link import HungError, WorkerError
 
-    tls = _peer_tls(certfile, keyfile, ca_certs, role)
+    tls = _peer_tls(certfile, keyfile, ca_certs)
     share = _core_share(cores, other_cores)
     vllm = None if place is None else _vllm_address(place, role)
 
@@ -181,7 +181,7 @@ def worker(
         elif role == ATTENTION:
             from moonpool.attention_offload.worker_process import AttentionWorker
 
-            running = AttentionWorker(InstanceId(name), machine, host, secret)
+            running = AttentionWorker(InstanceId(name), machine, host, secret, tls)
         else:
             from moonpool.runtime.worker import Worker
 
@@ -222,15 +222,13 @@ def head_place(text: str, option: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _peer_tls(certfile: str, keyfile: str, ca_certs: str, role: str) -> PeerTls | None:
+def _peer_tls(certfile: str, keyfile: str, ca_certs: str) -> PeerTls | None:
     from moonpool.transfer.tls import PeerTls, PeerTlsError
 
     if not (certfile or keyfile or ca_certs):
         return None
     if not certfile or not ca_certs:
         fail("give both --cluster-ssl-certfile and --cluster-ssl-ca-certs, or neither")
-    if role == ATTENTION:
-        fail("attention workers have no TLS: leave out --cluster-ssl-certfile, or --role attention")
     try:
         return PeerTls(certfile, keyfile, ca_certs)
     except PeerTlsError as error:

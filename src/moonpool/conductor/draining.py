@@ -33,7 +33,7 @@ from moonpool.protocol.messages import (
     PrefixTakenOver,
     TakeOverPrefix,
 )
-from moonpool.types import InstanceId
+from moonpool.types import InstanceId, RequestId
 
 MAX_BLOCKS = 8192
 MAX_BYTES = 16 << 30
@@ -146,15 +146,17 @@ class Draining:
         ]
 
     def to_move(self, now: float) -> list[TrackedRequest]:
-        """Requests that are to be placed elsewhere now, each once (mutates)."""
-        found: list[TrackedRequest] = []
+        """Requests that are to be placed elsewhere now (mutates): each once, also if both of its
+        instances leave."""
+        found: dict[RequestId, TrackedRequest] = {}
         for departure in self._departures.values():
             if now >= departure.move_s and not departure.moved:
                 departure.moved = True
                 state = departure.state
                 attempts = {**state.prefills, **state.handed_over, **state.decodes}
-                found += [t for t in attempts.values() if _needs(state, t)]
-        return found
+                needing = [tracked for tracked in attempts.values() if _needs(state, tracked)]
+                found.update({tracked.request.request_id: tracked for tracked in needing})
+        return list(found.values())
 
     def tick(self, now: float) -> list[ConductorAction]:
         actions: list[ConductorAction] = []

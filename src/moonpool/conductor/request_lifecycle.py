@@ -233,6 +233,8 @@ class RequestLifecycle:
             case TransferDone():
                 record.transfer_done_s = now
                 record.corrupt_blocks += report.corrupt_blocks
+                if report.error:  # the decode waits: an attempt that has ended gets no answer
+                    self._send(instance_id, StopReceiving(attempt_id=attempt.attempt_id))
                 if record.trace is not None and record.trace.exported:
                     self._note_span(record, "kvcache_transfer", instance_id, report, now)
             case AttemptSpan():

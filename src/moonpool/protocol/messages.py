@@ -98,8 +98,9 @@ class Abort(Struct, frozen=True, tag=True):
 
 
 class StopReceiving(Struct, frozen=True, tag=True):
-    """The sender of the KVCache is gone or cannot reach this instance: no more of it will arrive.
-    Without this command, a decode would wait until its deadline for a stream that never began."""
+    """The sender of the KVCache is gone or cannot reach this instance: no more of it will arrive,
+    and the decode computes what is missing. Without this command, a decode would wait until its
+    deadline for a stream that never began or that broke."""
 
     attempt_id: AttemptId
 

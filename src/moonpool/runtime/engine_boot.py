@@ -228,7 +228,14 @@ def _offloading_engine(
 ) -> BuiltEngine:
     """Builds an engine whose blocks and attention are at attention workers."""
     parts = boot_attention_group(
-        setup, model, place.instance_id, place.secret, threads, place.share, place.listen_host
+        setup,
+        model,
+        place.instance_id,
+        place.secret,
+        threads,
+        place.share,
+        place.listen_host,
+        place.tls,
     )
     return BuiltEngine(model, parts.arena, parts.engine, threads, parts=parts)
 

@@ -3,8 +3,10 @@
 A new interpreter would need 1.5 to 2 s of CPU to import torch. The supervisor forks the process
 first, before any thread. It then imports what head and workers need, keeps to one thread, and
 receives command lines. It forks each process twice, so that this becomes the supervisor's child
-(`PR_SET_CHILD_SUBREAPER`): if the fork server dies, head and workers live on. Further ones start
-as new interpreters until another fork server, a new interpreter itself, has imported the same.
+(`PR_SET_CHILD_SUBREAPER`): if the fork server dies, head and workers live on. It also forks a spare
+fork server, which takes its place at once and forks the next spare. If both die together, further
+processes start as new interpreters until another fork server, a new interpreter itself, has
+imported the same.
 
 `multiprocessing`'s forkserver is not used because its children belong to the fork server, not to
 the supervisor, and end with it. It also pickles what it starts (see
@@ -14,6 +16,7 @@ docs/decisions/005-fork-server.md).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import logging
@@ -23,6 +26,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import setproctitle
@@ -42,7 +46,10 @@ LOOK_S = 0.5
 """From one look at a fork server that does not reply to the next."""
 RENEWAL_DELAY_S = 1.0
 """From the end of a fork server to the start of the next one."""
+SPARE_DELAY_S = 1.0
+"""From a fork, or the end of a spare fork server, to the fork of the next spare."""
 _READY = b"ready"
+_SPARE = b"spare"
 MAX_LINE_BYTES = 1 << 16
 
 
@@ -82,6 +89,14 @@ class ForkedProcess:
         self._ended.set_result(self.returncode)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spare:
+    """A fork server that waits to take another's place, and the connection to it."""
+
+    process: ForkedProcess
+    control: socket.socket
+
+
 Renewal = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
@@ -98,6 +113,9 @@ class ForkServer:
         self._process: ForkedProcess | asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
+        self._spare: _Spare | None = None
+        self._spare_taken = asyncio.Event()
+        self._spare_keeper: asyncio.Task[None] | None = None
         # Of the next replies, the last one first: one comes after the imports, one after the load.
         self._limits_s = [LOAD_S + FORK_S, IMPORT_S + FORK_S]
 
@@ -110,43 +128,53 @@ class ForkServer:
             if self._process is None:
                 self._process = ForkedProcess(self.pid)
                 self._keeper = asyncio.create_task(self._keep(self._process))
-            if self._control is None or is_stopped(self.pid):
-                raise ForkServerError("the fork server has ended, or is stopped")
+            line = msgspec.json.encode(list(arguments))
             try:
-                line = msgspec.json.encode(list(arguments))
-                pid = await self._ask(self._control, line, fd)
+                pid = await self._ask_either(line, fd)
             except (OSError, TimeoutError) as error:
-                self._shut()
                 raise ForkServerError(
                     f"no more workers can be forked: {error or 'no reply'}"
                 ) from None
-            except asyncio.CancelledError:
-                self._shut()  # its late reply would be taken for the next one's
-                raise
+            if self._spare_keeper is None:
+                self._spare_keeper = asyncio.create_task(self._keep_spare())
             return ForkedProcess(pid)
+
+    async def _ask_either(self, line: bytes, fd: int | None) -> int:
+        """Asks the fork server, then the spare. Raises OSError or TimeoutError."""
+        if self._control is None or is_stopped(self.pid):
+            if not self._take_spare():
+                raise OSError("the fork server has ended, or is stopped")
+        elif self._spare is not None:
+            with contextlib.suppress(OSError, TimeoutError):
+                return await self._ask(line, fd)
+            self._take_spare()
+        return await self._ask(line, fd)
 
     async def close(self) -> None:
         """Ends the fork server. What it forked stays."""
         self._closed = True
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        for keeper in (self._keeper, self._spare_keeper):
+            if keeper is not None:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
         self._shut()
-        process = self._process or ForkedProcess(self.pid)
-        if is_stopped(process.pid):
-            process.kill()
-        try:
-            await asyncio.wait_for(process.wait(), END_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await _end(self._process or ForkedProcess(self.pid))
+        if self._spare is not None:
+            self._spare.control.close()
+            await _end(self._spare.process)
 
     async def _keep(self, process: ForkedProcess | asyncio.subprocess.Process) -> None:
-        """Replaces the fork server when it has ended."""
+        """Replaces the fork server when it has ended: by the spare, or by a new interpreter."""
         while True:
             await process.wait()
             async with self._one_at_a_time:  # a fork under way finds out by itself
-                self._shut()
+                if process is self._process:
+                    self._shut()
+                    self._take_spare()
+            if process is not self._process:
+                assert self._process is not None
+                process = self._process
+                continue
             if self._renewal is None:
                 return
             await asyncio.sleep(RENEWAL_DELAY_S)
@@ -172,7 +200,74 @@ class ForkServer:
             self.pid, self._control = process.pid, ours
             self._limits_s.clear()
 
-    async def _ask(self, control: socket.socket, line: bytes, fd: int | None) -> int:
+    async def _keep_spare(self) -> None:
+        """Has a spare forked whenever there is none."""
+        while True:
+            await asyncio.sleep(SPARE_DELAY_S)
+            async with self._one_at_a_time:
+                spare = self._spare = await self._fork_spare()
+            if spare is None:
+                if self._control is None and self._renewal is None:
+                    return
+                continue
+            self._spare_taken.clear()
+            ends = [spare.process.wait(), self._spare_taken.wait()]
+            waits = [asyncio.ensure_future(end) for end in ends]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            if self._spare is spare:
+                self._spare = None
+                spare.control.close()
+
+    async def _fork_spare(self) -> _Spare | None:
+        """Returns None if there is no fork server now."""
+        if self._control is None or is_stopped(self.pid):
+            return None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            try:
+                pid = await self._ask(_SPARE, theirs.fileno())
+            except BaseException as error:
+                ours.close()
+                if isinstance(error, OSError):  # that of the time limit is one, too
+                    return None
+                raise
+        return _Spare(ForkedProcess(pid), ours)
+
+    def _take_spare(self) -> bool:
+        """Puts the spare in the place of the fork server, if there is one that can work."""
+        spare, self._spare = self._spare, None
+        self._spare_taken.set()
+        if spare is None:
+            return False
+        if spare.process.returncode is not None or is_stopped(spare.process.pid):
+            spare.control.close()
+            spare.process.kill()
+            return False
+        self._shut()
+        self.pid, self._process, self._control = spare.process.pid, spare.process, spare.control
+        self._limits_s.clear()
+        log.info("a spare fork server takes the place of one that has ended or is stopped")
+        return True
+
+    async def _ask(self, line: bytes, fd: int | None) -> int:
+        """Ends the connection if it fails. Raises OSError or TimeoutError."""
+        if self._control is None:
+            raise OSError("the fork server has ended")
+        try:
+            return await self._ask_at(self._control, line, fd)
+        except (OSError, TimeoutError):
+            self._shut()
+            raise
+        except asyncio.CancelledError:
+            self._shut()  # its late reply would be taken for the next one's
+            raise
+
+    async def _ask_at(self, control: socket.socket, line: bytes, fd: int | None) -> int:
         loop = asyncio.get_running_loop()
         adopt_orphans(True)  # only now: no code here waits for orphans of other processes
         limit_s = self._limits_s.pop() if self._limits_s else FORK_S
@@ -204,6 +299,17 @@ class ForkServer:
             self._control = None
             if self._process is not None and is_stopped(self.pid):
                 self._process.kill()
+
+
+async def _end(process: ForkedProcess | asyncio.subprocess.Process) -> None:
+    """Waits until a fork server has ended, whose connection is closed."""
+    if is_stopped(process.pid):
+        process.kill()
+    try:
+        await asyncio.wait_for(process.wait(), END_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 def open_fork_server(
@@ -274,6 +380,7 @@ def _serve_forks(
 ) -> list[str]:
     """Forks until the supervisor closes. Returns only in forked processes, with their command
     line. Calls `load` after the first fork."""
+    is_spare = False
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -284,8 +391,16 @@ def _serve_forks(
             line, fds, _, _ = socket.recv_fds(control, MAX_LINE_BYTES, 1)
             if not line:
                 break
+            if is_spare:
+                is_spare = False
+                setproctitle.setproctitle("moonpool fork server")
             if _fork_twice(control):
                 _be_adopted(control, parent_pid)
+                if line == _SPARE:
+                    end_with(parent_pid)
+                    setproctitle.setproctitle("moonpool spare fork server")
+                    control, is_spare = socket.socket(fileno=fds[0]), True
+                    continue
                 return [*msgspec.json.decode(line, type=list[str]), *map(str, fds)]
             for fd in fds:
                 os.close(fd)

@@ -156,15 +156,19 @@ class AttemptLifecycle:
             self._close(request)
 
     def on_stop_receiving(self, command: StopReceiving) -> None:
-        """Stops waiting for the rest of a decode's KVCache."""
+        """Stops waiting for the rest of a decode's KVCache: what is missing is computed again."""
         request = self._requests.get(command.attempt_id)
         if request is not None and not request.closing:
             request.stream_ended = True
             if PendingTransfer.RECEIVE in request.pending:
                 self._effects.perform(CancelStream(command.attempt_id))
+            elif request.stream_broken:
+                self._end_receiving(request)
 
     def on_receive_ended(self, event: ReceiveEnded) -> None:
-        """Handles the end of a decode's stream; missing and corrupt blocks are computed again."""
+        """Handles the end of a decode's stream; missing and corrupt blocks are computed again.
+        After a broken stream, the Conductor says first whether the attempt goes on: a prefill that
+        it has aborted breaks its stream before the abort arrives here."""
         request = self._requests[AttemptId(event.stream_id)]
         request.pending.discard(PendingTransfer.RECEIVE)
         self._effects.count("received_bytes", event.num_bytes)
@@ -179,9 +183,7 @@ class AttemptLifecycle:
             usable_blocks = min(event.corrupt, default=len(request.block_ids))
         request.num_computed = min(usable_blocks * self._layout.block_tokens, num_prompt)
         request.num_scheduled = request.num_computed
-        request.kv_arrived = True
         self._kv_cache.cache_full_blocks(request)
-        self._effects.count("recomputed_tokens", num_prompt - request.num_computed)
         self._effects.report(
             TransferDone(
                 attempt_id=request.attempt_id,
@@ -191,6 +193,17 @@ class AttemptLifecycle:
                 error=event.error,
             )
         )
+        if event.error and not request.stream_ended:
+            request.stream_broken = True
+        else:
+            self._end_receiving(request)
+
+    def _end_receiving(self, request: RequestState) -> None:
+        """All that can arrive has arrived: the decode computes the rest."""
+        request.stream_broken = False
+        request.kv_arrived = True
+        missing = len(request.attempt.token_ids) - request.num_computed
+        self._effects.count("recomputed_tokens", missing)
         self._join_if_ready(request)
 
     def on_start_decode(self, command: StartDecode) -> None:

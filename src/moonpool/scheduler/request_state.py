@@ -103,6 +103,7 @@ class RequestState:
     scored: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt
     pooled: bytes = b""  # the engine's sum of the hidden states of the computed tokens
     stream_ended: bool = False  # no more of its KVCache will arrive
+    stream_broken: bool = False  # it waits until the Conductor says that it goes on without
     account: TenantAccount | None = None  # None: it is in no queue of the scheduler
     aged_s: float = 0.0  # from then on it counts as one of the best priority
     drafts: tuple[int, ...] = ()  # guessed tokens in the step in progress; not part of `tokens`

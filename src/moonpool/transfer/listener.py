@@ -112,7 +112,11 @@ class PeerListener:
             return
         tls = self._own.tls
         is_local = sock.family == socket.AF_UNIX
-        frames = FrameSocket(sock) if tls is None or is_local else tls.accepted(sock)
+        try:
+            frames = FrameSocket(sock) if tls is None or is_local else tls.accepted(sock)
+        except PeerGoneError:
+            self._context.counters.refused()
+            return  # it has left already
         with self._lock:
             since_s = self._idle_since_s
             if len(self._half_open) >= MAX_HALF_OPEN:

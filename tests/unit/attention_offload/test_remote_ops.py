@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ from moonpool.attention_offload.channel import (
 from moonpool.attention_offload.executor import AttentionExecutor
 from moonpool.attention_offload.partition import PlacementError, WorkerBlockRanges, split_step
 from moonpool.attention_offload.remote_ops import AttentionLostError, RemoteOps
+from moonpool.attention_offload.tls_channel import TlsChannel
 from moonpool.attention_offload.wire import ECHO, FAILED, Header
 from moonpool.engine import native
 from moonpool.engine.builtin import open_model
@@ -38,6 +40,7 @@ from moonpool.engine.runner import Engine, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
+from tests.certificates import shared_tls
 
 NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,head_dim=16,inter=96,vocab=300,context=8192"
 HEADS = HeadShape(4, 2, 16)
@@ -82,6 +85,15 @@ class Workers:
         if transport == "ring":
             self.channels.append(offer_rings(ours, 1 << 16, 10.0, 0.0))
             self.theirs.append(take_rings(theirs, None, 0.0))
+        elif transport == "tls":
+            tls = shared_tls()
+            near, far = tls.connected(ours), tls.accepted(theirs)
+            shaking = threading.Thread(target=far.begin, args=(time.monotonic() + 60,))
+            shaking.start()
+            near.begin(time.monotonic() + 60)
+            shaking.join()
+            self.channels.append(TlsChannel(near, 10.0, reads_ahead=True))
+            self.theirs.append(TlsChannel(far, None))
         else:
             self.channels.append(SocketChannel(ours, 10.0, reads_ahead=True))
             self.theirs.append(SocketChannel(theirs, None))
@@ -140,7 +152,7 @@ def run(engine: Engine, tables: list[list[int]], lengths: list[int], steps: int)
     return [text[length:] for text, length in zip(texts, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("transport", ["socket", "ring"])
+@pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_by_request(count: int, transport: str, dtype: str) -> None:
@@ -162,7 +174,7 @@ def test_by_request(count: int, transport: str, dtype: str) -> None:
         }
 
 
-@pytest.mark.parametrize("transport", ["socket", "ring"])
+@pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_by_token_range(count: int, transport: str) -> None:
     """A long prompt's segments at different workers, beside short ones that lie at one. Chunks are
@@ -214,7 +226,7 @@ def _decode_meta(block: int) -> StepMeta:
     )
 
 
-@pytest.mark.parametrize("transport", ["socket", "ring"])
+@pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 def test_a_lost_worker_fails_the_step_that_needs_it_and_no_other(transport: str) -> None:
     with workers(2, transport) as made:
         made.theirs[1].close()
@@ -229,7 +241,7 @@ def test_a_lost_worker_fails_the_step_that_needs_it_and_no_other(transport: str)
             assert made.engine.step([near]).tokens == expected
 
 
-@pytest.mark.parametrize("transport", ["socket", "ring"])
+@pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 def test_a_late_query_gives_the_same_tokens_and_workers_report_their_times(
     transport: str,
 ) -> None:
@@ -247,7 +259,7 @@ def test_a_late_query_gives_the_same_tokens_and_workers_report_their_times(
         assert late.waited_ns > 0
 
 
-@pytest.mark.parametrize("transport", ["socket", "ring"])
+@pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 def test_an_echo_returns_unchanged_and_an_unknown_message_ends_the_channel(transport: str) -> None:
     with workers(1, transport) as made:
         channel = made.channels[0]
@@ -264,7 +276,7 @@ def test_an_echo_returns_unchanged_and_an_unknown_message_ends_the_channel(trans
         assert b"unknown kind 77" in text
 
 
-@pytest.mark.parametrize("transport", ["socket", "ring"])
+@pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 def test_a_worker_reports_an_invalid_step(transport: str) -> None:
     with workers(1, transport) as made:
         made.ops._placement = WorkerBlockRanges((2 * BLOCKS_EACH,))  # it has fewer

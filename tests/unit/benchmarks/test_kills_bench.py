@@ -41,6 +41,7 @@ def test_processes_are_told_apart_by_their_command_lines() -> None:
         f"{python} stage --of decode-0 --number 2 --control-fd 24": "stage",
         f"{python} rank --of decode-0 --number 2 --control-fd 24": "rank",
         "moonpool fork server": "fork server",
+        "moonpool spare fork server": "spare fork server",
         f"{python} fork-server --fd 3": "fork server",
         "python -m moonpool.api.grammars.check_process 17": "grammar check",
         "moonpool part of decode-0": "",

@@ -30,6 +30,7 @@ from moonpool.protocol.messages import (
     StartPrefill,
     StopReceiving,
     StreamBroken,
+    TransferDone,
 )
 from moonpool.types import (
     FinishReason,
@@ -339,6 +340,17 @@ def test_a_broken_stream_is_not_waited_for() -> None:
     actions = desk.report("p0", StreamBroken(attempt_id=AttemptId("r/1"), error="no route"))
     assert sent(actions, StopReceiving) == [("d0", StopReceiving(attempt_id=AttemptId("r/1")))]
     assert len(actions) == 1
+
+
+def test_a_decode_with_a_broken_stream_is_told_to_go_on_unless_its_attempt_has_ended() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    desk.prefilled()
+    broken = TransferDone(AttemptId("r/1"), 0, 0.1, corrupt_blocks=1, error="broken")
+    stop = StopReceiving(attempt_id=AttemptId("r/1"))
+    assert sent(desk.report("d0", broken), StopReceiving) == [("d0", stop)]
+    desk.handle(RequestCancelled(RequestId("r")))
+    assert not desk.report("d0", broken)
 
 
 def test_the_second_check_of_the_slo_may_reject() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from conductor_desk import Desk, of, sent
 
-from moonpool.conductor.actions import Announce, DrainRequested, InstanceLost, Tick
+from moonpool.conductor.actions import Announce, DrainRequested, InstanceLost, Refuse, Tick
 from moonpool.protocol.messages import (
     Abort,
     AttemptId,
@@ -112,6 +112,20 @@ def test_remaining_requests_move_after_half_of_the_time() -> None:
     assert (decoder, Abort(attempt_id=AttemptId("r/1"))) in sent(actions, Abort)
     assert sent(actions, ReserveDecode)[0][0] == other, "it is nobody's fault: no attempt is lost"
     assert desk.conductor.requests
+
+
+def test_a_request_of_which_both_instances_leave_moves_once() -> None:
+    desk = Desk("p0", "p1", "d0", "d1", max_attempts=1)
+    actions = desk.ask("r", deadline_s=1000.0)
+    for name in (sent(actions, StartPrefill)[0][0], sent(actions, ReserveDecode)[0][0]):
+        drain(desk, name, within_s=20.0)
+    moved = ticked(desk, 10.5)
+    assert len(sent(moved, StartPrefill)) == len(sent(moved, ReserveDecode)) == 1
+    desk.handle(Tick())
+    for name in (sent(moved, StartPrefill)[0][0], sent(moved, ReserveDecode)[0][0]):
+        drain(desk, name, within_s=20.0)
+    (refused,) = of(ticked(desk, 10.5), Refuse)
+    assert refused.status == 503 and not desk.conductor.requests
 
 
 def test_an_instance_without_room_is_not_tried_again() -> None:

@@ -232,6 +232,86 @@ await fork_server.close()
     assert not any(map(is_alive, found["pids"]))
 
 
+WITH_SPARE = """
+async def spare():
+    by_s = time.monotonic() + 60
+    while fork_server._spare is None:
+        assert time.monotonic() < by_s
+        await asyncio.sleep(0.01)
+    return fork_server._spare.process.pid
+
+said["codes"] = [await (await fork_server.fork(["end", "3"])).wait()]
+"""
+
+
+def test_a_spare_takes_the_place_of_a_dead_fork_server_at_once_each_time(tmp_path: Any) -> None:
+    """No new interpreter helps here: there is no renewal."""
+    found = run_head(
+        WITH_SPARE
+        + """
+said["spares"], said["pids"] = [], []
+for code, number in ((4, signal.SIGKILL), (5, signal.SIGSTOP), (6, signal.SIGKILL)):
+    said["spares"].append(await spare())
+    os.kill(fork_server.pid, number)
+    if number == signal.SIGSTOP:
+        while not is_stopped(fork_server.pid):
+            await asyncio.sleep(0.01)
+    forked = await fork_server.fork(["end", str(code)])  # before the end is noticed
+    said["codes"].append(await forked.wait())
+    said["pids"].append(fork_server.pid)
+said["last"] = await spare()
+worker = await fork_server.fork(["stay", sys.argv[1]])
+said["told"] = await told_by(sys.argv[1])
+worker.kill()
+await worker.wait()
+await fork_server.close()
+""",
+        str(tmp_path / "told"),
+    )
+    assert found["codes"] == [3, 4, 5, 6]
+    assert found["spares"] == found["pids"] and len(set(found["pids"])) == 3
+    told = found["told"]
+    assert told["parent"] == found["head"] and told["session"] == told["pid"]
+    assert told["word"] == "salt" and told["fds"] <= 4
+    everyone = [found["fork_server"], *found["pids"], found["last"]]
+    assert not any(map(is_alive, everyone)), "closed, or killed because it was stopped"
+
+
+def test_a_dead_spare_is_replaced_and_both_together_by_a_new_interpreter() -> None:
+    found = run_head(
+        WITH_SPARE
+        + RENEWING.replace('said["before"]', "_")
+        + """
+first = await spare()
+os.kill(first, signal.SIGKILL)
+while fork_server._spare is None or fork_server._spare.process.pid == first:
+    await asyncio.sleep(0.01)
+said["codes"].append(await (await fork_server.fork(["end", "4"])).wait())
+said["same"] = fork_server.pid == said["fork_server"]
+for pid in (await spare(), fork_server.pid):
+    os.kill(pid, signal.SIGKILL)
+said["codes"].append(await forked(5))
+said["renewed"] = fork_server.pid
+said["of_renewed"] = await spare()
+os.kill(fork_server.pid, signal.SIGKILL)
+said["codes"].append(await (await fork_server.fork(["end", "6"])).wait())
+await fork_server.close()
+"""
+    )
+    assert found["codes"] == [3, 4, 5, 6] and found["same"]
+    assert not any(map(is_alive, (found["renewed"], found["of_renewed"])))
+
+
+def test_a_killed_head_takes_the_spare_along() -> None:
+    process = start_head(WITH_SPARE + "print(await spare(), flush=True)\nawait asyncio.sleep(60)")
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert is_alive(pid)
+    process.kill()
+    process.communicate()
+    assert until(lambda: not is_alive(pid))
+
+
 def test_a_stopped_fork_server_is_not_waited_for() -> None:
     found = run_head(
         """

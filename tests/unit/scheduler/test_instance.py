@@ -368,27 +368,6 @@ def test_cached_blocks_are_not_received() -> None:
     assert (expect.first_index, len(expect.block_ids)) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("corrupt", "error", "computed"),
-    [((), "", 10), ((2,), "", 8), ((1,), "", 4), ((0, 2), "", 0), ((), "broken", 0)],
-)
-def test_corrupt_and_missing_blocks_are_computed_here(
-    corrupt: tuple[int, ...], error: str, computed: int
-) -> None:
-    bench = Bench(Role.DECODE)
-    reserved(bench)
-    bench.handle(start())
-    actions = bench.handle(ReceiveEnded(stream_id="w", corrupt=corrupt, error=error))
-    (done,) = reported(actions, TransferDone)
-    assert (done.corrupt_blocks, done.error) == (len(corrupt), error)
-    assert bench.step is not None
-    (entry,) = bench.step.entries
-    assert (entry.start, len(entry.new_token_ids)) == (computed, 11 - computed)
-    assert entry.draw is not None and list(entry.generated) == [7]
-    sealed = [k for c in reported(actions, BlocksChanged) for k in c.stored]
-    assert sealed == keys_of(tuple(range(100, 110)))[: computed // SIZE]
-
-
 def test_a_decode_without_room_fails() -> None:
     bench = Bench(Role.DECODE, num_blocks=2)
     actions = bench.handle(ReserveDecode(work=attempt()))
@@ -408,17 +387,6 @@ def test_the_slo_is_checked_again() -> None:
     (failed,) = reported(bench.handle(start("b")), AttemptFailed)
     assert failed.reason == "tbt_slo" and "0.020 s; above" in failed.message
     assert list(bench.instance.requests) == ["a"]
-
-
-def test_stop_receiving_cancels_the_stream() -> None:
-    bench = Bench(Role.DECODE)
-    reserved(bench)
-    bench.handle(start())
-    stop = StopReceiving(attempt_id=AttemptId("w"))
-    assert of(bench.handle(stop), CancelStream) and bench.step is None
-    bench.handle(ReceiveEnded(stream_id="w", corrupt=(0, 1, 2), error="cancelled"))
-    assert bench.lengths() == {"w": 11}
-    assert not of(bench.handle(stop), CancelStream), "it has ended already"
 
 
 def test_an_abort_waits_for_the_stream() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moonpool.config import parse_config
+from moonpool.cost.model import Chunk
 from moonpool.request_record import RequestRecord
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
@@ -31,24 +32,32 @@ def arrivals(
     ]
 
 
-def ttfts(requests: list[Arrival]) -> dict[str, list[float]]:
-    """Seconds to the first token by tenant. Nobody is refused."""
-    found: dict[str, list[float]] = {}
+def ttfts(requests: list[Arrival], chunk_tokens: int = 512) -> dict[str, list[float]]:
+    """Seconds to the first token by tenant, in order of arrival. Nobody is refused."""
+    return _run(requests, chunk_tokens)[0]
+
+
+def _run(requests: list[Arrival], chunk_tokens: int) -> tuple[dict[str, list[float]], float]:
+    """The same, and the seconds of the last step of a prompt of 16,000 tokens alone."""
+    found: dict[str, list[tuple[float, float]]] = {}
 
     def note(record: RequestRecord) -> None:
         assert record.ttft_s is not None
-        found.setdefault(record.tenant, []).append(record.ttft_s)
+        found.setdefault(record.tenant, []).append((record.arrived_s, record.ttft_s))
 
     settings: dict[str, Any] = {
         "cluster": {"prefill": 1, "decode": 2},
         "conductor": {"admission": "none"},
-        "engine": {"chunk_tokens": 512},
+        "engine": {"chunk_tokens": chunk_tokens},
     }
     config = parse_config("", settings, DEFAULTS)
-    simulation = Simulation(config, build_hardware(config), on_end=note)
+    hardware = build_hardware(config)
+    simulation = Simulation(config, hardware, on_end=note)
     simulation.run(sorted(requests, key=lambda arrival: arrival.arrived_s))
     assert sum(map(len, found.values())) == len(requests)
-    return found
+    chunk = Chunk(chunk_tokens, 16_000 - chunk_tokens, 0, True)
+    step_s = hardware.prefill.ground_truth.step_s([chunk], 0, 0)
+    return {name: [ttft for _, ttft in sorted(each)] for name, each in found.items()}, step_s
 
 
 @pytest.mark.parametrize("num_tokens", [2000, 8000])
@@ -59,6 +68,31 @@ def test_a_flood_of_one_tenant_leaves_the_others_time_to_first_token(num_tokens:
     both = ttfts([*small, *flood])
     assert mean(both["small"]) < 1.2 * alone
     assert mean(both["flood"]) > 20 * alone, "the flood was no flood"
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "num_tokens", "most_steps", "mean_steps", "ratio"),
+    [
+        (512, 2000, 1.1, 0.6, 1.2),
+        (2048, 6000, 1.1, 0.6, 1.2),
+        (2048, 2048, 1.1, 0.6, 1.6),
+        (2048, 1000, 2.0, 1.1, 3.0),
+    ],
+)
+def test_what_is_left_of_a_flood_is_the_step_under_way_and_the_rest_of_a_shared_one(
+    chunk_tokens: int, num_tokens: int, most_steps: float, mean_steps: float, ratio: float
+) -> None:
+    """A prompt of a chunk or more fills its steps: it waits for one step at most, for half of one
+    on average. A shorter one shares its step with the flood's prompt, up to the end of that chunk.
+    The first request is left out: nobody has been served before, so both take turns."""
+    small, flood = arrivals("small", 40, 3.7, num_tokens), arrivals("flood", 120, 0.5, 16_000)
+    alone = ttfts(small, chunk_tokens)["small"][1:]
+    both, step_s = _run([*small, *flood], chunk_tokens)
+    extra = [late - early for late, early in zip(both["small"][1:], alone, strict=True)]
+    assert max(extra) < most_steps * step_s
+    assert mean(extra) < mean_steps * step_s
+    assert mean(both["small"][1:]) < ratio * mean(alone)
+    assert mean(both["flood"]) > 20 * mean(alone), "the flood was no flood"
 
 
 def test_an_urgent_request_does_not_wait_for_prompts_of_its_own_tenant() -> None:

@@ -15,6 +15,7 @@ KINDS = {  # a word of the command line -> kind; workers say their role
     "moonpool.transfer.nixl_agent_process": "NIXL agent",
 }
 IMPORTING = " fork-server "
+SPARE = "moonpool spare fork server"
 FORK_SERVER = ("moonpool fork server", IMPORTING)
 
 
@@ -40,6 +41,8 @@ def kind_of(command: str) -> str:
     """`head`, `fork server`, `stage`, ..., or a worker's role; "" for what it does not know."""
     if any(words in f"{command} " for words in FORK_SERVER):
         return "fork server"
+    if command == SPARE:
+        return "spare fork server"
     words = command.split()
     if "--role" in words[:-1]:
         role = words[words.index("--role") + 1]
