@@ -169,12 +169,13 @@ def _requests(frame: Frame, most: int, is_wide: bool) -> RenderableType:
     if is_wide:
         table.add_column("stages", no_wrap=True)
     for one in frame["requests"][:most]:
-        name, *row = _request_row(one, frame)
+        name, row = _request_row(one, frame)
         table.add_row(name if is_wide else name[:_SHORT_ID], *row[: len(table.columns) - 1])
     return table
 
 
-def _request_row(one: dict[str, Any], frame: Frame) -> tuple[str, *tuple[RenderableType, ...]]:
+def _request_row(one: dict[str, Any], frame: Frame) -> tuple[str, list[RenderableType]]:
+    """Its id, and the other cells."""
     answered = one["outcome"] in _ANSWERED
     state = _words(one["outcome"] or one["stage"])
     style = "" if answered or not one["outcome"] else "red"
@@ -188,8 +189,7 @@ def _request_row(one: dict[str, Any], frame: Frame) -> tuple[str, *tuple[Rendera
         Text(_seconds(one[key]), "red" if late and (one[key] or 0) > frame["slo"][key] else "")
         for key in ("ttft_s", "tbt_s")
     ]
-    return (
-        name[:32],
+    return name[:32], [
         Text(state, style),
         " → ".join(place for place in places if place) or "-",
         f"{sum(one['tokens'].values()):,}",
@@ -198,7 +198,7 @@ def _request_row(one: dict[str, Any], frame: Frame) -> tuple[str, *tuple[Rendera
         *times,
         _seconds(one["seconds"]),
         _stages(one["stages_s"]),
-    )
+    ]
 
 
 def _stages(stages_s: dict[str, float]) -> Text:
