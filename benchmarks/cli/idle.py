@@ -39,7 +39,7 @@ from moonpool.cli.output import check_folders, fail, origin, write_json
 def idle(
     model: str, prefill: int, decode: int, kv_tokens: int, seconds: float, json_file: str | None
 ) -> None:
-    """Measure memory and CPU time of each process of a cluster that serves nothing."""
+    """Measure memory, CPU time and wake-ups of each process of a cluster that serves nothing."""
     from benchmarks.suite.live.idle import IdleBenchError, bench_idle
     from moonpool.demo.local_server import ServerError
 

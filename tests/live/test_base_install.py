@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_MB = 200
+MAX_MB = 145  # without byte code, which not every installer writes
 
 pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -42,9 +42,10 @@ def test_it_is_small_and_has_no_torch(place: Path) -> None:
     (site,) = (place / "venv/lib").glob("python*/site-packages")
     names = {path.name for path in site.iterdir()}
     assert not names & {"torch", "scipy", "matplotlib", "transformers"}
-    own = [p for p in site.iterdir() if not p.name.startswith("pip")]
+    installers = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
+    own = [p for p in site.iterdir() if not p.name.startswith(installers)]
     files = [f for p in own for f in (p.rglob("*") if p.is_dir() else [p]) if f.is_file()]
-    assert sum(f.stat().st_size for f in files) / 1e6 < MAX_MB
+    assert sum(f.stat().st_size for f in files if f.suffix != ".pyc") / 1e6 < MAX_MB
 
 
 def test_it_simulates(place: Path) -> None:

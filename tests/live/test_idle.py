@@ -1,4 +1,5 @@
-"""`moonpool bench idle`: an idle cluster takes memory for what it uses, not for what it may use."""
+"""`moonpool bench idle`: an idle cluster takes memory for what it uses, not for what it may use,
+and hardly wakes up."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ import pytest
 from benchmarks.suite.live.idle import bench_idle
 
 
-def test_an_idle_cluster_of_a_toy_model_takes_little_memory() -> None:
+def test_an_idle_cluster_of_a_toy_model_takes_little_memory_and_sleeps() -> None:
     said: list[str] = []
-    found = bench_idle("moonpool/induction", 1, 1, [], 1.0, said.append)
+    found = bench_idle("moonpool/induction", 1, 1, [], 5.0, said.append)
     names = {row["process"] for row in found["processes"]}
     assert names == {
         "supervisor",
@@ -22,6 +23,11 @@ def test_an_idle_cluster_of_a_toy_model_takes_little_memory() -> None:
     for row in found["processes"]:
         assert row["kvcache_mib"] < 64, row  # of pools of up to 640 MiB
         assert row["memory_mib"] > 0
+    # Soon after its start: two ticks a second of the head, one heartbeat of each worker.
+    wakeups = {row["process"]: row["wakeups_per_s"] for row in found["processes"]}
+    assert wakeups["supervisor"] < 1.5 and wakeups["fork server"] < 0.5, wakeups
+    assert wakeups["head"] < 7 and wakeups["prefill-0"] < 2.5, wakeups
+    assert found["sum"]["cpu_percent"] > 0
     assert found["sum"]["all_mb"] < 600
     assert said[-1].endswith("MB in all")
 

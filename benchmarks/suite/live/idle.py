@@ -1,4 +1,4 @@
-"""Memory and CPU time of a cluster that serves nothing.
+"""Memory, CPU time and wake-ups of a cluster that serves nothing.
 
 Memory is the proportional set size of each process (PSS: a page that n processes share counts 1/n
 in each of them), so the sum is what the cluster takes from the machine. KVCache is memory of files
@@ -32,7 +32,7 @@ class IdleBenchError(RuntimeError):
 def bench_idle(
     model: str, prefill: int, decode: int, flags: list[str], seconds: float, say: Say
 ) -> dict[str, Any]:
-    """MiB and percent of a core by process, and in sum. Raises IdleBenchError."""
+    """MiB, percent of a core and wake-ups by process, and in sum. Raises IdleBenchError."""
     line = [model, "--prefill", str(prefill), "--decode", str(decode), *flags]
     with LocalServer(line) as server:
         try:
@@ -41,13 +41,13 @@ def bench_idle(
             measured = _measure(pids, seconds)
         except OSError as error:
             raise IdleBenchError(f"a process ended: {error}; {server.last_words()}") from None
-    keys = ("memory_mib", "kvcache_mib", "cpu_percent")
+    keys = ("memory_mib", "kvcache_mib", "cpu_percent", "wakeups_per_s")
     total = {key: sum(figures[key] for figures in measured.values()) for key in keys}
-    say("process          PSS MiB   KVCache MiB   % of a core")
+    say("process          PSS MiB   KVCache MiB   % of a core   wake-ups/s")
     for name, row in [*((pids[pid], row) for pid, row in measured.items()), ("sum", total)]:
         say(
             f"{name:<14} {row['memory_mib']:9.1f} {row['kvcache_mib']:13.1f}"
-            f" {row['cpu_percent']:13.3f}"
+            f" {row['cpu_percent']:13.3f} {row['wakeups_per_s']:12.2f}"
         )
     both_mb = (total["memory_mib"] + total["kvcache_mib"]) * _MIB / 1e6
     say(f"{both_mb:.0f} MB in all")
@@ -80,13 +80,29 @@ def memory_bytes(pid: int) -> tuple[int, int]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process, in steps of the kernel's clock tick (10 ms)."""
-    fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds of a process: of its threads that live, exact to 1 ns, where the kernel tells;
+    else in steps of its clock tick (10 ms)."""
+    try:
+        times = [(task / "schedstat").read_text() for task in _tasks(pid)]
+        return sum(int(text.split()[0]) for text in times) / 1e9
+    except FileNotFoundError:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def num_wakeups(pid: int) -> int:
+    """How often the threads of a process have waited, which are its wake-ups."""
+    texts = [(task / "status").read_text() for task in _tasks(pid)]
+    return sum(int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", t, re.M)[0]) for t in texts)
+
+
+def _tasks(pid: int) -> list[Path]:
+    return list((PROC / str(pid) / "task").iterdir())
 
 
 def _measure(pids: dict[int, str], seconds: float) -> dict[int, dict[str, float]]:
-    began_s, before = time.monotonic(), {pid: cpu_s(pid) for pid in pids}
+    before = {pid: (cpu_s(pid), num_wakeups(pid)) for pid in pids}
+    began_s = time.monotonic()
     time.sleep(seconds)
     took_s = time.monotonic() - began_s
     found = {}
@@ -95,7 +111,8 @@ def _measure(pids: dict[int, str], seconds: float) -> dict[int, dict[str, float]
         found[pid] = {
             "memory_mib": own / _MIB,
             "kvcache_mib": arena / _MIB,
-            "cpu_percent": 100 * (cpu_s(pid) - before[pid]) / took_s,
+            "cpu_percent": 100 * (cpu_s(pid) - before[pid][0]) / took_s,
+            "wakeups_per_s": (num_wakeups(pid) - before[pid][1]) / took_s,
         }
     return found
 

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from email.utils import formatdate
 from functools import partial
 
 import uvicorn
@@ -20,6 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
@@ -45,8 +48,8 @@ logger = logging.getLogger(__name__)
 MAX_BODIES_BYTES = 256 << 20
 """Most bytes of bodies that the server holds at a time, unless four of the largest need more."""
 HAND_OVER_LOOK_S = 0.01
-RENEWAL_TICKS = 20
-"""The server's ticks of 0.1 s from one look at the certificate's files to the next."""
+RENEWAL_S = 2.0
+"""From one look at the certificate's files to the next."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
@@ -217,12 +220,50 @@ async def _routing_error(request: HttpRequest, error: Exception) -> Response:
     return Response(payload, error.status_code, headers, "application/json")
 
 
+class DatedState(ServerState):
+    """uvicorn's state of a server, with the present date in the headers of each response."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self._config = config
+        self._second = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        super().__init__()
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        now_s = time.time()
+        if int(now_s) != self._second:
+            self._second = int(now_s)
+            date = (b"date", formatdate(now_s, usegmt=True).encode())
+            self._headers = [date, *self._config.encoded_headers]
+        return self._headers
+
+    @default_headers.setter
+    def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Ignores what uvicorn sets: it is made anew each second in which it is read."""
+
+
 class HttpServer(uvicorn.Server):
     """`await serve(sockets=[...])` returns after `should_exit` is set. It handles no signals."""
 
     def __init__(self, config: uvicorn.Config, tls: TlsFiles | None = None) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._exit = asyncio.Event()
         super().__init__(config)
+        self.server_state = DatedState(config)
         self._tls = tls
+
+    @property
+    def should_exit(self) -> bool:
+        return self._exit.is_set()
+
+    @should_exit.setter
+    def should_exit(self, wanted: bool) -> None:
+        """May be set from any thread."""
+        if wanted and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._exit.set)
+        elif wanted:
+            self._exit.set()
 
     async def resume(self, sock: socket.socket, received: KeptStream | HalfRead) -> None:
         """Goes on with a call that another head has received, or has begun to receive."""
@@ -269,10 +310,15 @@ class HttpServer(uvicorn.Server):
         assert isinstance(protocol, LimitedProtocol)
         return protocol
 
-    async def on_tick(self, counter: int) -> bool:
-        if self._tls is not None and counter % RENEWAL_TICKS == 0:
-            self._tls.renew()
-        return await super().on_tick(counter)
+    async def main_loop(self) -> None:
+        """Waits until `should_exit` is set. uvicorn's own loop turns ten times a second."""
+        self._loop = asyncio.get_running_loop()
+        while not self._exit.is_set():
+            if self._tls is not None:
+                self._tls.renew()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if self._tls is None else RENEWAL_S):
+                    await self._exit.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

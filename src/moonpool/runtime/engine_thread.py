@@ -261,6 +261,11 @@ class StepWatchdog:
         self._limits_s: deque[float] = deque()
         self._waited_s = 0.0  # for the oldest step
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a step is under way."""
+        return bool(self._limits_s)
+
     def begin(self, step: RunStep) -> None:
         chunks = [_chunk(entry) for entry in step.entries if _is_chunk(entry)]
         contexts = [entry.start + 1 for entry in step.entries if not _is_chunk(entry)]

@@ -64,6 +64,7 @@ from moonpool.runtime.explain import (
     describe_to_tenant,
 )
 from moonpool.runtime.metrics_collector import MetricsCollector
+from moonpool.runtime.pace import Pace
 from moonpool.runtime.request_log import RequestLogger
 from moonpool.runtime.response_stream import ResponseStream
 from moonpool.runtime.silence import ListeningClock
@@ -80,8 +81,9 @@ from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, S
 log = limited_logger("moonpool.head")
 
 TICK_S = 0.1
-IDLE_TICKS = 5
-"""Ticks of one turn while nothing is under way. A turn stays far below one that stands still."""
+IDLE_TICKS, QUIET_TICKS = 5, 20
+"""Ticks of one turn soon after the last request, and later. A turn stays below one that stands
+still."""
 KEPT_RECORDS = 4096
 MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
@@ -140,6 +142,7 @@ class Head:
         self._awaiting_group: set[WorkerLink] = set()
         self._half_open: dict[WorkerLink, None] = {}  # oldest first
         self._clock = ListeningClock(now())
+        self._ticks = Pace(TICK_S, IDLE_TICKS * TICK_S, QUIET_TICKS * TICK_S)
         self.standbys = StandbyLinks()
         self._server: asyncio.Server | None = None
         self._stopping = False
@@ -369,6 +372,8 @@ class Head:
             actions = self.conductor.handle(event, now)
         finally:  # an event that raises is the most wanted one
             self._events.note(event, now, actions)
+        if self.conductor.is_busy:
+            self._ticks.note()
         for action in actions:
             match action:
                 case Send():
@@ -564,7 +569,7 @@ class Head:
 
     async def _tick_forever(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S if self.conductor.is_busy else TICK_S * IDLE_TICKS)
+            await self._ticks.next(self.conductor.is_busy, self.standbys.next_due_s)
             missed_s = self._clock.tick(self.now())
             if missed_s:
                 log.warning("the head stood still for %.1f s; its workers get this time", missed_s)

@@ -34,8 +34,8 @@ async def drain(head: DrainableHead, seconds: float) -> None:
     if not head.num_answers:
         return
     log.info(
-        "%d answers may end within %g s (--drain-seconds); a second signal ends them now",
-        head.num_answers,
+        "%s may end within %g s (--drain-seconds); a second signal ends the rest now",
+        _answers(head.num_answers),
         seconds,
     )
     loop = asyncio.get_running_loop()
@@ -45,7 +45,11 @@ async def drain(head: DrainableHead, seconds: float) -> None:
             return
         await asyncio.sleep(POLL_S)
     if head.num_answers:
-        log.warning("ending %d answers that are still running", head.num_answers)
+        log.warning("ending %s still running", _answers(head.num_answers))
         text = "The server stopped before this answer was complete. Send the request again."
         head.end_answers("server_stopping", text)
         await asyncio.sleep(FLUSH_S)
+
+
+def _answers(count: int) -> str:
+    return "1 answer" if count == 1 else f"{count} answers"

@@ -105,6 +105,7 @@ class HeadLink:
         """What the head has said of itself last."""
         self._patience_s = RECONNECT_S if patience_s is None else patience_s
         self._silent_s: int | None = None  # None: the head does not promise to be heard
+        self._promised = asyncio.Event()
         self.channel: HeadChannel | None = None
         self.stopping = False
         self.fatal = ""
@@ -176,6 +177,7 @@ class HeadLink:
         self._closed = self._loop.create_future()
         channel: HeadChannel = Channel(handshake, msgspec.msgpack.Decoder(DownFrame), self)
         self.channel, self._silent_s, self._refused = channel, None, False
+        self._promised.clear()
         try:
             await self._connect(channel, head_host, head_port)
             silence = asyncio.create_task(self._watch(channel))
@@ -213,6 +215,7 @@ class HeadLink:
         """Ends a connection on which a head that promised it is not heard. Counted in turns, not by
         the clock: a process that was stopped has not listened."""
         while True:
+            await self._promised.wait()
             await asyncio.sleep(1.0)
             if self._silent_s is not None:
                 self._silent_s += 1
@@ -249,6 +252,10 @@ class HeadLink:
         else:
             self.leadership = frame
             self._silent_s = 0 if frame.standbys else None
+            if frame.standbys:
+                self._promised.set()
+            else:
+                self._promised.clear()
 
     def on_frame(self, frame: DownFrame) -> None:
         if self._silent_s is not None:

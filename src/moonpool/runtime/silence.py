@@ -9,13 +9,17 @@ its silence is noticed. One that a debugger has stopped is in another state, and
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-MAX_TURN_S = 1.0
-"""The most that one turn of the head's loop counts as listening."""
+MAX_TURN_S = 3.0
+"""The most that one turn of the head's loop counts as listening: longer than its longest pause."""
 LOOK_S = 0.4
-"""From one look at processes that may be stopped to the next."""
+"""From one look at processes that may be stopped to the next, while one is or requests run."""
+QUIET_LOOK_S = 5.0
+"""The same while nothing runs, and nothing has told of a stopped process."""
 MOST_LOOKS = 3
 """A process that is stopped at so many looks in a row is not awaited any longer."""
 
@@ -23,15 +27,17 @@ MOST_LOOKS = 3
 class ListeningClock:
     """Seconds for which the head listened. `tick` is called in every turn of its ticker."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, most_s: float = MAX_TURN_S) -> None:
+        """`most_s`: the most that one turn counts."""
         self.listened_s = 0.0
         self._last_s = now
+        self._most_s = most_s
 
     def tick(self, now: float) -> float:
         """Advances the clock. Returns the seconds of this turn that it left out."""
         turn_s = now - self._last_s
         self._last_s = now
-        counted_s = min(max(turn_s, 0.0), MAX_TURN_S)
+        counted_s = min(max(turn_s, 0.0), self._most_s)
         self.listened_s += counted_s
         return max(turn_s - counted_s, 0.0)
 
@@ -52,8 +58,39 @@ class StoppedProcesses:
         self._state_of = state_of
         self._num_looks: dict[int, int] = {}  # by process, only those that are stopped
 
+    @property
+    def any_stopped(self) -> bool:
+        """Whether the last look has found a stopped process."""
+        return bool(self._num_looks)
+
     def look(self, pids: Iterable[int]) -> list[int]:
         """Returns the processes not to wait for any longer. Call it every LOOK_S."""
         stopped = [pid for pid in pids if self._state_of(pid) == "T"]
         self._num_looks = {pid: self._num_looks.get(pid, 0) + 1 for pid in stopped}
         return [pid for pid, num_looks in self._num_looks.items() if num_looks >= MOST_LOOKS]
+
+
+class StopNotice:
+    """Says when to look at the children of this process. The kernel tells of one that was stopped
+    (SIGCHLD), so an idle process need not look. Where the loop or the thread takes no such signal,
+    looks stay frequent."""
+
+    def __init__(self) -> None:
+        self._told = asyncio.Event()
+        self._told.set()  # some may be stopped already
+        self._quiet_s = QUIET_LOOK_S
+        try:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._told.set)
+        except (RuntimeError, ValueError):  # uvloop's, or not the main thread's
+            self._quiet_s = LOOK_S
+
+    async def wait(self, any_stopped: bool) -> None:
+        """Returns when the next look is due. `any_stopped`: the last one has found one."""
+        if not any_stopped and not self._told.is_set():
+            try:
+                async with asyncio.timeout(self._quiet_s):
+                    await self._told.wait()
+            except TimeoutError:
+                return
+        self._told.clear()
+        await asyncio.sleep(LOOK_S)

@@ -52,7 +52,7 @@ from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
 from moonpool.runtime.launcher import LocalLauncher, WorkerProcess, worker_environment
 from moonpool.runtime.packets import PacketSocket, packet_pair
-from moonpool.runtime.silence import LOOK_S, ListeningClock, StoppedProcesses
+from moonpool.runtime.silence import ListeningClock, StopNotice, StoppedProcesses
 from moonpool.runtime.succession import (
     NextHead,
     SuccessionError,
@@ -72,7 +72,7 @@ STEADY_S = 10.0
 HUNG_S = 30.0
 """A head whose loop does not turn for this long is killed. One that is stopped is not hung: it
 is replaced at once, or left alone for its TLS connections."""
-WATCH_S = 1.0
+WATCH_S = 5.0
 FINISH_S = 30.0
 """How long a head may take to end, in addition to its drain."""
 LAST_PACKETS_S = 5.0
@@ -118,7 +118,7 @@ class Supervisor:
         self._was_up = False
         self._up_s: float | None = None  # when the present head began to serve
         self._fatal = ""
-        self._clock = ListeningClock(time.monotonic())
+        self._clock = ListeningClock(time.monotonic(), 2 * WATCH_S)
         self._stopped = StoppedProcesses()
         self._heard_s: float | None = None  # on the clock of listening
 
@@ -423,8 +423,9 @@ class Supervisor:
     async def _look(self) -> None:
         """Replaces workers that a signal has stopped, and a head without TLS connections, which
         would end with it."""
+        notice = StopNotice()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await notice.wait(self._stopped.any_stopped)
             workers = {} if self._launcher is None else self._launcher.workers()
             watched = {pid: name for name, pid in workers.items() if pid}
             head = self._head

@@ -45,7 +45,7 @@ from moonpool.types import InstanceId, Role
 
 log = limited_logger("moonpool.head")
 
-BEAT_S = 1.0
+BEAT_S = 5.0
 FLUSH_S, FLUSH_LOOK_S = 5.0, 0.01
 MAX_KEPT = 4096
 MAX_LOG_BYTES = 512 << 20

@@ -23,6 +23,7 @@ from moonpool.engine.parallel.pipeline import PipelineEngine
 from moonpool.gc_tuning import settle_memory
 from moonpool.protocol.frames import (
     HEARTBEAT_S,
+    QUIET_HEARTBEAT_S,
     Apply,
     AttentionMoved,
     Joined,
@@ -49,7 +50,8 @@ from moonpool.runtime.instance_boot import (
     BootedInstance,
     boot_instance,
 )
-from moonpool.runtime.silence import LOOK_S, StoppedProcesses
+from moonpool.runtime.pace import Pace
+from moonpool.runtime.silence import LOOK_S, QUIET_LOOK_S, StoppedProcesses
 from moonpool.runtime.transfers import LayerGates, perform_storage, perform_transfer
 from moonpool.scheduler.actions import (
     ExitProcess,
@@ -108,6 +110,8 @@ class Worker(InstanceProcess):
         self._engine: EngineThread | PipelineThread | None = None
         self._watch: StepWatchdog | None = None
         self._stopped = StoppedProcesses()
+        self._beats = Pace(HEARTBEAT_S, HEARTBEAT_S, QUIET_HEARTBEAT_S)
+        self._looks = Pace(LOOK_S, LOOK_S, QUIET_LOOK_S)
         self._domain_notice = DomainNotice(None)
         self._hung = False
         self._gates = LayerGates()
@@ -173,6 +177,8 @@ class Worker(InstanceProcess):
                 return
         assert self._booted is not None
         self._join_over(channel, Joined(info=self._booted.info(self._machine, os.getpid())))
+        self._beats.note()
+        self._looks.note()
 
     async def _boot(self, setup: Setup) -> BootedInstance | None:
         """Boots the instance in a thread. Returns None after a failure, reported to the head."""
@@ -241,7 +247,7 @@ class Worker(InstanceProcess):
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await self._beats.next(self._watch is not None and self._watch.is_waiting)
             if self._booted is not None and self._link.channel is not None:
                 self._link.send(self._booted.load())
             # Counted in beats, not by the clock: a suspended process has no hanging engine.
@@ -252,9 +258,9 @@ class Worker(InstanceProcess):
 
     async def _end_stopped_parts(self) -> None:
         """Kills stages and ranks that a signal has stopped. The instance ends with them."""
-        parts: list[int] = []
-        while True:
-            await asyncio.sleep(LOOK_S if parts else HEARTBEAT_S)  # most instances have none
+        while self._booted is None or self._booted.part_pids:  # most instances have none
+            in_step = self._watch is not None and self._watch.is_waiting
+            await self._looks.next(in_step or self._stopped.any_stopped)
             parts = [] if self._booted is None else self._booted.part_pids
             for pid in self._stopped.look(parts):
                 log.error("process %d of this instance is stopped by a signal; killing it", pid)
@@ -282,6 +288,8 @@ class Worker(InstanceProcess):
     def _post(self, event: WorkerEvent) -> None:
         if self._booted is None:
             return
+        self._beats.note()
+        self._looks.note()
         if isinstance(event, StepEnded | StepFailed) and self._watch is not None:
             self._watch.end()
         self._perform(self._booted.instance.handle(event, self._loop.time()))

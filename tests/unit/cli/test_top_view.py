@@ -71,10 +71,10 @@ def shown(frame: dict[str, Any], lines: int | None = None, state: str = "") -> s
     return captured.get()
 
 
-def plain(frame: dict[str, Any], lines: int | None = None) -> str:
-    console = Console(width=170, no_color=True)
+def plain(frame: dict[str, Any], lines: int | None = None, columns: int = 170) -> str:
+    console = Console(width=columns, no_color=True)
     with console.capture() as captured:
-        console.print(render(frame, "http://host:1", "", 170, lines))
+        console.print(render(frame, "http://host:1", "", columns, lines))
     return captured.get()
 
 
@@ -112,6 +112,21 @@ def test_it_shows_hot_prefixes_and_transfers_where_there_is_room() -> None:
         assert plain(a_pool(), lines).count("\n") <= lines
     assert "hottest prefixes" in plain(a_pool(), 50)
     assert "transfers" not in plain(a_frame())
+
+
+def test_80_columns_show_every_heading_and_figure() -> None:
+    requests = [a_request(1, id="0880d9d1b4e3ae88da0087c5", ttft_s=0.0832)]
+    frame = a_pool(requests=requests, under_way=0, stages={})
+    text = plain(frame, 60, 80)
+    assert "…" not in text
+    for shown_in_80 in ("held", "blocks", "4,096", "0.50  1.25", "draining", "within both SLOs"):
+        assert shown_in_80 in text
+    for shown_in_80 in ("prefill-0 → decode-0", "83.2 ms", "50 ms", "1.50 s", "0880d9d1"):
+        assert shown_in_80 in text
+    assert "1.4 MB, 7.2 MB" in text and "SSD stored" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for lines in (24, 34, 50):
+        assert plain(a_pool(), lines, 80).count("\n") <= lines + 2 * (lines < 30), lines
 
 
 def test_only_late_answers_are_red() -> None:

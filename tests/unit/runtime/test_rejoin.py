@@ -23,6 +23,7 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.runtime import head as head_module
 from moonpool.runtime import worker as worker_module
 from moonpool.runtime.head import Head
+from moonpool.runtime.silence import MAX_TURN_S
 from moonpool.runtime.worker import Worker
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.transfer.auth import Identity
@@ -118,7 +119,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
         ticker = asyncio.create_task(head._tick_forever())
         now_s += 10 * SILENCE_S  # the head itself stood still
         await asyncio.sleep(0.02)
-        for _ in range(int(SILENCE_S) - 2):
+        for _ in range(int(SILENCE_S - MAX_TURN_S) - 2):
             now_s += 1.0
             await asyncio.sleep(0.01)
         assert not silent and not channel.ended

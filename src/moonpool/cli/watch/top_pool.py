@@ -18,25 +18,33 @@ _FLOWS = (
 _MOST_PREFIXES = 5
 TITLE_LINES = 4
 """Lines of a table beside its rows."""
+WIDE_COLUMNS = 110
+"""From this width of the terminal on, tables have all their columns, and room between them."""
 
 
-def pool_tables(frame: Frame, lines: int | None) -> list[Table]:
+def new_table(is_wide: bool) -> Table:
+    """An empty table of the view."""
+    gap = 1 if is_wide else 0
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False, padding=(0, gap))
+
+
+def pool_tables(frame: Frame, lines: int | None, is_wide: bool) -> list[Table]:
     """Returns the tables that have something to show and fit into `lines`; None: all fit.
 
     A tenant's frame has none.
     """
-    tables = [_hot(frame), _transfers(frame)]
+    tables = [_hot(frame, is_wide), _transfers(frame, is_wide)]
     shown = [table for table in tables if table is not None]
     while lines is not None and sum(t.row_count + TITLE_LINES for t in shown) > max(lines, 0):
         shown.pop()
     return shown
 
 
-def _hot(frame: Frame) -> Table | None:
+def _hot(frame: Frame, is_wide: bool) -> Table | None:
     found = frame.get("hot")
     if not found:
         return None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    table = new_table(is_wide)
     table.add_column("hottest prefixes", no_wrap=True)
     for name in ("tokens", "size", "hits", "copies"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -49,13 +57,14 @@ def _hot(frame: Frame) -> Table | None:
     return table
 
 
-def _transfers(frame: Frame) -> Table | None:
+def _transfers(frame: Frame, is_wide: bool) -> Table | None:
     moved = [one for one in frame.get("moved", ()) if any(one["bytes"].values())]
     if not moved:
         return None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    flows = [(f, name) for f, name in _FLOWS if is_wide or any(one["bytes"][f] for one in moved)]
+    table = new_table(is_wide)
     table.add_column("transfers: per s, total", no_wrap=True)
-    for _, name in _FLOWS:
+    for _, name in flows:
         table.add_column(name, justify="right", no_wrap=True)
     for one in sorted(moved, key=lambda one: str(one["instance_id"])):
         rates = one["bytes_per_s"]
@@ -63,7 +72,7 @@ def _transfers(frame: Frame) -> Table | None:
             f"{_bytes(rates[flow]) if rates else '-'}, {_bytes(one['bytes'][flow])}"
             if one["bytes"][flow]
             else "-"
-            for flow, _ in _FLOWS
+            for flow, _ in flows
         ]
         table.add_row(one["instance_id"], *cells)
     return table

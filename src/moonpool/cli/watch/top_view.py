@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moonpool.cli.watch.cluster_events import Frame
-from moonpool.cli.watch.top_pool import TITLE_LINES, pool_tables
+from moonpool.cli.watch.top_pool import TITLE_LINES, WIDE_COLUMNS, new_table, pool_tables
 
 _ROLES = ("prefill", "decode", "mixed")
 _TIERS = (("dram", "DRAM"), ("fetched", "fetched"), ("ssd", "SSD"), ("computed", "computed"))
@@ -26,12 +25,11 @@ _STAGES = (
 _BAR_CELLS = 12
 _ANSWERED = ("stop", "length")
 _MIN_REQUESTS = 3
+_SHORT_ID = 8
 _FIXED_LINES = 16
 """Lines of the view beside its instances and requests, as laid out below."""
 _POOL_FROM_LINES = 34
 """Lines of a terminal from which on hot prefixes and transfers have room."""
-_PANELS_COLUMNS = 110
-"""From this width on the panels stand beside each other."""
 
 
 def render(frame: Frame, url: str, state: str, columns: int, lines: int | None) -> RenderableType:
@@ -39,20 +37,22 @@ def render(frame: Frame, url: str, state: str, columns: int, lines: int | None) 
 
     `lines` None: as many as the frame needs.
     """
+    is_wide = columns >= WIDE_COLUMNS  # the panels then stand beside each other
+    panels = 0 if is_wide else 6
     most = len(frame["requests"])
     if lines is not None:
-        panels = 0 if columns >= _PANELS_COLUMNS else 8
         most = max(lines - _FIXED_LINES - panels - len(frame["instances"]), _MIN_REQUESTS)
-    panels_shown = [_latencies(frame), _tiers(frame["totals"]["tokens"]), _refusals(frame)]
-    pool = pool_tables(frame, None if lines is None else lines - _POOL_FROM_LINES)
+    panels_shown = [_latencies(frame), _refusals(frame)]
+    panels_shown.insert(1 if is_wide else 2, _tiers(frame["totals"]["tokens"]))  # 80 hold two
+    pool = pool_tables(frame, None if lines is None else lines - _POOL_FROM_LINES - panels, is_wide)
     if lines is not None:
         most = max(most - sum(table.row_count + TITLE_LINES for table in pool), _MIN_REQUESTS)
     return Group(
         _headline(frame, url, state),
-        _instances(frame),
+        _instances(frame, is_wide),
         Columns(panels_shown, equal=False, expand=False),
         *pool,
-        _requests(frame, most),
+        _requests(frame, most, is_wide),
     )
 
 
@@ -71,16 +71,24 @@ def _headline(frame: Frame, url: str, state: str) -> Text:
 # Instances
 
 
-def _instances(frame: Frame) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+def _instances(frame: Frame, is_wide: bool) -> RenderableType:
+    table = new_table(is_wide)
     table.add_column("instance", no_wrap=True)
     table.add_column("role", no_wrap=True)
     if not frame["instances"]:
         return Text("No instance has joined.", "yellow")
     with_load = "load" in frame["instances"][0]
     if with_load:
-        table.add_column("load now, with all booked", no_wrap=True)
-        for name in ("prefills", "decodes", "held", "cached", "of blocks", "SSD"):
+        load = "load now, with all booked" if is_wide else "load booked"
+        table.add_column(load, no_wrap=True)
+        for name in (
+            "prefills",
+            "decodes",
+            "held",
+            "cached",
+            "of blocks" if is_wide else "blocks",
+            "SSD",
+        ):
             table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     ordered = sorted(frame["instances"], key=lambda i: (_ROLES.index(i["role"]), i["instance_id"]))
@@ -88,23 +96,25 @@ def _instances(frame: Frame) -> RenderableType:
         row: list[RenderableType] = [one["instance_id"], one["role"]]
         if with_load:
             ssd = one.get("ssd")
-            row += [_load(one["load"], one["projected"])]
+            row += [_load(one["load"], one["projected"], _BAR_CELLS if is_wide else 0)]
             row += [str(one["prefills"]), str(one["decodes"])]
             row += [f"{one[name]:,}" for name in ("held", "cached", "blocks")]
             row += [f"{ssd['cached']:,}" if ssd else "-"]
         draining = one["draining"]
-        table.add_row(*row, Text(f"draining: {draining}", "yellow") if draining else "")
+        why = f"draining: {draining}" if is_wide else "draining"
+        table.add_row(*row, Text(why, "yellow") if draining else "")
     return table
 
 
-def _load(now: float, booked: float) -> Text:
-    """A bar of both loads, where its whole length is the SLO."""
+def _load(now: float, booked: float, cells: int) -> Text:
+    """A bar of both loads, where its whole length is the SLO, and their numbers."""
     style = "red" if max(now, booked) >= 1 else "blue"
-    solid = min(round(now * _BAR_CELLS), _BAR_CELLS)
-    light = max(min(round(booked * _BAR_CELLS), _BAR_CELLS) - solid, 0)
+    solid = min(round(now * cells), cells)
+    light = max(min(round(booked * cells), cells) - solid, 0)
     bar = Text("█" * solid + "▒" * light, style)
-    bar.append("·" * (_BAR_CELLS - solid - light), "dim")
-    return bar.append(f" {now:5.2f} {booked:5.2f}", "default")
+    bar.append("·" * (cells - solid - light), "dim")
+    numbers = f"{now:5.2f} {booked:5.2f}"
+    return bar.append(f" {numbers}", "default") if cells else Text(numbers, style)
 
 
 # Sums
@@ -150,19 +160,22 @@ def _refusals(frame: Frame) -> RenderableType:
 # Requests
 
 
-def _requests(frame: Frame, most: int) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+def _requests(frame: Frame, most: int, is_wide: bool) -> RenderableType:
+    table = new_table(is_wide)
     for name in ("request", "state", "instances"):
         table.add_column(name, no_wrap=True, overflow="ellipsis")
     for name in ("prompt", "cached", "tokens", "TTFT", "TBT", "total"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("stages", no_wrap=True)
+    if is_wide:
+        table.add_column("stages", no_wrap=True)
     for one in frame["requests"][:most]:
-        table.add_row(*_request_row(one, frame))
+        name, row = _request_row(one, frame)
+        table.add_row(name if is_wide else name[:_SHORT_ID], *row[: len(table.columns) - 1])
     return table
 
 
-def _request_row(one: dict[str, Any], frame: Frame) -> list[RenderableType]:
+def _request_row(one: dict[str, Any], frame: Frame) -> tuple[str, list[RenderableType]]:
+    """Its id, and the other cells."""
     answered = one["outcome"] in _ANSWERED
     state = _words(one["outcome"] or one["stage"])
     style = "" if answered or not one["outcome"] else "red"
@@ -176,8 +189,7 @@ def _request_row(one: dict[str, Any], frame: Frame) -> list[RenderableType]:
         Text(_seconds(one[key]), "red" if late and (one[key] or 0) > frame["slo"][key] else "")
         for key in ("ttft_s", "tbt_s")
     ]
-    return [
-        name[:32],
+    return name[:32], [
         Text(state, style),
         " → ".join(place for place in places if place) or "-",
         f"{sum(one['tokens'].values()):,}",

@@ -67,6 +67,11 @@ class StandbyLinks:
         if _understands(link):
             link.channel.send(Leadership(epoch=self.epoch, standbys=self._addresses()))
 
+    @property
+    def next_due_s(self) -> float:
+        """Longest time until this head must be heard again."""
+        return BEAT_S / 2 if self._links else float("inf")
+
     def are_due(self, listened_s: float) -> bool:
         """Whether it is time to be heard again. Standbys that are silent are dropped."""
         if not self._links or listened_s - self._told_s < BEAT_S / 2:

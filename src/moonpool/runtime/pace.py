@@ -1,0 +1,41 @@
+"""When a periodic task of an idle process takes its next turn.
+
+Each turn costs a wake-up of the process, and often one of the process that it tells. A cluster that
+serves nothing would spend most of its CPU time on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+IDLE_TURNS = 20
+"""Turns without work after which the task slows down once more."""
+
+
+class Pace:
+    """A turn each `busy_s` while there is work, each `idle_s` soon after, then each `quiet_s`."""
+
+    def __init__(self, busy_s: float, idle_s: float, quiet_s: float) -> None:
+        self._busy_s = busy_s
+        self._idle_s = idle_s
+        self._quiet_s = quiet_s
+        self._num_idle = 0
+        self._work = asyncio.Event()
+
+    def note(self) -> None:
+        """There is work: a turn is due in `busy_s`, and one more after the last call."""
+        self._work.set()
+
+    async def next(self, is_busy: bool, at_most_s: float = float("inf")) -> None:
+        """Returns when the next turn is due, without work after `at_most_s` at the latest."""
+        if not is_busy and not self._work.is_set():
+            self._num_idle += 1
+            pause_s = self._idle_s if self._num_idle <= IDLE_TURNS else self._quiet_s
+            try:
+                async with asyncio.timeout(min(pause_s, at_most_s)):
+                    await self._work.wait()
+            except TimeoutError:
+                return
+        self._work.clear()
+        self._num_idle = 0
+        await asyncio.sleep(self._busy_s)
