@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -271,15 +271,26 @@ def conductor(
     show_default=True,
     help="Seed of the workload; repeat for more.",
 )
+@click.option(
+    "--day",
+    type=click.Choice(["shifting", "abrupt"]),
+    default="shifting",
+    show_default=True,
+    help="How the mix shifts: over hours, or at once.",
+)
 @json_option
 def role_balance(
-    instances: int, window: float, seeds: tuple[int, ...], json_file: str | None
+    instances: int,
+    window: float,
+    seeds: tuple[int, ...],
+    day: Literal["shifting", "abrupt"],
+    json_file: str | None,
 ) -> None:
     """Simulate fixed splits of the instances and one that follows a day's mix. Takes minutes."""
     from benchmarks.suite.cluster.role_balance import RoleBalanceBenchError, bench_role_balance
 
     try:
-        found = bench_role_balance(instances, window, seeds, click.echo)
+        found = bench_role_balance(instances, window, seeds, click.echo, day)
     except RoleBalanceBenchError as error:
         fail(str(error))
     show_figures(found, json_file)

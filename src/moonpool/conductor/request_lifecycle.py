@@ -475,7 +475,7 @@ class RequestLifecycle:
         state = None if attempt is None else self._instances.get(attempt.decoder)
         decodes_only = state is not None and state.info.role is Role.DECODE
         self._cost_estimator.note_answer(tracked.record, decodes_only)
-        mixed = state is not None and state.info.role is Role.MIXED
+        mixed = state is not None and state.info.role is not Role.DECODE
         self._goodput.note_answer(tracked.record, tracked.predicted_step_s, mixed)
 
     def _unbook(self, tracked: TrackedRequest, now: float, abort: bool = True) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.conductor.role_balance import MARGIN, RoleAdvice, RoleBalance
+from moonpool.conductor.role_balance import LEAST_SEEN_S, MARGIN, RoleAdvice, RoleBalance
 from moonpool.cost.fitted import FittedCost
 from moonpool.types import Role, Slo
 from tests.unit.conductor.conductor_instances import COST, info
@@ -62,6 +62,7 @@ class Hall:
 
     def switch(self, advice: RoleAdvice) -> None:
         """All that are named."""
+        self.balance.note_switch(advice.role, self.now)
         prefills = advice.role is Role.PREFILL
         for name in advice.instance_ids:
             row = self.instance_table.ids.index(name)
@@ -100,10 +101,10 @@ def test_sustained_imbalance_is_reported() -> None:
     assert "3P+1D" in advice.describe(3, 1) and "2P+2D" in advice.describe(3, 1)
 
 
-def test_nothing_is_reported_before_it_has_lasted() -> None:
+def test_nothing_is_reported_before_enough_was_seen() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
     hall.learn(100, 451)
-    assert not hall.offer(1.0, 100, 0.6 * WINDOW_S)
+    assert not hall.offer(1.0, 100, min(LEAST_SEEN_S, WINDOW_S / 4) - 1.0)
 
 
 def test_a_clear_shift_is_found_within_the_short_window() -> None:
@@ -139,7 +140,7 @@ def test_a_burst_is_no_reason() -> None:
     hall.learn(500, 451)
     hall.learn(5_000, 10)
     assert not hall.offer(2.0, 500, 5 * WINDOW_S)
-    assert not hall.offer(1.0, 5_000, 0.2 * WINDOW_S)
+    assert not hall.offer(1.0, 5_000, 0.1 * WINDOW_S)
     assert not hall.offer(2.0, 500, 5 * WINDOW_S)
 
 
