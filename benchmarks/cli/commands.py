@@ -296,6 +296,36 @@ def role_balance(
     show_figures(found, json_file)
 
 
+@bench.command(name="role-decisions")
+@click.option(
+    "--days", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Number of days."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first day.")
+@click.option(
+    "--phases",
+    type=click.IntRange(2, 144),
+    default=6,
+    show_default=True,
+    help="Phases of a day, each with another mix.",
+)
+@click.option(
+    "--phase-s",
+    type=click.FloatRange(60.0, 86_400.0),
+    default=600.0,
+    show_default=True,
+    help="Seconds of a phase.",
+)
+@json_option
+def role_decisions(
+    days: int, seed: int, phases: int, phase_s: float, json_file: str | None
+) -> None:
+    """Decide when roles switch on days with abrupt shifts, without a cluster."""
+    from benchmarks.suite.cluster.role_decisions import decided_days
+
+    seeds = range(seed, seed + days)
+    show_figures(decided_days(seeds, phases, phase_s, lambda _: None), json_file)
+
+
 @bench.command(name="autoscale")
 @click.option(
     "--boot-s",

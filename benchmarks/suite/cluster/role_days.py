@@ -32,13 +32,13 @@ def day_of(kind: DayKind, seed: int) -> Mix:
     return SHIFTING_DAY if kind == "shifting" else abrupt_day(seed)
 
 
-def abrupt_day(seed: int) -> Mix:
+def abrupt_day(seed: int, num_phases: int = NUM_PHASES, phase_s: float = PHASE_S) -> Mix:
     """Shares of documents that differ by `LEAST_SHIFT` or more from phase to phase."""
     rng = Random(seed)
     documents: list[float] = []
     chats: list[float] = []
     share = rng.uniform(LEAST_SHARE, 1.0 - LEAST_SHARE)
-    for _ in range(NUM_PHASES):
+    for _ in range(num_phases):
         total = rng.uniform(*TOTALS)
         documents.append(total * share * MOST_DOCUMENTS)
         chats.append(total * (1.0 - share) * MOST_CHATS)
@@ -47,7 +47,7 @@ def abrupt_day(seed: int) -> Mix:
             share = rng.uniform(LEAST_SHARE, 1.0 - LEAST_SHARE)
     return Mix(
         name=f"abrupt-day-{seed}",
-        day_s=NUM_PHASES * PHASE_S,
+        day_s=num_phases * phase_s,
         kinds=(
             MixComponent(profile=DOCUMENTS, by_hour=tuple(documents)),
             MixComponent(profile=CHATS, by_hour=tuple(chats)),

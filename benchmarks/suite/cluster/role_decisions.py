@@ -11,11 +11,13 @@ direction; several in one phase are oscillation).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any
 
-from benchmarks.suite.cluster.role_days import day_of
+from benchmarks.suite.cluster.role_days import abrupt_day
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.role_balance import LoadSums, Pools, RoleBalance
 from moonpool.config import parse_config
@@ -49,7 +51,7 @@ class DecidedDay:
         self._mix, self._seed = mix, seed
         self._phase_s = mix.day_s / len(mix.kinds[0].by_hour)
         self._truth = [LoadSums() for _ in mix.kinds[0].by_hour]
-        self._answers: list[tuple[float, int, int]] = []
+        self._answers: list[tuple[float, int, int, int]] = []
         self._seen: set[int] = set()
         self._next_check_s = 0.0
 
@@ -62,8 +64,8 @@ class DecidedDay:
         while self._next_check_s <= now:
             at_s = self._next_check_s
             while self._answers and self._answers[0][0] <= at_s:
-                _, prompt_tokens, tokens = heapq.heappop(self._answers)
-                self.balance.note_answer(prompt_tokens, tokens)
+                _, *answer = heapq.heappop(self._answers)
+                self.balance.note_answer(*answer)
             self._check(at_s)
             self._next_check_s += CHECK_S
 
@@ -71,7 +73,7 @@ class DecidedDay:
         now, cached = row.arrived_s, self._cached_tokens(row)
         self.balance.note_arrival(row.input_tokens, cached, 100_000, now)
         ends_s = now + PREFILL_S + STEP_S * row.output_tokens
-        heapq.heappush(self._answers, (ends_s, row.input_tokens, row.output_tokens))
+        heapq.heappush(self._answers, (ends_s, row.input_tokens, cached, row.output_tokens))
         truth = self._truth[int(now / self._phase_s)]
         truth.add(row.input_tokens - cached, cached, row.output_tokens - 1.0)
 
@@ -136,37 +138,45 @@ class DecidedDay:
 
 
 def decided_days(
-    kind: Any, seeds: Iterable[int], num_instances: int = 6, window_s: float = 120.0
+    seeds: Sequence[int],
+    num_phases: int,
+    phase_s: float,
+    tell: Callable[[str], None],
+    num_instances: int = 6,
+    window_s: float = 120.0,
 ) -> dict[str, Any]:
-    """Over all days: shifts, those followed in `FOLLOWED_S`, and turns."""
-    shifts = followed = turns = days_with_turns = switches = 0
-    not_good_s = 0.0
+    """Abrupt days of these seeds, each with its figures told; returns those of all."""
+    total: Counter[str] = Counter()
     reached: list[float] = []
+    not_good_s = 0.0
     for seed in seeds:
-        day = DecidedDay(day_of(kind, seed), seed, num_instances, window_s)
+        day = DecidedDay(abrupt_day(seed, num_phases, phase_s), seed, num_instances, window_s)
         day.run()
         phases = day.phases()
-        for phase in phases[1:]:
-            shifts += 1
-            at_s = phase["reached_s"]
-            reached.append(float("inf") if at_s is None else at_s)
-            followed += at_s is not None and at_s <= FOLLOWED_S
-            not_good_s += phase["not_good_s"]
-        turned = sum(phase["turns"] for phase in phases)
-        turns += turned
-        days_with_turns += turned > 0
-        switches += len(day.splits) - 1
+        reached += [inf if p["reached_s"] is None else p["reached_s"] for p in phases[1:]]
+        not_good_s += sum(phase["not_good_s"] for phase in phases[1:])
+        total["switches"] += len(day.splits) - 1
+        total["turns"] += sum(phase["turns"] for phase in phases)
+        total["phases_with_several_turns"] += sum(phase["turns"] > 1 for phase in phases)
+        tell(f"day {seed}: prefill instances by second {day.splits}")
     reached.sort()
+    shifts = len(reached)
     return {
+        "days": len(seeds),
         "shifts": shifts,
-        "followed": followed,
-        "reached_p50_s": reached[len(reached) // 2],
-        "reached_p90_s": reached[len(reached) * 9 // 10],
-        "mean_not_good_s": round(not_good_s / max(shifts, 1), 1),
-        "turns": turns,
-        "days_with_turns": days_with_turns,
-        "switches": switches,
+        "followed_in_60_s": round(sum(s <= FOLLOWED_S for s in reached) / shifts, 4),
+        "reached_s": {f"p{n}": _finite(reached[shifts * n // 100]) for n in (50, 80, 90)},
+        "mean_not_good_s": round(not_good_s / shifts, 1),
+        **total,
+        "seeds": [seeds[0], seeds[-1]],
+        "phase_s": phase_s,
+        "window_s": window_s,
     }
+
+
+def _finite(seconds: float) -> float | None:
+    """None: not within its phase."""
+    return seconds if seconds < inf else None
 
 
 def _table(num_instances: int) -> InstanceTable:

@@ -20,8 +20,9 @@ lasted for half of the window. The short one finds a shift at once: the ratio mu
 the pool that is short had SURE standard errors less demand, and the other pool as many more. After
 such a shift the long window forgets what was before.
 
-The length of an answer is predicted from the length of
-its prompt: long documents get short answers, and it is their mix that shifts.
+The length of an answer is predicted from the length of its prompt, and from whether a part of that
+is cached: long documents get short answers, the next turn of a long conversation does not, and it
+is their mix that shifts.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ LEAST_SEEN_S = 20.0
 """Time since a change before which nothing is advised: a burst is no shift."""
 LEAST_CHANGED = 5
 """Parts before and after a change, at least."""
-CHANGED = 3.5
+CHANGED = 4.5
 """Standard errors by which the last seconds must differ from what was before."""
-SURE = 1.5
+SURE = 1.0
 """Standard errors of the ratio of both demands that an advice must bear."""
 SURE_TO_RETURN = 3.0
+MARGIN_TO_RETURN = 0.2
 SURE_MARGIN = 0.02
 LONGEST_FADE = 4096
 TINY_S = 1e-12
@@ -267,7 +269,8 @@ class RoleBalance:
         self._present = PresentLoad(window_s)
         self._offered = OfferedLoad(window_s)
         self._lately = OfferedLoad(self._short_s)
-        self._lengths = OutputLengths()
+        # Of new prompts, and of those with a cached prefix.
+        self._lengths = (OutputLengths(), OutputLengths())
         self._paused_until_s = 0.0
         self._last: tuple[float, Role] | None = None  # time and role of the last advice
 
@@ -278,15 +281,15 @@ class RoleBalance:
         answer."""
         answer_tokens = 0.0
         if max_answer_tokens > 1:
-            expected = self._lengths.predict(num_tokens, (), 0)
+            expected = self._lengths[cached_tokens > 0].predict(num_tokens, (), 0)
             answer_tokens = min(float(max_answer_tokens), expected) - 1.0
         cached_tokens = min(cached_tokens, num_tokens)
         for offered in (self._offered, self._lately, self._present):
             offered.add(num_tokens - cached_tokens, cached_tokens, max(answer_tokens, 0.0), now)
 
-    def note_answer(self, num_prompt_tokens: int, num_generated: int) -> None:
+    def note_answer(self, num_prompt_tokens: int, cached_tokens: int, num_generated: int) -> None:
         """Learns from a complete answer."""
-        self._lengths.learn(num_prompt_tokens, (), num_generated, num_generated)
+        self._lengths[cached_tokens > 0].learn(num_prompt_tokens, (), num_generated, num_generated)
 
     def pause(self, now: float) -> None:
         """Pauses switching after an instance has failed to switch."""
@@ -326,7 +329,9 @@ class RoleBalance:
         advice = _judge(self._capacities(table, present.load), table, losses, MARGIN)
         if advice is None:
             return None
-        sure = self._sure_of(advice.role)
+        sure, margin = self._bar(advice.role)
+        if advice.then.worst > (1.0 - margin) * advice.now.worst:
+            return None
         less, more = present.load.errors()
         # The ratio of both demands is wrong by the root of the sum of both squares.
         whole = max(sqrt(less * less + more * more), TINY_S)
@@ -344,12 +349,14 @@ class RoleBalance:
         """An advice is followed."""
         self._last = (now, role)
 
-    def _sure_of(self, role: Role) -> float:
-        """How many standard errors the advice must bear. A return needs more as long as nothing
-        has changed since the last switch."""
-        if self._last is None or self._last[1] is role or self._present.since_s > self._last[0]:
-            return SURE
-        return SURE_TO_RETURN
+    def _bar(self, role: Role) -> tuple[float, float]:
+        """How many standard errors the advice must bear, and the least benefit. A return needs
+        more, and most as long as nothing has changed since the last switch."""
+        if self._last is None or self._last[1] is role:
+            return SURE, MARGIN
+        if self._present.since_s > self._last[0]:
+            return SURE, MARGIN_TO_RETURN
+        return SURE_TO_RETURN, MARGIN_TO_RETURN
 
     def _capacities(
         self, table: InstanceTable, load: LoadSums, factors: Pools = ONE

@@ -71,9 +71,9 @@ class RoleSwitching:
         if self._tracks:
             self._balance.note_arrival(num_tokens, cached_tokens, max_answer_tokens, now)
 
-    def note_answer(self, num_prompt_tokens: int, num_generated: int) -> None:
+    def note_answer(self, num_prompt_tokens: int, cached_tokens: int, num_generated: int) -> None:
         if self._tracks:
-            self._balance.note_answer(num_prompt_tokens, num_generated)
+            self._balance.note_answer(num_prompt_tokens, cached_tokens, num_generated)
 
     def tick(self, now: float) -> list[ConductorAction]:
         """Checks the ratio, or the drains under way, and how many instances are wanted."""

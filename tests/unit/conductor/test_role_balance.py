@@ -33,7 +33,7 @@ class Hall:
 
     def learn(self, prompt_tokens: int, answer_tokens: int) -> None:
         for _ in range(60):
-            self.balance.note_answer(prompt_tokens, answer_tokens)
+            self.balance.note_answer(prompt_tokens, 0, answer_tokens)
 
     def offer(
         self, rps: float, prompt_tokens: int, lasting_s: float, rng: random.Random | None = None
@@ -45,7 +45,7 @@ class Hall:
             tokens = prompt_tokens
             if rng is not None:
                 tokens = max(1, int(prompt_tokens * rng.choice((0.2, 0.5, 1.0, 2.3))))
-                self.balance.note_answer(tokens, rng.choice((20, 100, 280)))
+                self.balance.note_answer(tokens, 0, rng.choice((20, 100, 280)))
             self.balance.note_arrival(tokens, 0, 10_000, self.now)
             self.now += rng.expovariate(rps) if rng else 1.0 / rps
             if self.now >= next_look_s:
