@@ -15,10 +15,10 @@ looks like a reason for the next one.
 Both are linear in sums over the requests, so a few numbers yield the demand on any instance, for
 any hardware and any present cost estimate.
 
-Demand is summed over two windows. In the long one, a ratio that does not fit counts when it has
-lasted for half of the window. The short one finds a shift at once: the ratio must not fit even if
-the pool that is short had SURE standard errors less demand, and the other pool as many more. After
-such a shift the long window forgets what was before.
+Demand is that of the requests since the mix last changed (`PresentLoad`), of at most a window. An
+advice must also hold if the ratio of both demands is wrong by SURE standard errors. A switch back
+needs a larger benefit, a second one in RETURN_S a still larger one, and more certainty if nothing
+has changed meanwhile: so roles do not swing where two splits are about equally good.
 
 The length of an answer is predicted from the length of its prompt, and from whether a part of that
 is cached: long documents get short answers, the next turn of a long conversation does not, and it
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import fsum, sqrt
+from math import fsum, inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +65,9 @@ CHANGED = 4.5
 SURE = 1.0
 """Standard errors of the ratio of both demands that an advice must bear."""
 SURE_TO_RETURN = 3.0
-MARGIN_TO_RETURN = 0.2
+MARGIN_TO_RETURN, MARGIN_TO_RETURN_AGAIN = 0.2, 0.35
+RETURN_S = 600.0
+"""Time after a switch back in which another one needs `MARGIN_TO_RETURN_AGAIN`."""
 SURE_MARGIN = 0.02
 LONGEST_FADE = 4096
 TINY_S = 1e-12
@@ -272,7 +274,8 @@ class RoleBalance:
         # Of new prompts, and of those with a cached prefix.
         self._lengths = (OutputLengths(), OutputLengths())
         self._paused_until_s = 0.0
-        self._last: tuple[float, Role] | None = None  # time and role of the last advice
+        self._last: tuple[float, Role] | None = None  # time and role of the last switches
+        self._returned_s = -inf  # when roles last switched back
 
     def note_arrival(
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
@@ -329,7 +332,7 @@ class RoleBalance:
         advice = _judge(self._capacities(table, present.load), table, losses, MARGIN)
         if advice is None:
             return None
-        sure, margin = self._bar(advice.role)
+        sure, margin = self._bar(advice.role, now)
         if advice.then.worst > (1.0 - margin) * advice.now.worst:
             return None
         less, more = present.load.errors()
@@ -347,16 +350,20 @@ class RoleBalance:
 
     def note_switch(self, role: Role, now: float) -> None:
         """An advice is followed."""
+        if self._last is not None and self._last[1] is not role:
+            self._returned_s = now
         self._last = (now, role)
 
-    def _bar(self, role: Role) -> tuple[float, float]:
-        """How many standard errors the advice must bear, and the least benefit. A return needs
-        more, and most as long as nothing has changed since the last switch."""
+    def _bar(self, role: Role, now: float) -> tuple[float, float]:
+        """How many standard errors the advice must bear, and the least benefit."""
         if self._last is None or self._last[1] is role:
             return SURE, MARGIN
-        if self._present.since_s > self._last[0]:
-            return SURE, MARGIN_TO_RETURN
-        return SURE_TO_RETURN, MARGIN_TO_RETURN
+        changed = self._present.since_s > self._last[0]
+        again = now - self._returned_s < RETURN_S
+        return (
+            SURE if changed else SURE_TO_RETURN,
+            MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN,
+        )
 
     def _capacities(
         self, table: InstanceTable, load: LoadSums, factors: Pools = ONE
