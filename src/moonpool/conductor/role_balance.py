@@ -276,12 +276,15 @@ class RoleBalance:
         self._paused_until_s = 0.0
         self._last: tuple[float, Role] | None = None  # time and role of the last switches
         self._returned_s = -inf  # when roles last switched back
+        self._knows_s = inf  # from when on the lengths of answers are known well enough
 
     def note_arrival(
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
     ) -> None:
         """Adds an arrived request, served or not. The prefill produces the first token of its
         answer."""
+        if self._knows_s == inf:
+            self._knows_s = now + self._window_s / 2
         answer_tokens = 0.0
         if max_answer_tokens > 1:
             expected = self._lengths[cached_tokens > 0].predict(num_tokens, (), 0)
@@ -327,7 +330,7 @@ class RoleBalance:
         instances that lose least switch first. The caller follows it, or asks again."""
         present = self._present
         present.advance(now)
-        if present.load.seen_s < self._least_seen_s:
+        if present.load.seen_s < self._least_seen_s or now < self._knows_s:
             return None
         advice = _judge(self._capacities(table, present.load), table, losses, MARGIN)
         if advice is None:

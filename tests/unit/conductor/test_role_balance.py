@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.conductor.role_balance import LEAST_SEEN_S, MARGIN, RoleAdvice, RoleBalance
+from moonpool.conductor.role_balance import MARGIN, RoleAdvice, RoleBalance
 from moonpool.cost.fitted import FittedCost
 from moonpool.types import Role, Slo
 from tests.unit.conductor.conductor_instances import COST, info
@@ -104,7 +104,8 @@ def test_sustained_imbalance_is_reported() -> None:
 def test_nothing_is_reported_before_enough_was_seen() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
     hall.learn(100, 451)
-    assert not hall.offer(1.0, 100, min(LEAST_SEEN_S, WINDOW_S / 4) - 1.0)
+    assert not hall.offer(1.0, 100, WINDOW_S / 2 - 1.0)
+    assert hall.offer(1.0, 100, 10.0)
 
 
 def test_a_clear_shift_is_found_within_the_short_window() -> None:
