@@ -1,7 +1,8 @@
 """Fixed numbers of prefill and decode instances against numbers that follow the load, simulated.
 
 A generated day whose mix shifts, on every split of the instances and on one that switches; and a
-load that stays as it is, on which nothing should switch. Each run is a process
+load that stays as it is, on which nothing should switch. The mix shifts slowly (`shifting`), or at
+once after each ten minutes, in another way for each seed (`abrupt`). Each run is a process
 of its own (`python -m benchmarks.suite.cluster.role_balance`, with its description on standard
 input). As many run at a time as there are cores.
 """
@@ -19,13 +20,14 @@ from typing import Any
 import msgspec
 
 from benchmarks.checkout import ROOT
+from benchmarks.suite.cluster.role_days import DayKind, PhaseLog, day_of, phase_figures
 from moonpool.config import RoleBalance, parse_config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
-from moonpool.trace.builtin import BUILT_IN, SHIFTING_DAY
+from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate, generate_mix
 from moonpool.trace.row import TraceRow
 from moonpool.types import Struct
@@ -49,10 +51,11 @@ class RoleBalanceRun(Struct, frozen=True):
     window_s: float
     seed: int
     day_s: float
+    day: DayKind = "shifting"
 
     @property
     def name(self) -> str:
-        load = "day" if self.day_s else "constant"
+        load = f"{self.day} day" if self.day_s else "constant"
         return f"{load} {self.prefill}P+{self.decode}D {self.mode}"
 
 
@@ -61,12 +64,13 @@ def bench_role_balance(
     window_s: float,
     seeds: Iterable[int],
     tell: Callable[[str], None],
+    day: DayKind = "shifting",
 ) -> dict[str, Any]:
     """A day for each seed. Fixed splits advise: that changes nothing but what they say. Raises
     RoleBalanceBenchError."""
     runs = []
     for seed in seeds:
-        day_s = SHIFTING_DAY.day_s
+        day_s = day_of(day, seed).day_s
         splits: list[tuple[int, RoleBalance]] = [(num_instances // 2, "switch")]
         splits += [(prefill, "advise") for prefill in range(1, num_instances)]
         runs += [
@@ -77,6 +81,7 @@ def bench_role_balance(
                 window_s=window_s,
                 seed=seed,
                 day_s=day_s,
+                day=day,
             )
             for prefill, mode in splits
         ]
@@ -91,7 +96,7 @@ def bench_role_balance(
         for figures in pool.map(_run_apart, runs):
             found.append(figures)
             tell(_line(figures))
-    return {"runs": found, **_compare(found)}
+    return {"runs": found, **_compare(found), **phase_figures(found)}
 
 
 def _compare(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,7 +154,9 @@ def run_one(run: RoleBalanceRun) -> dict[str, Any]:
         overrides["conductor"]["load_limit"] = LOAD_LIMIT
     config = parse_config("", overrides, DEFAULTS)
     hardware = build_hardware(config)
-    simulation = Simulation(config, hardware, run.seed)
+    log = PhaseLog()
+    simulation = Simulation(config, hardware, run.seed, on_end=log.note)
+    log.watch(simulation, run.day_s)
     began_s = time.perf_counter()
     simulation.run(
         make_arrivals(_rows(run), BLOCK_TOKENS, BLOCK_TOKENS, hardware.largest_request_tokens)
@@ -169,13 +176,14 @@ def run_one(run: RoleBalanceRun) -> dict[str, Any]:
         "switches": figures["roles"]["switches"],
         "given_up": figures["roles"]["given_up"],
         "announced": figures["roles"]["announced"],
+        "phases": log.phases(day_of(run.day, run.seed)) if run.day_s else [],
         "wall_s": figures["wall_s"],
     }
 
 
 def _rows(run: RoleBalanceRun) -> Iterable[TraceRow]:
     if run.day_s:
-        return generate_mix(SHIFTING_DAY, duration_s=run.day_s, seed=run.seed)
+        return generate_mix(day_of(run.day, run.seed), duration_s=run.day_s, seed=run.seed)
     return generate(BUILT_IN["conversation"], num_requests=CONSTANT_REQUESTS, seed=run.seed)
 
 

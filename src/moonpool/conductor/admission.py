@@ -109,7 +109,8 @@ def _early(context: AdmissionContext) -> Rejection | None:
     if late is not None or not context.footprint.decodes:
         return late
     pool, table, limit = _pool(context), context.table, context.config.load_limit
-    if pool.load(table.total_decoding, table.total_decoding_context) <= limit:
+    decoding = table.without_remainders(table.total_decoding, table.total_decoding_context)
+    if pool.load(*decoding) <= limit:
         return None
     return _slow_now(context.footprint, pool, limit)
 
@@ -120,9 +121,9 @@ def _predictive(context: AdmissionContext) -> Rejection | None:
         return late
     now, ttft_s, forecast = context.now, context.placement.ttft_s, context.forecast
     pool, limit = _pool(context), context.config.load_limit
-    batch, context_tokens = forecast.project(now + ttft_s, now)
-    forecast.note_projection(now + ttft_s, batch)
-    if pool.load(batch, context_tokens) <= limit:
+    projected = forecast.project(now + ttft_s, now)
+    forecast.note_projection(now + ttft_s, projected[0])
+    if pool.load(*context.table.without_remainders(*projected)) <= limit:
         return None
     return _slow_then(pool, ttft_s, forecast, limit, now)
 
@@ -232,7 +233,10 @@ def _too_late(
 
 
 def _slow_now(footprint: RequestFootprint, pool: _Pool, limit: float) -> Rejection:
-    batch, context_tokens = pool.table.total_decoding, pool.table.total_decoding_context
+    table = pool.table
+    batch, context_tokens = table.without_remainders(
+        table.total_decoding, table.total_decoding_context
+    )
     text = f"{pool.describe(batch, context_tokens, limit)}: that is the load now"
     # Decodes end evenly over the duration of one; the load falls in proportion.
     load, alone = pool.load(batch, context_tokens), pool.load(0, 0)
@@ -246,7 +250,8 @@ def _slow_now(footprint: RequestFootprint, pool: _Pool, limit: float) -> Rejecti
 def _slow_then(
     pool: _Pool, ttft_s: float, forecast: Forecast, limit: float, now: float
 ) -> Rejection:
-    projected = forecast.project(now + ttft_s, now)
+    keep = pool.table.without_remainders
+    projected = keep(*forecast.project(now + ttft_s, now))
     text = (
         f"{pool.describe(*projected, limit)}: that is the load projected to the end of this"
         f" prefill in {ttft_s:.2f} s"
@@ -256,7 +261,7 @@ def _slow_then(
         return Rejection(422, "decode_load_predicted", text, float("inf"), numbers)
     wait_s = WAITS_S[-1]
     for later_s in WAITS_S:
-        if pool.load(*forecast.project(now + ttft_s + later_s, now)) <= limit:
+        if pool.load(*keep(*forecast.project(now + ttft_s + later_s, now))) <= limit:
             wait_s = later_s
             break
     return Rejection(429, "decode_load_predicted", text, wait_s, numbers)

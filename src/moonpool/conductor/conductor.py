@@ -92,7 +92,7 @@ class Conductor:
         self.default_slo = default_slo
         self.output_predictor = OutputPredictor(config.decode_prediction == "length")
         self.forecast = self.output_predictor.forecast
-        self.reservations = Reservations(self.forecast)
+        self.reservations = Reservations(self.forecast, default_slo.tbt_s)
         # All parts work on these; they are also what drivers read.
         self.index = self.reservations.index
         self.instance_table = self.reservations.instance_table
@@ -188,7 +188,7 @@ class Conductor:
         return PoolLoads(
             table.prefill_load(slo, now),
             table.decode_load(slo),
-            table.spread_decode_load(slo, *projected),
+            table.spread_decode_load(slo, *table.without_remainders(*projected)),
         )
 
     def validate(self) -> None:

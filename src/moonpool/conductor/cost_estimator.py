@@ -62,8 +62,9 @@ class CostEstimator:
         """The first chunk is computed now, and a fetch has ended (mutates `attempt`)."""
         cost = state.info.cost
         attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
-        if report.early:
-            attempt.expected_s = 0.0  # its begin is unknown, so it is no sample
+        if report.early or self._table.decodes_remain(state.row):
+            # Its begin is unknown, or it shares the steps of answers: it is no sample.
+            attempt.expected_s = 0.0
         if source is None or not report.fetched_tokens or not report.fetch_s:
             return
         host = state.info.address.host_id

@@ -203,6 +203,7 @@ class GoodputModel:
         ready_s = context.now + context.placement.ttft_s
         batch, tokens = context.forecast.project(ready_s, context.now)
         context.forecast.note_projection(ready_s, batch)
+        batch, tokens = table.without_remainders(batch, tokens)
         others = batch / table.num_decodes
         if table.decodes_alike:
             without_s = table.tbt_s(row, others, tokens / table.num_decodes)
@@ -276,9 +277,8 @@ class GoodputModel:
         base_s = table.decode_base_s.item(row)
         room_s = max(self.limit_step_s(table, row, slo.tbt_s) - base_s, 0.0)
         num = table.num_decodes
-        step_s = table.tbt_s(
-            row, table.total_decoding / max(num, 1), table.total_decoding_context / max(num, 1)
-        )
+        decoding = table.without_remainders(table.total_decoding, table.total_decoding_context)
+        step_s = table.tbt_s(row, *(each / max(num, 1) for each in decoding))
         return ClusterCapacity(
             table.num_prefills,
             context.placement.queue_s,

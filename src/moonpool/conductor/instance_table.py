@@ -22,6 +22,10 @@ Bools = npt.NDArray[np.bool_]
 NEVER_S = float("-inf")
 S_PER_NS = 1e-9
 LEAST_STEP_S = 1e-12
+CHUNKED_SHARE = 0.85
+"""Share of the TBT SLO that `scheduler.chunk_budget` plans a step of chunks and decodes for."""
+LEAST_CHUNK_TOKENS = 32.0
+"""The chunk of such a step where the decodes leave no room."""
 
 
 def to_ns(seconds: float) -> int:
@@ -31,7 +35,8 @@ def to_ns(seconds: float) -> int:
 class InstanceTable:
     """All arrays are indexed by row. A row without an instance neither prefills nor decodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, tbt_slo_s: float = float("inf")) -> None:
+        self._tbt_slo_s = tbt_slo_s
         self.ids: list[InstanceId] = []
         self.prefills: Bools = np.zeros(0, dtype=np.bool_)  # accepts new prefills
         self.decodes: Bools = np.zeros(0, dtype=np.bool_)  # accepts new decodes
@@ -72,6 +77,8 @@ class InstanceTable:
         self.infinite: Floats = np.zeros(0)  # a template to copy
         self.mixed: Bools | None = None  # instances of both roles; None: there are none
         self.decodes_alike = True  # all decode instances have equal decode coefficients
+        # Rows without the role to decode that had decodes when a role last changed.
+        self.remainders: list[int] = []
         self.num_on_host: dict[float, int] = {}
         self._hosts: dict[str, int] = {"": 0}
 
@@ -181,7 +188,32 @@ class InstanceTable:
             + self.prefill_s_per_token_squared * new
             + self.prefill_s_per_new_x_cached * cached_tokens
         )
+        for row in self.remainders:
+            seconds[row] *= self._slowdown(row)
         return seconds
+
+    def _slowdown(self, row: int) -> float:
+        """By how much prefills take longer here beside the decodes: their share of each step."""
+        batch = self.booked_batch.item(row)
+        if not batch:
+            return 1.0
+        base_s, s_per_token = self.decode_base_s.item(row), self.prefill_s_per_token.item(row)
+        decodes_s = self.tbt_s(row, batch, self.booked_context.item(row)) - base_s
+        room_s = CHUNKED_SHARE * self._tbt_slo_s - decodes_s
+        chunk_s = min(room_s, s_per_token * self.chunk_tokens.item(row))
+        chunk_s = max(chunk_s, s_per_token * LEAST_CHUNK_TOKENS, LEAST_STEP_S)
+        return (max(chunk_s, base_s) + decodes_s) / chunk_s
+
+    def decodes_remain(self, row: int) -> bool:
+        """Whether an instance without that role still has decodes."""
+        return row in self.remainders and self.booked_batch.item(row) > 0
+
+    def without_remainders(self, batch: float, context_tokens: float) -> tuple[float, float]:
+        """The part of all decodes that the instances of that role have."""
+        for row in self.remainders:
+            batch -= self.decoding_batch.item(row)
+            context_tokens -= self.decoding_context.item(row)
+        return max(batch, 0.0), max(context_tokens, 0.0)
 
     def booked_tbt_s(self, context_tokens: int) -> Floats:
         """Predicted step time with all booked decodes and one more of `context_tokens`, by row."""
@@ -289,6 +321,7 @@ class InstanceTable:
         self._compare_decodes()
         both = self.prefills & self.decodes
         self.mixed = both if both.any() else None
+        self.remainders = (~self.decodes & (self.booked_batch > 0)).nonzero()[0].tolist()
         self.most_decode_tokens = int(self.capacity_tokens[self.decodes].max(initial=0))
         self.least_capacity_tokens = float(self.capacity_tokens[self.prefills].min(initial=np.inf))
         self.infinite = np.full(len(self), np.inf)

@@ -161,6 +161,9 @@ def place(
         possible = table.prefills
     if table.mixed is not None:
         possible = possible & (has_room | ~table.mixed)
+    if table.remainders:
+        possible = possible.copy()
+        possible[table.remainders] &= has_room[table.remainders]
     able: Bools = table.decodes & has_room
     if avoid:
         possible = possible.copy()

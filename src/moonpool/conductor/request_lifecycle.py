@@ -476,12 +476,15 @@ class RequestLifecycle:
         self._output_predictor.learn(tracked, tracked.keys[:num_blocks], now)
         if self._prefetching is not None:
             self._prefetching.end(tracked, now)
-        self._roles.note_answer(num_prompt_tokens, tracked.record.num_generated_tokens)
+        record = tracked.record
+        self._roles.note_answer(
+            num_prompt_tokens, record.cached_tokens or 0, record.num_generated_tokens
+        )
         attempt = tracked.attempt
         state = None if attempt is None else self._instances.get(attempt.decoder)
         decodes_only = state is not None and state.info.role is Role.DECODE
         self._cost_estimator.note_answer(tracked.record, decodes_only)
-        mixed = state is not None and state.info.role is Role.MIXED
+        mixed = state is not None and state.info.role is not Role.DECODE
         self._goodput.note_answer(tracked.record, tracked.predicted_step_s, mixed)
 
     def _unbook(self, tracked: TrackedRequest, now: float, abort: bool = True) -> None:

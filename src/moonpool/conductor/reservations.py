@@ -17,8 +17,8 @@ from moonpool.types import InstanceId
 
 
 class Reservations:
-    def __init__(self, forecast: Forecast) -> None:
-        self.instance_table = InstanceTable()
+    def __init__(self, forecast: Forecast, tbt_slo_s: float = float("inf")) -> None:
+        self.instance_table = InstanceTable(tbt_slo_s)
         self.index = PrefixIndex()
         self.forecast = forecast
         self.instances: dict[InstanceId, InstanceState] = {}

@@ -15,19 +15,21 @@ looks like a reason for the next one.
 Both are linear in sums over the requests, so a few numbers yield the demand on any instance, for
 any hardware and any present cost estimate.
 
-Demand is summed over two windows. In the long one, a ratio that does not fit counts when it has
-lasted for half of the window. The short one finds a shift at once: the ratio must not fit even if
-the pool that is short had SURE standard errors less demand, and the other pool as many more. After
-such a shift the long window forgets what was before.
+Demand is that of the requests since the mix last changed (`PresentLoad`), of at most a window. An
+advice must also hold if the ratio of both demands is wrong by SURE standard errors. A switch back
+needs a larger benefit, a second one in RETURN_S a still larger one, and more certainty if nothing
+has changed meanwhile: so roles do not swing where two splits are about equally good.
 
-The length of an answer is predicted from the length of
-its prompt: long documents get short answers, and it is their mix that shifts.
+The length of an answer is predicted from the length of its prompt, and from whether a part of that
+is cached: long documents get short answers, the next turn of a long conversation does not, and it
+is their mix that shifts.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from math import fsum, sqrt
+from math import fsum, inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -50,9 +52,23 @@ MIN_DECODE_SHARE = 0.1
 """Least room for decodes in a step, as a share of its base time, if the TBT SLO leaves less."""
 SHORT_WINDOW_S = 30.0
 """The short window, at most half of the long one."""
-SHORT_LASTS = 0.4
-"""Share of the short window for which its advice must last."""
-SURE = 2.5
+PART_S = 2.0
+"""The time of each part of the present load, where the window has so many; at least `LEAST_PARTS`
+and at most `MOST_PARTS`."""
+LEAST_PARTS, MOST_PARTS = 32, 256
+LEAST_SEEN_S = 20.0
+"""Time since a change before which nothing is advised: a burst is no shift."""
+LEAST_CHANGED = 5
+"""Parts before and after a change, at least."""
+CHANGED = 4.5
+"""Standard errors by which the last seconds must differ from what was before."""
+SURE = 1.0
+"""Standard errors of the ratio of both demands that an advice must bear."""
+SURE_TO_RETURN = 3.0
+MARGIN_TO_RETURN, MARGIN_TO_RETURN_AGAIN = 0.2, 0.35
+RETURN_S = 600.0
+"""Time after a switch back in which another one needs `MARGIN_TO_RETURN_AGAIN`."""
+SURE_MARGIN = 0.02
 LONGEST_FADE = 4096
 TINY_S = 1e-12
 
@@ -97,20 +113,17 @@ class RoleAdvice(NamedTuple):
         )
 
 
-class OfferedLoad:
-    """Sums over the requests of the last minutes, from which demand follows. Older ones fade."""
+class LoadSums:
+    """Sums over requests, from which their demand follows."""
 
-    def __init__(self, window_s: float) -> None:
-        self._step_s = window_s / NUM_FADES
-        self._step: int | None = None
-        self.seen_s = 0.0  # time that the sums stand for; grows to the window
+    def __init__(self) -> None:
+        self.seen_s = 0.0  # time that the sums stand for
         # Requests, new tokens, their squares, new x cached; answers' tokens, tokens x context,
         # squares of answers' tokens.
-        self._sums = [0.0] * 7
+        self.sums = [0.0] * 7
 
-    def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float, now: float) -> None:
+    def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float) -> None:
         """Adds a request (mutates)."""
-        self.advance(now)
         context_tokens = new_tokens + cached_tokens + answer_tokens / 2
         added = (
             1.0,
@@ -121,33 +134,18 @@ class OfferedLoad:
             answer_tokens * context_tokens,
             answer_tokens * answer_tokens,
         )
-        self._sums = [before + more for before, more in zip(self._sums, added, strict=True)]
-
-    def adopt(self, other: OfferedLoad) -> None:
-        """Takes the sums and the time of a shorter window (mutates)."""
-        self._sums, self.seen_s = list(other._sums), other.seen_s
+        self.sums = [before + more for before, more in zip(self.sums, added, strict=True)]
 
     def errors(self) -> Pools:
         """Relative standard errors of both demands, of requests that come by chance."""
-        _, new, new_squares, _, answers, _, answer_squares = self._sums
+        _, new, new_squares, _, answers, _, answer_squares = self.sums
         return Pools(
             sqrt(new_squares) / max(new, TINY_S), sqrt(answer_squares) / max(answers, TINY_S)
         )
 
-    def advance(self, now: float) -> None:
-        """Fades the sums (mutates). Multiplies only, because every machine rounds that alike."""
-        step = int(now / self._step_s)
-        if self._step is None:
-            self._step = step
-        fade = 1.0 - 1.0 / NUM_FADES
-        for _ in range(min(step - self._step, LONGEST_FADE)):
-            self._sums = [each * fade for each in self._sums]
-            self.seen_s = self.seen_s * fade + self._step_s
-        self._step = step
-
     def prefill_s(self, table: InstanceTable) -> Floats:
         """Seconds of prefill per second if the instance did all of it, by row."""
-        number, new, squares, products = self._sums[:4]
+        number, new, squares, products = self.sums[:4]
         work_s: Floats = (
             table.prefill_base_s * number
             + table.prefill_s_per_token * new
@@ -159,7 +157,7 @@ class OfferedLoad:
     def decode_s(self, table: InstanceTable, tbt_s: float, memory_share: float) -> Floats:
         """Seconds of decode per second if the instance did all of it, by row. Batches are as large
         as SLO and memory allow."""
-        tokens, contexts = self._sums[4:6]
+        tokens, contexts = self.sums[4:6]
         own_s = table.decode_s_per_sequence * tokens + table.decode_s_per_context_token * contexts
         least_s = MIN_DECODE_SHARE * table.decode_base_s + TINY_S
         room_s = np.maximum(tbt_s - table.decode_base_s, least_s)
@@ -169,8 +167,99 @@ class OfferedLoad:
         return work_s / max(self.seen_s, TINY_S)
 
 
+class OfferedLoad:
+    """The requests of the last minutes. Older ones fade."""
+
+    def __init__(self, window_s: float) -> None:
+        self.load = LoadSums()
+        self._step_s = window_s / NUM_FADES
+        self._step: int | None = None
+
+    def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float, now: float) -> None:
+        """Adds a request (mutates)."""
+        self.advance(now)
+        self.load.add(new_tokens, cached_tokens, answer_tokens)
+
+    def advance(self, now: float) -> None:
+        """Fades the sums (mutates). Multiplies only, because every machine rounds that alike."""
+        step = int(now / self._step_s)
+        if self._step is None:
+            self._step = step
+        fade, load = 1.0 - 1.0 / NUM_FADES, self.load
+        for _ in range(min(step - self._step, LONGEST_FADE)):
+            load.sums = [each * fade for each in load.sums]
+            load.seen_s = load.seen_s * fade + self._step_s
+        self._step = step
+
+
+class PresentLoad:
+    """The requests since the mix last changed, but of at most a window.
+
+    The last seconds are compared with all that was before them, for several numbers of seconds. If
+    one of them differs by `CHANGED` standard errors, what was before is forgotten: a clear change
+    is known after few requests, and where nothing changes the sums are as long and as precise as
+    the window allows.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self.load = LoadSums()
+        self.since_s = 0.0  # when the oldest of these requests could have come
+        self._part_s = max(window_s / MOST_PARTS, min(PART_S, window_s / LEAST_PARTS))
+        self._most = max(int(window_s / self._part_s), 1)
+        self._parts: deque[list[float]] = deque()  # sums of each
+        self._newest = LoadSums()
+        self._part: int | None = None
+
+    def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float, now: float) -> None:
+        """Adds a request (mutates)."""
+        self.advance(now)
+        self._newest.add(new_tokens, cached_tokens, answer_tokens)
+
+    def advance(self, now: float) -> None:
+        """Forgets what is too old, or was before a change (mutates)."""
+        part = int(now / self._part_s)
+        if self._part is None:
+            self._part, self.since_s = part, now
+        if part == self._part:
+            return
+        for _ in range(min(part - self._part, self._most + 1)):
+            self._parts.append(self._newest.sums)
+            self._newest = LoadSums()
+        self._part = part
+        self._keep(min(len(self._parts), self._most), now)
+        # Sums of the last 1, 2, ... parts. In one order they are the same on every machine.
+        lately = np.cumsum(np.array(self._parts)[::-1], axis=0)
+        keep = self._since_change(lately)
+        self._keep(keep, now)
+        self.load.sums, self.load.seen_s = lately[keep - 1].tolist(), keep * self._part_s
+
+    def _keep(self, count: int, now: float) -> None:
+        if count == len(self._parts):
+            return
+        while len(self._parts) > count:
+            self._parts.popleft()
+        self.since_s = now - count * self._part_s
+
+    def _since_change(self, lately: Floats) -> int:
+        """Parts since the clearest change; all if there is none. The standard error is that of the
+        requests before and after it together, as if nothing had changed."""
+        num = len(lately)
+        after = np.arange(LEAST_CHANGED, num - LEAST_CHANGED + 1)
+        if not len(after):
+            return num
+        sums, whole = lately[after - 1], lately[-1]
+        before = num - after
+        most = np.zeros(len(after))
+        for tokens, squares in ((1, 2), (4, 6)):
+            difference = sums[:, tokens] / after - (whole[tokens] - sums[:, tokens]) / before
+            error = np.sqrt(whole[squares] / num * (1.0 / after + 1.0 / before))
+            most = np.maximum(most, np.abs(difference) / np.maximum(error, TINY_S))
+        best = int(most.argmax())
+        return int(after[best]) if most[best] >= CHANGED else num
+
+
 class RoleBalance:
-    """Tracks the demand, and for how long the ratio has not fitted it."""
+    """Tracks the demand, and advises switches when its ratio surely does not fit."""
 
     def __init__(self, window_s: float, slo: Slo, load_limit: float = 1.0) -> None:
         """`load_limit`: share of the SLO and of the memory that may be used."""
@@ -178,117 +267,120 @@ class RoleBalance:
         self._tbt_s = slo.tbt_s * load_limit
         self._load_limit = load_limit
         self._short_s = min(SHORT_WINDOW_S, window_s / 2)
+        self._least_seen_s = min(LEAST_SEEN_S, window_s / 4)
+        self._present = PresentLoad(window_s)
         self._offered = OfferedLoad(window_s)
         self._lately = OfferedLoad(self._short_s)
-        self._lengths = OutputLengths()
-        self._lasting = _Lasting(window_s / 2)
-        self._lasting_lately = _Lasting(SHORT_LASTS * self._short_s)
+        # Of new prompts, and of those with a cached prefix.
+        self._lengths = (OutputLengths(), OutputLengths())
         self._paused_until_s = 0.0
+        self._last: tuple[float, Role] | None = None  # time and role of the last switches
+        self._returned_s = -inf  # when roles last switched back
+        self._knows_s = inf  # from when on the lengths of answers are known well enough
 
     def note_arrival(
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
     ) -> None:
         """Adds an arrived request, served or not. The prefill produces the first token of its
         answer."""
+        if self._knows_s == inf:
+            self._knows_s = now + self._window_s / 2
         answer_tokens = 0.0
         if max_answer_tokens > 1:
-            expected = self._lengths.predict(num_tokens, (), 0)
+            expected = self._lengths[cached_tokens > 0].predict(num_tokens, (), 0)
             answer_tokens = min(float(max_answer_tokens), expected) - 1.0
         cached_tokens = min(cached_tokens, num_tokens)
-        for offered in (self._offered, self._lately):
+        for offered in (self._offered, self._lately, self._present):
             offered.add(num_tokens - cached_tokens, cached_tokens, max(answer_tokens, 0.0), now)
 
-    def note_answer(self, num_prompt_tokens: int, num_generated: int) -> None:
+    def note_answer(self, num_prompt_tokens: int, cached_tokens: int, num_generated: int) -> None:
         """Learns from a complete answer."""
-        self._lengths.learn(num_prompt_tokens, (), num_generated, num_generated)
+        self._lengths[cached_tokens > 0].learn(num_prompt_tokens, (), num_generated, num_generated)
 
     def pause(self, now: float) -> None:
         """Pauses switching after an instance has failed to switch."""
         self._paused_until_s = now + self._window_s / 4
 
     def loads(self, table: InstanceTable, now: float) -> Pools:
-        self._offered.advance(now)
-        return self._capacities(table, self._offered).loads()
+        self._present.advance(now)
+        return self._capacities(table, self._present.load).loads()
 
     def demand(self, table: InstanceTable, now: float) -> Pools | None:
         """Demand in instances that would always be busy, of the window in which it is higher. None
         before enough has been seen; infinite for a pool without instances."""
         self._offered.advance(now)
         self._lately.advance(now)
-        if self._offered.seen_s < self._short_s / 2:
+        if self._offered.load.seen_s < self._short_s / 2:
             return None
         long, short = (
-            self._capacities(table, each).loads() for each in (self._offered, self._lately)
+            self._capacities(table, each.load).loads() for each in (self._offered, self._lately)
         )
         return Pools(
             max(long.prefill, short.prefill) * table.num_prefills,
             max(long.decode, short.decode) * table.num_decodes,
         )
 
-    def advise(
-        self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float
-    ) -> RoleAdvice | None:
-        """The advice, if it has lasted. `losses`: attempts under way and blocks cached, by row; the
-        instances that lose least switch first."""
-        sure = self._judge_lately(table, losses, now)
-        if self._lasting_lately.lasts(None if sure is None else sure.role, now):
-            self._offered.adopt(self._lately)
-            return sure
-        advice = self.judge(table, losses, now)
-        return advice if self._lasting.lasts(None if advice is None else advice.role, now) else None
-
     def may_switch(self, now: float) -> bool:
         return now >= self._paused_until_s
 
-    def judge(
+    def advise(
         self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float
     ) -> RoleAdvice | None:
-        """The advice by the long window at this moment."""
-        self._offered.advance(now)
-        if self._offered.seen_s < self._window_s / 4:
+        """The advice, if it is sure. `losses`: attempts under way and blocks cached, by row; the
+        instances that lose least switch first. The caller follows it, or asks again."""
+        present = self._present
+        present.advance(now)
+        if present.load.seen_s < self._least_seen_s or now < self._knows_s:
             return None
-        return _judge(self._capacities(table, self._offered), table, losses)
+        advice = _judge(self._capacities(table, present.load), table, losses, MARGIN)
+        if advice is None:
+            return None
+        sure, margin = self._bar(advice.role, now)
+        if advice.then.worst > (1.0 - margin) * advice.now.worst:
+            return None
+        less, more = present.load.errors()
+        # The ratio of both demands is wrong by the root of the sum of both squares.
+        whole = max(sqrt(less * less + more * more), TINY_S)
+        signs = (-sure, sure) if advice.role is Role.PREFILL else (sure, -sure)
+        factors = Pools(
+            max(1.0 + signs[0] * less * less / whole, 0.0),
+            max(1.0 + signs[1] * more * more / whole, 0.0),
+        )
+        least = _judge(self._capacities(table, present.load, factors), table, losses, SURE_MARGIN)
+        if least is None or least.role is not advice.role:
+            return None
+        return advice
 
-    def _judge_lately(
-        self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float
-    ) -> RoleAdvice | None:
-        """The advice by the short window, if it also holds within the errors."""
-        lately = self._lately
-        lately.advance(now)
-        if lately.seen_s < self._short_s / 2:
-            return None
-        role = self._capacities(table, lately).loads().short_of
-        signs = (-SURE, SURE) if role is Role.PREFILL else (SURE, -SURE)
-        errors = lately.errors()
-        factors = Pools(*(max(1.0 + n * e, 0.0) for n, e in zip(signs, errors, strict=True)))
-        advice = _judge(self._capacities(table, lately, factors), table, losses)
-        return advice if advice is not None and advice.role is role else None
+    def note_switch(self, role: Role, now: float) -> None:
+        """An advice is followed."""
+        if self._last is not None and self._last[1] is not role:
+            self._returned_s = now
+        self._last = (now, role)
+
+    def _bar(self, role: Role, now: float) -> tuple[float, float]:
+        """How many standard errors the advice must bear, and the least benefit."""
+        if self._last is None or self._last[1] is role:
+            return SURE, MARGIN
+        changed = self._present.since_s > self._last[0]
+        again = now - self._returned_s < RETURN_S
+        return (
+            SURE if changed else SURE_TO_RETURN,
+            MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN,
+        )
 
     def _capacities(
-        self, table: InstanceTable, offered: OfferedLoad, factors: Pools = ONE
+        self, table: InstanceTable, load: LoadSums, factors: Pools = ONE
     ) -> _PoolCapacities:
-        decode_s = offered.decode_s(table, self._tbt_s / table.tbt_tail, self._load_limit)
-        prefill_s = offered.prefill_s(table)
+        decode_s = load.decode_s(table, self._tbt_s / table.tbt_tail, self._load_limit)
+        prefill_s = load.prefill_s(table)
         return _PoolCapacities(table, prefill_s * factors.prefill, decode_s * factors.decode)
 
 
-class _Lasting:
-    """For how long an advised role has been the same."""
-
-    def __init__(self, least_s: float) -> None:
-        self._least_s = least_s
-        self._role: Role | None = None
-        self._since_s = 0.0
-
-    def lasts(self, role: Role | None, now: float) -> bool:
-        """Whether this role has been advised for long enough (mutates)."""
-        if role is not self._role:
-            self._role, self._since_s = role, now
-        return role is not None and now - self._since_s >= self._least_s
-
-
 def _judge(
-    capacities: _PoolCapacities, table: InstanceTable, losses: Sequence[tuple[int, int]]
+    capacities: _PoolCapacities,
+    table: InstanceTable,
+    losses: Sequence[tuple[int, int]],
+    margin: float,
 ) -> RoleAdvice | None:
     """Switches for as long as each one reduces the load of the fuller pool (mutates)."""
     before = capacities.loads()
@@ -305,7 +397,7 @@ def _judge(
         best, best_number = after, number
         if after.worst < LOADED:
             break
-    if not best_number or best.worst > (1.0 - MARGIN) * before.worst:
+    if not best_number or best.worst > (1.0 - margin) * before.worst:
         return None
     return RoleAdvice(tuple(table.ids[row] for row in rows[:best_number]), role, before, best)
 

@@ -1,12 +1,15 @@
 """Switches instances between prefill and decode, as `role_balance` advises: all that it names at a
 time, and no others before these have ended.
 
-    serving --lasting advice--> draining --attempts over--> SwitchRole --RoleChanged--> new role
+    serving --lasting advice--> draining --prefills over--> SwitchRole --RoleChanged--> new role
                                  \\--time is up, or a pool lost its last instance--> old role
 
-A draining instance gets no new work; its attempts end as usual. Its KVCache remains: blocks
-computed in one role are matched and used in the other. This is soft state: an instance joins with
-its present role, and a drain ends with the connection.
+A draining instance gets no new work; its prefills end as usual, which takes seconds. Its answers,
+which may take minutes, are not waited for. They end in the new role: a prefill instance computes
+its prompts beside them in chunks that keep their TBT SLO, and is expected to be slower by that
+(`InstanceTable.remainders`). Its KVCache remains: blocks computed in one role are matched and used
+in the other. This is soft state: an instance joins with its present role, and a drain ends with the
+connection.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from moonpool.protocol.messages import SwitchRole
 from moonpool.types import InstanceId, Role, Slo
 
 LEAST_DRAIN_S = 300.0
-"""Answers may take minutes: the limit of a drain is the window, but at least this time."""
+"""The limit of a drain is the window, but at least this time: a prompt may take minutes."""
 CHECK_S = 2.0
 """Time between checks of the ratio, at most; less where the window is short."""
 CHECKS_PER_WINDOW = 32
@@ -68,9 +71,9 @@ class RoleSwitching:
         if self._tracks:
             self._balance.note_arrival(num_tokens, cached_tokens, max_answer_tokens, now)
 
-    def note_answer(self, num_prompt_tokens: int, num_generated: int) -> None:
+    def note_answer(self, num_prompt_tokens: int, cached_tokens: int, num_generated: int) -> None:
         if self._tracks:
-            self._balance.note_answer(num_prompt_tokens, num_generated)
+            self._balance.note_answer(num_prompt_tokens, cached_tokens, num_generated)
 
     def tick(self, now: float) -> list[ConductorAction]:
         """Checks the ratio, or the drains under way, and how many instances are wanted."""
@@ -150,6 +153,7 @@ class RoleSwitching:
             return [self._announce(text)] if is_new else []
         if not self._balance.may_switch(now):
             return []
+        self._balance.note_switch(advice.role, now)
         for instance_id in advice.instance_ids:
             self.begin(instance_id, advice.role, text, now)
         names = " and ".join(advice.instance_ids)
@@ -160,7 +164,7 @@ class RoleSwitching:
         assert drain is not None
         if drain.commanded:
             return []
-        if state.drained:
+        if state.prefilled:
             drain.commanded = True
             assert drain.becomes is not None
             return [Send(state.info.instance_id, SwitchRole(role=drain.becomes))]
@@ -169,7 +173,7 @@ class RoleSwitching:
             return [*given_up]
         if now < drain.until_s:
             return []
-        return [self._give_up(state, "its requests last too long", now)]
+        return [self._give_up(state, "its prompts last too long", now)]
 
     def _give_up_if_needed(self, state: InstanceState, now: float) -> list[Announce]:
         """Gives up if no other instance has the draining instance's role."""

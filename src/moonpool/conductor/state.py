@@ -119,7 +119,12 @@ class InstanceState:
     def drained(self) -> bool:
         """No attempt needs the instance any more. A request that it handed over no longer needs it
         once the decode instance has accepted; fetches are served in any role."""
-        if self.prefills or self.decodes:
+        return not self.decodes and self.prefilled
+
+    @property
+    def prefilled(self) -> bool:
+        """No attempt needs it as a prefill instance any more."""
+        if self.prefills:
             return False
         attempts = [tracked.attempt for tracked in self.handed_over.values()]
         return all(attempt is None or attempt.stage is AttemptStage.DECODE for attempt in attempts)

@@ -44,4 +44,4 @@ def test_a_run_apart_tells_its_figures() -> None:
     run = RoleBalanceRun(prefill=1, decode=1, mode="switch", window_s=30.0, seed=1, day_s=300.0)
     found = _run_apart(run)
     assert found["requests"] > 50
-    assert found["name"] == "day 1P+1D switch" and found["switches"] == 0
+    assert found["name"] == "shifting day 1P+1D switch" and found["switches"] == 0

@@ -33,7 +33,7 @@ class Hall:
 
     def learn(self, prompt_tokens: int, answer_tokens: int) -> None:
         for _ in range(60):
-            self.balance.note_answer(prompt_tokens, answer_tokens)
+            self.balance.note_answer(prompt_tokens, 0, answer_tokens)
 
     def offer(
         self, rps: float, prompt_tokens: int, lasting_s: float, rng: random.Random | None = None
@@ -45,7 +45,7 @@ class Hall:
             tokens = prompt_tokens
             if rng is not None:
                 tokens = max(1, int(prompt_tokens * rng.choice((0.2, 0.5, 1.0, 2.3))))
-                self.balance.note_answer(tokens, rng.choice((20, 100, 280)))
+                self.balance.note_answer(tokens, 0, rng.choice((20, 100, 280)))
             self.balance.note_arrival(tokens, 0, 10_000, self.now)
             self.now += rng.expovariate(rps) if rng else 1.0 / rps
             if self.now >= next_look_s:
@@ -62,6 +62,7 @@ class Hall:
 
     def switch(self, advice: RoleAdvice) -> None:
         """All that are named."""
+        self.balance.note_switch(advice.role, self.now)
         prefills = advice.role is Role.PREFILL
         for name in advice.instance_ids:
             row = self.instance_table.ids.index(name)
@@ -100,10 +101,11 @@ def test_sustained_imbalance_is_reported() -> None:
     assert "3P+1D" in advice.describe(3, 1) and "2P+2D" in advice.describe(3, 1)
 
 
-def test_nothing_is_reported_before_it_has_lasted() -> None:
+def test_nothing_is_reported_before_enough_was_seen() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
     hall.learn(100, 451)
-    assert not hall.offer(1.0, 100, 0.6 * WINDOW_S)
+    assert not hall.offer(1.0, 100, WINDOW_S / 2 - 1.0)
+    assert hall.offer(1.0, 100, 10.0)
 
 
 def test_a_clear_shift_is_found_within_the_short_window() -> None:
@@ -139,7 +141,7 @@ def test_a_burst_is_no_reason() -> None:
     hall.learn(500, 451)
     hall.learn(5_000, 10)
     assert not hall.offer(2.0, 500, 5 * WINDOW_S)
-    assert not hall.offer(1.0, 5_000, 0.2 * WINDOW_S)
+    assert not hall.offer(1.0, 5_000, 0.1 * WINDOW_S)
     assert not hall.offer(2.0, 500, 5 * WINDOW_S)
 
 

@@ -1,4 +1,5 @@
-"""An instance drains before it switches; a switch may be given up; reservations stay consistent."""
+"""An instance computes its prompts before it switches, and ends its answers after; a switch may be
+given up; reservations stay consistent."""
 
 from __future__ import annotations
 
@@ -53,18 +54,72 @@ def test_an_idle_instance_switches_at_once_and_serves_after_its_report() -> None
     assert names == {"d0", "p1"}
 
 
-def test_attempts_end_before_the_switch_and_none_is_added() -> None:
-    d = desk("p0", "d0", "d1")
-    (to_d,) = sent(d.ask("r"), ReserveDecode)
-    decoder = to_d[0]
-    other = "d1" if decoder == "d0" else "d0"
-    drain(d, decoder, Role.PREFILL)
+def test_prompts_end_before_the_switch_and_none_is_added() -> None:
+    d = desk("p0", "p1", "d0")
+    (to_p,) = sent(d.ask("r"), StartPrefill)
+    prefiller = to_p[0]
+    other = "p1" if prefiller == "p0" else "p0"
+    drain(d, prefiller, Role.DECODE)
     assert not sent(ticked(d), SwitchRole)
-    assert sent(d.ask("s"), ReserveDecode)[0][0] == other
+    assert sent(d.ask("s"), StartPrefill)[0][0] == other
     d.report(
-        "p0", PrefillDone(attempt_id=AttemptId("r/1"), token=Token(5), finish=FinishReason.STOP)
+        prefiller,
+        PrefillDone(attempt_id=AttemptId("r/1"), token=Token(5), finish=FinishReason.STOP),
     )
-    assert sent(ticked(d), SwitchRole)[0][0] == decoder
+    assert sent(ticked(d), SwitchRole)[0][0] == prefiller
+
+
+def answering_prefill_instance() -> Desk:
+    """d0 has become a prefill instance while it still has the answer of "r"."""
+    d = desk("p0", "d0", "d1", num_blocks=2000)
+    assert sent(d.ask("r", max_tokens=100), ReserveDecode)[0][0] == "d0"
+    d.prefilled()
+    d.decoding()
+    drain(d, "d0", Role.PREFILL)
+    assert sent(ticked(d), SwitchRole) == [("d0", SwitchRole(role=Role.PREFILL))]
+    d.report("d0", RoleChanged(role=Role.PREFILL))
+    d.conductor.validate()
+    return d
+
+
+def test_an_instance_takes_prompts_while_its_answers_end() -> None:
+    d = answering_prefill_instance()
+    table = d.conductor.instance_table
+    assert (table.num_prefills, table.num_decodes) == (2, 1)
+    assert sent(d.ask("s"), ReserveDecode)[0][0] == "d1", "no answer is added"
+    assert sent(d.ask("t"), StartPrefill)[0][0] == "d0", "p0 computes the prompt of s"
+    d.tokens("d0", 1, finish=FinishReason.STOP)
+    assert not d.conductor.instances[InstanceId("d0")].decodes
+
+
+def test_prompts_beside_answers_are_expected_to_take_longer() -> None:
+    d = answering_prefill_instance()
+    table = d.conductor.instance_table
+    rows = [d.conductor.instances[InstanceId(name)].row for name in ("p0", "d0")]
+    alone_s, beside_s = table.prefill_s(100, 0.0)[rows]
+    assert beside_s > 1.02 * alone_s
+    d.tokens("d0", 1, finish=FinishReason.STOP)
+    alone_s, beside_s = table.prefill_s(100, 0.0)[rows]
+    assert beside_s == alone_s
+
+
+def test_answers_that_remain_are_no_load_of_the_other_decode_instances() -> None:
+    d = answering_prefill_instance()
+    table = d.conductor.instance_table
+    tokens = float(table.total_decoding_context)
+    assert table.total_decoding == 1 and tokens
+    assert table.without_remainders(3.0, 500.0 + tokens) == (2.0, 500.0)
+
+
+def test_an_instance_may_switch_back_before_its_answers_have_ended() -> None:
+    d = answering_prefill_instance()
+    drain(d, "d0", Role.DECODE)
+    assert sent(ticked(d), SwitchRole) == [("d0", SwitchRole(role=Role.DECODE))]
+    d.report("d0", RoleChanged(role=Role.DECODE))
+    d.conductor.validate()
+    table = d.conductor.instance_table
+    assert table.num_decodes == 2
+    assert table.without_remainders(1.0, 50.0) == (1.0, 50.0)
 
 
 def test_a_prefill_instance_need_not_wait_for_the_answers_it_handed_over() -> None:
@@ -81,13 +136,13 @@ def test_a_prefill_instance_need_not_wait_for_the_answers_it_handed_over() -> No
     d.assert_nothing_is_booked()
 
 
-def test_attempts_that_last_too_long_end_the_drain() -> None:
-    d = desk("p0", "d0", "d1")
-    decoder = sent(d.ask("r", deadline_s=10_000.0), ReserveDecode)[0][0]
-    drain(d, decoder, Role.PREFILL)
+def test_prompts_that_last_too_long_end_the_drain() -> None:
+    d = desk("p0", "p1", "d0")
+    prefiller = sent(d.ask("r", deadline_s=10_000.0), StartPrefill)[0][0]
+    drain(d, prefiller, Role.DECODE)
     said = of(ticked(d, later_s=301.0), Announce)
-    assert f"{decoder} stays a decode instance: its requests last too long" in said[0].text
-    assert d.conductor.instance_table.num_decodes == 2
+    assert f"{prefiller} stays a prefill instance: its prompts last too long" in said[0].text
+    assert d.conductor.instance_table.num_prefills == 2
     assert d.conductor.roles.num_given_up == 1
 
 
