@@ -10,7 +10,7 @@ import httpx
 import pytest
 from schemathesis import GenerationMode
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.api_contract import COMPLETE, check_operation, document_of, operations
 from tests.live.conftest import MODEL, SMALL
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 
 HERE = Path(__file__).parent / "browser"
 TOOLS = ("chromium", "node", "npm")

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
 from moonpool.engine.builtin import open_model
 from moonpool.engine.families.table import FAMILIES
+from tests.forked.commands import LocalServer
 from tests.live.conftest import SMALL
 from tests.live.family_checkpoints import WAYS, refusal, write
 from tests.live.test_faults import answer_while_killing, run_command

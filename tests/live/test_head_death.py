@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from benchmarks.suite.live.kills.calls import Body, calls, texts_of
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import (
     children_of,

@@ -10,12 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
 from moonpool.engine.builtin import open_model
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
 from tests.differential.plans import Lab, make_ops
+from tests.forked.commands import LocalServer
 from tests.live.conftest import SMALL
 from tests.unit.engine.gguf_files import tiny_llama
 

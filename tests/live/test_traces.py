@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer, free_port
+from moonpool.demo.local_server import free_port
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.otlp_receiver import PATIENCE_S, Receiver, Span, collector, receiver
 

@@ -20,7 +20,8 @@ import httpx
 import pytest
 
 from benchmarks.suite.live.vllm_server import VllmServer
-from moonpool.demo.local_server import LocalServer, ServerError, free_port
+from moonpool.demo.local_server import ServerError, free_port
+from tests.forked.commands import LocalServer
 from tests.live.conftest import SMALL
 
 PROMPT = [(7 * i) % 250 for i in range(200)]

@@ -42,13 +42,7 @@ class LocalServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalServer:
-        self._process = subprocess.Popen(  # noqa: S603 - our own command
-            self._arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env=self._environment,
-        )
+        self._process = self.start(self._arguments, self._log.fileno(), self._environment)
         deadline = time.monotonic() + self._start_s
         try:
             while not self._is_healthy():
@@ -61,6 +55,14 @@ class LocalServer:
             self.kill()
             raise
         return self
+
+    def start(
+        self, line: list[str], log: int, environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Starts the command `line`, which writes to the file descriptor `log`."""
+        return subprocess.Popen(  # noqa: S603 - our own command
+            line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
 
     def __exit__(
         self,
