@@ -93,6 +93,8 @@ def run(order: dict[str, Any]) -> None:
     sys.argv = ["moonpool", *order["arguments"]]
     setproctitle.setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
     try:
+        if order["script"] is not None:
+            exec(order["script"], {"__name__": "__main__"})
         main(args=order["arguments"], prog_name="moonpool")
     except SystemExit as end:
         end_quickly(end.code)

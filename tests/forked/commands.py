@@ -53,12 +53,14 @@ class ForkedCommand:
         stdout: int,
         stderr: int,
         environment: dict[str, str] | None = None,
+        script: str | None = None,
     ) -> None:
-        """`arguments`: the words after `moonpool`."""
+        """`arguments`: the words after `moonpool`. With a `script`, that runs in its place."""
         self.args = ["moonpool", *arguments]
         self.returncode: int | None = None
         order = {
             "arguments": arguments,
+            "script": script,
             "environment": dict(environment or os.environ),
             "folder": os.getcwd(),
             "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -19,7 +19,7 @@ import pytest
 from moonpool.api import event_ids
 from moonpool.demo.local_server import free_port
 from tests.live.test_faults import children_of, command_of, wait_until_gone
-from tests.live.test_parts import Parts
+from tests.live.test_parts import Part, Parts
 
 Body = dict[str, Any]
 WAIT_S = 120.0
@@ -47,7 +47,7 @@ class Pair(Parts):
         self.standby = self.start_standby(port)
         until(lambda: len(self.cluster(self.url)["standbys"]) == 1)
 
-    def start_standby(self, port: int) -> subprocess.Popen[str]:
+    def start_standby(self, port: int) -> Part:
         ports = ["--head-port", str(free_port()), "--port", str(port)]
         return self.start("head", "--standby-of", f"127.0.0.1:{self.head_port}", *ports)
 
