@@ -21,7 +21,7 @@ def cluster() -> Iterator[LocalServer]:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def http(cluster: LocalServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=cluster.url, timeout=60) as client:
         yield client

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_head_death import head_of
 
@@ -51,12 +52,12 @@ def read_all(link: socket.socket) -> bytes:
 
 
 class Watch:
-    """Another user: asks for `/health` all the time."""
+    """Another user: asks for `/health` all the time, with `client`, which keeps no connection."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, client: httpx.Client) -> None:
         self.worst_s = 0.0
         self.wrong: list[str] = []
-        self._url = url
+        self._client = client
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -65,7 +66,7 @@ class Watch:
         while not self._ends.is_set():
             began_s = time.monotonic()
             try:
-                status = httpx.get(f"{self._url}/health", timeout=PATIENCE_S).status_code
+                status = self._client.get("/health").status_code
                 if status != 200:
                     self.wrong.append(str(status))
             except httpx.HTTPError as error:
@@ -87,21 +88,23 @@ def server() -> Iterator[LocalServer]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server: LocalServer) -> Iterator[httpx.Client]:
-    headers = {"content-type": "application/json"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE_S) as found:
+    headers, fresh = {"content-type": "application/json"}, httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(
+        base_url=server.url, headers=headers, timeout=PATIENCE_S, limits=fresh
+    ) as found:
         yield found
 
 
 @pytest.fixture(autouse=True)
-def others_notice_nothing(server: LocalServer) -> Iterator[None]:
-    expected = httpx.post(f"{server.url}/v1/completions", json=GOOD, timeout=PATIENCE_S).json()
+def others_notice_nothing(server: LocalServer, client: httpx.Client) -> Iterator[None]:
+    expected = client.post("/v1/completions", json=GOOD).json()
     head, num_lines = head_of(server), len(server.log_lines())
-    before, watch = rss_bytes(head), Watch(server.url)
+    before, watch = rss_bytes(head), Watch(client)
     yield
     watch.end()
-    answer = httpx.post(f"{server.url}/v1/completions", json=GOOD, timeout=PATIENCE_S).json()
+    answer = client.post("/v1/completions", json=GOOD).json()
     lines = server.log_lines()[num_lines:]
     assert answer["choices"] == expected["choices"]
     assert watch.wrong == [] and watch.worst_s < PATIENCE_S
@@ -114,7 +117,7 @@ def others_notice_nothing(server: LocalServer) -> Iterator[None]:
 def test_ten_thousand_idle_connections_and_a_request(server: LocalServer) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     links = [connected(server) for _ in range(min(NUM_IDLE, soft - 500))]
-    answer = httpx.post(f"{server.url}/v1/completions", json=GOOD, timeout=PATIENCE_S)
+    answer = fresh.post(f"{server.url}/v1/completions", json=GOOD, timeout=PATIENCE_S)
     assert answer.status_code == 200
     for link in links:
         link.close()

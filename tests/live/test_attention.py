@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import wait_until_gone
 
@@ -53,7 +54,7 @@ def expected() -> list[str]:
 
 def attention_pids(server: LocalServer) -> dict[str, int]:
     """Names and process ids of the server's attention workers."""
-    cluster = httpx.get(f"{server.url}/cluster").json()
+    cluster = fresh.get(f"{server.url}/cluster").json()
     assert all(w["owner"] == "decode-0" for w in cluster["attention"])
     return {w["name"]: w["pid"] for w in cluster["attention"]}
 
