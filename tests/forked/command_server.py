@@ -39,14 +39,14 @@ class CommandServer:
                 if key.fileobj is not self._control:
                     self._tell_end(key.fd)
                     continue
-                data, fds, _, _ = socket.recv_fds(self._control, MAX_ORDER_BYTES, 4)
+                data, fds, _, _ = socket.recv_fds(self._control, MAX_ORDER_BYTES, 5)
                 if not data:
                     return None
                 pid = os.fork()
                 if pid == 0:
                     self._close()
-                    self._take_over(fds)
                     order: dict[str, Any] = json.loads(data)
+                    order["arguments"] += self._take_over(fds)
                     return order
                 self._follow(pid, socket.socket(fileno=fds[0]))
                 for fd in fds[1:]:
@@ -75,11 +75,13 @@ class CommandServer:
             link.close()
 
     @staticmethod
-    def _take_over(fds: list[int]) -> None:
+    def _take_over(fds: list[int]) -> list[str]:
+        """Takes stdin, stdout and stderr. Returns the number of a fourth descriptor."""
         os.close(fds[0])
-        for number, fd in enumerate(fds[1:]):
+        for number, fd in enumerate(fds[1:4]):
             os.dup2(fd, number)
             os.close(fd)
+        return [str(fd) for fd in fds[4:]]
 
 
 def run(order: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -54,8 +55,10 @@ class ForkedCommand:
         stderr: int,
         environment: dict[str, str] | None = None,
         script: str | None = None,
+        passed: int | None = None,
     ) -> None:
-        """`arguments`: the words after `moonpool`. With a `script`, that runs in its place."""
+        """`arguments`: the words after `moonpool`. With a `script`, that runs in its place. The
+        number of a `passed` descriptor becomes the last word."""
         self.args = ["moonpool", *arguments]
         self.returncode: int | None = None
         order = {
@@ -68,6 +71,7 @@ class ForkedCommand:
         self._link, theirs = socket.socketpair()
         with theirs, open(os.devnull, "rb") as null:
             fds = [theirs.fileno(), null.fileno(), stdout, stderr]
+            fds += [] if passed is None else [passed]
             socket.send_fds(_control(), [json.dumps(order).encode()], fds)
         self._told = self._link.makefile("rb")
         self.pid = int(self._told.readline())
@@ -119,6 +123,12 @@ class LocalServer(local_server.LocalServer):
             return super().start(line, log, environment)
         assert line[:3] == [sys.executable, "-m", "moonpool"]
         return ForkedCommand(line[3:], log, log, environment)
+
+
+def begin_peer(line: Sequence[str], fd: int) -> ForkedCommand:
+    """Stands in for `spare_process.begin_spare`: a stage or rank in a forked process."""
+    with open(os.devnull, "wb") as null:
+        return ForkedCommand(list(line), null.fileno(), null.fileno(), passed=fd)
 
 
 def _read(file: IO[bytes]) -> str:
