@@ -24,6 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = "test_paths" in item.path.name and not item.name.count("native-bfloat16")
         if "reference" in item.name:
             item.add_marker(pytest.mark.long)
+        elif "test_speculation" in item.path.name and "native-bfloat16" not in item.name:
+            if "in_a_crowd" not in item.name:
+                item.add_marker(pytest.mark.long)
         elif path and "-many" not in item.name and not any(p in item.name for p in MOST_TELLING):
             items.remove(item)  # the long run has it with many prompts
 
