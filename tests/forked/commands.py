@@ -56,16 +56,17 @@ class ForkedCommand:
         environment: dict[str, str] | None = None,
         script: str | None = None,
         passed: int | None = None,
+        folder: Path | None = None,
     ) -> None:
         """`arguments`: the words after `moonpool`. With a `script`, that runs in its place. The
-        number of a `passed` descriptor becomes the last word."""
+        number of a `passed` descriptor becomes the last word. `folder`: the working directory."""
         self.args = ["moonpool", *arguments]
         self.returncode: int | None = None
         order = {
             "arguments": arguments,
             "script": script,
             "environment": dict(environment or os.environ),
-            "folder": os.getcwd(),
+            "folder": str(folder or Path.cwd()),
             "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         }
         self._link, theirs = socket.socketpair()
@@ -136,10 +137,12 @@ def _read(file: IO[bytes]) -> str:
     return file.read().decode()
 
 
-def run_command(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *arguments: str, timeout_s: float = 60.0, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs `moonpool` with these words to its end, as `subprocess.run` does."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        command = ForkedCommand(list(arguments), stdout.fileno(), stderr.fileno())
+        command = ForkedCommand(list(arguments), stdout.fileno(), stderr.fileno(), folder=folder)
         try:
             command.wait(timeout_s)
         except subprocess.TimeoutExpired:
