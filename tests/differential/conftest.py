@@ -9,19 +9,26 @@ import torch
 
 from tests.differential.plans import EXACT_OPS, OPS_NAMES, missing
 
+MOST_TELLING = ("in_a_crowd[native-float32-7]", "in_a_crowd[native-int8-bfloat16-7]", "own_cache")
+"""Ways of a request that are tested each time in each dtype."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The kernels are tested each time, and the plain operations, which they are compared with and
-    which are slow, in the long run. Ways of a request are tested each time in bfloat16, and those
-    that tell a dtype apart least (TCP, odd chunks) in the other dtypes in the long run."""
-    for item in items:
+    which are slow, in the long run. Ways of a request are tested each time in bfloat16, and in the
+    other dtypes in the long run, but for those that tell dtypes apart most."""
+    for item in list(items):
         if "differential" not in item.path.parts:
             continue
-        other = "test_paths" in item.path.name and not item.name.count("native-bfloat16")
-        rare = any(part in item.name for part in ("tcp", "-1]", "-50]", "int8-shm"))
-        if "reference" in item.name or (other and rare):
+        path = "test_paths" in item.path.name and not item.name.count("native-bfloat16")
+        if "reference" in item.name:
             item.add_marker(pytest.mark.long)
+        elif "test_speculation" in item.path.name and "native-bfloat16" not in item.name:
+            if "in_a_crowd" not in item.name:
+                item.add_marker(pytest.mark.long)
+        elif path and "-many" not in item.name and not any(p in item.name for p in MOST_TELLING):
+            items.remove(item)  # the long run has it with many prompts
 
 
 @pytest.fixture(autouse=True)

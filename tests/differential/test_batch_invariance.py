@@ -12,7 +12,7 @@ from tests.differential.plans import OPS_NAMES, Lab, make_ops, missing, random_p
 
 TINY = "random:hidden=96,layers=3,heads=6,kv_heads=2,head_dim=16,inter=112,vocab=300,context=400"
 REAL = "random:m30,layers=2,vocab=512,context=600"  # the linears' shapes of a real model
-PLANS = {"reference": 20, "native": 60, "native-int8": 30}
+PLANS = {"reference": 20, "native": 30, "native-int8": 15}
 PROMPTS = 8
 
 

@@ -121,6 +121,7 @@ def test_a_row_does_not_depend_on_the_adapters_beside_it(
     assert torch.equal(logits(lab, PROMPT, ""), base.whole(PROMPT))
 
 
+@pytest.mark.long
 def test_over_gguf_weights(tmp_path: Path) -> None:
     try:
         spec = open_model("smollm2", "float32").spec

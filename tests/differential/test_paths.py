@@ -22,11 +22,10 @@ from moonpool.transfer.shm import ShmConnection
 from moonpool.types import Role, SamplingParams, Slo
 from tests.differential.cluster import MiniCluster, Outcome
 
-NUM_PROMPTS = {
-    "native": 60,
-    "native-int8": 30,
-    "reference": 16,
-}  # the reference is slow, and small prompts tell as much
+FEW_PROMPTS = 20
+"""All lengths around block and chunk bounds, and some more."""
+NUM_PROMPTS = {"native": 60, "native-int8": 30}
+"""In the long run."""
 NUM_TOKENS = 6
 
 
@@ -81,14 +80,22 @@ class Lab:
         return self.clusters[-1]
 
 
-VARIANTS = [(o, d) for o in ("reference", "native") for d in ("float32", "bfloat16")]
-VARIANTS.append(("native-int8", "bfloat16"))
+KINDS = [(o, d) for o in ("reference", "native") for d in ("float32", "bfloat16")]
+KINDS.append(("native-int8", "bfloat16"))
+VARIANTS = [pytest.param((*kind, FEW_PROMPTS), id="-".join(kind)) for kind in KINDS]
+VARIANTS += [
+    pytest.param(
+        (*kind, NUM_PROMPTS[kind[0]]), id="-".join((*kind, "many")), marks=pytest.mark.long
+    )
+    for kind in KINDS
+    if kind[0] in NUM_PROMPTS  # the reference is slow
+]
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: "-".join(v))
+@pytest.fixture(scope="module", params=VARIANTS)
 def build(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    name, dtype = request.param
-    lab = Lab(make_ops(name), dtype, make_prompts(NUM_PROMPTS[name]), [])
+    name, dtype, num_prompts = request.param
+    lab = Lab(make_ops(name), dtype, make_prompts(num_prompts), [])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield lab

@@ -53,6 +53,7 @@ def test_it_answers(model: LoadedModel, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(answer) == "The capital of France is Paris."
 
 
+@pytest.mark.long
 def test_bits_do_not_depend_on_chunks_or_company(model: LoadedModel, tokenizer: Tokenizer) -> None:
     texts = [tokenizer.encode(text * 9) for text in ("One, two, three. ", "def f(x): return x\n")]
     alone = [Lab(model, make_ops("native"), 32, 300).whole(ids) for ids in texts]

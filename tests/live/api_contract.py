@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import hypothesis
 import pytest
 import schemathesis
@@ -18,6 +17,8 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+
+from tests.live.calls import fresh
 
 CONFORMANCE = [content_type_conformance, response_schema_conformance, status_code_conformance]
 UNAVAILABLE = {503, 504}
@@ -40,7 +41,7 @@ HEADERS = {"x-request-timeout-ms": "5000"}
 
 
 def document_of(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{url}/openapi.json", timeout=60).json()
+    found: dict[str, Any] = fresh.get(f"{url}/openapi.json", timeout=60).json()
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 
 MODEL = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=128,vocab=300"
 SMALL = ["--kv-tokens", "8192", "--block-size", "16", "--max-num-batched-tokens", "128"]
@@ -21,7 +21,7 @@ def cluster() -> Iterator[LocalServer]:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def http(cluster: LocalServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=cluster.url, timeout=60) as client:
         yield client

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from moonpool.demo.local_server import free_port
+from tests.live.calls import fresh
 
 PATIENCE_S = 60.0
 
@@ -117,7 +118,7 @@ def collector(behind: Receiver) -> Iterator[str]:
         while time.monotonic() < until_s:
             assert process.poll() is None, "the collector has ended"
             try:
-                httpx.get(f"http://127.0.0.1:{port}/", timeout=1)
+                fresh.get(f"http://127.0.0.1:{port}/", timeout=1)
                 break
             except httpx.TransportError:
                 time.sleep(0.05)

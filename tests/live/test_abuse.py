@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_head_death import head_of
 
@@ -41,22 +42,27 @@ def post(path: str, body: bytes, headers: bytes = JSON_BODY) -> bytes:
     return head + headers + b"\r\n" + body
 
 
-def read_all(link: socket.socket) -> bytes:
-    """What arrives until the server closes the connection, or says nothing for a while."""
+def read_all(link: socket.socket, last: bytes | None = None) -> bytes:
+    """What arrives until the server closes the connection, or says nothing for a while, or until
+    `last`."""
     got = b""
     with contextlib.suppress(OSError):
-        while select.select([link], [], [], 5.0)[0] and (part := link.recv(1 << 20)):
+        while (
+            (last is None or last not in got)
+            and select.select([link], [], [], 5.0)[0]
+            and (part := link.recv(1 << 20))
+        ):
             got += part
     return got
 
 
 class Watch:
-    """Another user: asks for `/health` all the time."""
+    """Another user: asks for `/health` all the time, with `client`, which keeps no connection."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, client: httpx.Client) -> None:
         self.worst_s = 0.0
         self.wrong: list[str] = []
-        self._url = url
+        self._client = client
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -65,7 +71,7 @@ class Watch:
         while not self._ends.is_set():
             began_s = time.monotonic()
             try:
-                status = httpx.get(f"{self._url}/health", timeout=PATIENCE_S).status_code
+                status = self._client.get("/health").status_code
                 if status != 200:
                     self.wrong.append(str(status))
             except httpx.HTTPError as error:
@@ -87,21 +93,23 @@ def server() -> Iterator[LocalServer]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server: LocalServer) -> Iterator[httpx.Client]:
-    headers = {"content-type": "application/json"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE_S) as found:
+    headers, fresh = {"content-type": "application/json"}, httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(
+        base_url=server.url, headers=headers, timeout=PATIENCE_S, limits=fresh
+    ) as found:
         yield found
 
 
 @pytest.fixture(autouse=True)
-def others_notice_nothing(server: LocalServer) -> Iterator[None]:
-    expected = httpx.post(f"{server.url}/v1/completions", json=GOOD, timeout=PATIENCE_S).json()
+def others_notice_nothing(server: LocalServer, client: httpx.Client) -> Iterator[None]:
+    expected = client.post("/v1/completions", json=GOOD).json()
     head, num_lines = head_of(server), len(server.log_lines())
-    before, watch = rss_bytes(head), Watch(server.url)
+    before, watch = rss_bytes(head), Watch(client)
     yield
     watch.end()
-    answer = httpx.post(f"{server.url}/v1/completions", json=GOOD, timeout=PATIENCE_S).json()
+    answer = client.post("/v1/completions", json=GOOD).json()
     lines = server.log_lines()[num_lines:]
     assert answer["choices"] == expected["choices"]
     assert watch.wrong == [] and watch.worst_s < PATIENCE_S
@@ -114,7 +122,7 @@ def others_notice_nothing(server: LocalServer) -> Iterator[None]:
 def test_ten_thousand_idle_connections_and_a_request(server: LocalServer) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     links = [connected(server) for _ in range(min(NUM_IDLE, soft - 500))]
-    answer = httpx.post(f"{server.url}/v1/completions", json=GOOD, timeout=PATIENCE_S)
+    answer = fresh.post(f"{server.url}/v1/completions", json=GOOD, timeout=PATIENCE_S)
     assert answer.status_code == 200
     for link in links:
         link.close()
@@ -174,7 +182,7 @@ def test_pipelined_requests_are_answered_in_order_and_bounded(server: LocalServe
     few = b"".join(b"GET /v1/models/m%d HTTP/1.1\r\nhost: x\r\n\r\n" % n for n in range(50))
     with connected(server) as link:
         link.sendall(few)
-        got = read_all(link)
+        got = read_all(link, last=b"'m49'")
     assert [b"'m%d'" % n in part for n, part in enumerate(got.split(b"HTTP/1.1 ")[1:])] == [
         True
     ] * 50

@@ -4,8 +4,6 @@ processes."""
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +13,7 @@ import openai
 import pytest
 
 from moonpool.cost.recorded import parse_beliefs
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer, run_command
 from tests.live.conftest import MODEL, SMALL
 
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -160,8 +158,7 @@ def test_what_was_learned_is_shown_and_can_be_simulated(
     seen = http.get("/cluster").json()["predictions"]
     assert seen["ttft_s"]["count"] >= 30 and seen["tbt_s"]["ratio_p50"] > 0
     path = tmp_path / "beliefs.json"
-    arguments = [sys.executable, "-m", "moonpool", "profile", "--beliefs-of", cluster.url]
-    subprocess.run([*arguments, "--json", str(path)], check=True, capture_output=True)
+    run_command("profile", "--beliefs-of", cluster.url, "--json", str(path)).check_returncode()
     record = parse_beliefs(path.read_bytes())
     assert {each.instance_id for each in record.instances} >= {"prefill-0", "decode-1"}
     assert any(each.decode for each in record.instances)

@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
 from tests.certificates import make_certificates
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import wait_until_gone
 
@@ -54,7 +55,7 @@ def expected() -> list[str]:
 
 def attention_pids(server: LocalServer) -> dict[str, int]:
     """Names and process ids of the server's attention workers."""
-    cluster = httpx.get(f"{server.url}/cluster").json()
+    cluster = fresh.get(f"{server.url}/cluster").json()
     assert all(w["owner"] == "decode-0" for w in cluster["attention"])
     return {w["name"]: w["pid"] for w in cluster["attention"]}
 

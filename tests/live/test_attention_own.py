@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_attention import (
     LONG,

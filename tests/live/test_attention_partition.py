@@ -11,7 +11,7 @@ import sys
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import SMALL
 from tests.live.test_attention import (
     SHORT,

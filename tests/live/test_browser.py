@@ -15,10 +15,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 
 HERE = Path(__file__).parent / "browser"
 TOOLS = ("chromium", "node", "npm")
@@ -52,7 +52,7 @@ def server() -> Iterator[LocalServer]:
     with LocalServer(["moonpool/induction"]) as server:
         for _ in range(4):
             body = {"prompt": "one two one two " * 20, "max_tokens": 8}
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status()
+            fresh.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status()
         yield server
 
 

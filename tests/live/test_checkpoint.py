@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.test_faults import run_command
 
 TEMPLATE = (

@@ -11,11 +11,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from moonpool import __version__
 from moonpool.demo.local_server import free_port
+from tests.live.calls import fresh
 from tests.live.container_image import CHROOT, Images, missing
 from tests.live.waiting import wait_until_ready
 
@@ -88,7 +88,7 @@ def test_it_serves(images: Images, container: str, tmp_path: Path) -> None:
     try:
         wait_until_ready(server, port, log)
         body = {"prompt": "one two one", "max_tokens": 2, "temperature": 0}
-        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+        answer = fresh.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 2
         assert "runs on native kernels" in log.read_text()

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.cli.main import cli
-from moonpool.demo.local_server import LocalServer
 from moonpool.runtime.audit import audit_cluster
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 
 PROMPT = {"prompt": [7] * 641, "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -12,7 +12,8 @@ import numpy as np
 import openai
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL
 
 
@@ -72,7 +73,7 @@ def test_a_large_body_and_answers_beside_it(http: httpx.Client, cluster: LocalSe
 
     def chat(i: int) -> str:
         body = {"prompt": f"say {i}", "max_tokens": 8, "temperature": 0}
-        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+        answer = fresh.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
         return str(answer.json()["choices"][0]["text"])
 
     before = chat(1)

@@ -17,9 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
 from moonpool.engine.builtin import open_model
 from moonpool.engine.families.table import FAMILIES
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import SMALL
 from tests.live.family_checkpoints import WAYS, refusal, write
 from tests.live.test_faults import answer_while_killing, run_command
@@ -36,7 +37,7 @@ Tokens = list[tuple[int, ...]]
 
 def tokens_of(up: LocalServer, prompt: list[int], **more: Any) -> tuple[int, ...]:
     body = SAMPLED | {"prompt": prompt, "return_token_ids": True} | more
-    answer = httpx.post(f"{up.url}/v1/completions", json=body, timeout=120)
+    answer = fresh.post(f"{up.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return tuple(answer.json()["choices"][0]["token_ids"])
 
@@ -72,7 +73,7 @@ def alone(checkpoint: Callable[[str], Path]) -> Callable[..., tuple[Tokens, Toke
     def found(family: str, *more: str) -> tuple[Tokens, Tokens, Any]:
         flags = serving(checkpoint(family), "--mixed", "1", "--no-enable-prefix-caching", *more)
         with LocalServer(flags) as up:
-            long = httpx.post(f"{up.url}/v1/completions", json=LONG, timeout=120).json()
+            long = fresh.post(f"{up.url}/v1/completions", json=LONG, timeout=120).json()
             return *answers(up), long["choices"][0]["token_ids"]
 
     return found

@@ -15,7 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer, free_port, is_alive
+from moonpool.demo import local_server
+from moonpool.demo.local_server import free_port, is_alive
+from tests.forked.commands import LocalServer
+from tests.forked.commands import run_command as run_forked
 from tests.live.conftest import MODEL, SMALL
 
 LONG = {"prompt": [9] * 600, "max_tokens": 600, "temperature": 1, "seed": 5, "ignore_eos": True}
@@ -34,7 +37,8 @@ def shared_memory_names() -> set[str]:
 
 def test_killed_workers_cost_no_answer_and_ctrl_c_leaves_nothing() -> None:
     before = shared_memory_names()
-    with LocalServer([MODEL, "--prefill", "2", "--decode", "2", *SMALL]) as server:
+    arguments = [MODEL, "--prefill", "2", "--decode", "2", *SMALL]
+    with local_server.LocalServer(arguments) as server:  # a new interpreter, as in life
         client = httpx.Client(base_url=server.url, timeout=60)
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
         for role in ("decode", "prefill"):
@@ -127,13 +131,7 @@ def test_ctrl_c_while_starting_leaves_nothing() -> None:
 def run_command(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     if arguments[0] == "serve" and "--port" not in arguments:
         arguments = (*arguments, "--port", "0")  # another program may hold 8000
-    return subprocess.run(
-        [sys.executable, "-m", "moonpool", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    return run_forked(*arguments, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(

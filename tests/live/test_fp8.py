@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import run_command
 
@@ -24,7 +24,7 @@ LONG = {"max_tokens": 300, "ignore_eos": True}
 def ask(up: LocalServer, prompt: list[int], **more: Any) -> tuple[int, ...]:
     body = {"prompt": prompt, "max_tokens": 40, "temperature": 0.8, "seed": 3}
     body |= {"return_token_ids": True} | more
-    answer = httpx.post(f"{up.url}/v1/completions", json=body, timeout=60)
+    answer = fresh.post(f"{up.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return tuple(answer.json()["choices"][0]["token_ids"])
 
@@ -54,7 +54,7 @@ def test_every_way_and_a_killed_instance(
     with LocalServer([*FP8, *flags, *folder]) as up, ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda prompt: ask(up, prompt, **LONG), PROMPTS)) == alone
         running = [pool.submit(ask, up, prompt, **LONG) for prompt in PROMPTS]
-        instances = httpx.get(f"{up.url}/cluster", timeout=60).json()["instances"]
+        instances = fresh.get(f"{up.url}/cluster", timeout=60).json()["instances"]
         victim = next(i["pid"] for i in instances if i["role"] == "decode")
         os.kill(victim, signal.SIGKILL)
         assert [future.result() for future in running] == alone

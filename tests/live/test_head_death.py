@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from benchmarks.suite.live.kills.calls import Body, calls, texts_of
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import (
     children_of,
@@ -40,7 +41,7 @@ def ask(
     url: str, path: str, body: Body, note: Callable[[int], None] = lambda size: None
 ) -> dict[Any, str]:
     """Sends a call, and returns its texts by choice. Fails unless the response is whole."""
-    with httpx.stream("POST", url + path, json=body, timeout=CLIENT_S) as response:
+    with fresh.stream("POST", url + path, json=body, timeout=CLIENT_S) as response:
         raw = b""
         for part in response.iter_raw():  # raises if the chunks do not fit together
             raw += part
@@ -101,7 +102,7 @@ class Streams:
 
 def cached_tokens(url: str, prompt: list[int]) -> int:
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-    usage = httpx.post(f"{url}/v1/completions", json=body, timeout=CLIENT_S).json()["usage"]
+    usage = fresh.post(f"{url}/v1/completions", json=body, timeout=CLIENT_S).json()["usage"]
     found: int = usage["prompt_tokens_details"]["cached_tokens"]
     return found
 
@@ -150,7 +151,7 @@ def test_a_head_that_is_killed_costs_no_answer(arrangement: list[str]) -> None:
             num_kills, streams = kill_under_streams(server, asked, expected)
             assert streams.errors == []
             assert [streams.got[number] for number in range(NUM_STREAMS)] == expected
-        cluster = httpx.get(f"{server.url}/cluster", timeout=60).json()
+        cluster = fresh.get(f"{server.url}/cluster", timeout=60).json()
         assert cluster["head"]["restarts"] == num_kills
         with httpx.Client(base_url=server.url, timeout=60) as client:
             assert wait_for_instances(client, 2)
@@ -263,7 +264,7 @@ def events(url: str, body: Body, last: str) -> Iterator[tuple[str, str]]:
     """The events of a stream after that with the id `last`, each with its id."""
     headers, found = {"Last-Event-ID": last}, ""
     body = body | {"stream": True}
-    with httpx.stream(
+    with fresh.stream(
         "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=CLIENT_S
     ) as answer:
         assert answer.status_code == 200

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import LONG
 from tests.live.test_head_pause import started

@@ -7,7 +7,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from moonpool.api.connection.tls import TlsError, TlsFiles
 from moonpool.demo.local_server import ServerError, free_port
 from moonpool.replay.http_client import HttpClient
+from tests.forked.commands import ForkedCommand, run_command
 
 OPENSSL = shutil.which("openssl")
 MODEL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=64,vocab=300"
@@ -36,21 +36,16 @@ def served_certificate(port: int) -> str:
     return ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
 
 
-def moonpool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "moonpool", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_a_head_serves_https_and_takes_a_changed_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cert, key = certificate(tmp_path)
     port = free_port()
     monkeypatch.setenv("MOONPOOL_CLUSTER_SECRET", "ab" * 32)
-    line = [sys.executable, "-m", "moonpool", "head", MODEL, "--port", str(port)]
+    line = ["head", MODEL, "--port", str(port)]
     line += ["--head-port", str(free_port()), "--ssl-certfile", cert, "--ssl-keyfile", key]
     with (tmp_path / "log").open("w") as log:
-        head = subprocess.Popen(line, stderr=log)
+        head = ForkedCommand(line, log.fileno(), log.fileno())
         try:
             context = ssl.create_default_context(cafile=cert)
             with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context) as client:
@@ -59,10 +54,10 @@ def test_a_head_serves_https_and_takes_a_changed_certificate(
             with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
                 plain.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert b"200" not in plain.recv(100)
-            lacking = moonpool("profile", "--beliefs-of", f"https://127.0.0.1:{port}")
+            lacking = run_command("profile", "--beliefs-of", f"https://127.0.0.1:{port}")
             assert lacking.returncode == 1 and "CERTIFICATE_VERIFY_FAILED" in lacking.stderr
             trusting = ["--beliefs-of", f"https://127.0.0.1:{port}", "--ca-file", cert]
-            assert "the record has no instances" in moonpool("profile", *trusting).stderr
+            assert "the record has no instances" in run_command("profile", *trusting).stderr
             assert asyncio.run(live_status(port, cert)) == 200
             other, other_key = certificate(tmp_path, "b")
             assert served_certificate(port) == Path(cert).read_text()
@@ -87,7 +82,7 @@ async def live_status(port: int, ca_file: str) -> int:
         client.close()
 
 
-def _models(client: httpx.Client, head: subprocess.Popen[bytes]) -> httpx.Response:
+def _models(client: httpx.Client, head: ForkedCommand) -> httpx.Response:
     until_s = time.monotonic() + 60
     while True:
         try:

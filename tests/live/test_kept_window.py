@@ -7,10 +7,10 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import SMALL
 from tests.live.test_fp8 import LONG, PROMPTS, ask
 
@@ -20,7 +20,7 @@ WINDOW = [f"{MODEL},window=40", *SMALL]
 
 def held_blocks(up: LocalServer) -> int:
     """Blocks that the decode instances hold, as far as they have reported."""
-    instances = httpx.get(f"{up.url}/cluster", timeout=60).json()["instances"]
+    instances = fresh.get(f"{up.url}/cluster", timeout=60).json()["instances"]
     return sum(i["pool"].get("held", 0) for i in instances if i["role"] == "decode")
 
 
@@ -37,7 +37,7 @@ def test_every_way_and_a_killed_instance(more: list[str], alone: list[tuple[int,
     with LocalServer([*WINDOW, *flags]) as up, ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda prompt: ask(up, prompt, **LONG), PROMPTS)) == alone
         running = [pool.submit(ask, up, prompt, **LONG) for prompt in PROMPTS]
-        instances = httpx.get(f"{up.url}/cluster", timeout=60).json()["instances"]
+        instances = fresh.get(f"{up.url}/cluster", timeout=60).json()["instances"]
         victim = next(i["pid"] for i in instances if i["role"] == "decode")
         os.kill(victim, signal.SIGKILL)
         assert [future.result() for future in running] == alone

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from moonpool.demo.local_server import LocalServer
 from moonpool.profiling.live_profile import LiveProfiler
+from tests.forked.commands import LocalServer
 
 
 @pytest.mark.long

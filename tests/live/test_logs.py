@@ -9,10 +9,10 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 
 PATIENCE_S = 60.0
@@ -21,7 +21,7 @@ BODY = {"prompt": list(range(5, 105)), "max_tokens": 4, "temperature": 0, "ignor
 
 def complete(server: LocalServer, request_id: str) -> None:
     headers = {"X-Request-Id": request_id}
-    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=60)
+    answer = fresh.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
 
 
@@ -54,7 +54,7 @@ def test_json_lines_of_all_processes_and_of_a_request() -> None:
 def test_text_lines_have_iso_dates_and_requests_are_logged_on_demand_only() -> None:
     with LocalServer([MODEL, *SMALL, "--log-level", "info"]) as server:
         complete(server, "unlogged-1")
-        assert httpx.get(f"{server.url}/explain/unlogged-1", timeout=60).status_code == 200
+        assert fresh.get(f"{server.url}/explain/unlogged-1", timeout=60).status_code == 200
         lines = server.log_lines()
     assert any(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z head INFO serving ", line) for line in lines)
     assert not any("unlogged-1" in line for line in lines)

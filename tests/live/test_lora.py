@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
 from tests.differential.adapters import write_adapter
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import run_command
 
@@ -54,7 +55,7 @@ PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((5, 1
 
 def ask(up: LocalServer, name: str, prompt: list[int], **more: Any) -> str:
     body = {"model": name, "prompt": prompt, "max_tokens": 24, "temperature": 0.8, "seed": 3}
-    answer = httpx.post(f"{up.url}/v1/completions", json=body | more, timeout=60)
+    answer = fresh.post(f"{up.url}/v1/completions", json=body | more, timeout=60)
     assert answer.status_code == 200, answer.text
     found = answer.json()
     assert found["model"] == name

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
 from tests.live.test_ssd import BLOCK_TOKENS, DRAM, NUM_PROMPTS, PROMPT_TOKENS, Talk, plant_profile
 from tests.mooncake_cluster import MooncakeCluster

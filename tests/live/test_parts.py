@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -14,9 +13,27 @@ import httpx
 import pytest
 
 from moonpool.demo.local_server import free_port
+from tests.forked.commands import ForkedCommand
 from tests.live.conftest import MODEL, SMALL
 
 PROMPT = {"prompt": [3] * 200, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+class Part(ForkedCommand):
+    """A head or a worker, whose stderr is kept."""
+
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], script: str | None
+    ) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        fd = self._stderr.fileno()
+        super().__init__(arguments, fd, fd, environment, script)
+
+    def communicate(self, timeout: float = 60.0) -> tuple[None, str]:
+        """Waits for the end. Returns what was written."""
+        self.wait(timeout)
+        self._stderr.seek(0)
+        return None, self._stderr.read().decode()
 
 
 class Parts:
@@ -25,31 +42,26 @@ class Parts:
     def __init__(self) -> None:
         self.environment = os.environ | {"MOONPOOL_CLUSTER_SECRET": secrets.token_hex(32)}
         self.head_port, self.port = free_port(), free_port()
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Part] = []
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        return self._start(["-m", "moonpool", *arguments], environment)
+    def start(self, *arguments: str, **environment: str) -> Part:
+        return self._start(list(arguments), environment)
 
-    def start_script(self, script: str, *arguments: str) -> subprocess.Popen[str]:
+    def start_script(self, script: str, *arguments: str) -> Part:
         """Python's own, with a command's arguments."""
-        return self._start(["-c", script, *arguments], {})
+        return self._start(list(arguments), {}, script)
 
-    def _start(self, words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        self.processes.append(
-            subprocess.Popen(
-                [sys.executable, *words],
-                env=self.environment | environment,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+    def _start(
+        self, arguments: list[str], environment: dict[str, str], script: str | None = None
+    ) -> Part:
+        self.processes.append(Part(arguments, self.environment | environment, script))
         return self.processes[-1]
 
-    def start_head(self, *options: str) -> subprocess.Popen[str]:
+    def start_head(self, *options: str) -> Part:
         ports = ["--head-port", str(self.head_port), "--port", str(self.port)]
         return self.start("head", MODEL, *SMALL, *ports, *options)
 
-    def start_worker(self, role: str, name: str, **environment: str) -> subprocess.Popen[str]:
+    def start_worker(self, role: str, name: str, **environment: str) -> Part:
         head = f"127.0.0.1:{self.head_port}"
         return self.start("worker", "--role", role, "--head", head, "--name", name, **environment)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL
 
 NUM_LONG = 40
@@ -29,7 +29,7 @@ class Flood(threading.Thread):
         prompts = [[number + 4] * 1500 for number in range(NUM_LONG)]
         body = {"prompt": prompts, "max_tokens": 1, "ignore_eos": True, "temperature": 0}
         body |= {"stream": True, "priority": 10}
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=300) as answer:
+        with fresh.stream("POST", f"{self._url}/v1/completions", json=body, timeout=300) as answer:
             assert answer.status_code == 200
             for line in answer.iter_lines():
                 if '"finish_reason":"length"' in line.replace(" ", ""):
@@ -45,10 +45,10 @@ def test_an_urgent_request_overtakes_a_flood_of_long_prompts() -> None:
         flood.start()
         assert flood.began.wait(120)
         url = f"{server.url}/v1/completions"
-        answer = httpx.post(url, json={**urgent, "priority": -1}, timeout=120)
+        answer = fresh.post(url, json={**urgent, "priority": -1}, timeout=120)
         num_before = flood.num_done
         assert answer.status_code == 200
-        refused = httpx.post(url, json={**urgent, "priority": 2**31}, timeout=120)
+        refused = fresh.post(url, json={**urgent, "priority": 2**31}, timeout=120)
         flood.join(300)
     assert num_before < NUM_LONG // 2, "it waited for the flood"
     assert flood.num_done == NUM_LONG, "the flood ends, too"

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL, children_of
 from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
 
@@ -79,7 +80,7 @@ def test_one_process_without_shards_answers_alike(server: LocalServer, http: htt
 def test_embeddings_of_ranks(server: LocalServer, reverse: LocalServer, http: httpx.Client) -> None:
     """Equal bits with any ranks; sums over shards differ from those of one process."""
     body = {"input": [*PROMPTS, "beside it"]}
-    found = [httpx.post(f"{s.url}/v1/embeddings", json=body, timeout=60) for s in (server, reverse)]
+    found = [fresh.post(f"{s.url}/v1/embeddings", json=body, timeout=60) for s in (server, reverse)]
     assert found[0].status_code == 200, found[0].text
     assert found[0].json()["data"] == found[1].json()["data"]
     whole = http.post("/v1/embeddings", json=body).json()["data"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from moonpool.demo.local_server import LocalServer
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
 from moonpool.trace.jsonl import write_trace
+from tests.forked.commands import LocalServer, run_command
 
 TRACE = ["--scale-tokens", "1/32", "--requests", "40"]
 
@@ -22,8 +22,7 @@ TRACE = ["--scale-tokens", "1/32", "--requests", "40"]
 def run(command: str, folder: Path, *arguments: str) -> dict[str, Any]:
     out = folder / f"{command}.json"
     trace = ["--trace", str(folder / "t.jsonl"), *TRACE, "--json", str(out)]
-    words = [sys.executable, "-m", "moonpool", command, *trace, *arguments]
-    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    run_command(command, *trace, *arguments, timeout_s=120).check_returncode()
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.cli.main import cli
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 
 pytestmark = pytest.mark.live

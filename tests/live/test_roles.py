@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 
 LONG = {"prompt": [9] * 300, "max_tokens": 500, "temperature": 1, "seed": 5, "ignore_eos": True}

@@ -7,15 +7,15 @@ import signal
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
 from moonpool.engine.builtin import open_model
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
 from tests.differential.plans import Lab, make_ops
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import SMALL
 from tests.unit.engine.gguf_files import tiny_llama
 
@@ -40,7 +40,7 @@ def right_tokens(path: Path) -> list[int]:
 def ask(url: str) -> list[int]:
     body = {"prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    answer = fresh.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     found: list[int] = answer.json()["choices"][0]["token_ids"]
     return found

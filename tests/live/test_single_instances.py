@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import LONG, wait_until_gone
 from tests.live.test_hangs import ask

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import answer_while_killing, run_command
 

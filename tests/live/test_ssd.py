@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.cli.main import cli
-from moonpool.demo.local_server import LocalServer
 from moonpool.engine.builtin import open_model
 from moonpool.engine.calibrate import StepSample
 from moonpool.engine.device import resolve_dtype
@@ -24,6 +23,7 @@ from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.runtime.profile_store import profile_path
 from moonpool.storage.folder import instance_folder
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
 
 NUM_PROMPTS = 30

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL, children_of
 from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
 

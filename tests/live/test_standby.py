@@ -18,8 +18,9 @@ import pytest
 
 from moonpool.api import event_ids
 from moonpool.demo.local_server import free_port
+from tests.live.calls import fresh
 from tests.live.test_faults import children_of, command_of, wait_until_gone
-from tests.live.test_parts import Parts
+from tests.live.test_parts import Part, Parts
 
 Body = dict[str, Any]
 WAIT_S = 120.0
@@ -47,12 +48,12 @@ class Pair(Parts):
         self.standby = self.start_standby(port)
         until(lambda: len(self.cluster(self.url)["standbys"]) == 1)
 
-    def start_standby(self, port: int) -> subprocess.Popen[str]:
+    def start_standby(self, port: int) -> Part:
         ports = ["--head-port", str(free_port()), "--port", str(port)]
         return self.start("head", "--standby-of", f"127.0.0.1:{self.head_port}", *ports)
 
     def cluster(self, url: str) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{url}/cluster", timeout=60).json()
+        found: dict[str, Any] = fresh.get(f"{url}/cluster", timeout=60).json()
         return found
 
     def kill_first(self) -> None:
@@ -86,7 +87,7 @@ def pair() -> Iterator[Pair]:
 
 def whole(url: str, body: Body) -> tuple[str, int]:
     """Returns the text, and how many tokens of the prompt were cached."""
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S).json()
+    answer = fresh.post(f"{url}/v1/completions", json=body, timeout=WAIT_S).json()
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["text"], cached
 
@@ -103,7 +104,7 @@ class CutStream:
     def _run(self) -> None:
         url, body = self._call
         try:
-            with httpx.stream(
+            with fresh.stream(
                 "POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=WAIT_S
             ) as response:
                 for line in response.iter_lines():
@@ -146,7 +147,7 @@ def first_events(url: str, body: Body, last: str, most: int = 1 << 20) -> tuple[
     """Returns the text of so many events after the one with the id `last`, and their last id."""
     text = ""
     headers = {"Last-Event-ID": last}
-    with httpx.stream(
+    with fresh.stream(
         "POST",
         f"{url}/v1/completions",
         json=body | {"stream": True},
@@ -172,7 +173,7 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
     said = subprocess.run(status, capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert "standby    127.0.0.1:" in said.stdout
     with pytest.raises(httpx.ConnectError):  # it serves nobody yet
-        httpx.get(pair.standby_url)
+        fresh.get(pair.standby_url)
     drawn_text, drawn_id = first_events(pair.url, DRAWN, "0", 40)
     streams = [CutStream(pair.url, body) for body in BODIES[:2]]
     urls = [pair.url, pair.standby_url]
@@ -211,7 +212,7 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
 
 def is_replaced(url: str) -> bool:
     try:
-        return "replaced" in httpx.get(f"{url}/ready", timeout=60).text
+        return "replaced" in fresh.get(f"{url}/ready", timeout=60).text
     except httpx.HTTPError:
         return False
 
@@ -232,7 +233,7 @@ def test_a_head_that_its_supervisor_restarts_is_not_replaced(pair: Pair) -> None
     until(lambda: len(pair.cluster(pair.url)["standbys"]) == 1)
     assert pair.standby.poll() is None
     with pytest.raises(httpx.ConnectError):
-        httpx.get(pair.standby_url)
+        fresh.get(pair.standby_url)
 
 
 @pytest.mark.long

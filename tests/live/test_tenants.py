@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
 
 BODY = {"prompt": [5] * 200, "max_tokens": 100, "ignore_eos": True, "temperature": 0}

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.cli.watch.top import top
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 
 PATIENCE_S = 90.0
 

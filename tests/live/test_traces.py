@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from moonpool.demo.local_server import LocalServer, free_port
+from moonpool.demo.local_server import free_port
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.otlp_receiver import PATIENCE_S, Receiver, Span, collector, receiver
 
@@ -41,7 +42,7 @@ def complete(server: LocalServer, trace_id: str = TRACE, flags: str = "01", **mo
     }
     headers = {"traceparent": f"00-{trace_id}-{PARENT}-{flags}"} if trace_id else {}
     url = f"{server.url}/v1/completions"
-    answer = httpx.post(url, json=body | more, headers=headers, timeout=60)
+    answer = fresh.post(url, json=body | more, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
 
 
@@ -50,7 +51,7 @@ def by_name(spans: list[Span]) -> dict[str, Span]:
 
 
 def counter(server: LocalServer, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = fresh.get(f"{server.url}/metrics", timeout=60).text
     found = re.search(rf"^{name}_total{{[^}}]*}} (\S+)$", text, re.M)
     assert found is not None
     return float(found[1])

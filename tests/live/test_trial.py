@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.cli.main import cli
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 from tests.live.faulty_proxy import faulty_proxy
 
 SERVE = ["--mixed", "1", "--prefill", "0", "--decode", "0", "--admission", "none"]

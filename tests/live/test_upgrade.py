@@ -10,12 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
 import moonpool
 from benchmarks.suite.live.kills.calls import Body
 from moonpool.demo.local_server import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import children_of, shared_memory_names, wait_until_gone
 from tests.live.test_head_death import ask, bodies
@@ -136,7 +136,7 @@ def test_an_upgrade_replaces_every_process_and_costs_no_answer(
         assert asking.error == ""
         assert asking.num_answers > num_answers, "the next head serves the connection, too"
         assert num_right, "answers ended while the processes were replaced"
-        cluster = httpx.get(f"{server.url}/cluster", timeout=60).json()
+        cluster = fresh.get(f"{server.url}/cluster", timeout=60).json()
         assert {i["release"] for i in cluster["instances"]} == {NEXT}
         assert len(cluster["instances"]) == sum(map(int, arrangement[1::2]))
         assert cluster["head"]["upgrades"] == 1
@@ -153,13 +153,13 @@ def test_code_that_does_not_start_replaces_nothing(code: Path) -> None:
     with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
         call: tuple[str, Body] = bodies()[5]
         expected = ask(server.url, *call)
-        former = server.instances()[0]["pid"], httpx.get(f"{server.url}/cluster").json()["head"]
+        former = server.instances()[0]["pid"], fresh.get(f"{server.url}/cluster").json()["head"]
         (code / "runtime" / "cluster.py").write_text("this is no Python\n")
-        answer = httpx.post(f"{server.url}/cluster/upgrade", json={}, timeout=60)
+        answer = fresh.post(f"{server.url}/cluster/upgrade", json={}, timeout=60)
         assert answer.status_code == 202
         error = None
         while error is None:
-            head = httpx.get(f"{server.url}/cluster", timeout=60).json()["head"]
+            head = fresh.get(f"{server.url}/cluster", timeout=60).json()["head"]
             assert head["upgrades"] == 0
             error = head["upgrade_error"]
         assert "the next head does not start" in error

@@ -16,11 +16,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from benchmarks.suite.live.vllm_server import VllmServer
-from moonpool.demo.local_server import LocalServer, ServerError, free_port
+from moonpool.demo.local_server import ServerError, free_port
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
 from tests.live.conftest import SMALL
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
@@ -44,7 +45,7 @@ def front(engines: list[LocalServer]) -> Iterator[LocalServer]:
 
 def complete(url: str, **others: Any) -> dict[str, Any]:
     body = ASKED | {"return_token_ids": True} | others
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    answer = fresh.post(f"{url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -117,14 +118,14 @@ def test_many_at_once_stream_to_their_ends(engines: list[LocalServer], front: Lo
     for thread in threads:
         thread.join()
     assert [found[n] for n in range(len(prompts))] == expected
-    instances = httpx.get(f"{front.url}/cluster").json()["instances"]
+    instances = fresh.get(f"{front.url}/cluster").json()["instances"]
     assert all(each["booked_decodes"] == 0 for each in instances)
 
 
 def streamed(url: str, **others: Any) -> list[int]:
     body = ASKED | {"stream": True, "return_token_ids": True} | others
     found: list[int] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+    with fresh.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
@@ -137,7 +138,7 @@ def test_who_goes_away_ends_it_at_the_engine_too(
     engines: list[LocalServer], front: LocalServer
 ) -> None:
     body = ASKED | {"stream": True, "max_tokens": 7000}
-    with httpx.stream("POST", f"{front.url}/v1/completions", json=body, timeout=60) as response:
+    with fresh.stream("POST", f"{front.url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()  # what is let go of ends the request
         next(lines)
         assert sum(map(busy, engines)) == 1
@@ -145,7 +146,7 @@ def test_who_goes_away_ends_it_at_the_engine_too(
 
 
 def busy(server: LocalServer) -> int:
-    found: int = httpx.get(f"{server.url}/cluster").json()["requests_under_way"]
+    found: int = fresh.get(f"{server.url}/cluster").json()["requests_under_way"]
     return found
 
 
@@ -242,7 +243,7 @@ def test_real_vllms_answer_and_say_what_they_cache() -> None:
         with LocalServer(words) as front:
             url = places[0].split(",")[0]
             for others in ({}, {"temperature": 1, "seed": 3}, {"prompt": PROMPT[:70]}):
-                model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+                model = fresh.get(f"{url}/v1/models").json()["data"][0]["id"]
                 expected = tokens(complete(url, model=model, **others))
                 assert tokens(complete(front.url, **others)) == expected
             wait_until(lambda: sum(i["pool"].get("cached", 0) for i in front.instances()) >= 6)
@@ -257,9 +258,9 @@ def test_real_vllms_hand_their_kvcache_over() -> None:
         words = ["--vllm-prefill", places[0], "--vllm-decode", places[1]]
         with LocalServer(words) as front:
             url = places[0].split(",")[0]
-            model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+            model = fresh.get(f"{url}/v1/models").json()["data"][0]["id"]
             expected = tokens(complete(url, model=model))
             assert tokens(complete(front.url)) == expected
-            fetched = httpx.get(f"{places[1].split(',')[0]}/metrics").text
+            fetched = fresh.get(f"{places[1].split(',')[0]}/metrics").text
             (moved,) = re.findall(r"nixl_bytes_transferred_sum\{.*\} (\S+)", fetched)
             assert float(moved) > 0

@@ -10,11 +10,11 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import httpx
 import pytest
 
 from moonpool.demo.local_server import free_port
 from moonpool.engine.native.build import library_name
+from tests.live.calls import fresh
 from tests.live.waiting import wait_until_ready
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +75,9 @@ def test_a_prompt_runs_through_the_kernels_of_the_wheel(installed: Path, tmp_pat
     try:
         wait_until_ready(server, port, log)
         body = {"prompt": "one two one", "max_tokens": 2, "temperature": 0}
-        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+        answer = fresh.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
-        (worker, *_) = httpx.get(f"http://127.0.0.1:{port}/cluster").json()["instances"]
+        (worker, *_) = fresh.get(f"http://127.0.0.1:{port}/cluster").json()["instances"]
         mapped = Path(f"/proc/{worker['pid']}/maps").read_text()
     finally:
         server.terminate()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.sim.swarm import run_seed
 
-SEEDS_PER_TEST = 50
+SEEDS_PER_TEST = 25
 ROOT = Path(__file__).parents[2]
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
+from tests.forked.commands import run_command
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.S))
@@ -32,8 +32,7 @@ COMMANDS = [
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "moonpool", *arguments]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
+    return run_command(*arguments, timeout_s=120, folder=folder)
 
 
 def simulate(folder: Path, *flags: str) -> dict[str, Any]:

@@ -11,10 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from http.client import HTTPConnection, HTTPException
 from types import TracebackType
 from typing import Any
 
-import httpx
+import msgspec
 
 
 class ServerError(RuntimeError):
@@ -42,13 +43,7 @@ class LocalServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalServer:
-        self._process = subprocess.Popen(  # noqa: S603 - our own command
-            self._arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env=self._environment,
-        )
+        self._process = self.start(self._arguments, self._log.fileno(), self._environment)
         deadline = time.monotonic() + self._start_s
         try:
             while not self._is_healthy():
@@ -61,6 +56,14 @@ class LocalServer:
             self.kill()
             raise
         return self
+
+    def start(
+        self, line: list[str], log: int, environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Starts the command `line`, which writes to the file descriptor `log`."""
+        return subprocess.Popen(  # noqa: S603 - our own command
+            line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
 
     def __exit__(
         self,
@@ -86,7 +89,7 @@ class LocalServer:
         return [worker["pid"] for worker in self._listed("attention")]
 
     def _listed(self, of: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = httpx.get(f"{self.url}/cluster", timeout=10).json()[of]
+        found: list[dict[str, Any]] = msgspec.json.decode(self._get("/cluster", 10.0)[1])[of]
         return found
 
     def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = 20.0) -> int:
@@ -117,9 +120,19 @@ class LocalServer:
 
     def _is_healthy(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
-        except httpx.HTTPError:
+            return self._get("/health", 2.0)[0] == 200
+        except (OSError, HTTPException):
             return False
+
+    def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Returns status and body. httpx would read all certificates of this machine each time."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
 
 
 def free_port() -> int:

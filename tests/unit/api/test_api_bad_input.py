@@ -400,7 +400,7 @@ def calls(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, raw
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_no_body_makes_the_server_fail(asked: tuple[str, bytes]) -> None:
     path, raw = asked

@@ -74,7 +74,13 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("name", [*DEADLY, *COSTLY])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "many stars" else ())  # seconds
+        for name in (*DEADLY, *COSTLY)
+    ],
+)
 def test_a_grammar_that_nobody_could_follow_is_one_clear_error(name: str) -> None:
     head = ScriptedHead()
     refused = complete(head, structured_outputs=(DEADLY | COSTLY)[name])

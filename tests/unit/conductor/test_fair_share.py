@@ -66,7 +66,7 @@ def test_tenants_that_all_flood_get_shares_by_weight(
     weights: dict[str, float], ratio: float
 ) -> None:
     market = Market(**weights)
-    for _ in range(400):
+    for _ in range(200):
         for tenant in ("a", "b") * 3:
             market.send(tenant)
         market.step()

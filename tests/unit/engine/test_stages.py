@@ -20,6 +20,7 @@ from moonpool.config import Quantization
 from moonpool.demo.local_server import is_alive
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import KvCache, empty_cache
+from moonpool.engine.parallel import process_group
 from moonpool.engine.parallel.pipeline import (
     PipelineEngine,
     StageOptions,
@@ -34,12 +35,21 @@ from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.transfer.arena import Arena
 from moonpool.types import SamplingParams
+from tests.forked.commands import begin_peer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODEL = "random:hidden=64,layers=5,heads=4,kv_heads=2,inter=96,vocab=300"
 SAMPLED = SamplingParams(temperature=0.7, seed=3, logprobs=2)
 NUM_BLOCKS = 96
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_peers() -> Iterator[None]:
+    """New interpreters would take several times as long as the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "begin_spare", begin_peer)
+        yield
 
 
 class Pair:
@@ -152,7 +162,10 @@ def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
     assert pair.stages.step(step).tokens == pair.one.step(step).tokens
 
 
-def test_a_lost_stage_ends_running_steps_and_is_reported_once() -> None:
+def test_a_lost_stage_ends_running_steps_and_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_group, "begin_spare", lambda line, fd: None)  # a new interpreter
     pair = Pair(2, "int8")
     (pid,) = pair.stages.pids
     assert os.sched_getaffinity(pid) == {max(sorted(os.sched_getaffinity(0))[:2])}

@@ -21,6 +21,7 @@ from moonpool.config import Quantization
 from moonpool.demo.local_server import is_alive
 from moonpool.engine.builtin import open_model
 from moonpool.engine.ops import KvCache, empty_cache
+from moonpool.engine.parallel import process_group
 from moonpool.engine.parallel.process_group import StageLostError
 from moonpool.engine.parallel.tensor_gloo import GlooGroup, create_store
 from moonpool.engine.parallel.tensor_group import RankLostError, ShmGroup, add_up
@@ -31,12 +32,21 @@ from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.transfer.arena import Arena
 from moonpool.types import SamplingParams
+from tests.forked.commands import begin_peer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODEL = "random:hidden=64,layers=3,heads=8,kv_heads=4,inter=90,vocab=300,head_dim=16"
 SAMPLED = SamplingParams(temperature=0.7, seed=3, logprobs=2)
 NUM_BLOCKS = 96
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_peers() -> Iterator[None]:
+    """New interpreters would take several times as long as the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "begin_spare", begin_peer)
+        yield
 
 
 class Pair:

@@ -65,7 +65,9 @@ CLUSTERS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=pytest.mark.long if n > 4 else ()) for n in range(12)]
+)
 def test_no_policy_exceeds_the_bound(seed: int) -> None:
     rng = random.Random(seed)
     settings = CLUSTERS[seed % len(CLUSTERS)]

@@ -66,7 +66,7 @@ def drafting(method: str, acceptance: float) -> Config:
     )
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.long), "draft_model"])
 def test_the_bound_counts_drafts(method: str) -> None:
     """With right drafts, a cluster serves more than plain decoding could."""
     rows = tuple(TraceRow(0.4 * i, 600, 200, ()) for i in range(200))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 from typing import Any
@@ -132,26 +133,33 @@ def test_a_worker_that_stands_still_is_killed_and_started_anew(
     assert len(processes) == 2 and processes[0].returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("serving_steady_s", "fewest", "most"), [(0.1, 6, 40), (60.0, 2, 4)])
+@pytest.mark.parametrize(
+    ("serving_steady_s", "delays"), [(0.1, ["0", "0", "0"]), (600.0, ["0", "0.02", "0.04"])]
+)
 def test_a_worker_that_served_well_is_started_again_without_a_delay(
-    serving_steady_s: float, fewest: int, most: int, monkeypatch: pytest.MonkeyPatch
+    serving_steady_s: float,
+    delays: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    spawned = 0
-
     async def spawn(*_: Any) -> asyncio.subprocess.Process:
-        nonlocal spawned
-        spawned += 1
         return await asyncio.create_subprocess_exec("sh", "-c", "sleep 0.15; exit 1")
 
     monkeypatch.setattr(launcher_module, "SERVING_STEADY_S", serving_steady_s)
+    monkeypatch.setattr(launcher_module, "RESTART_DELAYS_S", (0.0, 0.02, 0.04))
     monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
+
+    def waited() -> list[str]:
+        return re.findall(r"restarting it in ([0-9.]+) s", caplog.text)
 
     async def run() -> None:
         launcher = make_launcher()
         launcher.note_started()
         launcher.start()
-        await asyncio.sleep(2.5)
+        async with asyncio.timeout(60):
+            while len(waited()) < len(delays):
+                await asyncio.sleep(0.01)
         await launcher.stop()
 
     uvloop.run(run())
-    assert fewest <= spawned <= most
+    assert waited()[: len(delays)] == delays

@@ -127,10 +127,10 @@ def test_a_tenant_with_one_prompt_does_not_wait_for_the_prompts_of_another() -> 
 @pytest.mark.parametrize("share", [1.0, 3.0])
 def test_tenants_that_all_flood_get_tokens_by_share(share: float) -> None:
     bench = Bench()
-    for number in range(400):
+    for number in range(150):
         bench.start(f"a{number}", tenant="a", share=share)
         bench.start(f"b{number}", tenant="b")
-    for _ in range(200):
+    for _ in range(100):
         bench.turn()
     given = Counter[str]()
     for name, num_tokens in bench.served.items():

@@ -53,10 +53,11 @@ def try_load(bench: Bench, slot: int) -> LoadEnded:
     return bench.get({slot: PAIRS[slot]}, first_block=3)
 
 
-def test_any_flipped_byte_of_a_slot_is_a_miss(bench: Bench) -> None:
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_any_flipped_byte_of_a_slot_is_a_miss(bench: Bench, each: bool) -> None:
     geometry = bench.store.geometry
     header_end = 96 + 8 * (geometry.num_layers + 1)
-    sampled = bench.store.disk.direct
+    sampled = bench.store.disk.direct or not each
     fd = os.open(segment_path(bench.store.folder, 0), os.O_RDWR)
     for offset in offsets(geometry.slot_bytes, sampled):
         place = geometry.offset(1) + offset

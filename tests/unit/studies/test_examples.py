@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.demo.local_server import LocalServer
+from tests.forked.commands import LocalServer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 MAX_LINES = 45

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked.commands import run_command
 
 POLICIES = """
 import json
@@ -68,11 +68,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    line = [sys.executable, "-m", "moonpool", *arguments]
-    return subprocess.run(
-        line, cwd=installed, env=environment, capture_output=True, text=True, timeout=120
-    )
+    return run_command(*arguments, timeout_s=120, folder=installed)
 
 
 def simulate(installed: Path, *flags: str, trace_format: str = "semicolons") -> dict[str, object]:
