@@ -16,7 +16,7 @@ from tests.live.test_faults import LONG
 from tests.live.test_hangs import ask
 from tests.live.test_parts import Parts
 
-SILENCE_S = 2.0
+SILENCE_S = 6.0  # above what one turn of the loop counts, and the heartbeats of idle workers
 IMPATIENT = f"""
 import sys
 from moonpool.cli.main import main

@@ -17,6 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scripted_head import ScriptedHead, Step
 from shelf import Shelf
+from uvicorn.server import ServerState
 
 from moonpool.api.app import HttpServer, http_server, make_app
 from moonpool.api.connection.call_log import CallLog
@@ -67,6 +68,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 def make_server(head: ScriptedHead, shelf: Shelf, date: bytes) -> HttpServer:
     server = http_server(make_app(head), keeper=shelf)
     server.config.load()
+    server.server_state = ServerState()
     server.server_state.default_headers = [(b"date", date)]
     return server
 
