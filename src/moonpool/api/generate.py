@@ -187,7 +187,8 @@ class Generator:
         header = call.context.headers.get(b"traceparent", b"")
         trace = read_traceparent(header, self._options.exports_traces)
         for number, token_ids in enumerate(prepared.prompts):
-            max_tokens = max_tokens_of(body, len(token_ids), call.facts.max_model_tokens)
+            most, usual = call.facts.max_model_tokens, card.sampling.get("max_tokens")
+            max_tokens = max_tokens_of(body, len(token_ids), most, usual)
             for offset in range(body.n or 1):
                 index = len(choices)
                 sampling = sampling_of(

@@ -197,8 +197,12 @@ def check_logprobs(body: ChatBody | CompletionBody, most: int) -> None:
         )
 
 
-def max_tokens_of(body: ChatBody | CompletionBody, num_prompt_tokens: int, most: int) -> int:
-    """Returns the limit on output tokens. Raises `ApiError` if the context is too short for it."""
+def max_tokens_of(
+    body: ChatBody | CompletionBody, num_prompt_tokens: int, most: int, usual: float | None = None
+) -> int:
+    """Returns the limit on output tokens. Raises `ApiError` if the context is too short for it.
+
+    `most`: tokens of prompt and output. `usual`: the model's own limit for chats that set none."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     left = most - num_prompt_tokens
     if left < 1:
@@ -208,7 +212,9 @@ def max_tokens_of(body: ChatBody | CompletionBody, num_prompt_tokens: int, most:
         check_range(body, "max_completion_tokens", 1, 2**31 - 1)
         max_tokens = body.max_completion_tokens
     if max_tokens is None:
-        max_tokens = left if isinstance(body, ChatBody) else min(left, _DEFAULT_COMPLETION_TOKENS)
+        if isinstance(body, CompletionBody):
+            usual = _DEFAULT_COMPLETION_TOKENS
+        max_tokens = left if usual is None else min(left, int(usual))
     elif max_tokens > left:
         raise ApiError(
             f"This model's maximum context length is {most} tokens. However, you requested "

@@ -37,6 +37,8 @@ from moonpool.types import Pooling
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = induction.NAME
+ENDLESS_SAMPLING = {"max_tokens": 256.0}
+"""Of the built-in models, which do not end an answer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -96,11 +98,13 @@ def _open_base(name: str, dtype: str) -> LoadedModel:
     if name == DEFAULT_MODEL:
         constructed = InductionWeights(wanted)
         fingerprint = constructed.fingerprint
-        return LoadedModel(name, induction.SPEC, constructed, dtype, fingerprint, BYTE_TOKENIZER)
+        spec, drawing = induction.SPEC, ENDLESS_SAMPLING
+        return LoadedModel(name, spec, constructed, dtype, fingerprint, BYTE_TOKENIZER, drawing)
     if name.startswith(PREFIX):
         spec, seed = random_spec(name)
         drawn = RandomWeights(spec, seed, wanted)
-        return LoadedModel(name, spec, drawn, dtype, drawn.fingerprint, BYTE_TOKENIZER)
+        fingerprint, drawing = drawn.fingerprint, ENDLESS_SAMPLING
+        return LoadedModel(name, spec, drawn, dtype, fingerprint, BYTE_TOKENIZER, drawing)
     found = gguf_file(name)
     if found is not None:
         read = open_gguf(found, wanted)

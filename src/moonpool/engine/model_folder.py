@@ -13,6 +13,9 @@ from moonpool.engine.spec import ModelError
 from moonpool.types import SAMPLING_RANGES
 
 WORD_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges*"]
+MAX_TOKENS = "max_new_tokens"
+RANGES = SAMPLING_RANGES | {MAX_TOKENS: (1, 2**31 - 1)}
+WHOLE = ("top_k", MAX_TOKENS)
 log = logging.getLogger(__name__)
 
 
@@ -68,18 +71,19 @@ def read_config(folder: Path) -> dict[str, Any]:
 def sampling_defaults(folder: Path) -> dict[str, float]:
     """The model's own sampling defaults, read from generation_config.json as vLLM does.
 
-    Values that are not numbers in their range are left out with a warning.
+    `max_new_tokens` becomes `max_tokens`. Values that are not numbers in their range are left out
+    with a warning.
     """
     if not (folder / "generation_config.json").exists():
         return {}
     found: dict[str, float] = {}
     for name, value in read_json(folder / "generation_config.json").items():
-        if name not in SAMPLING_RANGES or value is None:
+        if name not in RANGES or value is None:
             continue
-        least, most = SAMPLING_RANGES[name]
+        least, most = RANGES[name]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and least <= value <= most and (name != "top_k" or value == int(value)):
-            found[name] = value
+        if is_number and least <= value <= most and (name not in WHOLE or value == int(value)):
+            found["max_tokens" if name == MAX_TOKENS else name] = value
         else:
             log.warning("generation_config.json: %s %r is left out", name, value)
     return found

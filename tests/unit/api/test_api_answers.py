@@ -398,6 +398,17 @@ def test_what_a_request_leaves_open_is_drawn_as_the_model_says() -> None:
     assert (said_so.temperature, said_so.top_k, said_so.top_p, said_so.min_p) == (0, 0, 1, 0.1)
 
 
+def test_a_chat_without_a_limit_has_the_models() -> None:
+    """The built-in models do not end an answer, so a chat would last until its deadline."""
+    head = ScriptedHead()
+    head.card = msgspec.structs.replace(head.card, sampling={"max_tokens": 100.0})
+    assert chat(head).status_code == complete(head).status_code == 200
+    assert chat(head, max_tokens=120).status_code == 200
+    head.card = msgspec.structs.replace(head.card, sampling={"max_tokens": 9000.0})
+    assert chat(head).status_code == 200
+    assert [request.sampling.max_tokens for request in head.requests] == [100, 16, 120, 254]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -129,4 +129,8 @@ def test_generation_config_says_how_to_draw(folder: Path, caplog: pytest.LogCapt
     (folder / "generation_config.json").write_text(json.dumps(said | wrong))
     found = open_model(str(folder), "float32").sampling
     assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    limit = folder / "generation_config.json"
+    for text, sampling in (("300", {"max_tokens": 300}), ("0", {}), ("2.5", {})):
+        limit.write_text(f'{{"max_new_tokens": {text}}}')
+        assert open_model(str(folder), "float32").sampling == sampling
     assert "min_p 7 is left out" in caplog.text and "'much' is left out" in caplog.text
