@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 LEAST_TTFT_CHANCE = 0.5
 """A queue in which requests wait in vain serves no more of them than a shorter one."""
-LEAST_TTFT_CHANCE_MIXED = 0.85
-"""On a mixed instance a prompt waits only for others, so the queue soon is as deep as this permits.
-"""
+LEAST_TTFT_CHANCE_ALONE = 0.85
+"""Where no decode is waited for, a prompt waits only for others, so the queue soon is as deep as this
+permits."""
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 LONGEST_FIRST_GAP = 2.0
@@ -176,7 +176,7 @@ class GoodputModel:
             load.with_s,
             load.wait_s,
             load.max_step_s,
-            self._least_ttft_chance(context),
+            LEAST_TTFT_CHANCE if load.wait_s else LEAST_TTFT_CHANCE_ALONE,
             load.lasts,
         )
 
@@ -184,11 +184,6 @@ class GoodputModel:
         """The step time beyond which a decode instance serves fewer effective requests."""
         chances = self.tbt_mixed if _is_mixed(table, row) else self.tbt_decode
         return chances.best_step_s(table.decode_base_s.item(row), slo_tbt_s)
-
-    @staticmethod
-    def _least_ttft_chance(context: AdmissionContext) -> float:
-        mixed = _is_mixed(context.table, context.placement.decoder_row)
-        return LEAST_TTFT_CHANCE_MIXED if mixed else LEAST_TTFT_CHANCE
 
     def _tbt(self, context: AdmissionContext) -> TbtChances:
         mixed = _is_mixed(context.table, context.placement.decoder_row)
