@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 LEAST_TTFT_CHANCE = 0.5
 """A queue in which requests wait in vain serves no more of them than a shorter one."""
 LEAST_TTFT_CHANCE_ALONE = 0.85
-"""Where no decode is waited for, a prompt waits only for others, so the queue soon is as deep as this
-permits."""
+"""Where no decode is waited for, a prompt waits only for others, so the queue soon is as deep as
+this permits."""
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 LONGEST_FIRST_GAP = 2.0
