@@ -205,7 +205,7 @@ def test_greedy_guesses_of_the_model_itself_are_all_right(lab: SpeculationLab) -
         cluster.submit(msgspec.structs.replace(work, sampling=greedy), on="one")
     cluster.run()
     counters = cluster.nodes["one"].instance.counters
-    assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 200
+    assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 150
 
 
 def test_by_a_draft_model_that_knows_nothing(lab: SpeculationLab, plain: MiniCluster) -> None:

@@ -47,4 +47,6 @@ def test_no_death_but_the_supervisors_costs_an_answer(arrangement: str, kinds: s
     assert {row["kind"] for row in found["rows"]} == kinds | EVERYWHERE, said
     assert [row for row in found["rows"] if row["not_recovered"]] == []
     assert (found["exit_status"], found["processes_left"]) == (0, 0)
-    assert shared_memory_names() == before
+    # Tests of a restart, which run beside this one, keep folders of this name.
+    left = {name for name in shared_memory_names() if not name.startswith("moonpool-restart-")}
+    assert left <= before
