@@ -19,6 +19,7 @@ import select
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -96,7 +97,22 @@ class ReceivedEarly:
         return target[count:]
 
 
-class SocketChannel:
+class StreamChannel(ABC):
+    """What the channels over a stream of bytes share."""
+
+    @abstractmethod
+    def receive_into(self, target: Payload) -> None: ...
+
+    def receive(self, target: Payload | None = None) -> Header:
+        data = bytearray(HEADER.size)
+        self.receive_into(memoryview(data))
+        header = Header(*HEADER.unpack(data))
+        if target is not None and target.nbytes == header.num_bytes:
+            self.receive_into(target)
+        return header
+
+
+class SocketChannel(StreamChannel):
     """A channel over a connected stream socket, which it owns."""
 
     transport = "socket"
@@ -141,14 +157,6 @@ class SocketChannel:
                 self._ahead.put(self._sock.recv(_READ_AHEAD_BYTES))
             elif time.monotonic() > ends_s:
                 raise AttentionChannelError(f"the peer received nothing for {self.timeout_s} s")
-
-    def receive(self, target: Payload | None = None) -> Header:
-        data = bytearray(HEADER.size)
-        self.receive_into(memoryview(data))
-        header = Header(*HEADER.unpack(data))
-        if target is not None and target.nbytes == header.num_bytes:
-            self.receive_into(target)
-        return header
 
     def receive_into(self, target: Payload) -> None:
         """Raises AttentionChannelError if the peer is gone or sends nothing for `timeout_s`."""

@@ -10,16 +10,17 @@ from moonpool.attention_offload.channel import (
     AttentionChannelError,
     Payload,
     ReceivedEarly,
+    StreamChannel,
     view_of,
 )
-from moonpool.attention_offload.wire import HEADER, Header
+from moonpool.attention_offload.wire import Header
 from moonpool.transfer.errors import PeerGoneError
 from moonpool.transfer.tls import TlsFrameSocket, joined
 
 _RECORD_BYTES = 1 << 14  # the most that one call returns
 
 
-class TlsChannel:
+class TlsChannel(StreamChannel):
     """A channel over a TLS connection, which it owns. See `channel.AttentionChannel`.
 
     The socket does not block: a record that cannot be sent as a whole must not keep the model
@@ -68,14 +69,6 @@ class TlsChannel:
             if events:
                 return  # part of a record
             self._ahead.put(bytes(data[:count]))
-
-    def receive(self, target: Payload | None = None) -> Header:
-        data = bytearray(HEADER.size)
-        self.receive_into(memoryview(data))
-        header = Header(*HEADER.unpack(data))
-        if target is not None and target.nbytes == header.num_bytes:
-            self.receive_into(target)
-        return header
 
     def receive_into(self, target: Payload) -> None:
         """Raises AttentionChannelError if the peer is gone or sends nothing for `timeout_s`."""

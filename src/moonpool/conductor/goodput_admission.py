@@ -26,7 +26,8 @@ from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import Rejection
 from moonpool.conductor.resource_prices import ClusterCapacity, RequestNeed, ResourcePrices
 from moonpool.conductor.sharing_forecast import SharingForecast
-from moonpool.conductor.slo_chances import MIXED_STEP_SHARE, TbtChances, TtftChances
+from moonpool.conductor.slo_chances import TbtChances, TtftChances
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
 from moonpool.request_record import RequestRecord
 from moonpool.types import BlockKey
 
@@ -62,8 +63,11 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     step_s: float  # predicted, with the request
     wait_s: float = 0.0  # from the end of the prefill until its decode can begin
     max_step_s: float | None = None  # to wait for
-    least_ttft_chance: float = LEAST_TTFT_CHANCE
     lasts: bool = True  # steps take about `step_s` until the answer ends
+
+    @property
+    def least_ttft_chance(self) -> float:
+        return LEAST_TTFT_CHANCE if self.wait_s else LEAST_TTFT_CHANCE_ALONE
 
     @property
     def gain(self) -> float:
@@ -176,7 +180,6 @@ class GoodputModel:
             load.with_s,
             load.wait_s,
             load.max_step_s,
-            LEAST_TTFT_CHANCE if load.wait_s else LEAST_TTFT_CHANCE_ALONE,
             load.lasts,
         )
 
@@ -205,7 +208,7 @@ class GoodputModel:
         else:
             without_s = max(table.level_tbt_s(batch, tokens), table.decode_base_s.item(row))
         if _is_mixed(table, row):
-            planned_s = MIXED_STEP_SHARE * slo_s
+            planned_s = CHUNKED_STEP_SHARE * slo_s
             with_s = max(without_s + own_s, planned_s)
             return DecodeLoad(others, max(without_s, planned_s), with_s, 0.0, None, lasts=True)
         if (without_s + own_s) * LONGEST_FIRST_GAP <= slo_s:

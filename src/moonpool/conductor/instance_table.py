@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import InstanceInfo
 from moonpool.types import InstanceId, Slo
@@ -22,10 +23,6 @@ Bools = npt.NDArray[np.bool_]
 NEVER_S = float("-inf")
 S_PER_NS = 1e-9
 LEAST_STEP_S = 1e-12
-CHUNKED_SHARE = 0.85
-"""Share of the TBT SLO that `scheduler.chunk_budget` plans a step of chunks and decodes for."""
-LEAST_CHUNK_TOKENS = 32.0
-"""The chunk of such a step where the decodes leave no room."""
 
 
 def to_ns(seconds: float) -> int:
@@ -199,7 +196,7 @@ class InstanceTable:
             return 1.0
         base_s, s_per_token = self.decode_base_s.item(row), self.prefill_s_per_token.item(row)
         decodes_s = self.tbt_s(row, batch, self.booked_context.item(row)) - base_s
-        room_s = CHUNKED_SHARE * self._tbt_slo_s - decodes_s
+        room_s = CHUNKED_STEP_SHARE * self._tbt_slo_s - decodes_s
         chunk_s = min(room_s, s_per_token * self.chunk_tokens.item(row))
         chunk_s = max(chunk_s, s_per_token * LEAST_CHUNK_TOKENS, LEAST_STEP_S)
         return (max(chunk_s, base_s) + decodes_s) / chunk_s

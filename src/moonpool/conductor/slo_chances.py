@@ -8,7 +8,7 @@ reject everything as soon as a few short answers came. So the ratio is learned b
 chance of a request is the mean over the lengths that answers have.
 
 Answers of mixed instances are apart: chunks of prompts make their longest gaps. There the predicted
-time is at least the time that the instance plans for such a step (`MIXED_STEP_SHARE`).
+time is at least the time that the instance plans for such a step (`CHUNKED_STEP_SHARE`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ USUAL_SPREAD = 1.04
 USUAL_SPREADS = (1.0, 1.02, USUAL_SPREAD, 1.06)
 LENGTH_MEMORY = 1024
 RELEARN_EVERY = 16
-MIXED_STEP_SHARE = 0.85
-"""A step with chunks is planned for this share of the SLO (`scheduler.chunk_budget.HEADROOM`)."""
 QUEUED_SHARE = 0.125
 """TTFTs predicted below this share of the SLO say nothing about the lateness of a long queue."""
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
 from moonpool.cost.fitted import ChunkChoice, FittedCost, Profile
 from moonpool.cost.model import Chunk
 from moonpool.cost.step_curves import saturation_tokens
-from moonpool.scheduler.chunk_budget import HEADROOM, token_budget
+from moonpool.scheduler.chunk_budget import token_budget
 
 
 def recommend(
@@ -43,7 +44,7 @@ def _choose(
         chunk = Chunk(num_tokens=num_tokens, start=0, cached_tokens=0, last=False)
         return cost.step_s((chunk,), decodes, decodes * context_tokens)
 
-    limit_s = tbt_s * HEADROOM
+    limit_s = tbt_s * CHUNKED_STEP_SHARE
     budget = token_budget(step_s, decodes, limit_s, cost.tile_tokens, most_tokens + decodes)
     chunk_tokens = budget - decodes
     seconds = step_s(chunk_tokens)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS
 from moonpool.cost.model import Chunk, CostModel
 from moonpool.cost.online import FactorsBySize
 from moonpool.scheduler.batch_policies import Share
@@ -24,11 +25,6 @@ from moonpool.scheduler.request_state import RequestState
 TARGET_SHARE = 0.9
 """Share of the steps with a full budget that should meet the SLO. The SLO is judged by the longest
 tenth of an answer's gaps, and under load every gap is such a step."""
-HEADROOM = 0.85
-"""Share of the SLO that a step is planned for: not all of the longest tenth lies at its lower edge.
-"""
-LEAST_CHUNK_TOKENS = 32
-"""A prefill's chunk where the decodes leave no room, so that the prefill ends in any case."""
 
 
 class ExpectedStep(NamedTuple):
@@ -63,7 +59,7 @@ class ChunkBudget:
             tiles = self._tiles(min(num_tokens, waiting_tokens) + batch)
             return self._step_s(chunks, batch, context_tokens) * self._factors.value(tiles)
 
-        limit_s = tbt_s * HEADROOM
+        limit_s = tbt_s * CHUNKED_STEP_SHARE
         return token_budget(step_s, batch, limit_s, self._cost.tile_tokens, most_tokens)
 
     def expect(self, step: Sequence[Share[RequestState]]) -> ExpectedStep | None:

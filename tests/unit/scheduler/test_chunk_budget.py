@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from moonpool.cost.chunk_limits import LEAST_CHUNK_TOKENS
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, AttemptSpec, StartPrefill
 from moonpool.scheduler.actions import RunStep, StepEnded
-from moonpool.scheduler.chunk_budget import LEAST_CHUNK_TOKENS
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.types import Role, SamplingParams, Slo, Token

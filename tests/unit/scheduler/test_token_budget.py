@@ -7,7 +7,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.scheduler.chunk_budget import LEAST_CHUNK_TOKENS, token_budget
+from moonpool.cost.chunk_limits import LEAST_CHUNK_TOKENS
+from moonpool.scheduler.chunk_budget import token_budget
 
 
 def linear(base_s: float, token_s: float) -> Callable[[int], float]:

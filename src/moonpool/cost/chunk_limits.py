@@ -1,0 +1,13 @@
+"""Limits of steps that mix prefill chunks with decodes.
+
+The scheduler of an instance plans by them (`scheduler.chunk_budget`), and the Conductor predicts by
+them.
+"""
+
+from __future__ import annotations
+
+CHUNKED_STEP_SHARE = 0.85
+"""Share of the TBT SLO that such a step is planned for: not all of the longest tenth of the gaps
+lies at its lower edge."""
+LEAST_CHUNK_TOKENS = 32
+"""A prefill's chunk where the decodes leave no room, so that the prefill ends in any case."""
