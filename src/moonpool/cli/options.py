@@ -81,7 +81,7 @@ trace_format_option = click.option(
     "--trace-format",
     default="auto",
     show_default=True,
-    metavar="[mooncake|bailian|azure|burstgpt|vidur|MODULE:NAME]",
+    metavar="[mooncake|bailian|azure|burstgpt|vidur|log|MODULE:NAME]",
     help="Format of the trace file; a parser of your own as MODULE:NAME.",
 )
 scale_option = click.option(

@@ -50,7 +50,7 @@ def trace() -> None:
     "format_name",
     default="auto",
     show_default=True,
-    metavar="[mooncake|bailian|azure|burstgpt|vidur|MODULE:NAME]",
+    metavar="[mooncake|bailian|azure|burstgpt|vidur|log|MODULE:NAME]",
     help="Format of the file; a parser of your own as MODULE:NAME.",
 )
 @json_option

@@ -29,7 +29,7 @@ from moonpool.trace.own_format import OwnParser
 from moonpool.trace.row import LineError, ParsedRow, Parser, TraceError, TraceInfo, TraceRow
 from moonpool.trace.table import table_parser
 
-TraceFormat = Literal["auto", "mooncake", "bailian", "azure", "burstgpt", "vidur"]
+TraceFormat = Literal["auto", "mooncake", "bailian", "azure", "burstgpt", "vidur", "log"]
 _JSONL = ("mooncake", "bailian")
 _HEAD_ROWS = 100  # rows that decide between seconds and milliseconds
 
@@ -160,11 +160,10 @@ def _parser_for(path: Path, format: str) -> Parser:
                 f"{what}, but this line is JSON, not CSV; rename the file",
             )
         try:
+            rows = [line for _, _, line in islice(lines, _HEAD_ROWS)]
             if not wants_json:
-                return table_parser(first, format)
-            return jsonl_parser(
-                [first, *(line for _, _, line in islice(lines, _HEAD_ROWS))], format
-            )
+                return table_parser(first, format, rows)
+            return jsonl_parser([first, *rows], format)
         except LineError as problem:
             raise error_at(path, number, f"{problem}{cut_off(first)}") from None
 

@@ -1,12 +1,18 @@
-"""Traces as CSV files: Azure (2023, 2024, multimodal), BurstGPT and Vidur. None has hashes."""
+"""Traces as CSV files: Azure (2023, 2024, multimodal), BurstGPT, Vidur, and logs of one's own.
+
+None has hashes. A log of one's own needs a column each for the arrival, the tokens of the prompt
+and the tokens of the answer, under one of the usual names (`LOG_COLUMNS`).
+"""
 
 from __future__ import annotations
 
 import csv
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from math import isfinite
+
+import msgspec
 
 from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, damage
 from moonpool.types import Struct
@@ -25,6 +31,8 @@ class TableFormat(Struct, frozen=True):
     session: str | None = None
     others: tuple[str, ...] = ()
     is_dated: bool = False
+    units_per_s: float = 1.0
+    """Of times that are numbers."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -60,6 +68,18 @@ TABLE_FORMATS = (
 )
 
 
+LOG_COLUMNS = {
+    "timestamp": ("timestamp", "time", "arrival_time", "arrived_at", "arrival", "start_time"),
+    "input_length": ("input_length", "input_tokens", "prompt_tokens", "num_prefill_tokens"),
+    "output_length": ("output_length", "output_tokens", "completion_tokens", "num_decode_tokens"),
+    "session_id": ("session_id", "session", "conversation_id", "chat_id"),
+}
+"""Names of the columns of a log of one's own, small or capital, with spaces or underscores."""
+_EPOCH_S, _EPOCH_MS = 1e9, 1e11
+"""Smaller times count from the log's start; from here on they are seconds since 1970, and
+milliseconds since 1970."""
+
+
 class TableParser:
     """Parses the rows of a CSV file with a given header."""
 
@@ -69,7 +89,7 @@ class TableParser:
     def __init__(self, table: TableFormat, header: list[str], ignored: tuple[str, ...]) -> None:
         self.format = table.name
         self.ignored = ignored
-        self.units_per_s = float(AZURE_UNITS_PER_S if table.is_dated else 1)
+        self.units_per_s = float(AZURE_UNITS_PER_S if table.is_dated else table.units_per_s)
         self._num_columns = len(header)
         self._time = header.index(table.time)
         self._input = header.index(table.input_tokens)
@@ -82,7 +102,7 @@ class TableParser:
     def parse(self, line: bytes) -> ParsedRow | None:
         """Raises LineError for another number of columns than the header has, and for a cell that
         is not the number or date it must be."""
-        cells = line.rstrip(b"\r\n").split(b",") if b'"' not in line else _quoted(line)
+        cells = _cells(line)
         if len(cells) != self._num_columns:
             found = damage(line)
             raise LineError(
@@ -171,6 +191,10 @@ def _shown(cell: bytes) -> str:
     return repr(cell.decode("utf-8", "replace")[:40])
 
 
+def _cells(line: bytes) -> list[bytes]:
+    return line.rstrip(b"\r\n").split(b",") if b'"' not in line else _quoted(line)
+
+
 def _quoted(line: bytes) -> list[bytes]:
     try:
         cells = next(csv.reader([line.decode("utf-8")], strict=True))
@@ -179,8 +203,9 @@ def _quoted(line: bytes) -> list[bytes]:
     return [cell.strip("\r\n").encode() for cell in cells]
 
 
-def table_parser(header_line: bytes, name: str) -> TableParser:
-    """The parser for a file with this header. `name` is a format or "auto". Raises LineError."""
+def table_parser(header_line: bytes, name: str, first_rows: Sequence[bytes] = ()) -> TableParser:
+    """The parser for a file with this header. `name` is a format or "auto"; the times of
+    `first_rows` tell the unit of those of a log. Raises LineError."""
     found = damage(header_line)
     if found is not None:
         raise LineError(found)
@@ -188,6 +213,13 @@ def table_parser(header_line: bytes, name: str) -> TableParser:
     header = [column.strip().strip('"') for column in text.split(",")]
     if len(set(header)) != len(header):
         raise LineError("a column appears twice in the header; rename one")
+    log = _log_table(header)
+    is_published = any(set(header) >= set(table.columns[:3]) for table in TABLE_FORMATS)
+    if log is not None and (name == "log" or (name == "auto" and not is_published)):
+        ignored = tuple(column for column in header if column not in log.columns)
+        return TableParser(_with_times(log, header, first_rows), header, ignored)
+    if name == "log":
+        raise LineError(_no_header(header))
     formats = [table for table in TABLE_FORMATS if name in ("auto", table.name)]
     table = max(formats, key=lambda table: len(set(header) & set(table.columns)))
     missing = [c for c in (table.time, table.input_tokens, table.output_tokens) if c not in header]
@@ -213,6 +245,49 @@ def table_parser(header_line: bytes, name: str) -> TableParser:
     return TableParser(table, header, tuple(unknown))
 
 
+def _log_table(header: Sequence[str]) -> TableFormat | None:
+    """The columns of a log of one's own. None: one of the three that it needs is missing."""
+    plain = {column.lower().replace(" ", "_"): column for column in reversed(header)}
+    found = {
+        role: plain[next(name for name in names if name in plain)]
+        for role, names in LOG_COLUMNS.items()
+        if not plain.keys().isdisjoint(names)
+    }
+    session = found.pop("session_id", None)
+    if len(found) < 3:
+        return None
+    return TableFormat(
+        name="log",
+        time=found["timestamp"],
+        input_tokens=found["input_length"],
+        output_tokens=found["output_length"],
+        session=session,
+    )
+
+
+def _with_times(
+    table: TableFormat, header: Sequence[str], first_rows: Sequence[bytes]
+) -> TableFormat:
+    """`table`, with the unit of its times.
+
+    Dates, or numbers. Those since 1970 tell their unit by their size. Others are milliseconds as in
+    Mooncake's files, unless some have fractions.
+    """
+    column = header.index(table.time)
+    try:
+        cells = [row[column] for row in map(_cells, first_rows) if len(row) > column]
+        times = [float(cell) for cell in cells]
+    except LineError:
+        return table  # the first pass names the row
+    except ValueError:
+        return msgspec.structs.replace(table, is_dated=True)
+    in_seconds = any(not time.is_integer() for time in times if isfinite(time))
+    latest = max(times, default=0.0)
+    if latest >= _EPOCH_S:
+        in_seconds = latest < _EPOCH_MS
+    return msgspec.structs.replace(table, units_per_s=1.0 if in_seconds else 1000.0)
+
+
 def _no_header(header: list[str]) -> str:
     columns = [table.columns for table in TABLE_FORMATS]
     near = [
@@ -223,4 +298,7 @@ def _no_header(header: list[str]) -> str:
     ]
     hint = f"did you mean {near[0]}? " if near else ""
     known = " or ".join(",".join(table.columns[:3]) for table in TABLE_FORMATS)
-    return f"the columns {','.join(header)[:60]!r} match no known format; {hint}known are {known}"
+    return (
+        f"the columns {','.join(header)[:60]!r} match no known format; {hint}"
+        f"name them timestamp,prompt_tokens,completion_tokens; also known are {known}"
+    )

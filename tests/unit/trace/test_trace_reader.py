@@ -99,6 +99,41 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, is_sorted
     assert [row.input_tokens for row in csv] == [5]
 
 
+@pytest.mark.parametrize(
+    ("head", "first", "second"),
+    [
+        ("timestamp,input_length,output_length\n", "500,7,3", "2000,8,4"),
+        ("timestamp,input_length,output_length\n", "0.5,7,3", "2,8,4"),
+        ("Prompt Tokens,Completion Tokens,Time,model\n", "7,3,1763000000,a", "8,4,1763000001.5,b"),
+        ("time,prompt_tokens,completion_tokens\n", "1763000000000,7,3", "1763000001500,8,4"),
+        (
+            "arrived_at,input_tokens,output_tokens,session\n",
+            '"2026-01-02T03:04:05.25Z",7,3,s',
+            '"2026-01-02T03:04:06.75Z",8,4,s',
+        ),
+    ],
+)
+def test_a_log_of_ones_own(tmp_path: Path, head: str, first: str, second: str) -> None:
+    path = write(tmp_path, "log.csv", f"{head}{first}\n{second}\n")
+    for format in ("auto", "log"):
+        trace = open_trace(path, format=format)
+        rows = [(row.arrived_s, row.input_tokens, row.output_tokens) for row in trace]
+        assert rows == [(0.0, 7, 3), (1.5, 8, 4)]
+        assert trace.info.format == "log"
+    if "session" in head:
+        assert [row.session for row in open_trace(path)] == ["s", "s"]
+
+
+def test_a_log_without_a_column_says_what_to_name_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "log.csv", "when,prompt_tokens,completion_tokens\n1,2,3\n")
+    assert "name them timestamp,prompt_tokens,completion_tokens" in error_of(path)
+    assert "name them timestamp,prompt_tokens" in error_of(path, format="log")
+    broken = 'timestamp,prompt_tokens,completion_tokens\n1,2,3\n"2,3,4\n'
+    assert "log.csv:3: the quotes of this row are wrong" in error_of(
+        write(tmp_path, "log.csv", broken)
+    )
+
+
 def test_bailian_has_blocks_of_16_and_seconds(tmp_path: Path) -> None:
     text = (
         '{"chat_id":7,"parent_chat_id":-1,"timestamp":61.5,"input_length":33,"output_length":2,'
