@@ -110,7 +110,6 @@ def _check_adapters(config: Config) -> None:
     if config.engine.kind == "vllm":
         return
     require(config.engine.num_shards == 1, name, "empty with tensor-parallel ranks")
-    require(not config.cluster.attention, name, "empty with attention workers")
     require(config.engine.device != "cuda", name, 'empty while engine.device is "cuda"')
 
 
@@ -119,7 +118,6 @@ def _check_kv_dtype(config: Config) -> None:
         return
     name = "model.kv_cache_dtype"
     require(config.engine.kind != "vllm", name, '"auto" with vLLM servers: they set their own')
-    require(not config.cluster.attention, name, '"auto" with attention workers')
     require(config.engine.device != "cuda", name, '"auto" while engine.device is "cuda"')
 
 

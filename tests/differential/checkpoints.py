@@ -210,6 +210,7 @@ CASES = {
         },
     ),
     "olmo2": Case("Olmo2", {"head_dim": 16, "pad_token_id": 0, "num_key_value_heads": 1}),
+    "olmo2-two-kv-heads": Case("Olmo2", {"head_dim": 32, "pad_token_id": 0}),
     "granite": Case(
         "Granite",
         {

@@ -26,13 +26,15 @@ from tests.differential.test_transformers import (
 
 transformers = pytest.importorskip("transformers")
 
-# All that is cut differently: biases, norms of heads, heads that are wider than hidden / heads.
+# All that is cut differently: biases, norms of heads, heads that are wider than hidden / heads,
+# norms over all heads.
 SHARDED = {
     "llama-biases": 2,
     "llama-tied": 2,
     "llama-mha-wide-heads": 4,
     "qwen2": 2,
     "qwen3-biases": 2,
+    "olmo2-two-kv-heads": 2,
 }
 TINY = "random:hidden=96,layers=3,heads=8,kv_heads=4,head_dim=16,inter=114,vocab=300,context=400"
 

@@ -107,12 +107,10 @@ def test_the_tokens_are_those_of_one_process(
     alone: Callable[..., tuple[Tokens, Tokens, Any]],
     tmp_path: Path,
 ) -> None:
-    refused = refusal(open_model(str(checkpoint(family)), "float32"), way)
+    assert not refusal(open_model(str(checkpoint(family)), "float32"), way)
     flags = serving(checkpoint(family), *WAYS[way])
     if "--ssd-tokens" in flags:
         flags += ["--ssd-folder", str(tmp_path)]
-    if refused:
-        pytest.skip(f"refused: {refused}")
     check(flags, alone(family))
 
 
@@ -130,14 +128,25 @@ def test_the_tokens_of_kvcache_in_fp8(
     check(flags, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "way"),
-    [("gpt_oss", "attention workers"), ("olmo2", "ranks")],
+    ("family", "partition"),
+    [("gpt_oss", "head"), ("gemma3_text", "tokens"), ("deepseek_v3", "tokens")],
 )
-def test_a_refusal_is_one_line(family: str, way: str, checkpoint: Callable[[str], Path]) -> None:
-    done = run_command("serve", *serving(checkpoint(family), *WAYS[way]))
+def test_attention_workers_with_fp8_and_other_partitions(
+    family: str,
+    partition: str,
+    checkpoint: Callable[[str], Path],
+    alone: Callable[..., tuple[Tokens, Tokens, Any]],
+) -> None:
+    fp8 = ("--kv-cache-dtype", "fp8")
+    more = ("--attention-partition", partition, *fp8)
+    check(serving(checkpoint(family), *WAYS["attention workers"], *more), alone(family, *fp8))
+
+
+def test_too_many_workers_by_head_are_one_line(checkpoint: Callable[[str], Path]) -> None:
+    by_head = ("--attention-partition", "head")
+    flags = serving(checkpoint("deepseek_v2"), *WAYS["attention workers"], *by_head)
+    done = run_command("serve", *flags)
     assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert (
-        refusal(open_model(str(checkpoint(family)), "float32"), way)
-        in done.stderr.strip().splitlines()[-1]
-    )
+    assert "1 kv heads, too few for 2 attention workers" in done.stderr.strip().splitlines()[-1]

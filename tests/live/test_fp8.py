@@ -14,7 +14,6 @@ import pytest
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
-from tests.live.test_faults import run_command
 
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((5, 150, 300, 300))]
 FP8 = [MODEL, *SMALL, "--kv-cache-dtype", "fp8"]
@@ -44,8 +43,9 @@ def alone() -> list[tuple[int, ...]]:
             ["--prefill", "1", "--decode", "2", "--pipeline-parallel-size", "2"],
             marks=pytest.mark.long,
         ),
+        ["--prefill", "1", "--decode", "2", "--attention", "2"],
     ],
-    ids=["ssd", "stages"],
+    ids=["ssd", "stages", "attention workers"],
 )
 def test_every_way_and_a_killed_instance(
     flags: list[str], alone: list[tuple[int, ...]], tmp_path: Path
@@ -66,9 +66,3 @@ def test_ranks_agree_with_themselves() -> None:
     with LocalServer([*FP8, *ranks, "--prefill", "1", "--decode", "1"]) as up:
         first = [ask(up, prompt) for prompt in PROMPTS]
         assert [ask(up, prompt) for prompt in PROMPTS] == first
-
-
-def test_attention_workers_refuse_it() -> None:
-    done = run_command("serve", *FP8, "--attention", "1")
-    assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "kv_cache_dtype" in done.stderr.strip().splitlines()[-1]

@@ -103,9 +103,14 @@ def test_no_adapter_reads_anothers_cache(modules: list[str]) -> None:
 
 
 @pytest.mark.long
-def test_stages_and_a_killed_instance(alone: dict[str, list[str]], modules: list[str]) -> None:
-    stages = ("--prefill", "1", "--decode", "2", "--pipeline-parallel-size", "2")
-    with server(modules, *stages) as up, ThreadPoolExecutor(6) as pool:
+@pytest.mark.parametrize("way", [["--pipeline-parallel-size", "2"], ["--attention", "2"]])
+def test_other_ways_and_a_killed_instance(
+    way: list[str], alone: dict[str, list[str]], modules: list[str]
+) -> None:
+    with (
+        server(modules, "--prefill", "1", "--decode", "2", *way) as up,
+        ThreadPoolExecutor(6) as pool,
+    ):
         long = {"max_tokens": 300, "ignore_eos": True}
         before = [ask(up, name, PROMPTS[1], **long) for name in NAMES]
         assert [ask(up, name, PROMPTS[1]) for name in NAMES] == [alone[n][1] for n in NAMES]

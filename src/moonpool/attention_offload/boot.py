@@ -18,10 +18,13 @@ from moonpool.attention_offload.client import (
 )
 from moonpool.attention_offload.offload import AttentionGroup, Offload
 from moonpool.attention_offload.partition import segment_blocks, share_heads
+from moonpool.attention_offload.wire import LayerRule
 from moonpool.attention_offload.worker_state import AttentionWorkerState
 from moonpool.cores import CoreShare, pin_thread, usable_cores
 from moonpool.engine.builtin import LoadedModel
-from moonpool.engine.ops import HeadShape, KvCache
+from moonpool.engine.layers import attend_rules
+from moonpool.engine.model import head_shape
+from moonpool.engine.ops import KvCache, block_dtype
 from moonpool.engine.runner import Engine, choose_split_ops, make_layout
 from moonpool.engine.step import StepResult
 from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
@@ -60,14 +63,14 @@ def boot_attention_group(
     local_ops = choose_split_ops(setup.model.quantization)
     layout = make_layout(model, setup.pool.block_tokens, local_ops)
     spec = model.spec
-    heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    heads = head_shape(spec)
     max_rows = setup.engine.chunk_tokens + setup.engine.max_sequences
     options = AttachOptions(
         owner=instance_id,
         layout=layout,
-        heads=spec.num_heads,
-        head_dim=spec.head_dim,
+        heads=heads,
         scale=spec.scale(),
+        rules=tuple(LayerRule.of(rule) for rule in attend_rules(spec, model.weights)),
         num_blocks=layout.blocks_for(setup.pool.dram_tokens_per_instance),
         threads=threads,
         ring_bytes=ring_bytes(heads, DTYPE_BYTES[model.dtype], max_rows),
@@ -83,7 +86,7 @@ def boot_attention_group(
     group = offload.connect(local)
     try:
         # The engine addresses these blocks but never touches them: no memory is behind them.
-        dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
+        dtype = block_dtype(layout)
         shape = (sum(group.sizes), layout.num_layers, layout.slice_elements)
         cache = KvCache(torch.empty(1, 1, 1, dtype=dtype).expand(shape), layout)
         staggered = setup.engine.staggered_decodes

@@ -37,6 +37,7 @@ from moonpool.attention_offload.wire import (
     AttentionEvent,
     AttentionRefused,
     KvHeadRange,
+    LayerRule,
     OpenSteps,
     ReceivedBytes,
 )
@@ -78,9 +79,9 @@ class AttachOptions(Struct, frozen=True):
 
     owner: InstanceId
     layout: BlockLayout
-    heads: int
-    head_dim: int
+    heads: HeadShape
     scale: float
+    rules: tuple[LayerRule, ...]  # of each layer; (): all layers attend plainly
     num_blocks: int
     threads: int
     ring_bytes: int
@@ -92,9 +93,11 @@ class AttachOptions(Struct, frozen=True):
         return Attach(
             owner=self.owner,
             layout=self.layout,
-            num_heads=self.heads,
+            num_heads=self.heads.num_heads,
             kv_heads=self.kv_heads,
             scale=self.scale,
+            latent_dim=self.heads.latent_dim,
+            rules=self.rules,
             num_blocks=self.num_blocks,
             threads=self.threads,
             token=token,
@@ -112,7 +115,7 @@ def spin_s(num_workers: int, threads: int, cores: int) -> float:
 def ring_bytes(heads: HeadShape, element_bytes: int, max_rows: int) -> int:
     """Ring size with room for two steps' rows of a layer, so that no side waits for the other to
     read. A multiple of 4,096 bytes, at least 1 MiB."""
-    row = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim * element_bytes
+    row = heads.row_heads * heads.head_dim * element_bytes
     return -(-max(2 * row * max_rows, 1 << 20) // 4096) * 4096
 
 

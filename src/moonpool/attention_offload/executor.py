@@ -9,7 +9,7 @@ come here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -43,7 +43,16 @@ from moonpool.engine.native.attention_executor import (
     NativeExecutorStep,
 )
 from moonpool.engine.native.split import NativeSplitOps
-from moonpool.engine.ops import AttendArgs, HeadShape, KvCache, SplitOps, StepMeta
+from moonpool.engine.ops import (
+    PLAIN,
+    AttendArgs,
+    AttendRule,
+    HeadShape,
+    KvCache,
+    SplitOps,
+    StepMeta,
+    compute_dtype,
+)
 
 MAX_STEPS = 4
 """Steps a model worker may have under way; older ones are dropped."""
@@ -75,14 +84,17 @@ class AttentionExecutor:
         heads: HeadShape,
         scale: float,
         on_write: Callable[[Iterable[int], int], None],
+        rules: Sequence[AttendRule] = (),
     ) -> None:
-        """`on_write(block_ids, epoch)` is called before a step writes these blocks."""
+        """`on_write(block_ids, epoch)` is called before a step writes these blocks. `rules`: of
+        each layer, or none."""
         self._ops = ops
         self._cache = cache
         self._heads = heads
         self._scale = scale
         self._on_write = on_write
-        self._dtype = cache.blocks.dtype
+        self._rules = tuple(rules)
+        self._dtype = compute_dtype(cache.layout)
         self._steps: dict[int, ExecutorStep] = {}
         self._plans = msgspec.msgpack.Decoder(StepPlan)
         self._native: NativeAttentionExecutor | None = None
@@ -93,8 +105,9 @@ class AttentionExecutor:
         if isinstance(channel, RingChannel) and isinstance(self._ops, NativeSplitOps):
             ends = channel.inward, channel.outward, channel.capacity
             self._native = NativeAttentionExecutor(
-                self._ops, self._cache, self._heads, self._scale, ends, channel.waiter, MAX_STEPS
-            )
+                self._ops, self._cache, self._heads, self._scale, ends, channel.waiter, MAX_STEPS,
+                self._rules,
+            )  # fmt: skip
         with torch.inference_mode():
             while True:
                 header = self._next(channel)
@@ -186,7 +199,7 @@ class AttentionExecutor:
 
     def _attend(self, channel: AttentionChannel, header: Header) -> None:
         step, heads, layer = self._steps[header.step], self._heads, header.layer
-        shape = (step.stores.num_rows, 2 * heads.num_kv_heads, heads.head_dim)
+        shape = (step.stores.num_rows, heads.stored_heads, heads.head_dim)
         kv = self._receive(channel, header, shape)
         if step.q is None:
             raise ValueError("keys and values came before queries")
@@ -198,15 +211,15 @@ class AttentionExecutor:
         channel.send(Header(num_bytes, ATTENDED, layer, header.step, busy_ns % (1 << 32)), *results)
 
     def store(self, step: ExecutorStep, kv: Tensor, layer: int) -> None:
-        """kv: [stored rows, 2 * num_kv_heads, head_dim], K heads first."""
+        """kv: [stored rows, stored_heads, head_dim], K heads first."""
         if step.stores.num_rows:
             self._ops.store(kv, self._args(layer, step.stores))
 
     def attend(self, step: ExecutorStep, q: Tensor, layer: int) -> list[Tensor]:
         """Attends for one layer whose K and V are stored. q: [num_queries, num_heads, head_dim].
 
-        Returns the outputs of whole sequences, [rows, num_heads * head_dim], then the partials of
-        split ones, [rows, num_heads, head_dim + 2]; either is left out if there are none.
+        Returns the outputs of whole sequences, [rows, num_heads * value_dim], then the partials of
+        split ones, [rows, num_heads, value_dim + 2]; either is left out if there are none.
         """
         ops, whole = self._ops, self._args(layer, step.whole)
         results: list[Tensor] = []
@@ -222,7 +235,8 @@ class AttentionExecutor:
         return results
 
     def _args(self, layer: int, meta: StepMeta) -> AttendArgs:
-        return AttendArgs(self._heads, self._cache, layer, meta, self._scale)
+        rule = self._rules[layer] if self._rules else PLAIN
+        return AttendArgs(self._heads, self._cache, layer, meta, self._scale, rule)
 
     def _receive(
         self, channel: AttentionChannel, header: Header, shape: tuple[int, int, int]

@@ -103,12 +103,7 @@ class RemoteOps:
         self.name = f"{local.name}, {count} attention workers"
         self.arithmetic = local.arithmetic
         self.inner = local.inner
-        self.without = local.without | {
-            "sliding windows",
-            "caps on scores",
-            "attention sinks",
-            "latent attention",
-        }
+        self.without = local.without
         self.device = local.device
         self.linear = local.linear
         self.exact_linear = local.exact_linear
@@ -145,8 +140,8 @@ class RemoteOps:
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        """As `Ops.rope_store`: qkv [T, (num_heads + 2 num_kv_heads) head_dim] -> q [T, num_heads,
-        head_dim]. Sends Q to all workers first, then K and V."""
+        """As `Ops.rope_store`: qkv [T, row_heads * head_dim] -> q [T, num_heads, head_dim]. Sends
+        Q to all workers first, then K and V."""
         heads, cache, layer, meta, *_ = args
         step = self._step_of(meta, cache)
         q, kv = self._local.rope(qkv, heads, rope, qk_norm, meta)
@@ -159,7 +154,7 @@ class RemoteOps:
         for worker, share in remote:
             rows = kv[share.stores]
             if self._head_ranges:
-                rows = self._head_ranges[worker].of_keys_values(kv)
+                rows = self._head_ranges[worker].of_keys_values(kv, heads)
             self._send(worker, KEYS_VALUES, layer, step.number, rows.contiguous())
         if self._local_partition is not None and step.local_step is not None:
             share = step.shares.shares[self._local_partition.worker]
@@ -169,11 +164,11 @@ class RemoteOps:
         return q
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        """As `Ops.attend`: q [T, num_heads, head_dim] -> [T, num_heads * head_dim]. Receives the
+        """As `Ops.attend`: q [T, num_heads, head_dim] -> [T, num_heads * value_dim]. Receives the
         workers' results, and merges the partials of split sequences."""
-        heads, cache, layer, meta, *_ = args
+        heads, cache, layer, meta, _, rule = args
         step = self._step_of(meta, cache)
-        width = heads.num_heads * heads.head_dim
+        width = heads.num_heads * heads.value_dim
         out = torch.empty(meta.num_rows, width, dtype=q.dtype)
         local_partials = self._attend_local(step, q, layer, out)
         began_ns = time.perf_counter_ns()
@@ -196,7 +191,9 @@ class RemoteOps:
         merge = step.shares.merge
         if merge is not None:
             all_partials = torch.cat([*partials, *local_partials])
-            out[merge.rows] = self._local.merge(all_partials, merge.order, merge.starts, out.dtype)
+            out[merge.rows] = self._local.merge(
+                all_partials, merge.order, merge.starts, out.dtype, rule.sinks
+            )
         return out
 
     def _attend_local(self, step: _Step, q: Tensor, layer: int, out: Tensor) -> list[Tensor]:
@@ -258,7 +255,7 @@ class RemoteOps:
         part = None
         targets = [whole] if share.num_whole else []
         if share.num_partials:
-            part = torch.empty(share.num_partials, heads.num_heads, heads.head_dim + 2)
+            part = torch.empty(share.num_partials, heads.num_heads, heads.value_dim + 2)
             targets.append(part)
         channel = self._channel(worker)
         try:

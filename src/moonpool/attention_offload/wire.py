@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonpool.engine.ops import HeadShape, StepMeta
+from moonpool.engine.ops import AttendRule, HeadShape, StepMeta
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import (
     FetchEnded,
@@ -65,16 +65,44 @@ class KvHeadRange(Struct, frozen=True):
         own: Tensor = q[:, self.first * group : (self.first + self.count) * group]
         return own
 
-    def of_keys_values(self, kv: Tensor) -> Tensor:
+    def of_keys_values(self, kv: Tensor, heads: HeadShape) -> Tensor:
         """kv: K heads, then V heads, [T, 2 * num_kv_heads, head_dim] -> [T, 2 * count,
-        head_dim]."""
-        both: Tensor = kv.unflatten(1, (2, -1))[:, :, self.first : self.first + self.count]
+        head_dim]. Of latents there is no V."""
+        sides = kv.unflatten(1, (-1, heads.num_kv_heads))
+        both: Tensor = sides[:, :, self.first : self.first + self.count]
         return both.contiguous().flatten(1, 2)
 
     def columns(self, heads: HeadShape) -> slice:
-        """The range's columns of the output, [T, num_heads * head_dim]."""
-        width = heads.num_heads // heads.num_kv_heads * heads.head_dim
+        """The range's columns of the output, [T, num_heads * value_dim]."""
+        width = heads.num_heads // heads.num_kv_heads * heads.value_dim
         return slice(self.first * width, (self.first + self.count) * width)
+
+
+class LayerRule(Struct, frozen=True):
+    """How one layer's attention differs from causal softmax: `AttendRule` as a message. `sinks` are
+    the bytes of float32, one for each of the model's heads; empty without sinks."""
+
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: bytes = b""
+
+    @classmethod
+    def of(cls, rule: AttendRule) -> LayerRule:
+        sinks = b"" if rule.sinks is None else rule.sinks.float().numpy().tobytes()
+        return cls(window=rule.window, soft_cap=rule.soft_cap, sinks=sinks)
+
+    def rule(self, first_head: int, num_heads: int) -> AttendRule:
+        """The rule for the query heads from `first_head` on."""
+        sinks = None
+        if self.sinks:
+            every = torch.frombuffer(bytearray(self.sinks), dtype=torch.float32)
+            sinks = every[first_head : first_head + num_heads].contiguous()
+        return AttendRule(self.window, self.soft_cap, sinks)
+
+    def is_sound(self, num_heads: int) -> bool:
+        """Whether its values are possible for a model of so many heads."""
+        known = self.window >= 0 and 0 <= self.soft_cap < float("inf")
+        return known and len(self.sinks) in (0, 4 * num_heads)
 
 
 # Control connection
@@ -82,14 +110,17 @@ class KvHeadRange(Struct, frozen=True):
 
 class Attach(Struct, frozen=True, tag=True):
     """The first message of a control connection. `layout` and `num_heads` are the model's. With
-    `kv_heads`, this worker holds only those heads of all blocks. `token` authorises the step
-    connection."""
+    `kv_heads`, this worker holds only those heads of all blocks. `latent_dim`: the elements at the
+    end of a key that are its value too (MLA); 0: V is apart. `rules`: one for each layer, or none.
+    `token` authorises the step connection."""
 
     owner: InstanceId
     layout: BlockLayout
     num_heads: int
     kv_heads: KvHeadRange | None
     scale: float
+    latent_dim: int
+    rules: tuple[LayerRule, ...]
     num_blocks: int  # 0: as many as its share of memory allows, up to a pool's usual size
     threads: int
     token: str

@@ -29,7 +29,7 @@ from moonpool.attention_offload.wire import (
     MarkCached,
 )
 from moonpool.engine.native.slices import open_slices
-from moonpool.engine.ops import HeadShape, KvCache, SplitOps
+from moonpool.engine.ops import HeadShape, KvCache, SplitOps, block_dtype
 from moonpool.engine.slices import cut_of_heads
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress, ReadEnded
@@ -98,6 +98,7 @@ class AttentionWorkerState:
             raise AttachError(
                 f"{request.num_heads} heads are not a multiple of the KV heads of {request.layout}"
             )
+        _check_rules(request)
         heads = request.kv_heads
         if heads is not None and not (
             0 <= heads.first < heads.first + heads.count <= request.layout.num_kv_heads
@@ -202,14 +203,18 @@ class AttentionWorkerState:
             return None
         layout = retained.arena.layout
         group = request.num_heads // request.layout.num_kv_heads
-        heads = HeadShape(group * layout.num_kv_heads, layout.num_kv_heads, layout.head_dim)
+        heads = HeadShape(
+            group * layout.num_kv_heads, layout.num_kv_heads, layout.head_dim, request.latent_dim
+        )
+        first = 0 if request.kv_heads is None else request.kv_heads.first * group
+        rules = [rule.rule(first, heads.num_heads) for rule in request.rules]
 
         def on_write(block_ids: Iterable[int], epoch: int) -> None:
             blocks = [BlockId(b) for b in block_ids]
             self._on_write(blocks, epoch)
             retained.arena.checksums.forget(blocks)
 
-        return AttentionExecutor(self._ops, retained.cache, heads, request.scale, on_write)
+        return AttentionExecutor(self._ops, retained.cache, heads, request.scale, on_write, rules)
 
     def _on_write(self, block_ids: Iterable[BlockId], epoch: int) -> None:
         """Takes the keys of blocks that are about to be written, and notes the epoch."""
@@ -248,6 +253,18 @@ class AttentionWorkerState:
         return forward
 
 
+def _check_rules(request: Attach) -> None:
+    """Raises AttachError."""
+    layout, latent = request.layout, request.latent_dim
+    if layout.is_latent != (latent > 0) or not 0 <= latent <= layout.head_dim or latent % 16:
+        raise AttachError(f"a latent of {latent} elements does not fit {layout}")
+    rules = request.rules
+    if len(rules) not in (0, layout.num_layers) or not all(
+        rule.is_sound(request.num_heads) for rule in rules
+    ):
+        raise AttachError(f"the attention of its layers does not fit {layout}")
+
+
 def _serves(retained: _RetainedState, request: Attach) -> bool:
     same = (retained.layout, retained.kv_heads) == (request.layout, request.kv_heads)
     return same and request.num_blocks in (0, retained.arena.num_blocks)
@@ -265,7 +282,6 @@ def _share(request: Attach) -> tuple[BlockLayout, ShardView | None]:
 
 def _cache_over(arena: Arena) -> KvCache:
     layout = arena.layout
-    dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
-    flat = torch.frombuffer(arena.buffer, dtype=dtype)
+    flat = torch.frombuffer(arena.buffer, dtype=block_dtype(layout))
     shape = (arena.num_blocks, layout.num_layers, layout.slice_elements)
     return KvCache(flat.view(shape), layout)

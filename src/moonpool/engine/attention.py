@@ -33,6 +33,15 @@ class HeadsAttention:
                 self.qk_norm = QkNorm(q, k, spec.rms_eps)
             else:
                 self._whole_norms = (q, k)
+                self._take_own(spec, q, k)
+
+    def _take_own(self, spec: ModelSpec, q: Tensor, k: Tensor) -> None:
+        """q and k are computed of all heads, to norm them; a shard goes on with its own heads."""
+        shard, num_shards = spec.head_share
+        self._widths[:2] = [len(q), len(k)]
+        own_q, own_k = (len(norm) // num_shards for norm in (q, k))
+        self._own_q = slice(shard * own_q, (shard + 1) * own_q)
+        self._own_k = slice(shard * own_k, (shard + 1) * own_k)
 
     def qkv(self, normed: Tensor) -> Tensor:
         """[T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
@@ -44,7 +53,7 @@ class HeadsAttention:
             self._ops.rms_norm(part, weight, self._eps)
             for part, weight in zip((q, k), self._whole_norms, strict=True)
         )
-        return torch.cat((q, k, v), dim=1)
+        return torch.cat((q[:, self._own_q], k[:, self._own_k], v), dim=1)
 
     def project(self, attention: Tensor) -> Tensor:
         """[T, heads * head_dim] -> [T, hidden]."""

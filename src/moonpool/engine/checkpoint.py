@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
 from moonpool.engine.model_folder import WORD_PATTERNS, find_folder, read_config, read_json
-from moonpool.engine.quantized.checkpoints import FURTHER, Scheme, read_scheme
+from moonpool.engine.quantized.checkpoints import FURTHER, Scheme, expert_matrix, read_scheme
 from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import Shape, StoredTensor, stored_shapes, stored_tensors
@@ -31,7 +31,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HUB_PATTERNS = [*WORD_PATTERNS, "*.safetensors"]
 STORED_DTYPES = {"F32", "BF16", "F16"}
-QUANTIZED_DTYPES = {"F8_E4M3", "I32"}
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOREIGN_SUFFIXES = {".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".safetensors"}
 SAMPLE_BYTES = 4096
@@ -63,7 +62,8 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     spec = replace(spec, prefix=_prefix(files))
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     shapes = _shapes(spec, scheme, files, headers)
-    _check_tensors(spec, shapes, files, headers, scheme is not None)
+    packed = frozenset() if scheme is None else scheme.dtypes
+    _check_tensors(spec, shapes, files, headers, packed)
     weights = CheckpointWeights(files, dtype, stored_tensors(spec), scheme)
     return Checkpoint(folder, spec, weights, _fingerprint(spec, shapes, files, headers))
 
@@ -87,17 +87,19 @@ class CheckpointWeights:
 
     def load(self, name: str) -> Tensor:
         place = self._places[name]
-        if self._scheme is not None and len(place.shape) == 2:
+        if self._scheme is not None and self._scheme.packs(place.name, place.shape):
             return plain(self.matrix(name))
         return self._plain(name, place.take(self._read(place.name)))
 
     def matrix(self, name: str) -> Matrix:
         place = self._places[name]
-        if self._scheme is None or len(place.shape) != 2:
+        if self._scheme is None or not self._scheme.packs(place.name, place.shape):
             return self.load(name)
         stored = self._read(place.name) if place.name in self._files else None
         if stored is not None and stored.dtype in PLAIN_DTYPES:
             return self._plain(name, place.take(stored))
+        if self._scheme.kind == "mxfp4":
+            return expert_matrix(name, place.name, self._read, self._dtype)
         return self._scheme.matrix(place.name, place.shape, self._read, self._dtype)
 
     def _read(self, name: str) -> Tensor:
@@ -168,7 +170,7 @@ def _shapes(
     for name, shape in stored_shapes(spec).items():
         entry = headers[files[name]].tensors.get(name, {}) if name in files else {}
         is_plain = entry.get("dtype") in STORED_DTYPES
-        if scheme is None or len(shape) != 2 or is_plain or "embed" in name:
+        if scheme is None or not scheme.packs(name, shape) or is_plain or "embed" in name:
             shapes[name] = shape
         else:
             shapes |= scheme.parts(name, shape, files.__contains__)
@@ -187,9 +189,10 @@ def _check_tensors(
     shapes: Mapping[str, Shape | None],
     files: Mapping[str, Path],
     headers: Mapping[Path, _Header],
-    is_quantized: bool = False,
+    packed: frozenset[str] = frozenset(),
 ) -> None:
-    allowed = STORED_DTYPES | QUANTIZED_DTYPES if is_quantized else STORED_DTYPES
+    """`packed`: further types that a tensor may be stored as. Raises ModelError."""
+    allowed = STORED_DTYPES | packed
     missing = [name for name in shapes if name not in files]
     if missing:
         raise ModelError(f"the checkpoint lacks tensors: {_listed(missing)}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from moonpool.engine.attention import HeadsAttention, LatentAttention
 from moonpool.engine.mlp import ExpertsMlp, GatedMlp
 from moonpool.engine.ops import AttendRule, Ops, RopeTable
-from moonpool.engine.packing import PlacedWeights, norm_weight
+from moonpool.engine.packing import PlacedWeights, Weights, norm_weight
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.tensors import NORMS
 
@@ -30,6 +30,20 @@ class Layer:
     next_norm: Tensor | None  # before the next layer's attention, or the final norm
 
 
+def attend_rule(spec: ModelSpec, weights: Weights, layer: int) -> AttendRule:
+    """What a layer's attention has besides the causal mask."""
+    name = f"model.layers.{layer}.self_attn.sinks"
+    sinks = weights.load(name).float() if spec.sinks else None
+    return AttendRule(spec.window_of(layer), spec.score_cap, sinks)
+
+
+def attend_rules(spec: ModelSpec, weights: Weights) -> tuple[AttendRule, ...]:
+    """The rule of each layer; () if all layers attend plainly."""
+    if not (any(spec.windows) or spec.score_cap or spec.sinks):
+        return ()
+    return tuple(attend_rule(spec, weights, layer) for layer in range(spec.num_layers))
+
+
 def pack_layer(
     spec: ModelSpec, weights: PlacedWeights, ops: Ops, layer: int, rope: RopeTable
 ) -> Layer:
@@ -41,7 +55,6 @@ def pack_layer(
         return None if name is None else norm_weight(spec, weights, f"{of}.{name}.weight")
 
     attention = HeadsAttention if spec.latent is None else LatentAttention
-    sinks = weights.load(f"{prefix}.self_attn.sinks").float() if spec.sinks else None
     if layer == spec.num_layers - 1:
         next_norm = norm("norm", "model")
     else:
@@ -50,7 +63,7 @@ def pack_layer(
         attention=attention(spec, weights, ops, f"{prefix}.self_attn"),
         mlp=_pack_mlp(spec, weights, ops, layer),
         rope=rope,
-        rule=AttendRule(spec.window_of(layer), spec.score_cap, sinks),
+        rule=attend_rule(spec, weights, layer),
         after_attention=norm(names.after_attention),
         before_mlp=norm(names.before_mlp),
         after_mlp=norm(names.after_mlp),

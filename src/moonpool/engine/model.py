@@ -33,6 +33,12 @@ from moonpool.engine.step import BeforeAttend, LayerDone
 from moonpool.engine.tensors import NORMS
 
 
+def head_shape(spec: ModelSpec) -> HeadShape:
+    """The heads of a model's attention."""
+    latent_dim = 0 if spec.latent is None else spec.latent.rank
+    return HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, latent_dim)
+
+
 class Ropes:
     """The rotary tables of a model's layers, each made once."""
 
@@ -89,8 +95,7 @@ class DecoderModel:
                 f"the model has {' and '.join(missing)}, which this device or attention worker "
                 "does not compute: use --device cpu, without --attention"
             )
-        latent_dim = 0 if spec.latent is None else spec.latent.rank
-        self.heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, latent_dim)
+        self.heads = head_shape(spec)
         self._ops = ops
         self._scale = spec.scale()
         self.ropes = Ropes(spec, ops.device) if ropes is None else ropes

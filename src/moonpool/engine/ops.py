@@ -96,9 +96,14 @@ class HeadShape:
         return self.latent_dim or self.head_dim
 
     @property
+    def stored_heads(self) -> int:
+        """Heads of K and V together, as a block stores them for a token."""
+        return (1 if self.latent_dim else 2) * self.num_kv_heads
+
+    @property
     def row_heads(self) -> int:
         """Heads of q, k and v together, in a row of `qkv`."""
-        return self.num_heads + (1 if self.latent_dim else 2) * self.num_kv_heads
+        return self.num_heads + self.stored_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +234,7 @@ class SplitOps(Ops, Protocol):
         meta: StepMeta,
     ) -> tuple[Tensor, Tensor]:
         """`rope_store` without blocks. Returns q [T, num_heads, head_dim], and K followed by V
-        [T, 2 * num_kv_heads, head_dim]."""
+        [T, 2 * num_kv_heads, head_dim]; of latents K alone, [T, num_kv_heads, head_dim]."""
         ...
 
     def store(self, kv: Tensor, args: AttendArgs) -> None:
@@ -247,17 +252,25 @@ class SplitOps(Ops, Protocol):
     def attend_segments(self, q: Tensor, segments: Tensor, args: AttendArgs) -> Tensor:
         """Partial attention over one segment of each sequence's context.
 
-        segments [S] int32 -> [T, num_heads, head_dim + 2] float32: the highest score (base 2, -inf
+        segments [S] int32 -> [T, num_heads, value_dim + 2] float32: the highest score (base 2, -inf
         without tokens), the sum of weights, and the output times that sum. The block tables need
         only contain the blocks of those segments.
         """
         ...
 
-    def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Merges partials [P, num_heads, head_dim + 2] -> [rows, num_heads * head_dim].
+    def merge(
+        self,
+        partials: Tensor,
+        order: Tensor,
+        starts: Tensor,
+        dtype: torch.dtype,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Merges partials [P, num_heads, value_dim + 2] -> [rows, num_heads * value_dim].
 
         Row r merges `partials[order[starts[r] : starts[r + 1]]]`, in the order of their tokens. It
-        is 0 if no partial has a token. order, starts: int32.
+        is 0 if no partial has a token. order, starts: int32. sinks: as `AttendRule.sinks`; no
+        partial has them yet.
         """
         ...
 

@@ -183,7 +183,7 @@ class SequenceAttention:
         return self._merged(out / total)[: q.shape[0]].to(q.dtype)
 
     def partials(self, q: Tensor, first_position: int, segment: int) -> Tensor:
-        """One segment's partials, [T, num_heads, head_dim + 2] float32; see `SplitOps`."""
+        """One segment's partials, [T, num_heads, value_dim + 2] float32; see `SplitOps`."""
         tiles, positions = self._row_tiles(q), self._positions(q, first_position)
         best, total, out = self._walk(tiles, positions, segment)
         best = best.masked_fill(best <= EMPTY, -torch.inf)
@@ -305,8 +305,8 @@ class ReferenceSplitOps(ReferenceOps):
         return q, torch.cat((k, v), dim=1)
 
     def store(self, kv: Tensor, args: AttendArgs) -> None:
-        _, cache, layer, meta, *_ = args
-        k, v = kv.chunk(2, dim=1)
+        heads, cache, layer, meta, *_ = args
+        k, v = kv.tensor_split((heads.num_kv_heads,), dim=1)
         block_ids, offsets = places(meta, cache.layout.block_tokens)
         write_rows(cache, layer, block_ids, offsets, k, v)
 
@@ -318,12 +318,12 @@ class ReferenceSplitOps(ReferenceOps):
 
     def attend_segments(self, q: Tensor, segments: Tensor, args: AttendArgs) -> Tensor:
         heads, cache, layer, meta, scale, rule = args
-        partials = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim + 2)
+        partials = torch.empty(meta.num_rows, heads.num_heads, heads.value_dim + 2)
         starts = meta.row_starts.tolist()
         for s, context in enumerate(meta.context_starts.tolist()):
             first, last, segment = starts[s], starts[s + 1], int(segments[s])
             end = min(context + last - first, (segment + 1) * SEGMENT)
-            k, v = read_rows(cache, layer, meta.block_tables[s], max(end, 0))
+            k, v = read_rows(cache, layer, meta.block_tables[s], max(end, 0), heads.value_dim)
             # Tokens before the segment may lie in blocks that this process does not have.
             k, v = k.float(), v.float()
             k[: segment * SEGMENT] = 0
@@ -332,7 +332,14 @@ class ReferenceSplitOps(ReferenceOps):
             partials[first:last] = attention.partials(q[first:last], context, segment)
         return partials
 
-    def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+    def merge(
+        self,
+        partials: Tensor,
+        order: Tensor,
+        starts: Tensor,
+        dtype: torch.dtype,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         bounds = starts.tolist()
         out = torch.zeros(len(bounds) - 1, partials.shape[1], partials.shape[2] - 2)
         for row, (first, end) in enumerate(pairwise(bounds)):
@@ -342,6 +349,9 @@ class ReferenceSplitOps(ReferenceOps):
                 part = (best.clamp(min=EMPTY), total, sums)
                 state = part if state is None else fold(state, part)
             if state is not None:
+                if sinks is not None:
+                    score = sinks.unsqueeze(1)
+                    state = fold(state, (score, torch.ones_like(score), torch.zeros_like(state[2])))
                 seen = state[1] > 0
                 out[row] = torch.where(seen, state[2] / state[1].where(seen, 1.0), 0.0)
         return out.flatten(1).to(dtype)

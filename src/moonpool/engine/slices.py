@@ -74,19 +74,25 @@ def check_layout(layout: BlockLayout) -> None:
         raise ValueError(f"head_dim is {layout.head_dim}: only multiples of 16 are supported")
 
 
-def cut_of_heads(
-    layout: BlockLayout, first: int, count: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The byte ranges (start, end) in a slice of K and of V for `count` KV heads from `first` on.
+def cut_of_heads(layout: BlockLayout, first: int, count: int) -> tuple[tuple[int, int], ...]:
+    """The byte ranges (start, end) in a slice of K and of V for `count` KV heads from `first` on,
+    and in fp8 those of their scales.
 
-    Joined, the two ranges are a slice of a layout with only these heads. Raises ValueError for
+    Joined, the ranges are a slice of a layout with only these heads. Raises ValueError for
     layouts other than "paired-v1".
     """
     if layout.inner != INNER:
         raise ValueError(f"slices of layout {layout.inner!r} cannot be divided by head")
-    head_bytes = layout.slice_bytes // (2 * layout.num_kv_heads)
-    start, end, half = first * head_bytes, (first + count) * head_bytes, layout.slice_bytes // 2
-    return (start, end), (half + start, half + end)
+    all_heads = layout.num_kv_heads
+    element = 1 if layout.is_fp8 else DTYPE_BYTES[layout.dtype]
+    sides = [layout.key_elements // all_heads * element] * 2  # bytes per head
+    if layout.is_fp8:
+        sides += [layout.block_tokens] * 2
+    ranges, base = [], 0
+    for head_bytes in sides:
+        ranges.append((base + first * head_bytes, base + (first + count) * head_bytes))
+        base += all_heads * head_bytes
+    return tuple(ranges)
 
 
 def key_view(cache: KvCache, layer: int) -> Tensor:

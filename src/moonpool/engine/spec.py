@@ -116,6 +116,7 @@ class ModelSpec:
     sinks: bool = False  # a score per head that takes weight from all tokens
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None  # with num_kv_heads 1 and head_dim rope_dim + rank
+    head_share: tuple[int, int] = (0, 1)  # of a shard: its number, and how many share the heads
     prefix: str = "model."  # of the stored names of all tensors but the LM head
     further_layers: int = 0  # of the checkpoint, which predict further tokens; not used
     bos_token_id: int | None = None
@@ -153,6 +154,7 @@ class ModelSpec:
         computed = asdict(self)
         for name in ("bos_token_id", "eos_token_ids", "notes", "max_positions", "prefix"):
             del computed[name]
+        del computed["head_share"]  # whole models are named
         return computed
 
     def extras(self) -> tuple[str, ...]:

@@ -28,11 +28,13 @@ from moonpool.attention_offload.client import (
 )
 from moonpool.attention_offload.partition import Partition, share_heads
 from moonpool.attention_offload.remote_ops import LocalPartition, RemoteOps
-from moonpool.attention_offload.wire import KvHeadRange
+from moonpool.attention_offload.wire import KvHeadRange, LayerRule
 from moonpool.attention_offload.worker_state import AttentionWorkerState
 from moonpool.cores import usable_cores
 from moonpool.engine.builtin import LoadedModel
-from moonpool.engine.ops import HeadShape, KvCache
+from moonpool.engine.layers import attend_rules
+from moonpool.engine.model import head_shape
+from moonpool.engine.ops import KvCache, block_dtype
 from moonpool.engine.runner import Engine, choose_split_ops
 from moonpool.profiling.attention_process import SECRET_VARIABLE
 from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
@@ -107,13 +109,13 @@ class LocalAttentionGroup:
 
     def _make_wanted(self) -> AttachOptions:
         spec = self.model.spec
-        heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        heads = head_shape(spec)
         return AttachOptions(
             owner=InstanceId("bench"),
             layout=self.layout,
-            heads=spec.num_heads,
-            head_dim=spec.head_dim,
+            heads=heads,
             scale=spec.scale(),
+            rules=tuple(LayerRule.of(rule) for rule in attend_rules(spec, self.model.weights)),
             num_blocks=self.each,
             threads=1,
             ring_bytes=ring_bytes(heads, DTYPE_BYTES[self.model.dtype], MAX_ROWS),
@@ -159,7 +161,7 @@ class LocalAttentionGroup:
             self._numbers,
             local_partition=local,
         )
-        kind = torch.bfloat16 if self.layout.dtype == "bfloat16" else torch.float32
+        kind = block_dtype(self.layout)
         shape = (sum(partition.sizes), self.layout.num_layers, self.layout.slice_elements)
         cache = KvCache(torch.empty(1, 1, 1, dtype=kind).expand(shape), self.layout)
         return Engine(self.model, ops, cache, staggered=staggered), ops

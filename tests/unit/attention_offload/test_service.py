@@ -31,7 +31,7 @@ from moonpool.attention_offload.wire import (
 )
 from moonpool.attention_offload.worker_state import AttentionWorkerState
 from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import KvCache
+from moonpool.engine.ops import HeadShape, KvCache
 from moonpool.engine.runner import Engine, choose_split_ops, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.protocol.transfer_events import PeerAddress, ReceiveEnded
@@ -52,9 +52,9 @@ def options(num_blocks: int = 6, arithmetic: str | None = None) -> AttachOptions
     return AttachOptions(
         owner=ME,
         layout=layout,
-        heads=2,
-        head_dim=16,
+        heads=HeadShape(2, 1, 16),
         scale=0.25,
+        rules=(),
         num_blocks=num_blocks,
         threads=1,
         ring_bytes=1 << 16,

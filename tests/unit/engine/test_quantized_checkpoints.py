@@ -163,6 +163,7 @@ def test_scattered_groups_and_lacking_tensors_are_refused(tmp_path: Path) -> Non
     [
         {"quant_method": "bitsandbytes"},
         {"quant_method": "awq", "bits": 8},
+        {"quant_method": "mxfp6"},
         {"quant_method": "gptq", "bits": 4, "group_size": 20},
         compressed("pack-quantized", num_bits=2),
         compressed("pack-quantized", **FOUR, actorder="group"),

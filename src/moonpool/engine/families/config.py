@@ -7,6 +7,7 @@ option that the engine would compute wrongly. It reads no weights.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ ACTIVATIONS = {
     "clamped": ("silu", "swish"),  # with swiglu_limit and swiglu_alpha
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
 }
-_ENDING = "ForCausalLM"
+_ENDING = re.compile(r"(ForCausalLM|ForConditionalGeneration|_text)$")
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -97,8 +98,8 @@ def _family(config: Mapping[str, Any]) -> str:
     if not architectures and model_type in FAMILIES:
         return str(model_type)
     named = ", ".join(map(str, architectures)) or f"model_type {model_type!r}"
-    wanted = str(architectures[0] if architectures else model_type).removesuffix(_ENDING).lower()
-    short = {name.removesuffix(_ENDING).lower(): name for name in served}
+    wanted = _ENDING.sub("", str(architectures[0] if architectures else model_type)).lower()
+    short = {_ENDING.sub("", name).lower(): name for name in served}
     nearest = difflib.get_close_matches(wanted, short, n=1, cutoff=0.0)[0]
     raise ModelError(
         f"unknown architecture {named}; the nearest that is served is {short[nearest]}; "

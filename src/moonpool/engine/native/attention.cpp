@@ -455,6 +455,7 @@ private:
         }
     }
 
+public:
     // Adds the weight of a sink to the sum. What was summed counts `fade` times.
     static void sink(float score, float highest, float& total, float& fade) {
         const float now = score > highest ? score : highest;
@@ -464,7 +465,6 @@ private:
         total = total * fade + scales[1][0];
     }
 
-public:
     static void divide(T* to, const float* out, float total, int64_t d, float fade = 1.f) {
         const vf whole = set1(total > 0 ? fade / total : 0.f);
         for (int64_t j = 0; j < d; j += W) L::store(to + j, mul(load(out + j), whole));
@@ -525,6 +525,7 @@ int attend(const AttendCall& c, const Part& p, int threads) {
 
 struct MergeCall {
     const float* partials;  // [partials][heads][head_dim + 2]
+    const float* sinks;     // [heads]: a score that takes weight but has no value; null: none
     const int32_t* order;   // of the partials: those of each row, in the order of their tokens
     const int32_t* starts;  // [rows + 1], into order
     char* out;              // [rows][heads][head_dim]
@@ -547,7 +548,9 @@ int merge(const MergeCall& c) {
                 const float* from = c.partials + (c.order[i] * c.heads + h) * size;
                 fold_into(highest, sum, folded, from[0], from[1], from + 2, d);
             }
-            Work<L>::divide((typename L::T*)c.out + (row * c.heads + h) * d, folded, sum, d);
+            float fade = 1.f;
+            if (c.sinks) Work<L>::sink(c.sinks[h] * LOG2_E, highest, sum, fade);
+            Work<L>::divide((typename L::T*)c.out + (row * c.heads + h) * d, folded, sum, d, fade);
         }
     }
     return 0;

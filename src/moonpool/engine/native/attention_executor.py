@@ -8,6 +8,7 @@ structs describe layer 0; the C++ side moves their addresses on to the other lay
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,15 @@ from torch import Tensor
 from moonpool.engine.native.library import ATTEND_CALL, PART_TAIL, STATE_FLOATS, STORE_CALL
 from moonpool.engine.native.shared_memory import Waiter, open_rings
 from moonpool.engine.native.split import NativeSplitOps
-from moonpool.engine.ops import SEGMENT, AttendArgs, HeadShape, KvCache, StepMeta
+from moonpool.engine.ops import (
+    SEGMENT,
+    AttendArgs,
+    AttendRule,
+    HeadShape,
+    KvCache,
+    StepMeta,
+    compute_dtype,
+)
 
 WAITED, OTHER, REFUSED = range(3)
 ECHO_BYTES = 1 << 16
@@ -48,6 +57,10 @@ class _ExecutorStepStruct(ctypes.Structure):
     )
 
 
+class _LayerRule(ctypes.Structure):
+    _fields_ = (("sinks", _POINTER), ("window", _INT64), ("soft_cap", ctypes.c_float))
+
+
 class _ExecutorStruct(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("inward", "outward")),
@@ -57,7 +70,9 @@ class _ExecutorStruct(ctypes.Structure):
         ("steps", _POINTER),
         ("num_steps", _INT64),
         ("echo", _POINTER),
-        *((name, _INT64) for name in ("echo_bytes", "phase", "done", "busy_ns")),
+        ("echo_bytes", _INT64),
+        ("rules", _POINTER),
+        *((name, _INT64) for name in ("phase", "done", "busy_ns")),
         ("body", _POINTER),
         ("body_size", _INT64),
         ("step", _POINTER),
@@ -96,9 +111,10 @@ class NativeAttentionExecutor:
         ends: tuple[int, int, int],
         waiter: Waiter,
         kept_steps: int,
+        rules: Sequence[AttendRule] = (),
     ) -> None:
         """`ends`: the addresses of the ring to read and of the ring to write, and their capacity
-        in bytes."""
+        in bytes. `rules`: of each layer, or none."""
         rings = open_rings()
         assert rings is not None, "NativeSplitOps implies that the kernels are built"
         assert rings.executor_size(0) == ctypes.sizeof(_ExecutorStruct), (
@@ -115,7 +131,9 @@ class NativeAttentionExecutor:
         self._echo = ctypes.create_string_buffer(ECHO_BYTES)
         self._waiter = waiter
         inward, outward, capacity = ends
-        store, attend = ops.addresses(cache.blocks.dtype)
+        store, attend = ops.addresses(compute_dtype(cache.layout))
+        self._rules = _packed(rules, cache.layout.num_layers)
+        self._sinks = [rule.sinks for rule in rules]  # they must outlive the struct
         self._struct = _ExecutorStruct(
             inward=inward,
             outward=outward,
@@ -130,6 +148,7 @@ class NativeAttentionExecutor:
             num_steps=kept_steps,
             echo=ctypes.addressof(self._echo),
             echo_bytes=ECHO_BYTES,
+            rules=ctypes.addressof(self._rules) if rules else None,
         )
         for step in self._steps:
             step.number = -1
@@ -150,15 +169,14 @@ class NativeAttentionExecutor:
 
     def begin(self, plan: NativeExecutorStep) -> None:
         """Prepares a step in place of the oldest one. Raises ValueError if shapes do not fit."""
-        heads, dtype = self._heads, self._cache.blocks.dtype
+        heads, dtype = self._heads, compute_dtype(self._cache.layout)
         num_parts = plan.parts.num_rows
         width = heads.num_heads * heads.head_dim
         q = torch.empty(plan.num_queries, width, dtype=dtype)
-        rows = 2 * heads.num_kv_heads
-        kv = torch.empty(plan.stores.num_rows, rows, heads.head_dim, dtype=dtype)
+        kv = torch.empty(plan.stores.num_rows, heads.stored_heads, heads.head_dim, dtype=dtype)
         part_q = torch.empty(num_parts, width, dtype=dtype)
-        out_bytes = plan.whole.num_rows * width * q.element_size()
-        partial_floats = num_parts * heads.num_heads * (heads.head_dim + 2)
+        out_bytes = plan.whole.num_rows * heads.num_heads * heads.value_dim * q.element_size()
+        partial_floats = num_parts * heads.num_heads * (heads.value_dim + 2)
         answer = torch.empty(out_bytes + 4 * partial_floats, dtype=torch.uint8)
         if num_parts and not 0 <= int(plan.part_rows.min()) <= int(plan.part_rows.max()) < len(q):
             raise ValueError("the plan names rows of Q that are not sent")
@@ -179,7 +197,7 @@ class NativeAttentionExecutor:
         self._next = (self._next + 1) % len(self._steps)
 
     def _args(self, meta: StepMeta) -> AttendArgs:
-        """Layer 0's: the C++ side moves the blocks' address on to each layer."""
+        """Layer 0's: the C++ side moves the blocks' address on to each layer, and adds its rule."""
         return AttendArgs(self._heads, self._cache, 0, meta, self._scale)
 
     def _attend_calls(
@@ -191,7 +209,7 @@ class NativeAttentionExecutor:
     ) -> tuple[Tensor, ...]:
         """Fills the step's attention calls; returns the tensors that must outlive the step."""
         heads, whole = self._heads, plan.whole
-        size = STATE_FLOATS + 2 * heads.head_dim
+        size = STATE_FLOATS + 2 * heads.value_dim
         state = torch.empty(whole.num_rows, heads.num_heads, size)
         starts = self._ops.starts_of(whole)
         begins = (plan.segments * SEGMENT).contiguous()
@@ -219,6 +237,17 @@ class NativeAttentionExecutor:
         call = self._ops.part_call(q, out, self._args(meta))
         call += PART_TAIL.pack(*tail)
         ctypes.memmove(_at(step, name), call, len(call))
+
+
+def _packed(rules: Sequence[AttendRule], num_layers: int) -> ctypes.Array[_LayerRule]:
+    """The rules as hand.cpp reads them. Raises ValueError if some layers have none."""
+    if rules and len(rules) != num_layers:
+        raise ValueError(f"{len(rules)} rules of attention for {num_layers} layers")
+    packed = (_LayerRule * len(rules))()
+    for at, rule in zip(packed, rules, strict=True):
+        at.sinks = None if rule.sinks is None else rule.sinks.data_ptr()
+        at.window, at.soft_cap = rule.window, rule.soft_cap
+    return packed
 
 
 def _at(step: _ExecutorStepStruct, name: str) -> int:

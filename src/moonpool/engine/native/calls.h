@@ -39,13 +39,15 @@ struct PartCall {
 };
 
 struct StoreCall {
-    const char* kv;  // [rows][2 * kv_heads][head_dim]
+    const char* kv;  // [rows][2 * kv_heads][head_dim], of latents [rows][kv_heads][head_dim]
     char* blocks;    // of this layer: slice of block b at b * block_bytes
     const int32_t* positions;
     const int32_t* row_starts;
     const int32_t* block_tables;
     int64_t block_bytes, num_blocks, table_width, sequences;
     int64_t kv_heads, head_dim, block_tokens;
+    int64_t latent;  // not 0: keys are values too, and there is no V
+    int64_t fp8;     // 1: see fp8.h
 };
 
 }  // namespace moonpool

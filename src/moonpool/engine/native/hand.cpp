@@ -25,6 +25,13 @@ struct Step {
     PartCall all, before, after, segments;  // of layer 0
 };
 
+// What a layer's attention has besides the causal mask (AttendCall).
+struct LayerRule {
+    const float* sinks;
+    int64_t window;
+    float soft_cap;
+};
+
 struct Hand {
     char *in, *out;
     int64_t capacity;
@@ -36,6 +43,7 @@ struct Hand {
     int64_t num_steps;
     char* echo;
     int64_t echo_bytes;
+    const LayerRule* rules;  // [num_layers]; null: none has any
     // What is under way.
     int64_t phase, done, busy_ns;
     Piece body;
@@ -45,6 +53,12 @@ struct Hand {
 
 int call_attend(const Hand& h, PartCall call, int64_t layer) {
     call.call.blocks += layer * h.layer_bytes;
+    if (h.rules) {
+        const LayerRule& rule = h.rules[layer];
+        call.call.sinks = rule.sinks;
+        call.call.window = rule.window;
+        call.call.soft_cap = rule.soft_cap;
+    }
     return h.attend(&call, (int)h.threads);
 }
 

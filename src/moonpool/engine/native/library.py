@@ -39,11 +39,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 # The structs of calls.h, rowwise.cpp and attention.cpp: pointers, integers, a float.
 ROPE_CALL = struct.Struct("@10P12qf")
-STORE_CALL = struct.Struct("@5P7q")
+STORE_CALL = struct.Struct("@5P9q")
 ATTEND_CALL = struct.Struct("@7P11q2f")
 PART_TAIL = struct.Struct("=5Q")  # follows an ATTEND_CALL
-MERGE_CALL = struct.Struct("@4P4q")
-STATE_FLOATS = 32  # in the state of one row and head, plus two times head_dim
+MERGE_CALL = struct.Struct("@5P4q")
+STATE_FLOATS = 32  # in the state of one row and head, plus two times value_dim
 _TYPES = {torch.float32: "f32", torch.bfloat16: "b16"}
 
 

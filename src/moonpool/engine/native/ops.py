@@ -94,7 +94,7 @@ class NativeOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
         x = x.contiguous()
-        _same(weight, width)
+        same_width(weight, width)
         y = torch.empty_like(x)
         self._of(x).rms_norm(
             x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, width, eps, torch.get_num_threads()
@@ -106,7 +106,7 @@ class NativeOps:
         not contiguous."""
         rows, width = x.shape
         x = x.contiguous()
-        _same(weight, width)
+        same_width(weight, width)
         if residual.shape != x.shape or residual.dtype is not x.dtype:
             raise ValueError(f"residual is {list(residual.shape)}, x is {list(x.shape)}")
         if not residual.is_contiguous():
@@ -185,8 +185,8 @@ class NativeOps:
         _same_rows(qkv, heads.row_heads * d, meta)
         max_positions, half = rope.cos.shape
         if qk_norm is not None:
-            _same(qk_norm.q_weight, d)
-            _same(qk_norm.k_weight, d)
+            same_width(qk_norm.q_weight, d)
+            same_width(qk_norm.k_weight, d)
         address, blocks, block_tokens, fp8 = where
         return ROPE_CALL.pack(
             qkv.data_ptr(),
@@ -228,7 +228,7 @@ class NativeOps:
         """
         heads, cache, layer, meta, scale, rule = args
         if rule.sinks is not None:
-            _same(rule.sinks, heads.num_heads)
+            same_width(rule.sinks, heads.num_heads)
         arena = self._arena_of(cache, heads, q.dtype)
         return ATTEND_CALL.pack(
             q.data_ptr(),
@@ -252,7 +252,8 @@ class NativeOps:
         )
 
 
-def _same(weight: Tensor, width: int) -> None:
+def same_width(weight: Tensor, width: int) -> None:
+    """Raises ValueError for another width or dtype, or gaps."""
     wide = weight.dtype is torch.float32
     if not wide or weight.shape[0] != width or not weight.is_contiguous():
         raise ValueError(

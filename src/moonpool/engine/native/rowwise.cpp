@@ -198,72 +198,84 @@ MP_INLINE const typename L::T* rope_heads(const RopeCall& c, int64_t row, PutKey
     return x;  // V
 }
 
-// The same as rope_row into blocks of 8 bits.
+// The place of one row in the blocks of a call: where a head's K and V are put. The call is a
+// RopeCall or a StoreCall.
 template <class L>
-void rope_row_fp8(const RopeCall& c, int64_t row, int64_t sequence) {
+struct Place {
     typedef typename L::T T;
-    constexpr int P = L::PACK;
-    const int64_t d = c.head_dim, bt = c.block_tokens, position = c.positions[row];
-    const int64_t block = c.block_tables[sequence * c.table_width + position / bt];
-    const int64_t offset = position % bt, side = c.kv_heads * d * bt;
-    uint8_t* keys = (uint8_t*)c.blocks + block * c.block_bytes;
-    uint8_t* values = keys + side;
-    uint8_t* powers = keys + (c.latent ? 1 : 2) * side + offset;
+    const int64_t d, bt, offset, kv_heads;
+    char* slice;
+
+    template <class Call>
+    Place(const Call& c, int64_t row, int64_t sequence)
+        : d(c.head_dim), bt(c.block_tokens), offset(c.positions[row] % bt), kv_heads(c.kv_heads),
+          slice(c.blocks + c.block_bytes *
+                c.block_tables[sequence * c.table_width + c.positions[row] / bt]) {}
+
+    void key(int64_t h, const T* k) const {
+        put_key<L>((T*)slice + offset * L::PACK + h * d * bt, k, d, bt);
+    }
+    void value(int64_t h, const T* v) const {
+        T* to = (T*)slice + (kv_heads + h) * d * bt;
+        put_value<L>(to + offset / L::PACK * d * L::PACK + offset % L::PACK, v, d);
+    }
+};
+
+// The same in blocks of 8 bits. `sides`: 1 if keys are values too.
+template <class L>
+struct PlaceFp8 : Place<L> {
+    typedef typename L::T T;
+    using Place<L>::d, Place<L>::bt, Place<L>::offset, Place<L>::kv_heads;
+    uint8_t *bytes_at, *powers;
     float wide[MAX_HEAD_DIM];
     uint8_t bytes[MAX_HEAD_DIM];
-    const T* v = rope_heads<L>(c, row, [&](int64_t h, const T* k) {
+
+    template <class Call>
+    PlaceFp8(const Call& c, int64_t row, int64_t sequence)
+        : Place<L>(c, row, sequence), bytes_at((uint8_t*)this->slice),
+          powers(bytes_at + (c.latent ? 1 : 2) * kv_heads * d * bt + offset) {}
+
+    void key(int64_t h, const T* k) {
+        constexpr int P = L::PACK;
         powers[h * bt] = narrow_head<L>(k, d, wide, bytes);
-        uint8_t* to = keys + h * d * bt + offset * P;
+        uint8_t* to = bytes_at + h * d * bt + offset * P;
         for (int64_t i = 0; i < d / P; ++i) memcpy(to + i * bt * P, bytes + i * P, P);
-    });
-    if (c.latent) return;
-    for (int64_t h = 0; h < c.kv_heads; ++h) {
-        powers[(c.kv_heads + h) * bt] = narrow_head<L>(v + h * d, d, wide, bytes);
-        uint8_t* to = values + h * d * bt + offset / P * d * P + offset % P;
+    }
+    void value(int64_t h, const T* v) {
+        constexpr int P = L::PACK;
+        powers[(kv_heads + h) * bt] = narrow_head<L>(v, d, wide, bytes);
+        uint8_t* to = bytes_at + (kv_heads + h) * d * bt + offset / P * d * P + offset % P;
         for (int64_t i = 0; i < d; ++i) to[i * P] = bytes[i];
     }
-}
+};
 
-template <class L>
-void rope_row(const RopeCall& c, int64_t row, int64_t sequence) {
+template <class L, class To>
+void rope_row(const RopeCall& c, int64_t row, To to) {
     typedef typename L::T T;
-    const int64_t d = c.head_dim, bt = c.block_tokens, position = c.positions[row];
-    const int64_t block = c.block_tables[sequence * c.table_width + position / bt];
-    const int64_t offset = position % bt;
-    T* keys = (T*)(c.blocks + block * c.block_bytes) + offset * L::PACK;
-    const T* v = rope_heads<L>(c, row, [&](int64_t h, const T* k) {
-        put_key<L>(keys + h * d * bt, k, d, bt);
-    });
+    const T* v = rope_heads<L>(c, row, [&](int64_t h, const T* k) { to.key(h, k); });
     if (c.latent) return;
-    T* values = (T*)(c.blocks + block * c.block_bytes) + c.kv_heads * d * bt;
-    values += offset / L::PACK * d * L::PACK + offset % L::PACK;
-    for (int64_t h = 0; h < c.kv_heads; ++h) put_value<L>(values + h * d * bt, v + h * d, d);
+    for (int64_t h = 0; h < c.kv_heads; ++h) to.value(h, v + h * c.head_dim);
 }
 
 // The same without blocks: K and V of row t to kv[t][2 * kv_heads][head_dim], `c.blocks` being kv.
+// Of latents it is kv[t][kv_heads][head_dim].
 template <class L>
 void rope_apart(const RopeCall& c, int64_t row) {
     typedef typename L::T T;
     const int64_t d = c.head_dim, width = c.kv_heads * d;
-    T* kv = (T*)c.blocks + row * 2 * width;
+    T* kv = (T*)c.blocks + row * (c.latent ? 1 : 2) * width;
     const T* v =
         rope_heads<L>(c, row, [&](int64_t h, const T* k) { memcpy(kv + h * d, k, d * sizeof(T)); });
-    memcpy(kv + width, v, width * sizeof(T));
+    if (!c.latent) memcpy(kv + width, v, width * sizeof(T));
 }
 
-template <class L>
-void store_row(const StoreCall& c, int64_t row, int64_t sequence) {
-    typedef typename L::T T;
-    const int64_t d = c.head_dim, bt = c.block_tokens, position = c.positions[row];
-    const int64_t block = c.block_tables[sequence * c.table_width + position / bt];
-    const int64_t offset = position % bt, width = c.kv_heads * d;
-    const T* k = (const T*)c.kv + row * 2 * width;
-    T* keys = (T*)(c.blocks + block * c.block_bytes) + offset * L::PACK;
-    T* values = (T*)(c.blocks + block * c.block_bytes) + width * bt;
-    values += offset / L::PACK * d * L::PACK + offset % L::PACK;
+template <class L, class To>
+void store_row(const StoreCall& c, int64_t row, To to) {
+    const int64_t d = c.head_dim, width = c.kv_heads * d;
+    const typename L::T* k = (const typename L::T*)c.kv + row * (c.latent ? 1 : 2) * width;
     for (int64_t h = 0; h < c.kv_heads; ++h, k += d) {
-        put_key<L>(keys + h * d * bt, k, d, bt);
-        put_value<L>(values + h * d * bt, k + width, d);
+        to.key(h, k);
+        if (!c.latent) to.value(h, k + width);
     }
 }
 
@@ -300,7 +312,8 @@ int rope_store(const RopeCall& c, int threads) {
     for (int64_t s = 0; s < c.sequences; ++s) {
 #pragma omp for schedule(static) nowait
         for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row)
-            c.fp8 ? rope_row_fp8<L>(c, row, s) : rope_row<L>(c, row, s);
+            if (c.fp8) rope_row<L>(c, row, PlaceFp8<L>(c, row, s));
+            else rope_row<L>(c, row, Place<L>(c, row, s));
     }
     return 0;
 }
@@ -317,14 +330,15 @@ int rope(const RopeCall& c, int threads) {
 
 template <class L>
 int store_rows(const StoreCall& c, int threads) {
-    if (!has_blocks(c)) return 1;
+    if (!has_blocks(c) || c.head_dim > MAX_HEAD_DIM) return 1;
     const int64_t rows = c.row_starts[c.sequences];
     const bool many = worth_threads(threads, 2 * rows * c.kv_heads * c.head_dim);
 #pragma omp parallel num_threads(threads) if (many)
     for (int64_t s = 0; s < c.sequences; ++s) {
 #pragma omp for schedule(static) nowait
         for (int64_t row = c.row_starts[s]; row < c.row_starts[s + 1]; ++row)
-            store_row<L>(c, row, s);
+            if (c.fp8) store_row<L>(c, row, PlaceFp8<L>(c, row, s));
+            else store_row<L>(c, row, Place<L>(c, row, s));
     }
     return 0;
 }

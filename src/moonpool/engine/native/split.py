@@ -17,7 +17,7 @@ from moonpool.engine.native.library import (
     STATE_FLOATS,
     STORE_CALL,
 )
-from moonpool.engine.native.ops import NativeOps, queries_of
+from moonpool.engine.native.ops import NativeOps, queries_of, same_width
 from moonpool.engine.ops import (
     SEGMENT,
     SPAN,
@@ -48,7 +48,7 @@ class NativeSplitOps(NativeOps):
         position outside the angles of `rope`."""
         qkv = qkv.contiguous()
         q = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
-        kv = torch.empty(meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim, dtype=qkv.dtype)
+        kv = torch.empty(meta.num_rows, heads.stored_heads, heads.head_dim, dtype=qkv.dtype)
         where = (kv.data_ptr(), (0, 0, 0), 1, False)
         call = self._rope_call(qkv, q, heads, rope, qk_norm, meta, where)
         if self._of(qkv).rope(call, torch.get_num_threads()):
@@ -68,12 +68,10 @@ class NativeSplitOps(NativeOps):
         Raises ValueError.
         """
         heads, cache, layer, meta, *_ = args
-        expected = (meta.num_rows, 2 * heads.num_kv_heads, heads.head_dim)
+        expected = (meta.num_rows, heads.stored_heads, heads.head_dim)
         if tuple(kv.shape) != expected or not kv.is_contiguous():
             raise ValueError(f"K and V must be contiguous {list(expected)}, got {list(kv.shape)}")
         arena = self._arena_of(cache, heads, kv.dtype)
-        if arena.fp8:
-            raise ValueError("attention workers hold no KVCache in fp8")
         return STORE_CALL.pack(
             kv.data_ptr(),
             arena.slice_address(layer),
@@ -85,11 +83,13 @@ class NativeSplitOps(NativeOps):
             heads.num_kv_heads,
             heads.head_dim,
             arena.block_tokens,
+            heads.latent_dim,
+            arena.fp8,
         )
 
     def attend_old(self, q: Tensor, args: AttendArgs) -> Tensor:
         heads, meta = args.heads, args.meta
-        size = STATE_FLOATS + 2 * heads.head_dim
+        size = STATE_FLOATS + 2 * heads.value_dim
         state = torch.empty(meta.num_rows, heads.num_heads, size, dtype=torch.float32)
         tail = PART_TAIL.pack(0, self._starts(meta).data_ptr(), 0, state.data_ptr(), 0)
         self._attend_part(q, None, args, tail)
@@ -97,14 +97,14 @@ class NativeSplitOps(NativeOps):
 
     def attend_new(self, q: Tensor, state: Tensor, args: AttendArgs) -> Tensor:
         heads, meta = args.heads, args.meta
-        out = torch.empty(meta.num_rows, heads.num_heads * heads.head_dim, dtype=q.dtype)
+        out = torch.empty(meta.num_rows, heads.num_heads * heads.value_dim, dtype=q.dtype)
         tail = PART_TAIL.pack(self._starts(meta).data_ptr(), 0, state.data_ptr(), 0, 0)
         self._attend_part(q, out, args, tail)
         return out
 
     def attend_segments(self, q: Tensor, segments: Tensor, args: AttendArgs) -> Tensor:
         heads, meta = args.heads, args.meta
-        shape = (meta.num_rows, heads.num_heads, heads.head_dim + 2)
+        shape = (meta.num_rows, heads.num_heads, heads.value_dim + 2)
         partials = torch.empty(shape, dtype=torch.float32)
         begins = (segments * SEGMENT).contiguous()
         ends = begins + SEGMENT
@@ -112,7 +112,14 @@ class NativeSplitOps(NativeOps):
         self._attend_part(q, None, args, tail)
         return partials
 
-    def merge(self, partials: Tensor, order: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+    def merge(
+        self,
+        partials: Tensor,
+        order: Tensor,
+        starts: Tensor,
+        dtype: torch.dtype,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """As `SplitOps.merge`. Raises ValueError for tensors of another dtype or with gaps, and
         IndexError for a row that names a partial that is not there."""
         num_partials, num_heads, size = partials.shape
@@ -123,9 +130,12 @@ class NativeSplitOps(NativeOps):
             raise ValueError("partials must be contiguous float32")
         if rows and (int(starts[0]) != 0 or int(starts[-1]) > order.shape[0]):
             raise ValueError("starts must rise from 0 to at most the length of order")
+        if sinks is not None:
+            same_width(sinks, num_heads)
         out = torch.empty(rows, num_heads * (size - 2), dtype=dtype)
         call = MERGE_CALL.pack(
             partials.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
             order.data_ptr(),
             starts.data_ptr(),
             out.data_ptr(),

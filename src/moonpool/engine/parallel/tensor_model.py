@@ -30,11 +30,6 @@ from moonpool.engine.step import BeforeAttend, LayerDone
 
 def check_shards(spec: ModelSpec, num_shards: int) -> None:
     """Raises ModelError if the KV heads do not divide evenly into `num_shards`."""
-    if num_shards > 1 and spec.qk_norm == "all":
-        raise ModelError(
-            "the model norms q and k over all heads, which ranks cannot share out; "
-            "use --tensor-parallel-size 1"
-        )
     # A latent is one KV head, which all ranks have; they share out the heads that read it.
     heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
     if heads % num_shards:
@@ -62,7 +57,7 @@ def load_shards(
 
 class _ShardWeights:
     """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down, and
-    its experts whole.
+    its experts whole. Where q and k are normed over all heads, each shard computes those of all.
 
     Shard 0 alone has the biases of o and down, which a sum over shards must contain once.
     """
@@ -83,6 +78,7 @@ class _ShardWeights:
             num_heads=spec.num_heads // num_shards,
             num_kv_heads=spec.num_kv_heads // (num_shards if spec.latent is None else 1),
             intermediate_size=len(ffn),
+            head_share=(shard, num_shards),
             experts=experts,
         )
         self._ffn = ffn
@@ -114,7 +110,7 @@ class _ShardWeights:
     def _mine(self, name: str, shape: tuple[int, ...]) -> tuple[range | None, range | None]:
         """The shard's rows or columns of a tensor; None for all of them."""
         module = _module(name)
-        if _is_expert(name):
+        if _is_expert(name) or (self.spec.qk_norm == "all" and module in ("q_proj", "k_proj")):
             return None, None
         ffn = self._shared if ".mlp.shared_experts." in name else self._ffn
         if module in HEAD_MODULES or name.endswith(".sinks"):

@@ -1,12 +1,14 @@
 """Quantized Hugging Face checkpoints: which tensors hold a linear, and how they become a matrix.
 
 Read are 4-bit weights of compressed-tensors ("pack-quantized"), AWQ and GPTQ, which stay 4 bits in
-memory, and FP8 weights with a scale per tensor, row or block, which are dequantized at load.
+memory, MXFP4 experts (gpt-oss), and FP8 weights with a scale per tensor, row or block, which are
+dequantized at load.
 Activations are never rounded to 8 bits, whatever the checkpoint suggests.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,13 +21,15 @@ from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix, StoredRows
 from moonpool.engine.spec import ModelError
 
 BLOCK = 32
-Kind = Literal["awq", "gptq", "packed", "float8"]
+Kind = Literal["awq", "gptq", "packed", "float8", "mxfp4"]
 Shape = tuple[int, ...]
 Reader = Callable[[str], Tensor]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ puts column i of eight in a word."""
 FLOAT8_SCALES = ("weight_scale_inv", "weight_scale")
 FLOAT8_BLOCK = 128
+EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
+"""The tensors of gpt-oss that hold all experts of a layer."""
 FURTHER = (".input_scale", ".weight_shape", ".g_idx", ".k_scale", ".v_scale", ".weight_g_idx")
 """Tensors that hold nothing the weights need."""
 
@@ -39,8 +43,19 @@ class Scheme:
     symmetric: bool = True
     zero_offset: int = 0  # of stored zero points
 
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """The stored types of what it packs, as safetensors names them."""
+        return frozenset({"U8"} if self.kind == "mxfp4" else {"F8_E4M3", "I32"})
+
+    def packs(self, name: str, shape: Shape) -> bool:
+        """Whether it may pack the stored tensor `name`."""
+        return bool(EXPERTS.search(name)) if self.kind == "mxfp4" else len(shape) == 2
+
     def parts(self, name: str, shape: Shape, has: Callable[[str], bool]) -> dict[str, Shape | None]:
         """The tensors that hold the weight `name` [out, in], with their shapes; None: any."""
+        if self.kind == "mxfp4":
+            return _mxfp4_parts(name, shape)
         module = name.removesuffix(".weight")
         out, width = shape
         groups = width // (self.group or width)
@@ -96,6 +111,29 @@ class Scheme:
             )
 
 
+def _mxfp4_parts(name: str, shape: Shape) -> dict[str, Shape | None]:
+    """gpt-oss: `shape` is [experts, in, out]. Raises `ModelError`."""
+    count, width, out = shape
+    if width % BLOCK:
+        raise ModelError(f"{name} has {width} inputs, no multiple of {BLOCK}, which MXFP4 needs")
+    groups = (count, out, width // BLOCK)
+    return {f"{name}_blocks": (*groups, BLOCK // 2), f"{name}_scales": groups}
+
+
+def expert_matrix(name: str, stored: str, read: Reader, dtype: torch.dtype) -> QuantizedMatrix:
+    """The weight `name` of one expert, of the MXFP4 tensors of all experts, `stored`."""
+    expert, module = name.split(".")[-3:-1]
+    blocks = read(f"{stored}_blocks")[int(expert)]  # [out, groups, 16]: neighbours in a byte
+    scales = read(f"{stored}_scales")[int(expert)]  # [out, groups]: exponents plus 127
+    if stored.endswith("gate_up_proj"):  # in turns
+        first = 0 if module == "gate_proj" else 1
+        blocks, scales = blocks[first::2], scales[first::2]
+    numbers = torch.stack((blocks & 15, blocks >> 4), dim=3).flatten(2)
+    low, high = numbers.chunk(2, dim=2)  # ggml's order of nibbles
+    data = torch.cat((scales.unsqueeze(2), low | (high << 4)), dim=2).flatten(1)
+    return QuantizedMatrix((StoredRows(FORMATS["MXFP4"], data),), dtype)
+
+
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     """The scheme of a parsed `config.json`; None without one. Raises `ModelError`."""
     own = config.get("quantization_config")
@@ -113,12 +151,14 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     blocks = own.get("weight_block_size") or [FLOAT8_BLOCK, FLOAT8_BLOCK]
     if method == "fp8" and is_e4m3 and blocks == [FLOAT8_BLOCK, FLOAT8_BLOCK]:
         return Scheme("float8")
+    if method == "mxfp4":
+        return Scheme("mxfp4")
     if method == "compressed-tensors":
         return _compressed(own)
     raise ModelError(
         f"the checkpoint is quantised ({method}, {own.get('bits', own.get('fmt', 'unknown'))}); "
-        "served are awq and gptq of 4 bits, fp8 (e4m3), compressed-tensors of 4 bits or fp8, "
-        "and GGUF"
+        "served are awq and gptq of 4 bits, mxfp4, fp8 (e4m3), compressed-tensors of 4 bits or "
+        "fp8, and GGUF"
     )
 
 

@@ -1,0 +1,91 @@
+"""GGUF files of a dense model, a mixture and latents on every way: quantised weights, structured
+answers, speculation, and a decode instance killed in the middle. Tokens are those of one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.differential.checkpoints import CASES, Case, save
+from tests.differential.gguf_conversion import convert
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
+from tests.live.conftest import SMALL
+from tests.live.family_checkpoints import POSITIONS, WAYS
+from tests.live.test_families import LONG, Tokens, answers, check
+
+FILES = {
+    "qwen3": ("qwen3", Case("Qwen3", {"head_dim": 32})),
+    "mixture": ("qwen3moe", CASES["qwen3-moe-sparse"]),
+    "sinks": ("gpt-oss", CASES["gpt-oss"]),
+    "latents": ("deepseek2", CASES["deepseek-v3"]),
+}
+SPECULATION = ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}']
+MORE_WAYS = WAYS | {
+    "P/D with drafts": ["--prefill", "1", "--decode", "1", *SPECULATION],
+    "attention workers with drafts": [*WAYS["attention workers"], *SPECULATION],
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def made(name: str) -> Path:
+        architecture, case = FILES[name]
+        own = {"max_position_embeddings": POSITIONS, "moe_intermediate_size": 64}
+        told = {"attention_bias": False, "rope_interleave": True} if name == "latents" else {}
+        if name == "sinks":
+            own["intermediate_size"] = 64
+        folder = tmp_path_factory.mktemp(name)
+        save(replace(case, changes={**case.changes, **own, **told}), folder)
+        return convert(folder, architecture, "Q8_0").write(folder / "model.gguf")
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(file: Callable[[str], Path]) -> Callable[[str], tuple[Tokens, Tokens, object]]:
+    """What one process without cache answers, and a long answer."""
+
+    @cache
+    def found(name: str) -> tuple[Tokens, Tokens, object]:
+        with LocalServer(
+            [*serving(file(name)), "--mixed", "1", "--no-enable-prefix-caching"]
+        ) as up:
+            long = fresh.post(f"{up.url}/v1/completions", json=LONG, timeout=120).json()
+            return *answers(up), long["choices"][0]["token_ids"]
+
+    return found
+
+
+def serving(path: Path) -> list[str]:
+    return [str(path), "--dtype", "float32", *SMALL]
+
+
+def pairs() -> list[object]:
+    """Each file with two ways in turns, and with MOONPOOL_ALL_WAYS=1 with all of them."""
+    every = [(name, way) for name in FILES for way in MORE_WAYS]
+    if os.environ.get("MOONPOOL_ALL_WAYS") == "1":
+        return every
+    return [pair for number, pair in enumerate(every) if number % 3 == 0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "way"), pairs())
+def test_the_tokens_are_those_of_one_process(
+    name: str,
+    way: str,
+    file: Callable[[str], Path],
+    alone: Callable[[str], tuple[Tokens, Tokens, object]],
+    tmp_path: Path,
+) -> None:
+    """From the cache too, with a grammar, and through the death of the decode instance."""
+    flags = [*serving(file(name)), *MORE_WAYS[way]]
+    if "--ssd-tokens" in flags:
+        flags += ["--ssd-folder", str(tmp_path)]
+    check(flags, alone(name))
