@@ -139,7 +139,8 @@ def _document(routes: tuple[tuple[str, frozenset[str]], ...]) -> bytes:
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
-            "info": {"title": "moonpool", "version": installed_version()},
+            "info": {"title": "moonpool", "version": installed_version(), "license": _LICENSE},
+            "servers": [{"url": "/", "description": "The server that sent this document."}],
             "paths": paths,
             "components": {
                 "schemas": components
@@ -152,6 +153,7 @@ def _document(routes: tuple[tuple[str, frozenset[str]], ...]) -> bytes:
     )
 
 
+_LICENSE = {"name": "Apache License 2.0", "identifier": "Apache-2.0"}
 _ERROR = {
     "type": "object",
     "properties": {
