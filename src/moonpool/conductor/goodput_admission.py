@@ -38,7 +38,8 @@ LEAST_TTFT_CHANCE = 0.5
 """A queue in which requests wait in vain serves no more of them than a shorter one."""
 LEAST_TTFT_CHANCE_ALONE = 0.85
 """Where no decode is waited for, a prompt waits only for others, so the queue soon is as deep as
-this permits."""
+this permits. Both hold for a TTFT that is all waiting. Where nothing is waited for, rejecting a
+request leaves the instance idle, so the least chance is in proportion to the waiting."""
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 LONGEST_FIRST_GAP = 2.0
@@ -63,11 +64,13 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     step_s: float  # predicted, with the request
     wait_s: float = 0.0  # from the end of the prefill until its decode can begin
     max_step_s: float | None = None  # to wait for
+    waiting_share: float = 1.0  # of the predicted TTFT, in queues
     lasts: bool = True  # steps take about `step_s` until the answer ends
 
     @property
     def least_ttft_chance(self) -> float:
-        return LEAST_TTFT_CHANCE if self.wait_s else LEAST_TTFT_CHANCE_ALONE
+        least = LEAST_TTFT_CHANCE if self.wait_s else LEAST_TTFT_CHANCE_ALONE
+        return least * self.waiting_share
 
     @property
     def gain(self) -> float:
@@ -180,6 +183,7 @@ class GoodputModel:
             load.with_s,
             load.wait_s,
             load.max_step_s,
+            (placement.queue_s + load.wait_s) / max(placement.ttft_s + load.wait_s, 1e-9),
             load.lasts,
         )
 
