@@ -38,7 +38,8 @@ LEAST_TTFT_CHANCE = 0.5
 """A queue in which requests wait in vain serves no more of them than a shorter one."""
 LEAST_TTFT_CHANCE_ALONE = 0.85
 """Where no decode is waited for, a prompt waits only for others, so the queue soon is as deep as
-this permits."""
+this permits. Both hold for a TTFT that is all waiting. Where nothing is waited for, rejecting a
+request leaves the instance idle, so the least chance is in proportion to the waiting."""
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 LONGEST_FIRST_GAP = 2.0
@@ -63,11 +64,13 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     step_s: float  # predicted, with the request
     wait_s: float = 0.0  # from the end of the prefill until its decode can begin
     max_step_s: float | None = None  # to wait for
+    waiting_share: float = 1.0  # of the predicted TTFT, in queues
     lasts: bool = True  # steps take about `step_s` until the answer ends
 
     @property
     def least_ttft_chance(self) -> float:
-        return LEAST_TTFT_CHANCE if self.wait_s else LEAST_TTFT_CHANCE_ALONE
+        least = LEAST_TTFT_CHANCE if self.wait_s else LEAST_TTFT_CHANCE_ALONE
+        return least * self.waiting_share
 
     @property
     def gain(self) -> float:
@@ -134,6 +137,8 @@ class GoodputModel:
         self.lengths = AnswerLengths()
         self.sharing = SharingForecast()
         self._sharer_s = RunningMean(0.0)  # prefill of a prompt whose known blocks are cached
+        # Of requests that could meet their SLOs on idle instances.
+        self._usual_prefill_s, self._usual_step_s = RunningMean(0.0), RunningMean(0.0)
 
     def note_answer(self, record: RequestRecord, predicted_step_s: float, mixed: bool) -> None:
         """Learns from an answer. `predicted_step_s`: as of `expect`; 0 if nothing was predicted
@@ -168,7 +173,8 @@ class GoodputModel:
         need = self._need(context, keys, worth)
         if first:
             self.prices.note_arrival(need)
-        capacity = self._capacity(context, load.wait_s)
+            self._note_usual(context, worth)
+        capacity = self._capacity(context, load.max_step_s)
         prefill_cost, decode_cost = self.prices.cost(need, capacity, context.now)
         return ExpectedGoodput(
             worth,
@@ -180,6 +186,7 @@ class GoodputModel:
             load.with_s,
             load.wait_s,
             load.max_step_s,
+            (placement.queue_s + load.wait_s) / max(placement.ttft_s + load.wait_s, 1e-9),
             load.lasts,
         )
 
@@ -215,15 +222,19 @@ class GoodputModel:
             return DecodeLoad(0.0, without_s, without_s + own_s, 0.0, None)
         # A request joins only when there is room, so it harms nobody.
         limit_s = self.limit_step_s(table, row, slo_s)
-        wait_s = max(self._room_s(context, limit_s, own_s) - context.placement.ttft_s, 0.0)
+        ttft_s = context.placement.ttft_s
+        wait_s = max(self._room_s(context, limit_s, own_s, ttft_s) - ttft_s, 0.0)
         with_s = limit_s if wait_s else min(without_s + own_s, max(limit_s, own_s))
         # Without a wait, the load grows after the answer has begun: it tells nothing about a step
         # as long as the limit.
         return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
 
-    def _room_s(self, context: AdmissionContext, limit_s: float, own_s: float) -> float:
-        """Time until the batch has room for the request, behind all that are booked before it. At
-        full load, so much of the load ends in each second as one lifetime has seconds."""
+    def _room_s(
+        self, context: AdmissionContext, limit_s: float, own_s: float, ttft_s: float
+    ) -> float:
+        """Time until the batch has room for a request, behind all that are booked before it. At
+        full load, so much of the load ends in each second as one lifetime has seconds. The request
+        adds `own_s` to each step, and its prefill ends in `ttft_s`."""
         table, row = context.table, context.placement.decoder_row
         per_sequence_s = table.decode_s_per_sequence.item(row)
         per_token_s = table.decode_s_per_context_token.item(row)
@@ -239,7 +250,7 @@ class GoodputModel:
         # Until the prefills under way have filled the batch, less than that ends.
         empty = max(1.0 - used_s / room_s, 0.0)
         filled = min(empty * room_s / max(booked_s - used_s, 1e-12), 1.0)
-        lost_s = 0.5 * empty * filled * context.placement.ttft_s
+        lost_s = 0.5 * empty * filled * ttft_s
         lifetime_s = context.forecast.lifetime_s or context.footprint.answer_s
         return lacking_s / room_s * lifetime_s + lost_s
 
@@ -269,10 +280,24 @@ class GoodputModel:
             new = max(footprint.num_tokens - known * footprint.block_tokens, 1)
             self._sharer_s.add(placement.prefill_s * min(new / computed, 1.0))
 
-    def _capacity(self, context: AdmissionContext, wait_s: float) -> ClusterCapacity:
+    def _note_usual(self, context: AdmissionContext, worth: float) -> None:
+        if worth < LEAST_CHANCE:
+            return
+        self._usual_prefill_s.add(context.placement.prefill_s)
+        if context.footprint.decodes:
+            row, tokens = context.placement.decoder_row, context.footprint.expected_tokens
+            self._usual_step_s.add(added_step_s(context.table, row, tokens))
+
+    def _capacity(self, context: AdmissionContext, max_step_s: float | None) -> ClusterCapacity:
+        """Waits are those of a usual request: one with a very long prompt waits for itself, which
+        says nothing about the pools."""
         table, slo = context.table, context.budget.slo
         row = context.placement.decoder_row
         base_s = table.decode_base_s.item(row)
+        ttft_s = wait_s = context.placement.queue_s + self._usual_prefill_s.value
+        if max_step_s is not None:
+            own_s = self._usual_step_s.value
+            wait_s = max(self._room_s(context, max_step_s, own_s, ttft_s), ttft_s)
         room_s = max(self.limit_step_s(table, row, slo.tbt_s) - base_s, 0.0)
         num = table.num_decodes
         decoding = table.without_remainders(table.total_decoding, table.total_decoding_context)
@@ -280,7 +305,7 @@ class GoodputModel:
         return ClusterCapacity(
             table.num_prefills,
             context.placement.queue_s,
-            context.placement.ttft_s + wait_s,
+            wait_s,
             slo.ttft_s,
             room_s * num,
             (step_s - base_s) * num,

@@ -36,6 +36,11 @@ LENGTH_MEMORY = 1024
 RELEARN_EVERY = 16
 QUEUED_SHARE = 0.125
 """TTFTs predicted below this share of the SLO say nothing about the lateness of a long queue."""
+TTFT_CLASSES = (0.0, 0.35, 0.7)
+"""Least shares of the SLO of each class of predicted TTFTs."""
+POOLED_WEIGHT = 8.0
+"""Weight of the ratios of all classes among those of one."""
+TINY_WEIGHT = 0.01
 
 
 TRIED_RATIOS = (
@@ -123,26 +128,50 @@ class TbtChances:
 
 
 class TtftChances:
-    """The chance that a TTFT is within a multiple of the predicted one."""
+    """The chance that a TTFT is within a multiple of the predicted one.
+
+    A TTFT near the SLO is mostly a queue, whose prompts' errors cancel out; a short one depends on
+    the step under way. So ratios are learned apart by the predicted share of the SLO. Where they
+    are few, those of all shares stand in for them.
+    """
 
     def __init__(self) -> None:
-        self._ratios = RatioHistogram([1.0 + 0.01 * step for step in range(-2, 3)], GUESS_WEIGHT)
-        self._shares = self._ratios.shares()
+        first_guess = [1.0 + 0.01 * step for step in range(-2, 3)]
+        self._ratios = [RatioHistogram(first_guess, TINY_WEIGHT) for _ in TTFT_CLASSES]
+        self._all = RatioHistogram(first_guess, GUESS_WEIGHT)
+        self._shares = [self._all.shares() for _ in TTFT_CLASSES]
         self._num_new = 0
 
     def note_first_token(self, ttft_s: float, predicted_s: float, slo_s: float) -> None:
         if predicted_s < QUEUED_SHARE * slo_s or ttft_s <= 0.0:
             return
-        self._ratios.add(ttft_s / predicted_s)
+        self._all.add(ttft_s / predicted_s)
+        self._ratios[_ttft_class(predicted_s, slo_s)].add(ttft_s / predicted_s)
         self._num_new += 1
         if self._num_new >= RELEARN_EVERY:
-            self._shares, self._num_new = self._ratios.shares(), 0
+            pooled, self._num_new = self._all.shares(), 0
+            self._shares = [_mixed(ratios, pooled) for ratios in self._ratios]
 
     def chance(self, ttft_s: float, slo_s: float) -> float:
         """The chance to meet the SLO where `ttft_s` is predicted; neither may be negative."""
         if slo_s <= 0.0:
             return 0.0
-        return share_at(self._shares, slo_s / ttft_s) if ttft_s > 0.0 else 1.0
+        if ttft_s <= 0.0:
+            return 1.0
+        return share_at(self._shares[_ttft_class(ttft_s, slo_s)], slo_s / ttft_s)
+
+
+def _ttft_class(predicted_s: float, slo_s: float) -> int:
+    return sum(predicted_s >= least * slo_s for least in TTFT_CLASSES[1:])
+
+
+def _mixed(ratios: RatioHistogram, pooled: list[float]) -> list[float]:
+    """The shares of these ratios, with `POOLED_WEIGHT` of all ratios among them."""
+    own, weight = ratios.shares(), ratios.total
+    return [
+        (weight * one + POOLED_WEIGHT * other) / (weight + POOLED_WEIGHT)
+        for one, other in zip(own, pooled, strict=True)
+    ]
 
 
 def _first_guess(num_tokens: int) -> list[float]:

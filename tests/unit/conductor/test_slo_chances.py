@@ -76,6 +76,18 @@ def test_late_first_tokens_are_learned_from_long_queues_only() -> None:
     assert chances.chance(1.0, 0.0) == 0.0 and chances.chance(0.0, 1.0) == 1.0
 
 
+def test_late_short_waits_do_not_say_that_a_long_queue_is_late() -> None:
+    """A short TTFT depends on the step under way. Else prompts that the SLO leaves time for would be
+    rejected, and nothing would be learned about them again."""
+    chances = TtftChances()
+    for number in range(256):
+        chances.note_first_token(2.0 if number % 2 else 0.8, 0.8, 3.0)
+        chances.note_first_token(2.5 + 0.01 * (number % 10), 2.5, 3.0)
+    assert chances.chance(2.5, 3.0) > 0.95
+    assert 0.4 < chances.chance(0.6, 1.4) < 0.8, "between, where there are none: those of all"
+    assert chances.chance(0.45, 1.35) > 0.9
+
+
 def test_answers_that_join_between_steps_have_no_long_first_gap_to_begin_with() -> None:
     at_any_time, between = TbtChances(), TbtChances(joins_between=True)
     assert at_any_time.chance(0.9 * SLO_S, SLO_S) < 0.9 < between.chance(0.9 * SLO_S, SLO_S)
