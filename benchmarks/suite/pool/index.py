@@ -97,6 +97,7 @@ def run_one(how: str, blocks: int, instances: int, ssd_share: float) -> dict[str
         "block_bytes": round(grown / len(index), 1),
     }
     if how == "tracemalloc":
+        tracemalloc.stop()
         return found
     found["event_us"] = round(seconds / max(num_events, 1) * 1e6, 3)
     return found | _match_times(index, prompts, rng)
