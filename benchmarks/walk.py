@@ -60,11 +60,9 @@ def walk(root: Path) -> dict[str, list[str]]:
                 server.send_signal(signal.SIGTERM)
 
 
-def _record(port: int, place: Path, head: int) -> dict[str, list[str]]:
+def _record(port: int, place: Path, supervisor: int) -> dict[str, list[str]]:
     _chat(port)
-    processes = {"head": head}
-    for name in sorted(_children(head)):
-        processes["worker"] = name
+    processes = _children(supervisor)
     for each in processes.values():
         os.kill(each, signal.SIGUSR1)
     time.sleep(0.2)
@@ -75,17 +73,18 @@ def _record(port: int, place: Path, head: int) -> dict[str, list[str]]:
     return {name: (place / str(pid)).read_text().split() for name, pid in processes.items()}
 
 
-def _children(parent: int) -> list[int]:
-    """Workers of a head, by what `ps` shows of them."""
-    found = []
+def _children(supervisor: int) -> dict[str, int]:
+    """Head and worker of a supervisor, by what `ps` shows of them."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\\0", " ")
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").split()
             fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        if int(fields[1]) == parent and " worker" in words:
-            found.append(int(folder.name))
+        for name, command in (("head", "head-process"), ("worker", "worker")):
+            if int(fields[1]) == supervisor and command.encode() in words:
+                found[name] = int(folder.name)
     return found
 
 

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
-from moonpool.cli.options import COUNT, json_option
+from benchmarks.cli.annotated import options
+from moonpool.cli.options import json_option
 from moonpool.cli.output import fail, origin, write_json
 
 
 @click.command()
-@click.option(
-    "--trace",
-    "traces",
-    type=click.Path(exists=True, dir_okay=False),
-    multiple=True,
-    help="A recorded trace, beside the generated workloads; repeat for more.",
-)
-@click.option(
-    "--requests", type=COUNT, default=1200, show_default=True, help="Requests of each workload."
-)
-@click.option(
-    "--processes", type=COUNT, default=2, show_default=True, help="Simulations at a time."
-)
+@options
 @json_option
 def admission(
-    traces: tuple[str, ...], requests: int, processes: int, json_file: str | None
+    *,
+    traces: Annotated[
+        tuple[str, ...],
+        "A recorded trace, beside the generated workloads; repeat for more.",
+        "--trace",
+        click.Path(exists=True, dir_okay=False),
+    ] = (),
+    requests: Annotated[int, "Requests of each workload."] = 1200,
+    processes: Annotated[int, "Simulations at a time."] = 2,
+    json_file: str | None,
 ) -> None:
     """Simulate all admission policies on several workloads, clusters and loads.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import msgspec
 
-from moonpool.cli.options import COUNT
+from benchmarks.cli.annotated import Model, Repeats, options
+from moonpool.cli.options import json_option
 from moonpool.cli.output import fail, origin, write_json
 
 if TYPE_CHECKING:
@@ -16,78 +17,39 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--model",
-    default="random:m150",
-    show_default=True,
-    help="Model: a built-in, or a Hugging Face folder or id.",
-)
-@click.option("--workers", type=COUNT, default=1, show_default=True, help="Most attention workers.")
-@click.option(
-    "--batch",
-    "batches",
-    multiple=True,
-    type=COUNT,
-    default=(1, 8, 16),
-    help="Number of sequences of a decode step; repeat for more.",
-)
-@click.option(
-    "--context",
-    "contexts",
-    multiple=True,
-    type=COUNT,
-    default=(512, 4096),
-    help="Context tokens of each sequence; repeat for more.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="bfloat16",
-    help="Number format of weights and KVCache.",
-)
-@click.option(
-    "--repeats", type=COUNT, default=5, show_default=True, help="Measure each case this often."
-)
-@click.option(
-    "--capacity",
-    is_flag=True,
-    help="Measure the time between tokens over the number of requests at once.",
-)
-@click.option(
-    "--requests", type=COUNT, default=8, help="With --capacity: requests that one memory holds."
-)
-@click.option(
-    "--holds",
-    type=COUNT,
-    default=1,
-    help="With --capacity: memory of a worker, as a multiple of the instance's own.",
-)
-@click.option(
-    "--slo-tbt",
-    type=click.FloatRange(min=0.0),
-    default=0.0,
-    help="With --capacity: time between tokens to keep, in seconds.",
-)
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False),
-    help="With --capacity: draw the figures to this PNG file.",
-)
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures to this file."
-)
+@options
+@json_option
 def attention(
-    model: str,
-    workers: int,
-    batches: tuple[int, ...],
-    contexts: tuple[int, ...],
-    dtype: str,
-    repeats: int,
-    capacity: bool,
-    requests: int,
-    holds: int,
-    slo_tbt: float,
-    plot: str | None,
+    *,
+    model: Model = "random:m150",
+    workers: Annotated[int, "Most attention workers."] = 1,
+    batches: Annotated[
+        tuple[int, ...], "Number of sequences of a decode step; repeat for more.", "--batch"
+    ] = (1, 8, 16),
+    contexts: Annotated[
+        tuple[int, ...], "Context tokens of each sequence; repeat for more.", "--context"
+    ] = (512, 4096),
+    dtype: Annotated[
+        str, "Number format of weights and KVCache.", click.Choice(["float32", "bfloat16"])
+    ] = "bfloat16",
+    repeats: Repeats = 5,
+    capacity: Annotated[
+        bool, "Measure the time between tokens over the number of requests at once."
+    ] = False,
+    requests: Annotated[int, "With --capacity: requests that one memory holds."] = 8,
+    holds: Annotated[
+        int, "With --capacity: memory of a worker, as a multiple of the instance's own."
+    ] = 1,
+    slo_tbt: Annotated[
+        float,
+        "With --capacity: time between tokens to keep, in seconds.",
+        click.FloatRange(min=0.0),
+    ] = 0.0,
+    plot: Annotated[
+        str | None,
+        "With --capacity: draw the figures to this PNG file.",
+        click.Path(dir_okay=False),
+    ] = None,
     json_file: str | None,
 ) -> None:
     """Measure attention offloading: the parts of a step, with and without attention workers.

@@ -3,174 +3,106 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any
 
 import click
 
-from moonpool.cli.options import COUNT, json_option
-from moonpool.cli.output import check_folders, fail, origin, show_figures, write_json
+from benchmarks.cli.annotated import Model, Repeats, Seed, options
+from benchmarks.cli.output import measure, show
+from moonpool.cli.options import json_option
+from moonpool.cli.output import fail, show_figures
 
 
 @click.command()
-@click.option(
-    "--model",
-    default="random:m150",
-    show_default=True,
-    help="Model: a built-in, or a Hugging Face folder or id.",
-)
-@click.option("--peer-python", help="Compare with vLLM's CPU build of this Python installation.")
-@click.option(
-    "--openvino-python",
-    help="Compare with openvino-genai of this Python, which also has optimum-intel.",
-)
-@click.option(
-    "--llama-python", help="Compare with llama-cpp-python of this Python, which also has gguf."
-)
-@click.option(
-    "--peer-eager", is_flag=True, help="Keep vLLM from compiling: it starts sooner and runs slower."
-)
-@click.option(
-    "--prompt",
-    "prefills",
-    multiple=True,
-    type=COUNT,
-    default=(512, 2048, 8192),
-    show_default=True,
-    help="Tokens of a prompt; repeat for more.",
-)
-@click.option(
-    "--batch",
-    "batches",
-    multiple=True,
-    type=COUNT,
-    default=(1, 8, 32),
-    show_default=True,
-    help="Number of sequences of a decode step; repeat for more.",
-)
-@click.option(
-    "--context",
-    "contexts",
-    multiple=True,
-    type=COUNT,
-    default=(512, 4096),
-    show_default=True,
-    help="Context tokens of each decode; all are computed, and 32 of 4,096 take minutes.",
-)
-@click.option(
-    "--chunk-tokens",
-    type=COUNT,
-    default=512,
-    show_default=True,
-    help="Tokens of a prefill chunk of all engines.",
-)
-@click.option(
-    "--repeats",
-    type=COUNT,
-    default=3,
-    show_default=True,
-    help="Measure each prefill this often; the best counts.",
-)
+@options
 @json_option
 def engine(
-    model: str,
-    peer_python: str | None,
-    openvino_python: str | None,
-    llama_python: str | None,
-    peer_eager: bool,
-    prefills: tuple[int, ...],
-    batches: tuple[int, ...],
-    contexts: tuple[int, ...],
-    chunk_tokens: int,
-    repeats: int,
+    *,
+    model: Model = "random:m150",
+    peer_python: Annotated[
+        str | None, "Compare with vLLM's CPU build of this Python installation."
+    ] = None,
+    openvino_python: Annotated[
+        str | None, "Compare with openvino-genai of this Python, which also has optimum-intel."
+    ] = None,
+    llama_python: Annotated[
+        str | None, "Compare with llama-cpp-python of this Python, which also has gguf."
+    ] = None,
+    peer_eager: Annotated[
+        bool, "Keep vLLM from compiling: it starts sooner and runs slower."
+    ] = False,
+    prefills: Annotated[tuple[int, ...], "Tokens of a prompt; repeat for more.", "--prompt"] = (
+        512,
+        2048,
+        8192,
+    ),
+    batches: Annotated[
+        tuple[int, ...], "Number of sequences of a decode step; repeat for more.", "--batch"
+    ] = (1, 8, 32),
+    contexts: Annotated[
+        tuple[int, ...],
+        "Context tokens of each decode; all are computed, and 32 of 4,096 take minutes.",
+        "--context",
+    ] = (512, 4096),
+    chunk_tokens: Annotated[int, "Tokens of a prefill chunk of all engines."] = 512,
+    repeats: Annotated[int, "Measure each prefill this often; the best counts."] = 3,
     json_file: str | None,
 ) -> None:
     """Measure prefill and decode, against the machine's limits, vLLM, OpenVINO and llama.cpp.
 
     The limits are GEMM rate and memory bandwidth. All engines use one thread.
     """
-    from benchmarks.suite.engine.engine import PeerError, bench_engine
+    from benchmarks.suite.engine.engine import bench_engine
     from benchmarks.suite.engine.engine_rows import EngineBenchRows
-    from moonpool.engine.spec import ModelError
 
     rows = EngineBenchRows(prefills, batches, contexts, chunk_tokens)
     pythons = {"vllm": peer_python, "openvino": openvino_python, "llama.cpp": llama_python}
     peers = {name: python for name, python in pythons.items() if python is not None}
-    try:
-        found = bench_engine(model, rows, peers, peer_eager, repeats, click.echo)
-    except (PeerError, ModelError) as error:
-        fail(str(error))
-    show_figures(found, json_file)
+    show(lambda: bench_engine(model, rows, peers, peer_eager, repeats, click.echo), json_file)
 
 
 @click.command()
-@click.option(
-    "--model",
-    default="moonpool/induction",
-    show_default=True,
-    help="Model: a built-in, or a Hugging Face folder or id.",
-)
-@click.option("--prompts", type=COUNT, default=32, show_default=True, help="Number of prompts.")
-@click.option(
-    "--answer-tokens", type=COUNT, default=64, show_default=True, help="Tokens of each answer."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
+@options
 @json_option
 def quantization(
-    model: str, prompts: int, answer_tokens: int, seed: int, json_file: str | None
+    *,
+    model: Model = "moonpool/induction",
+    prompts: Annotated[int, "Number of prompts."] = 32,
+    answer_tokens: Annotated[int, "Tokens of each answer."] = 64,
+    seed: Seed = 0,
+    json_file: str | None,
 ) -> None:
     """Compare weights of 8 bits with bfloat16: KL, perplexity, greedy answers and tokens/s.
 
     Both use one thread.
     """
     from benchmarks.suite.engine.quantization import bench_quantization
-    from moonpool.engine.spec import ModelError
 
-    try:
-        found = bench_quantization(model, prompts, answer_tokens, seed, click.echo)
-    except ModelError as error:
-        fail(str(error))
-    show_figures(found, json_file)
+    show(lambda: bench_quantization(model, prompts, answer_tokens, seed, click.echo), json_file)
 
 
 @click.command()
-@click.option("--model", default="smollm2", show_default=True, help="GGUF file.")
-@click.option(
-    "--llama-python", help="Compare with llama-cpp-python of this Python, which also has numpy."
-)
-@click.option(
-    "--rounds",
-    type=COUNT,
-    default=7,
-    show_default=True,
-    help="Rounds in which the engines run in turns, after one that does not count.",
-)
-@click.option(
-    "--threads",
-    multiple=True,
-    type=COUNT,
-    default=(1, 2),
-    show_default=True,
-    help="Threads of each engine; repeat for more.",
-)
-@click.option("--tokens", type=COUNT, default=1024, show_default=True, help="Tokens of the text.")
-@click.option(
-    "--text",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Text of the perplexity; default: docs/architecture.md.",
-)
-@click.option(
-    "--converted",
-    is_flag=True,
-    help="Compare the model in other formats instead; MODEL may also be a Hugging Face folder.",
-)
+@options
 @json_option
 def formats(
-    model: str,
-    llama_python: str | None,
-    rounds: int,
-    threads: tuple[int, ...],
-    tokens: int,
-    text: Path | None,
-    converted: bool,
+    *,
+    model: Annotated[str, "GGUF file."] = "smollm2",
+    llama_python: Annotated[
+        str | None, "Compare with llama-cpp-python of this Python, which also has numpy."
+    ] = None,
+    rounds: Annotated[
+        int, "Rounds in which the engines run in turns, after one that does not count."
+    ] = 7,
+    threads: Annotated[tuple[int, ...], "Threads of each engine; repeat for more."] = (1, 2),
+    tokens: Annotated[int, "Tokens of the text."] = 1024,
+    text: Annotated[
+        Path | None,
+        "Text of the perplexity; default: docs/architecture.md.",
+        click.Path(exists=True, dir_okay=False, path_type=Path),
+    ] = None,
+    converted: Annotated[
+        bool, "Compare the model in other formats instead; MODEL may also be a Hugging Face folder."
+    ] = False,
     json_file: str | None,
 ) -> None:
     """Measure a GGUF file by moonpool and llama.cpp: time, read bandwidth and perplexity.
@@ -178,147 +110,79 @@ def formats(
     With --converted: quantized weights beside float32 in quality and bfloat16 in time.
     """
     from benchmarks.suite.engine.formats import TEXT, bench_formats
-    from benchmarks.suite.engine.gguf_engines import (
-        GgufBenchPlan,
-        GgufPeerError,
-        bench_gguf_engines,
-    )
-    from moonpool.engine.spec import ModelError
+    from benchmarks.suite.engine.gguf_engines import GgufBenchPlan, bench_gguf_engines
 
-    check_folders(json_file)
     source = text or TEXT
-    try:
+
+    def run() -> dict[str, Any]:
         if converted:
             found = bench_formats(model, tokens, source, click.echo)
         else:
             plan = GgufBenchPlan(rounds, threads)
             found = bench_gguf_engines(model, tokens, source, llama_python, plan, click.echo)
-    except (ModelError, GgufPeerError) as error:
-        fail(str(error))
-    show_figures({"model": Path(model).name, **found}, json_file)
+        return {"model": Path(model).name, **found}
+
+    show(run, json_file)
 
 
 @click.command("kv-formats")
-@click.option(
-    "--model",
-    default="smollm2",
-    show_default=True,
-    help="Model: a GGUF file, a Hugging Face folder or id.",
-)
-@click.option("--tokens", type=COUNT, default=1024, show_default=True, help="Tokens of the text.")
-@click.option(
-    "--text",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Text of the perplexity; default: docs/architecture.md.",
-)
+@options
 @json_option
-def kv_formats(model: str, tokens: int, text: Path | None, json_file: str | None) -> None:
+def kv_formats(
+    *,
+    model: Annotated[str, "Model: a GGUF file, a Hugging Face folder or id."] = "smollm2",
+    tokens: Annotated[int, "Tokens of the text."] = 1024,
+    text: Annotated[
+        Path | None,
+        "Text of the perplexity; default: docs/architecture.md.",
+        click.Path(exists=True, dir_okay=False, path_type=Path),
+    ] = None,
+    json_file: str | None,
+) -> None:
     """Compare KVCache in fp8 with KVCache in the model's own number format."""
     from benchmarks.suite.engine.kv_formats import bench_kv_formats
-    from moonpool.engine.spec import ModelError
 
-    try:
-        found = bench_kv_formats(model, tokens, text, click.echo)
-    except ModelError as error:
-        fail(str(error))
-    show_figures(found, json_file)
+    show(lambda: bench_kv_formats(model, tokens, text, click.echo), json_file)
 
 
 @click.command()
-@click.option(
-    "--model",
-    default="random:m150",
-    show_default=True,
-    help="Model: a built-in, or a Hugging Face folder or id.",
-)
-@click.option(
-    "--repeats",
-    type=COUNT,
-    default=3,
-    show_default=True,
-    help="Measure each single step this often.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
+@options
 @json_option
-def sarathi(model: str, repeats: int, seed: int, json_file: str | None) -> None:
+def sarathi(
+    *,
+    model: Model = "random:m150",
+    repeats: Annotated[int, "Measure each single step this often."] = 3,
+    seed: Seed = 0,
+    json_file: str | None,
+) -> None:
     """Measure chunked prefill: decode speed-ups, P:D, tails of TBT, KVCache occupation.
 
     Each figure is measured and predicted. One thread, about three minutes.
     """
     from benchmarks.suite.engine.sarathi import bench_sarathi
-    from moonpool.engine.spec import ModelError
 
-    try:
-        found = bench_sarathi(model, repeats, seed, click.echo)
-    except ModelError as error:
-        fail(str(error))
-    show_figures(found, json_file)
+    show(lambda: bench_sarathi(model, repeats, seed, click.echo), json_file)
 
 
 @click.command()
-@click.option(
-    "--model",
-    default="random:m150",
-    show_default=True,
-    help="Model: a built-in, or a Hugging Face folder or id.",
-)
-@click.option(
-    "--stages",
-    type=click.IntRange(2, 64),
-    default=2,
-    show_default=True,
-    help="Number of pipeline stages.",
-)
-@click.option(
-    "--prompt-tokens",
-    type=COUNT,
-    default=16_384,
-    show_default=True,
-    help="Tokens of the long prompt.",
-)
-@click.option(
-    "--max-num-batched-tokens",
-    type=COUNT,
-    default=512,
-    show_default=True,
-    help="Most tokens of one step (the prefill chunk).",
-)
-@click.option(
-    "--short-tokens", type=COUNT, default=256, show_default=True, help="Tokens of the short prompt."
-)
-@click.option(
-    "--repeats",
-    type=COUNT,
-    default=5,
-    show_default=True,
-    help="Measure the short prompt this often.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
-@click.option(
-    "--part",
-    "parts",
-    multiple=True,
-    type=click.Choice(["long", "short", "mixed", "decode"]),
-    help="Run only this part; repeat for more, all unless given.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="Device that computes.",
-)
+@options
 @json_option
 def pipeline(
-    model: str,
-    stages: int,
-    prompt_tokens: int,
-    max_num_batched_tokens: int,
-    short_tokens: int,
-    repeats: int,
-    seed: int,
-    parts: tuple[str, ...],
-    device: str,
+    *,
+    model: Model = "random:m150",
+    stages: Annotated[int, "Number of pipeline stages.", click.IntRange(2, 64)] = 2,
+    prompt_tokens: Annotated[int, "Tokens of the long prompt."] = 16_384,
+    max_num_batched_tokens: Annotated[int, "Most tokens of one step (the prefill chunk)."] = 512,
+    short_tokens: Annotated[int, "Tokens of the short prompt."] = 256,
+    repeats: Annotated[int, "Measure the short prompt this often."] = 5,
+    seed: Seed = 0,
+    parts: Annotated[
+        tuple[str, ...],
+        "Run only this part; repeat for more, all unless given.",
+        "--part",
+        click.Choice(["long", "short", "mixed", "decode"]),
+    ] = (),
+    device: Annotated[str, "Device that computes.", click.Choice(["cpu", "cuda"])] = "cpu",
     json_file: str | None,
 ) -> None:
     """Compare an instance of several stages with one of one stage.
@@ -352,36 +216,19 @@ def pipeline(
 
 
 @click.command()
-@click.option(
-    "--model",
-    default="random:m150",
-    show_default=True,
-    help="Model: a built-in, or a Hugging Face folder or id.",
-)
-@click.option(
-    "--ranks",
-    type=click.Choice(["2", "4", "8"]),
-    default="2",
-    show_default=True,
-    help="Number of tensor-parallel ranks.",
-)
-@click.option(
-    "--repeats", type=COUNT, default=3, show_default=True, help="Measure each case this often."
-)
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures to this file."
-)
-def tensor(model: str, ranks: str, repeats: int, json_file: str | None) -> None:
+@options
+@json_option
+def tensor(
+    *,
+    model: Model = "random:m150",
+    ranks: Annotated[str, "Number of tensor-parallel ranks.", click.Choice(["2", "4", "8"])] = "2",
+    repeats: Repeats = 3,
+    json_file: str | None,
+) -> None:
     """Compare an instance of several ranks with one process: prompts, decodes, share of sums.
 
     One thread a rank, about two minutes.
     """
     from benchmarks.suite.engine.tensor import bench_tensor
-    from moonpool.engine.parallel.process_group import StageLostError
-    from moonpool.transfer.arena import ArenaError
 
-    try:
-        found = bench_tensor(model, int(ranks), repeats, click.echo)
-    except (ArenaError, StageLostError, ValueError) as error:
-        fail(str(error))
-    write_json(json_file, found | {"origin": origin()})
+    measure(lambda: bench_tensor(model, int(ranks), repeats, click.echo), json_file)

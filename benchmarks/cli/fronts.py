@@ -2,69 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import click
 import msgspec
 
-from moonpool.cli.options import COUNT
-from moonpool.cli.output import run_measurement
+from benchmarks.cli.annotated import PeerPython, Rounds, options
+from benchmarks.cli.output import measure
+from moonpool.cli.options import json_option
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 @click.command()
-@click.option("--model", required=True, help="Folder of a checkpoint with tokeniser files.")
-@click.option("--peer-python", required=True, help="Python of a vLLM installation.")
-@click.option(
-    "--users",
-    type=COUNT,
-    default=6,
-    show_default=True,
-    help="Number of conversations at the same time.",
-)
-@click.option(
-    "--turns", type=COUNT, default=6, show_default=True, help="Turns of each conversation."
-)
-@click.option(
-    "--think",
-    "think_s",
-    type=_POSITIVE,
-    default=0.5,
-    show_default=True,
-    help="Seconds between an answer and the next turn.",
-)
-@click.option(
-    "--kv-tokens",
-    type=COUNT,
-    default=32_768,
-    show_default=True,
-    help="Tokens of KVCache of each vLLM.",
-)
-@click.option(
-    "--max-num-batched-tokens",
-    "chunk_tokens",
-    type=COUNT,
-    default=512,
-    help="Most tokens of one step (the prefill chunk).",
-)
-@click.option(
-    "--rounds",
-    type=COUNT,
-    default=3,
-    show_default=True,
-    help="Measure each case this often, in turn.",
-)
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures to this file."
-)
+@options
+@json_option
 def fronts(
-    model: str,
-    peer_python: str,
-    users: int,
-    turns: int,
-    think_s: float,
-    kv_tokens: int,
-    chunk_tokens: int,
-    rounds: int,
+    *,
+    model: Annotated[str, "Folder of a checkpoint with tokeniser files."],
+    peer_python: PeerPython,
+    users: Annotated[int, "Number of conversations at the same time."] = 6,
+    turns: Annotated[int, "Turns of each conversation."] = 6,
+    think_s: Annotated[float, "Seconds between an answer and the next turn.", "--think"] = 0.5,
+    kv_tokens: Annotated[int, "Tokens of KVCache of each vLLM."] = 32_768,
+    chunk_tokens: Annotated[
+        int, "Most tokens of one step (the prefill chunk).", "--max-num-batched-tokens"
+    ] = 512,
+    rounds: Rounds = 3,
     json_file: str | None,
 ) -> None:
     """Compare two vLLMs behind moonpool with two behind a least-loaded front."""
@@ -78,7 +42,7 @@ def fronts(
         turns=turns,
         think_s=think_s,
     )
-    run_measurement(
+    measure(
         lambda: {
             "talk": msgspec.to_builtins(talk),
             **bench_fronts(peer_python, talk, rounds, click.echo),

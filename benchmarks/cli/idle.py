@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import click
 
-from moonpool.cli.options import COUNT, json_option
-from moonpool.cli.output import check_folders, fail, origin, write_json
+from benchmarks.cli.annotated import Model, options
+from benchmarks.cli.output import measure
+from moonpool.cli.options import json_option
+from moonpool.cli.output import check_folders
 
 
 @click.command()
-@click.option(
-    "--model",
-    default="moonpool/induction",
-    show_default=True,
-    help="Model: a built-in, or a Hugging Face folder or id.",
-)
-@click.option(
-    "--prefill", type=COUNT, default=2, show_default=True, help="Number of prefill instances."
-)
-@click.option(
-    "--decode", type=COUNT, default=2, show_default=True, help="Number of decode instances."
-)
-@click.option(
-    "--kv-tokens",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Tokens of KVCache per instance; 0 takes the default of `serve`.",
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(1.0),
-    default=60.0,
-    show_default=True,
-    help="Seconds over which CPU time is counted.",
-)
+@options
 @json_option
 def idle(
-    model: str, prefill: int, decode: int, kv_tokens: int, seconds: float, json_file: str | None
+    *,
+    model: Model = "moonpool/induction",
+    prefill: Annotated[int, "Number of prefill instances."] = 2,
+    decode: Annotated[int, "Number of decode instances."] = 2,
+    kv_tokens: Annotated[
+        int,
+        "Tokens of KVCache per instance; 0 takes the default of `serve`.",
+        click.IntRange(min=0),
+    ] = 0,
+    seconds: Annotated[
+        float, "Seconds over which CPU time is counted.", click.FloatRange(1.0)
+    ] = 60.0,
+    json_file: str | None,
 ) -> None:
     """Measure memory, CPU time and wake-ups of each process of a cluster that serves nothing."""
-    from benchmarks.suite.live.idle import IdleBenchError, bench_idle
-    from moonpool.demo.local_server import ServerError
+    from benchmarks.suite.live.idle import bench_idle
 
     check_folders(json_file)
     flags = ["--kv-tokens", str(kv_tokens)] if kv_tokens else []
-    try:
-        found = bench_idle(model, prefill, decode, flags, seconds, click.echo)
-    except (IdleBenchError, ServerError) as error:
-        fail(str(error))
-    write_json(json_file, found | {"origin": origin()})
+    measure(lambda: bench_idle(model, prefill, decode, flags, seconds, click.echo), json_file)

@@ -2,82 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import click
 
-from moonpool.cli.options import COUNT, POSITIVE, json_option
-from moonpool.cli.output import fail, run_measurement
+from benchmarks.cli.annotated import Seed, options
+from benchmarks.cli.output import measure
+from moonpool.cli.options import json_option
+from moonpool.cli.output import fail
 
 
 @click.command()
-@click.option(
-    "--kills",
-    type=click.IntRange(min=0),
-    default=14,
-    show_default=True,
-    help="Processes to kill in each arrangement.",
-)
-@click.option(
-    "--stops",
-    type=click.IntRange(min=0),
-    default=7,
-    show_default=True,
-    help="Processes to stop (SIGSTOP) in each arrangement.",
-)
-@click.option("--streams", type=COUNT, default=16, show_default=True, help="Streams at a time.")
-@click.option(
-    "--seconds",
-    type=POSITIVE,
-    default=300.0,
-    show_default=True,
-    help="Most seconds in which faults come, for each arrangement.",
-)
-@click.option(
-    "--stop-seconds",
-    type=click.FloatRange(min=0.5),
-    default=8.0,
-    show_default=True,
-    help="Longest time that a process stands still.",
-)
-@click.option(
-    "--arrangement",
-    "names",
-    multiple=True,
-    type=click.Choice(["1M", "1P+1D", "2M", "2P+2D", "stages", "ranks", "attention"]),
-    help="Processes of the cluster; repeat for more. All of them unless given.",
-)
-@click.option(
-    "--kind",
-    "only",
-    multiple=True,
-    help="Kind of process to hit; repeat for more. All unless given.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
+@options
 @json_option
 def kills(
-    kills: int,
-    stops: int,
-    streams: int,
-    seconds: float,
-    stop_seconds: float,
-    names: tuple[str, ...],
-    only: tuple[str, ...],
-    seed: int,
+    *,
+    kills: Annotated[int, "Processes to kill in each arrangement.", click.IntRange(min=0)] = 14,
+    stops: Annotated[
+        int, "Processes to stop (SIGSTOP) in each arrangement.", click.IntRange(min=0)
+    ] = 7,
+    streams: Annotated[int, "Streams at a time."] = 16,
+    seconds: Annotated[float, "Most seconds in which faults come, for each arrangement."] = 300.0,
+    stop_seconds: Annotated[
+        float, "Longest time that a process stands still.", click.FloatRange(min=0.5)
+    ] = 8.0,
+    names: Annotated[
+        tuple[str, ...],
+        "Processes of the cluster; repeat for more. All of them unless given.",
+        "--arrangement",
+        click.Choice(["1M", "1P+1D", "2M", "2P+2D", "stages", "ranks", "attention"]),
+    ] = (),
+    only: Annotated[
+        tuple[str, ...], "Kind of process to hit; repeat for more. All unless given.", "--kind"
+    ] = (),
+    seed: Seed = 0,
     json_file: str | None,
 ) -> None:
     """Kill and stop any process of a cluster at random under streams, and compare every answer."""
-    from benchmarks.suite.live.kills.calls import ResponseError
-    from benchmarks.suite.live.kills.campaign import ARRANGEMENTS, KillsError, bench_kills
+    from benchmarks.suite.live.kills.campaign import ARRANGEMENTS, bench_kills
 
     chosen = names or tuple(ARRANGEMENTS)
-    try:
-        found = run_measurement(
-            lambda: bench_kills(
-                chosen, kills, stops, streams, seconds, stop_seconds, seed, only, click.echo
-            ),
-            json_file,
-        )
-    except (KillsError, ResponseError) as error:
-        fail(str(error))
+    found = measure(
+        lambda: bench_kills(
+            chosen, kills, stops, streams, seconds, stop_seconds, seed, only, click.echo
+        ),
+        json_file,
+    )
     for one in found["arrangements"]:
         seen = ", ".join(f"{count} {outcome}" for outcome, count in one["answers"].items() if count)
         click.echo(f"{one['arrangement']}: {one['faults']} faults; {seen}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import msgspec
 
-from moonpool.cli.options import COUNT, TOKEN_SHARE, json_option
-from moonpool.cli.output import fail, run_measurement
+from benchmarks.cli.annotated import Model, Seed, options
+from benchmarks.cli.output import measure
+from moonpool.cli.options import TOKEN_SHARE, json_option
+from moonpool.cli.output import fail
 from moonpool.config import Admission, choices
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -40,83 +42,33 @@ COLOCATED_S = 20.0
 
 def live_options(command: Any, seconds: float = 60.0) -> Any:
     """What describes the local cluster and what is sent to it, for so long by default."""
-    options = [
-        *_cluster_options(),
-        click.option(
-            "--trace",
-            "trace_file",
-            default="",
-            help="Trace file to use instead of a generated conversation.",
-        ),
-        click.option(
+
+    def live(
+        *,
+        model: Model = "random:m30",
+        kv_tokens: Annotated[int, "Tokens of KVCache per instance."] = 65_536,
+        block_size: Annotated[int, "Tokens of one KVCache block."] = 16,
+        max_num_batched_tokens: Annotated[
+            int, "Most tokens of one step (the prefill chunk)."
+        ] = 512,
+        threads: Annotated[int, "CPU threads per engine process."] = 1,
+        trace_file: Annotated[
+            str, "Trace file to use instead of a generated conversation.", "--trace"
+        ] = "",
+        scale: Annotated[
+            Any,
+            "Share of each prompt and answer to keep, such as 1/32.",
             "--scale-tokens",
-            "scale",
-            type=TOKEN_SHARE,
-            default="1/32",
-            show_default=True,
-            help="Share of each prompt and answer to keep, such as 1/32.",
-        ),
-        click.option(
-            "--longest",
-            type=COUNT,
-            default=2048,
-            show_default=True,
-            help="Leave out requests of more tokens than this, after scaling.",
-        ),
-        click.option(
-            "--seconds",
-            type=_POSITIVE,
-            default=seconds,
-            show_default=True,
-            help="Seconds that one run takes.",
-        ),
-        click.option(
-            "--seed", type=int, default=1, show_default=True, help="Seed of all random choices."
-        ),
-        json_option,
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+            TOKEN_SHARE,
+        ] = "1/32",
+        longest: Annotated[
+            int, "Leave out requests of more tokens than this, after scaling."
+        ] = 2048,
+        seconds: Annotated[float, "Seconds that one run takes."] = seconds,
+        seed: Seed = 1,
+    ) -> None: ...
 
-
-def _cluster_options() -> list[Any]:
-    return [
-        click.option(
-            "--model",
-            default="random:m30",
-            show_default=True,
-            help="Model: a built-in, or a Hugging Face folder or id.",
-        ),
-        click.option(
-            "--kv-tokens",
-            type=COUNT,
-            default=65_536,
-            show_default=True,
-            help="Tokens of KVCache per instance.",
-        ),
-        click.option(
-            "--block-size",
-            type=COUNT,
-            default=16,
-            show_default=True,
-            help="Tokens of one KVCache block.",
-        ),
-        click.option(
-            "--max-num-batched-tokens",
-            type=COUNT,
-            default=512,
-            show_default=True,
-            help="Most tokens of one step (the prefill chunk).",
-        ),
-        click.option(
-            "--threads",
-            type=COUNT,
-            default=1,
-            show_default=True,
-            help="CPU threads per engine process.",
-        ),
-    ]
+    return options(json_option(command), live)
 
 
 def cluster_and_workload(flags: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
@@ -141,70 +93,31 @@ def cluster_and_workload(flags: dict[str, Any], **changes: Any) -> tuple[Any, An
 
 @click.command()
 @live_options
-@click.option(
-    "--prefill",
-    type=click.IntRange(min=0),
-    default=1,
-    show_default=True,
-    help="Number of prefill instances.",
-)
-@click.option(
-    "--decode",
-    type=click.IntRange(min=0),
-    default=1,
-    show_default=True,
-    help="Number of decode instances.",
-)
-@click.option(
-    "--mixed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Number of instances that both prefill and decode.",
-)
-@click.option(
-    "--attention",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Number of attention workers, also while the cluster is profiled.",
-)
-@click.option(
-    "--attention-own-tokens",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Tokens of KVCache that instances keep outside these workers.",
-)
-@click.option(
-    "--load",
-    "loads",
-    type=NUMBERS,
-    default="0.5,0.8",
-    show_default=True,
-    help="Loads to run, as shares of the capacity.",
-)
-@click.option(
-    "--admission",
-    type=click.Choice(choices(Admission)),
-    default="early",
-    help="Policy that rejects requests whose service levels would be missed.",
-)
-@click.option(
-    "--repeats",
-    type=COUNT,
-    default=1,
-    show_default=True,
-    help="Live runs of the same requests; their spread shows what is chance.",
-)
+@options
 def agreement(
-    loads: tuple[float, ...],
-    repeats: int,
-    prefill: int,
-    decode: int,
-    mixed: int,
-    attention: int,
-    attention_own_tokens: int,
-    admission: Admission,
+    *,
+    prefill: Annotated[int, "Number of prefill instances.", click.IntRange(min=0)] = 1,
+    decode: Annotated[int, "Number of decode instances.", click.IntRange(min=0)] = 1,
+    mixed: Annotated[
+        int, "Number of instances that both prefill and decode.", click.IntRange(min=0)
+    ] = 0,
+    attention: Annotated[
+        int,
+        "Number of attention workers, also while the cluster is profiled.",
+        click.IntRange(min=0),
+    ] = 0,
+    attention_own_tokens: Annotated[
+        int, "Tokens of KVCache that instances keep outside these workers.", click.IntRange(min=0)
+    ] = 0,
+    loads: Annotated[
+        Any, "Loads to run, as shares of the capacity.", "--load", NUMBERS
+    ] = "0.5,0.8",
+    admission: Annotated[
+        Admission, "Policy that rejects requests whose service levels would be missed."
+    ] = "early",
+    repeats: Annotated[
+        int, "Live runs of the same requests; their spread shows what is chance."
+    ] = 1,
     json_file: str | None,
     **flags: Any,
 ) -> None:
@@ -215,7 +128,7 @@ def agreement(
     cluster = cluster.with_(
         admission=admission, attention=attention, attention_own_tokens=attention_own_tokens
     )
-    found = run_measurement(
+    found = measure(
         lambda: bench_agreement(cluster, workload, loads, flags["seconds"], click.echo, repeats),
         json_file,
     )
@@ -225,60 +138,32 @@ def agreement(
 
 @click.command()
 @live_options
-@click.option(
-    "--prefill", type=COUNT, default=1, show_default=True, help="Number of prefill instances."
-)
-@click.option(
-    "--decode", type=COUNT, default=1, show_default=True, help="Number of decode instances."
-)
-@click.option(
-    "--admissions",
-    default=",".join(choices(Admission)),
-    show_default=True,
-    help="Admission policies to run, separated by commas.",
-)
-@click.option(
-    "--loads",
-    type=NUMBERS,
-    default="1,2,3,4,5",
-    show_default=True,
-    help="Loads to run, as multiples of the capacity.",
-)
-@click.option(
-    "--burst",
-    type=click.FloatRange(min=1, max=4.9),
-    default=2.5,
-    show_default=True,
-    help="How much denser requests come in the first 2 of every 10 seconds.",
-)
-@click.option(
-    "--prompts", type=COUNT, help="Tokens of every prompt, instead of those of the workload."
-)
-@click.option(
-    "--answers",
-    type=COUNT,
-    help="Tokens of every answer; long answers make decoding the bottleneck.",
-)
-@click.option(
-    "--slo-ttft",
-    type=_POSITIVE,
-    help="Service level for TTFT in seconds; 10 times the unloaded P90 unless given.",
-)
-@click.option(
-    "--slo-tbt",
-    type=_POSITIVE,
-    help="Service level for TBT in seconds; 5 times the unloaded P90 unless given.",
-)
+@options
 def overload(
-    admissions: str,
-    loads: tuple[float, ...],
-    burst: float,
-    prompts: int | None,
-    answers: int | None,
-    slo_ttft: float | None,
-    slo_tbt: float | None,
-    prefill: int,
-    decode: int,
+    *,
+    prefill: Annotated[int, "Number of prefill instances."] = 1,
+    decode: Annotated[int, "Number of decode instances."] = 1,
+    admissions: Annotated[str, "Admission policies to run, separated by commas."] = ",".join(
+        choices(Admission)
+    ),
+    loads: Annotated[Any, "Loads to run, as multiples of the capacity.", NUMBERS] = "1,2,3,4,5",
+    burst: Annotated[
+        float,
+        "How much denser requests come in the first 2 of every 10 seconds.",
+        click.FloatRange(min=1, max=4.9),
+    ] = 2.5,
+    prompts: Annotated[
+        int | None, "Tokens of every prompt, instead of those of the workload."
+    ] = None,
+    answers: Annotated[
+        int | None, "Tokens of every answer; long answers make decoding the bottleneck."
+    ] = None,
+    slo_ttft: Annotated[
+        float | None, "Service level for TTFT in seconds; 10 times the unloaded P90 unless given."
+    ] = None,
+    slo_tbt: Annotated[
+        float | None, "Service level for TBT in seconds; 5 times the unloaded P90 unless given."
+    ] = None,
     json_file: str | None,
     **flags: Any,
 ) -> None:
@@ -296,7 +181,7 @@ def overload(
     cluster, workload = cluster_and_workload(flags, prefill=prefill, decode=decode)
     workload = workload.with_(burst=burst, prompts=prompts or 0, answers=answers or 0)
     slo = slo_ttft, slo_tbt
-    run_measurement(
+    measure(
         lambda: bench_overload(
             cluster, workload, chosen, sorted(loads), flags["seconds"], click.echo, *slo
         ),
@@ -306,71 +191,44 @@ def overload(
 
 @click.command("peers-live")
 @live_options
-@click.option(
-    "--peer-url", default="", help="Address of a vLLM that already serves the same model."
-)
-@click.option("--peer-python", default="", help="Python of a vLLM installation to start it with.")
-@click.option("--peer-cores", default="", help="Cores of vLLM, such as 0-1; all unless given.")
-@click.option("--peer-eager", is_flag=True, help="Keep vLLM from compiling.")
-@click.option(
-    "--peer-batched-tokens",
-    "batched",
-    multiple=True,
-    type=COUNT,
-    help="Value of vLLM's --max-num-batched-tokens; repeat for more, ours unless given.",
-)
-@click.option(
-    "--peer-shape",
-    "shapes",
-    multiple=True,
-    type=click.Choice(["one", "two", "pair", "pool"]),
-    default=("one",),
-    show_default=True,
-    help="Shape of the peer: one vLLM; two with a request to either; 1P+1D over its"
-    " Mooncake connector; two that share a Mooncake Store. Repeat for more.",
-)
-@click.option(
-    "--client",
-    type=click.Choice(["moonpool", "vllm"]),
-    default="moonpool",
-    show_default=True,
-    help="Client that sends the requests: ours, or `vllm bench serve` of --peer-python.",
-)
-@click.option(
-    "--loads",
-    type=NUMBERS,
-    default="0.25,0.5,1,1.5,2,3",
-    show_default=True,
-    help="Loads to run, as multiples of what two colocated instances should bear.",
-)
-@click.option(
-    "--slo-ttft",
-    type=_POSITIVE,
-    help="Service level for TTFT in seconds; 10 times the unloaded P90 unless given.",
-)
-@click.option(
-    "--slo-tbt",
-    type=_POSITIVE,
-    help="Service level for TBT in seconds; 5 times the unloaded P90 unless given.",
-)
-@click.option(
-    "--admission",
-    type=click.Choice(choices(Admission)),
-    help="Admission of moonpool; predictive, but none for vLLM's client, to which a"
-    " rejection is a failure.",
-)
+@options
 def peers_live(
-    peer_url: str,
-    peer_python: str,
-    peer_cores: str,
-    peer_eager: bool,
-    batched: tuple[int, ...],
-    shapes: tuple[Any, ...],
-    client: Any,
-    loads: tuple[float, ...],
-    slo_ttft: float | None,
-    slo_tbt: float | None,
-    admission: Admission | None,
+    *,
+    peer_url: Annotated[str, "Address of a vLLM that already serves the same model."] = "",
+    peer_python: Annotated[str, "Python of a vLLM installation to start it with."] = "",
+    peer_cores: Annotated[str, "Cores of vLLM, such as 0-1; all unless given."] = "",
+    peer_eager: Annotated[bool, "Keep vLLM from compiling."] = False,
+    batched: Annotated[
+        tuple[int, ...],
+        "Value of vLLM's --max-num-batched-tokens; repeat for more, ours unless given.",
+        "--peer-batched-tokens",
+    ] = (),
+    shapes: Annotated[
+        tuple[Any, ...],
+        "Shape of the peer: one vLLM; two with a request to either; 1P+1D over its"
+        " Mooncake connector; two that share a Mooncake Store. Repeat for more.",
+        "--peer-shape",
+        click.Choice(["one", "two", "pair", "pool"]),
+    ] = ("one",),
+    client: Annotated[
+        Any,
+        "Client that sends the requests: ours, or `vllm bench serve` of --peer-python.",
+        click.Choice(["moonpool", "vllm"]),
+    ] = "moonpool",
+    loads: Annotated[
+        Any, "Loads to run, as multiples of what two colocated instances should bear.", NUMBERS
+    ] = "0.25,0.5,1,1.5,2,3",
+    slo_ttft: Annotated[
+        float | None, "Service level for TTFT in seconds; 10 times the unloaded P90 unless given."
+    ] = None,
+    slo_tbt: Annotated[
+        float | None, "Service level for TBT in seconds; 5 times the unloaded P90 unless given."
+    ] = None,
+    admission: Annotated[
+        Admission | None,
+        "Admission of moonpool; predictive, but none for vLLM's client, to which a"
+        " rejection is a failure.",
+    ] = None,
     json_file: str | None,
     **flags: Any,
 ) -> None:
@@ -397,7 +255,7 @@ def peers_live(
         for shape in dict.fromkeys(shapes)
         for size in sorted(set(sizes))
     ]
-    run_measurement(
+    measure(
         lambda: bench_peers_live(
             cluster, workload, peers, client, slo, sorted(loads), flags["seconds"], click.echo
         ),
@@ -407,38 +265,20 @@ def peers_live(
 
 @click.command()
 @partial(live_options, seconds=COLOCATED_S)
-@click.option(
-    "--prompt",
-    "prompts",
-    type=COUNT,
-    multiple=True,
-    default=(64, 256, 1024),
-    show_default=True,
-    help="Tokens of every prompt; one sweep for each, repeat for more.",
-)
-@click.option("--answers", type=COUNT, default=32, show_default=True, help="Tokens of each answer.")
-@click.option(
-    "--loads",
-    type=NUMBERS,
-    default="0.6,1.5",
-    show_default=True,
-    help="Loads to run, as multiples of the higher simulated capacity.",
-)
-@click.option(
-    "--admission",
-    type=click.Choice(choices(Admission)),
-    default="predictive",
-    help="Policy that rejects requests whose service levels would be missed.",
-)
-@click.option(
-    "--simulated-only", is_flag=True, help="Run the simulations alone, without live runs."
-)
+@options
 def colocated(
-    prompts: tuple[int, ...],
-    answers: int,
-    loads: tuple[float, ...],
-    admission: Admission,
-    simulated_only: bool,
+    *,
+    prompts: Annotated[
+        tuple[int, ...], "Tokens of every prompt; one sweep for each, repeat for more.", "--prompt"
+    ] = (64, 256, 1024),
+    answers: Annotated[int, "Tokens of each answer."] = 32,
+    loads: Annotated[
+        Any, "Loads to run, as multiples of the higher simulated capacity.", NUMBERS
+    ] = "0.6,1.5",
+    admission: Annotated[
+        Admission, "Policy that rejects requests whose service levels would be missed."
+    ] = "predictive",
+    simulated_only: Annotated[bool, "Run the simulations alone, without live runs."] = False,
     json_file: str | None,
     **flags: Any,
 ) -> None:
@@ -451,7 +291,7 @@ def colocated(
 
     cluster, workload = cluster_and_workload(flags, admission=admission)
     workload = workload.with_(answers=answers)
-    run_measurement(
+    measure(
         lambda: bench_colocated(
             cluster,
             workload,

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
-from moonpool.cli.options import COUNT, json_option
+from benchmarks.cli.annotated import options
+from moonpool.cli.options import json_option
 from moonpool.cli.output import fail, origin, write_json
 
 
 @click.command()
-@click.option(
-    "--workload",
-    "numbers",
-    type=COUNT,
-    multiple=True,
-    help="Only the workload with this number, from 1 on; repeat for more.",
-)
-@click.option(
-    "--requests", type=COUNT, default=160, show_default=True, help="Requests of each workload."
-)
-@click.option(
-    "--nodes", type=COUNT, default=8, show_default=True, help="Most instances that are searched."
-)
-@click.option(
-    "--audits",
-    type=click.IntRange(min=0),
-    default=4,
-    show_default=True,
-    help="Simulate this many of the candidates that were excluded without a simulation.",
-)
+@options
 @json_option
 def plan(
-    numbers: tuple[int, ...], requests: int, nodes: int, audits: int, json_file: str | None
+    *,
+    numbers: Annotated[
+        tuple[int, ...],
+        "Only the workload with this number, from 1 on; repeat for more.",
+        "--workload",
+    ] = (),
+    requests: Annotated[int, "Requests of each workload."] = 160,
+    nodes: Annotated[int, "Most instances that are searched."] = 8,
+    audits: Annotated[
+        int,
+        "Simulate this many of the candidates that were excluded without a simulation.",
+        click.IntRange(min=0),
+    ] = 4,
+    json_file: str | None,
 ) -> None:
     """Plan 12 generated workloads, and search all cheaper clusters exhaustively. Takes an hour.
 

@@ -2,85 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import click
 
+from benchmarks.cli.annotated import options
+from benchmarks.cli.output import show
 from moonpool.cli.options import json_option
-from moonpool.cli.output import fail, show_figures
+from moonpool.cli.output import show_figures
 
 
 @click.command(name="role-balance")
-@click.option(
-    "--instances",
-    type=click.IntRange(3, 64),
-    default=6,
-    show_default=True,
-    help="Number of instances.",
-)
-@click.option(
-    "--window",
-    type=click.FloatRange(1.0, 86_400.0),
-    default=120.0,
-    show_default=True,
-    help="Seconds of load that the role balance uses; the simulated day has two hours.",
-)
-@click.option(
-    "--seed",
-    "seeds",
-    type=int,
-    multiple=True,
-    default=(0,),
-    show_default=True,
-    help="Seed of the workload; repeat for more.",
-)
-@click.option(
-    "--day",
-    type=click.Choice(["shifting", "abrupt"]),
-    default="shifting",
-    show_default=True,
-    help="How the mix shifts: over hours, or at once.",
-)
+@options
 @json_option
 def role_balance(
-    instances: int,
-    window: float,
-    seeds: tuple[int, ...],
-    day: Literal["shifting", "abrupt"],
+    *,
+    instances: Annotated[int, "Number of instances.", click.IntRange(3, 64)] = 6,
+    window: Annotated[
+        float,
+        "Seconds of load that the role balance uses; the simulated day has two hours.",
+        click.FloatRange(1.0, 86400.0),
+    ] = 120.0,
+    seeds: Annotated[
+        tuple[int, ...], "Seed of the workload; repeat for more.", "--seed", click.INT
+    ] = (0,),
+    day: Annotated[
+        Literal["shifting", "abrupt"],
+        "How the mix shifts: over hours, or at once.",
+        click.Choice(["shifting", "abrupt"]),
+    ] = "shifting",
     json_file: str | None,
 ) -> None:
     """Simulate fixed splits of the instances and one that follows a day's mix. Takes minutes."""
-    from benchmarks.suite.cluster.role_balance import RoleBalanceBenchError, bench_role_balance
+    from benchmarks.suite.cluster.role_balance import bench_role_balance
 
-    try:
-        found = bench_role_balance(instances, window, seeds, click.echo, day)
-    except RoleBalanceBenchError as error:
-        fail(str(error))
-    show_figures(found, json_file)
+    show(lambda: bench_role_balance(instances, window, seeds, click.echo, day), json_file)
 
 
 @click.command(name="role-decisions")
-@click.option(
-    "--days", type=click.IntRange(1, 100_000), default=20, show_default=True, help="Number of days."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first day.")
-@click.option(
-    "--phases",
-    type=click.IntRange(2, 144),
-    default=6,
-    show_default=True,
-    help="Phases of a day, each with another mix.",
-)
-@click.option(
-    "--phase-s",
-    type=click.FloatRange(60.0, 86_400.0),
-    default=600.0,
-    show_default=True,
-    help="Seconds of a phase.",
-)
+@options
 @json_option
 def role_decisions(
-    days: int, seed: int, phases: int, phase_s: float, json_file: str | None
+    *,
+    days: Annotated[int, "Number of days.", click.IntRange(1, 100000)] = 20,
+    seed: Annotated[int, "Seed of the first day.", click.INT] = 0,
+    phases: Annotated[int, "Phases of a day, each with another mix.", click.IntRange(2, 144)] = 6,
+    phase_s: Annotated[float, "Seconds of a phase.", click.FloatRange(60.0, 86400.0)] = 600.0,
+    json_file: str | None,
 ) -> None:
     """Decide when roles switch on days with abrupt shifts, without a cluster."""
     from benchmarks.suite.cluster.role_decisions import decided_days
@@ -90,23 +58,21 @@ def role_decisions(
 
 
 @click.command(name="autoscale")
-@click.option(
-    "--boot-s",
-    type=click.FloatRange(0.0, 86_400.0),
-    default=120.0,
-    show_default=True,
-    help="Seconds until an instance that is started can serve.",
-)
-@click.option(
-    "--day-s",
-    type=click.FloatRange(60.0, 86_400.0),
-    default=7_200.0,
-    show_default=True,
-    help="Seconds of the simulated day.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the workload.")
+@options
 @json_option
-def autoscale(boot_s: float, day_s: float, seed: int, json_file: str | None) -> None:
+def autoscale(
+    *,
+    boot_s: Annotated[
+        float,
+        "Seconds until an instance that is started can serve.",
+        click.FloatRange(0.0, 86400.0),
+    ] = 120.0,
+    day_s: Annotated[
+        float, "Seconds of the simulated day.", click.FloatRange(60.0, 86400.0)
+    ] = 7_200.0,
+    seed: Annotated[int, "Seed of the workload.", click.INT] = 0,
+    json_file: str | None,
+) -> None:
     """Simulate a day on fixed numbers of instances and with autoscale. Takes minutes."""
     from benchmarks.suite.cluster.autoscale import bench_autoscale
 

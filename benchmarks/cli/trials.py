@@ -3,58 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
-from moonpool.cli.options import COUNT, POSITIVE, json_option
-from moonpool.cli.output import fail, run_measurement
+from benchmarks.cli.annotated import PeerPython, options
+from benchmarks.cli.output import measure
+from moonpool.cli.options import json_option
+from moonpool.cli.output import fail
 
 SYSTEM_NAMES = ("moonpool", "vllm", "vllm-offload", "vllm-lmcache", "vllm-mooncake", "llama.cpp")
 
 
 @click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--system",
-    "systems",
-    multiple=True,
-    type=click.Choice(SYSTEM_NAMES),
-    default=SYSTEM_NAMES,
-    help="Systems to try; repeat for more. All unless given.",
-)
-@click.option("--peer-python", default="", help="Python of a vLLM installation.")
-@click.option("--llama-python", default="", help="Python with llama-cpp-python[server].")
-@click.option("--gguf", default="", help="GGUF file of the same model, for llama.cpp.")
-@click.option("--peer-cores", default="0-1", show_default=True, help="Cores of vLLM.")
-@click.option(
-    "--requests", type=COUNT, default=400, show_default=True, help="Questions asked under load."
-)
-@click.option(
-    "--concurrency", type=COUNT, default=16, show_default=True, help="Requests in flight."
-)
-@click.option(
-    "--families", type=COUNT, default=6, show_default=True, help="Families of conversations."
-)
-@click.option(
-    "--seconds",
-    type=POSITIVE,
-    default=600.0,
-    show_default=True,
-    help="Most seconds of load per system.",
-)
-@click.option(
-    "--timeout", "timeout_s", type=POSITIVE, default=60.0, show_default=True, help="Of one answer."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the prompts.")
+@options
 @json_option
 def trials(
+    *,
+    systems: Annotated[
+        tuple[Any, ...],
+        "Systems to try; repeat for more. All unless given.",
+        "--system",
+        click.Choice(SYSTEM_NAMES),
+    ] = SYSTEM_NAMES,
+    peer_python: PeerPython = "",
+    llama_python: Annotated[str, "Python with llama-cpp-python[server]."] = "",
+    gguf: Annotated[str, "GGUF file of the same model, for llama.cpp."] = "",
+    peer_cores: Annotated[str, "Cores of vLLM."] = "0-1",
+    requests: Annotated[int, "Questions asked under load."] = 400,
+    concurrency: Annotated[int, "Requests in flight."] = 16,
+    families: Annotated[int, "Families of conversations."] = 6,
+    seconds: Annotated[float, "Most seconds of load per system."] = 600.0,
+    timeout_s: Annotated[float, "Of one answer.", "--timeout"] = 60.0,
+    seed: Annotated[int, "Seed of the prompts.", click.INT] = 0,
     model: Path,
-    systems: tuple[Any, ...],
-    peer_python: str,
-    llama_python: str,
-    gguf: str,
-    peer_cores: str,
     json_file: str | None,
     **given: Any,
 ) -> None:
@@ -70,7 +53,7 @@ def trials(
     def try_one(url: str) -> dict[str, Any]:
         return run_on_uvloop(run_trial(TrialPlan(url=url, may_reset=True, **given)))
 
-    found = run_measurement(
+    found = measure(
         lambda: bench_trials(targets, systems, try_one, lambda text: click.echo(text, err=True)),
         json_file,
     )

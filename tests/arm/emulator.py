@@ -32,7 +32,6 @@ FORM_SCALES = "HHWSHHSSHWS"  # half, wide, whole with a half per group
 FORM_MINIMUM = (False, True, True, True, False, True, True, False, False, False, False)
 FORM_SUBS = (1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
 STORED_BYTES = (18, 34, 144, 176, 210)  # of the formats that repack knows
-_PAST = 64  # bytes that the driver has behind each buffer
 
 
 def missing_tool() -> str | None:

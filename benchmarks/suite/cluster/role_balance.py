@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.checkout import ROOT
+from benchmarks.errors import BenchError
 from benchmarks.suite.cluster.role_days import DayKind, PhaseLog, day_of, phase_figures
 from moonpool.config import RoleBalance, parse_config
 from moonpool.sim.defaults import DEFAULTS
@@ -36,10 +37,6 @@ DAY_SLO = {"ttft_s": 10.0, "tbt_s": 0.05}
 LOAD_LIMIT = 0.9
 CONSTANT_REQUESTS = 12_031
 CONSTANT_INSTANCES = 16  # as many of Mooncake's conversation trace, and at its rate
-
-
-class RoleBalanceBenchError(RuntimeError):
-    """A run failed; the text says which."""
 
 
 class RoleBalanceRun(Struct, frozen=True):
@@ -67,7 +64,7 @@ def bench_role_balance(
     day: DayKind = "shifting",
 ) -> dict[str, Any]:
     """A day for each seed. Fixed splits advise: that changes nothing but what they say. Raises
-    RoleBalanceBenchError."""
+    BenchError."""
     runs = []
     for seed in seeds:
         day_s = day_of(day, seed).day_s
@@ -133,7 +130,7 @@ def _run_apart(run: RoleBalanceRun) -> dict[str, Any]:
     )
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise RoleBalanceBenchError(f"{run.name}: {(last or ['it said nothing'])[0]}")
+        raise BenchError(f"{run.name}: {(last or ['it said nothing'])[0]}")
     found: dict[str, Any] = msgspec.json.decode(done.stdout)
     return found
 

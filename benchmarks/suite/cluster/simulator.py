@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.checkout import ROOT
+from benchmarks.errors import BenchError
 from moonpool.config import parse_config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
@@ -32,12 +33,8 @@ RPS_PER_INSTANCE = 3.4 / 16
 NUM_MARKS = 8
 
 
-class SimulatorBenchError(RuntimeError):
-    """A run ended badly; the text says how."""
-
-
 def bench_simulator(sizes: tuple[tuple[int, int], ...]) -> Iterator[dict[str, Any]]:
-    """Figures of each (instances, requests), as they come. Raises SimulatorBenchError."""
+    """Figures of each (instances, requests), as they come. Raises BenchError."""
     for instances, requests in sizes:
         command = [
             sys.executable,
@@ -49,7 +46,7 @@ def bench_simulator(sizes: tuple[tuple[int, int], ...]) -> Iterator[dict[str, An
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-            raise SimulatorBenchError(f"{instances} instances, {requests} requests: {last[0]}")
+            raise BenchError(f"{instances} instances, {requests} requests: {last[0]}")
         yield msgspec.json.decode(done.stdout)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.errors import BenchError
 from benchmarks.suite.conversations.arrangements import (
     PEER,
     PLANNED,
@@ -32,15 +33,11 @@ ROW_KEY = ("model", "workload", "system", "load", "client")
 OURS, FOREIGN = "moonpool", "aiperf"
 
 
-class ConversationsFileError(RuntimeError):
-    """The file of earlier runs cannot be used."""
-
-
 class ConversationRuns:
     """The rows so far, in a file that is written after each."""
 
     def __init__(self, path: Path | None) -> None:
-        """Reads the earlier runs. Raises ConversationsFileError."""
+        """Reads the earlier runs. Raises BenchError."""
         self._path = path
         self.bases: dict[str, SessionBasis] = {}
         self.rows: list[dict[str, Any]] = []
@@ -51,7 +48,7 @@ class ConversationRuns:
             self.rows = found["rows"]
             self.bases = msgspec.convert(found["bases"], dict[str, SessionBasis])
         except (OSError, KeyError, TypeError, msgspec.DecodeError) as error:
-            raise ConversationsFileError(
+            raise BenchError(
                 f"{path} is no file of this benchmark ({error}): name another one"
             ) from None
 
@@ -62,7 +59,7 @@ class ConversationRuns:
         self.write(origin)
 
     def write(self, origin: dict[str, str]) -> None:
-        """Raises ConversationsFileError."""
+        """Raises BenchError."""
         if self._path is None:
             return
         bases = msgspec.to_builtins(self.bases)
@@ -70,7 +67,7 @@ class ConversationRuns:
         try:
             self._path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
         except OSError as error:
-            raise ConversationsFileError(f"cannot write {self._path}: {error.strerror}") from None
+            raise BenchError(f"cannot write {self._path}: {error.strerror}") from None
 
 
 class ConversationPlan(msgspec.Struct, frozen=True):

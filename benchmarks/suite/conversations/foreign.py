@@ -20,7 +20,6 @@ from benchmarks.suite.conversations.basis import SessionBasis
 from benchmarks.suite.conversations.sessions import SessionShape
 from moonpool.demo.local_server import ServerError
 
-AIPERF = "aiperf"
 RESULT = "profile_export_aiperf.json"
 GRACE_S = 20
 LIMIT_S = 900.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.suite.engine.engine_peers import PeerError, measure_peers
+from benchmarks.suite.engine.engine_peers import measure_peers
 from benchmarks.suite.engine.engine_rows import (
     ELEMENT_BYTES,
     EngineBenchRows,
@@ -32,7 +32,6 @@ from benchmarks.suite.engine.single_instance import SoloInstance
 from moonpool.engine.spec import ModelSpec
 
 __all__ = [
-    "PeerError",
     "bench_engine",
     "machine_limits",
     "measure_rows",
@@ -51,7 +50,7 @@ def bench_engine(
     repeats: int,
     say: Report,
 ) -> dict[str, Any]:
-    """All figures of one model in bfloat16. `peers`: a Python for each. Raises PeerError."""
+    """All figures of one model in bfloat16. `peers`: a Python for each. Raises BenchError."""
     torch.set_num_threads(1)
     say("measuring the machine's limits")
     before = machine_limits()

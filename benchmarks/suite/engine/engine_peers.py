@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.errors import BenchError
 from benchmarks.suite.engine.engine_rows import ELEMENT_BYTES, EngineBenchRows
 from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.engine.spec import ModelSpec
@@ -31,10 +32,6 @@ KV_SLACK = 1.25
 Say = Callable[[str], None]
 
 
-class PeerError(RuntimeError):
-    """The peer did not give figures; the text says why."""
-
-
 def measure_peers(
     model: str,
     pythons: Mapping[str, str],
@@ -44,7 +41,7 @@ def measure_peers(
     say: Say,
 ) -> dict[str, Any]:
     """Figures by peer. One that fails has `error` instead, and the others are measured all the
-    same. Raises PeerError if none of those asked for ran."""
+    same. Raises BenchError if none of those asked for ran."""
     found: dict[str, Any] = {}
     for name in SCRIPTS:
         if name not in pythons:
@@ -69,12 +66,12 @@ def measure_peers(
             }
             try:
                 found[name] = _run(name, python, folder, plan)
-            except PeerError as error:
+            except BenchError as error:
                 say(f"{name}: not compared: {error}")
                 found[name] = {"error": str(error)}
     failed = [figures["error"] for figures in found.values() if "error" in figures]
     if failed and len(failed) == len(found):
-        raise PeerError(failed[0])
+        raise BenchError(failed[0])
     return found
 
 
@@ -96,13 +93,13 @@ def _run(name: str, python: str, folder: str, plan: dict[str, Any]) -> dict[str,
             env=os.environ | one_thread,
         )
     except OSError as error:
-        raise PeerError(f"{python} does not start: {error.strerror}") from None
+        raise BenchError(f"{python} does not start: {error.strerror}") from None
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise PeerError(f"{name} ended with status {done.returncode}: {last}")
+        raise BenchError(f"{name} ended with status {done.returncode}: {last}")
     try:
         found: dict[str, Any] = json.loads(lines[-1])
     except ValueError:
-        raise PeerError(f"{name} ended with {lines[-1]!r} instead of figures") from None
+        raise BenchError(f"{name} ended with {lines[-1]!r} instead of figures") from None
     return found

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.errors import BenchError
 from benchmarks.suite.engine.formats import (
     BATCHES,
     CONTEXT,
@@ -46,10 +47,6 @@ KV_BYTES = {"moonpool float32": 4, "moonpool bfloat16": 2, "llama.cpp": 2}
 """Of one number in KVCache; llama.cpp's own default is float16."""
 ANSWER_S = 900.0
 PEER = "llama.cpp"
-
-
-class GgufPeerError(RuntimeError):
-    """llama.cpp did not give figures; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ class LlamaProcess:
                 env={name: v for name, v in os.environ.items() if name != "PYTHONPATH"},
             )
         except OSError as error:
-            raise GgufPeerError(f"{python} does not start: {error.strerror}") from None
+            raise BenchError(f"{python} does not start: {error.strerror}") from None
         try:
             self.version = str(self._answer()["version"])
         except BaseException:
@@ -84,27 +81,27 @@ class LlamaProcess:
             raise
 
     def ask(self, **what: Any) -> dict[str, Any]:
-        """Raises GgufPeerError."""
+        """Raises BenchError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(what).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise GgufPeerError(f"llama.cpp ended: {self._last_words()}") from None
+            raise BenchError(f"llama.cpp ended: {self._last_words()}") from None
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         stdout = self._process.stdout
         assert stdout is not None
         if not select.select([stdout], [], [], ANSWER_S)[0]:
-            raise GgufPeerError(f"llama.cpp gave no answer in {ANSWER_S:.0f} s")
+            raise BenchError(f"llama.cpp gave no answer in {ANSWER_S:.0f} s")
         line = stdout.readline()
         if not line:
-            raise GgufPeerError(f"llama.cpp ended: {self._last_words()}")
+            raise BenchError(f"llama.cpp ended: {self._last_words()}")
         try:
             found: dict[str, Any] = json.loads(line)
         except ValueError:
-            raise GgufPeerError(f"llama.cpp ended with {line!r} instead of figures") from None
+            raise BenchError(f"llama.cpp ended with {line!r} instead of figures") from None
         return found
 
     def _last_words(self) -> str:
@@ -127,7 +124,7 @@ def bench_gguf_engines(
     plan: GgufBenchPlan,
     say: Say,
 ) -> dict[str, Any]:
-    """Seconds, shares of the read bandwidth and perplexity. Raises ModelError, GgufPeerError."""
+    """Seconds, shares of the read bandwidth and perplexity. Raises ModelError, BenchError."""
     torch.set_num_threads(1)
     path = gguf_file(name)
     if path is None:

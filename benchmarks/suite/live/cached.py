@@ -13,15 +13,12 @@ import random
 import signal
 from typing import Any
 
+from benchmarks.errors import BenchError
 from moonpool.demo.client import ClientResponse, CompletionClient
 from moonpool.demo.local_server import LocalServer
 
 WARM_TOKENS = 600
 REJOIN_S = 60.0
-
-
-class CachedBenchError(RuntimeError):
-    """The run did not take the way it is meant to measure."""
 
 
 def bench_cached(model: str, prefix_tokens: int, repeats: int) -> dict[str, Any]:
@@ -50,7 +47,7 @@ async def _measure(server: LocalServer, prefix_tokens: int, repeats: int) -> dic
         answer = await _ask(client, prefix + _tokens(rng, 16))
         fetched_tokens = (await client.explain(answer.request_id))["fetched_tokens"]
         if fetched_tokens < prefix_tokens - 256:
-            raise CachedBenchError(f"only {fetched_tokens} tokens were fetched, not the prefix")
+            raise BenchError(f"only {fetched_tokens} tokens were fetched, not the prefix")
         found["fetched"].append(answer.ttft_s)
     await client.close()
     best = {name: min(values) for name, values in found.items()}
@@ -71,7 +68,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 async def _ask(client: CompletionClient, prompt: list[int]) -> ClientResponse:
     answer = await client.complete(prompt, temperature=0, max_tokens=4, ignore_eos=True)
     if answer.error or not answer.token_instants_s:
-        raise CachedBenchError(f"a request failed: {answer.status} {answer.error}")
+        raise BenchError(f"a request failed: {answer.status} {answer.error}")
     return answer
 
 
@@ -85,7 +82,7 @@ async def _restart_prefill(client: CompletionClient) -> None:
         new = await _prefill(client)
         if new is not None and new["pid"] != old["pid"]:
             return
-    raise CachedBenchError("the killed prefill instance did not come back")
+    raise BenchError("the killed prefill instance did not come back")
 
 
 async def _prefill(client: CompletionClient) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.errors import BenchError
 from moonpool.demo.local_server import LocalServer
 
 PROC = Path("/proc")
@@ -25,14 +26,10 @@ _MIB = 1 << 20
 Say = Callable[[str], None]
 
 
-class IdleBenchError(RuntimeError):
-    """A process ended while it was measured."""
-
-
 def bench_idle(
     model: str, prefill: int, decode: int, flags: list[str], seconds: float, say: Say
 ) -> dict[str, Any]:
-    """MiB, percent of a core and wake-ups by process, and in sum. Raises IdleBenchError."""
+    """MiB, percent of a core and wake-ups by process, and in sum. Raises BenchError."""
     line = [model, "--prefill", str(prefill), "--decode", str(decode), *flags]
     with LocalServer(line) as server:
         try:
@@ -40,7 +37,7 @@ def bench_idle(
             pids = dict(sorted(family(server.pid).items(), key=lambda each: each[1]))
             measured = _measure(pids, seconds)
         except OSError as error:
-            raise IdleBenchError(f"a process ended: {error}; {server.last_words()}") from None
+            raise BenchError(f"a process ended: {error}; {server.last_words()}") from None
     keys = ("memory_mib", "kvcache_mib", "cpu_percent", "wakeups_per_s")
     total = {key: sum(figures[key] for figures in measured.values()) for key in keys}
     say("process          PSS MiB   KVCache MiB   % of a core   wake-ups/s")

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.errors import BenchError
 from moonpool.demo.client import ClientResponse, CompletionClient
 from moonpool.demo.local_server import LocalServer
 
@@ -21,14 +22,10 @@ KINDS = {"pinned": "on", "free": "off"}
 Say = Callable[[str], None]
 
 
-class PinningBenchError(RuntimeError):
-    """A request failed; the text says how."""
-
-
 def bench_pinning(
     model: str, threads: int, seconds: float, rounds: int, seed: int, say: Say
 ) -> dict[str, Any]:
-    """Figures by kind over all rounds, and of each round. Raises PinningBenchError."""
+    """Figures by kind over all rounds, and of each round. Raises BenchError."""
     found: dict[str, list[list[ClientResponse]]] = {kind: [] for kind in KINDS}
     for number in range(rounds):
         order = list(KINDS) if number % 2 == 0 else list(reversed(KINDS))
@@ -69,7 +66,7 @@ async def _load(url: str, seconds: float, seed: int) -> list[ClientResponse]:
                 prompt, temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True
             )
             if answer.error or answer.generated_tokens != ANSWER_TOKENS:
-                raise PinningBenchError(f"a request failed: {answer.status} {answer.error}")
+                raise BenchError(f"a request failed: {answer.status} {answer.error}")
             if at_s >= WARM_S:
                 answers.append(answer)
         await client.close()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.errors import BenchError
 from moonpool.demo.client import ClientResponse, CompletionClient
 from moonpool.demo.local_server import LocalServer
 
@@ -28,10 +29,6 @@ SKEW = 1.1
 WARM_TOKENS = 600
 GONE_S = 30.0
 HEADROOM = 4
-
-
-class RestartBenchError(RuntimeError):
-    """The run did not take the way it is meant to measure."""
 
 
 def bench_restart(model: str, prefix_tokens: int, repeats: int) -> dict[str, Any]:
@@ -106,7 +103,7 @@ async def _after(
     for prefix in prefixes:
         answer = await _ask(client, prefix + _tokens(rng, 16))
         if answer.cached_tokens < len(prefix) - 256:
-            raise RestartBenchError(f"only {answer.cached_tokens} tokens of the prefix were kept")
+            raise BenchError(f"only {answer.cached_tokens} tokens of the prefix were kept")
         again_s.append(answer.ttft_s)
     hits = [await _probe(client, talk) for _, talk in talks]
     await client.close()
@@ -120,7 +117,7 @@ async def _probe(client: CompletionClient, talk: list[int]) -> int:
 async def _ask(client: CompletionClient, prompt: list[int], max_tokens: int = 16) -> ClientResponse:
     answer = await client.complete(prompt, temperature=0, max_tokens=max_tokens, ignore_eos=True)
     if answer.error or not answer.token_instants_s:
-        raise RestartBenchError(f"a request failed: {answer.status} {answer.error}")
+        raise BenchError(f"a request failed: {answer.status} {answer.error}")
     return answer
 
 
@@ -132,5 +129,5 @@ def _wait_until_gone(pids: Sequence[int]) -> None:
     deadline_s = time.monotonic() + GONE_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         if time.monotonic() > deadline_s:
-            raise RestartBenchError("a killed worker did not end")
+            raise BenchError("a killed worker did not end")
         time.sleep(0.05)

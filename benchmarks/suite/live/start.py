@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.errors import BenchError
 from benchmarks.random_gguf import write_random_gguf
 from benchmarks.suite.live.idle import cpu_s, family
 from moonpool.demo.client import CompletionClient
@@ -37,17 +38,13 @@ _MAPPING = re.compile(
 )
 
 
-class StartBenchError(RuntimeError):
-    """The run did not measure what it is meant to."""
-
-
 def bench_start(
     model: str | None, flags: list[str], kv_tokens: int, repeats: int, say: Say
 ) -> dict[str, Any]:
     """Seconds and bytes of each start. Without `model`, of a file that it writes first.
 
     The first start has no measured step times of an earlier one; at the others, these are an hour
-    old. Raises StartBenchError.
+    old. Raises BenchError.
     """
     with _model_file(model, say) as (name, path), tempfile.TemporaryDirectory() as cache:
         flags = [*flags, "--kv-tokens", str(kv_tokens)]
@@ -98,7 +95,7 @@ def _start(name: str, path: Path | None, flags: list[str], cache: str) -> dict[s
             spent_s = sum(cpu_s(pid) for pid in pids)
             parts = [_memory(pid, path) for pid in pids]
         except OSError as error:
-            raise StartBenchError(f"a process ended: {error}; {server.last_words()}") from None
+            raise BenchError(f"a process ended: {error}; {server.last_words()}") from None
         log = server.log_lines()
     kinds = ("kvcache", "model_file", "other")
     memory = {kind: sum(part[kind] for part in parts) for kind in kinds}
@@ -121,7 +118,7 @@ async def _first_token(url: str) -> float:
     seconds = time.monotonic() - began_s
     await client.close()
     if answer.error or answer.generated_tokens != 1:
-        raise StartBenchError(f"a request failed: {answer.status} {answer.error}")
+        raise BenchError(f"a request failed: {answer.status} {answer.error}")
     return seconds
 
 

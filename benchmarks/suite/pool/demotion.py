@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from benchmarks.errors import BenchError
 from moonpool.config import (
     EngineConfig,
     ModelConfig,
@@ -91,10 +92,6 @@ _ENDLESS = 1 << 20
 _FREE = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
 
 
-class DemotionBenchError(RuntimeError):
-    """The run did not do what it is meant to measure."""
-
-
 def bench_demotion(
     model: str,
     batch: int,
@@ -104,7 +101,7 @@ def bench_demotion(
     folder: Path | None,
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Gaps of each phase, over all rounds. Raises DemotionBenchError."""
+    """Gaps of each phase, over all rounds. Raises BenchError."""
     settle_threads()
     with tempfile.TemporaryDirectory(prefix="moonpool-bench-", dir=folder) as name:
         bench = _Bench(model, tokens_per_s, Path(name))
@@ -156,9 +153,7 @@ def _gaps_s(phases: Iterable[_Phase]) -> list[float]:
 
 def _gaps_enough(phase: str, gaps_s: list[float]) -> None:
     if len(gaps_s) < MIN_STEPS:
-        raise DemotionBenchError(
-            f"only {len(gaps_s)} tokens came during {phase}; let it run longer"
-        )
+        raise BenchError(f"only {len(gaps_s)} tokens came during {phase}; let it run longer")
 
 
 def _row(phase: str, phases: list[_Phase]) -> dict[str, Any]:
@@ -226,11 +221,11 @@ class _Bench:
                 lost.append,
             )
         except BootError as error:
-            raise DemotionBenchError(str(error)) from None
+            raise BenchError(str(error)) from None
         booted = self._booted
         if booted.store is None:
             booted.close()
-            raise DemotionBenchError(booted.store_error)
+            raise BenchError(booted.store_error)
         assert isinstance(booted.engine, Engine)
         self._engine = EngineThread(booted.engine, booted.messenger, booted.threads, post)
         self._engine.start()

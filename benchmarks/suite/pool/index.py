@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.errors import BenchError
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.types import BlockKey, InstanceId
 
@@ -38,12 +39,8 @@ SSD_SHARES = (0.0, 0.8)
 """Of the blocks that lie on an SSD only."""
 
 
-class IndexBenchError(RuntimeError):
-    """A run ended badly; the text says how."""
-
-
 def bench_index(blocks: int, instances: int, echo: Callable[[str], None]) -> dict[str, Any]:
-    """One row for each share of the SSD. Raises IndexBenchError."""
+    """One row for each share of the SSD. Raises BenchError."""
     rows = []
     for ssd_share in SSD_SHARES:
         timed = _apart("rss", blocks, instances, ssd_share)
@@ -73,7 +70,7 @@ def _apart(how: str, blocks: int, instances: int, ssd_share: float) -> dict[str,
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise IndexBenchError(f"{blocks} blocks, {instances} instances: {(last or ['killed'])[0]}")
+        raise BenchError(f"{blocks} blocks, {instances} instances: {(last or ['killed'])[0]}")
     found: dict[str, Any] = msgspec.json.decode(done.stdout)
     return found
 
@@ -100,6 +97,7 @@ def run_one(how: str, blocks: int, instances: int, ssd_share: float) -> dict[str
         "block_bytes": round(grown / len(index), 1),
     }
     if how == "tracemalloc":
+        tracemalloc.stop()
         return found
     found["event_us"] = round(seconds / max(num_events, 1) * 1e6, 3)
     return found | _match_times(index, prompts, rng)
@@ -132,7 +130,7 @@ def _announce(
         event = [BlockKey(bytes(bytearray(key))) for key in keys[start : start + EVENT_BLOCKS]]
         on_ssd = event[: round(len(event) * ssd_share)]
         if not index.apply(name, number, sequence, event[len(on_ssd) :], (), on_ssd):
-            raise IndexBenchError(f"the index distrusts {name}")
+            raise BenchError(f"the index distrusts {name}")
     return len(keys)
 
 

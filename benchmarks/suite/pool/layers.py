@@ -51,7 +51,7 @@ def bench_layers(
     mooncake: str = "",
 ) -> dict[str, Any]:
     """Seconds of loading by where from and prefix, and of storing by transport and prompt.
-    `mooncake`: a master's address. Raises LayersBenchError, ArenaError, StoreError."""
+    `mooncake`: a master's address. Raises BenchError, ArenaError, StoreError."""
     settle_threads()
     found: dict[str, Any] = {"model": model, "new_tokens": new_tokens, "rounds": rounds}
     longest = max([p + new_tokens for p in prefixes] + list(prompts))

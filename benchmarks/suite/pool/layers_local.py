@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace as replace_struct
 
+from benchmarks.errors import BenchError
 from benchmarks.suite.pool.layers_remote import SECRET, TIMEOUT_S, fill_with_floats
 from moonpool.engine.builtin import open_model
 from moonpool.engine.calibrate import fit_samples, measure_samples
@@ -55,10 +56,6 @@ MEASUREMENTS = 3
 """When a prefill begins depends on what it should take; an instance keeps the best of all its
 starts, which one measurement on a busy machine is far from."""
 THREADS = 1
-
-
-class LayersBenchError(RuntimeError):
-    """The benchmark could not be run; one line says why."""
 
 
 @dataclass
@@ -156,7 +153,7 @@ class LayerwiseInstance:
         self._store.store("prefix", keys, blocks, range(len(keys)))
         ended = self._inbox.get(timeout=TIMEOUT_S)
         if not isinstance(ended, StoreEnded) or ended.num_blocks < len(keys):
-            raise LayersBenchError(f"the prefix could not be stored: {ended}")
+            raise BenchError(f"the prefix could not be stored: {ended}")
         self._stored = tuple(enumerate(keys))
 
     @property
@@ -183,7 +180,7 @@ class LayerwiseInstance:
         took = run.took
         took.early = bool(self._instance.counters.get("early_prefills"))
         if expect_load and not took.load_s:
-            raise LayersBenchError("the prefix was computed, not loaded")
+            raise BenchError("the prefix was computed, not loaded")
         return took
 
     def prefill_inline(
@@ -225,7 +222,7 @@ class LayerwiseInstance:
         run.took.held_block_s += held * (now_s - run.noted_s)
         run.noted_s = now_s
         if isinstance(event, StepFailed):
-            raise LayersBenchError(event.message)
+            raise BenchError(event.message)
         if isinstance(event, FetchEnded | LoadEnded):
             run.took.load_s = event.seconds
         elif isinstance(event, SendEnded):

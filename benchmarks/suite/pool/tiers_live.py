@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.errors import BenchError
 from moonpool.demo.client import ClientResponse, CompletionClient
 from moonpool.demo.local_server import LocalServer
 
@@ -34,10 +35,6 @@ TURN_TOKENS = 192
 ANSWER_TOKENS = 4
 WARM_TOKENS = 600
 _VOCABULARY = 256
-
-
-class LiveTiersError(RuntimeError):
-    """A request failed; the text says how."""
 
 
 @dataclass(slots=True)
@@ -59,7 +56,7 @@ def bench_tiers_live(
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
     """`tokens`: of engine memory, DRAM and SSD, of each instance. No step begins after so many
-    `seconds` of answering. Raises LiveTiersError, ServerError, httpx.HTTPError."""
+    `seconds` of answering. Raises BenchError, ServerError, httpx.HTTPError."""
     names: list[str] = []
     with contextlib.ExitStack() as stack:
         servers = []
@@ -154,7 +151,7 @@ async def _converse(
 async def _ask(client: CompletionClient, prompt: list[int]) -> ClientResponse:
     answer = await client.complete(prompt, temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     if answer.error or not answer.token_instants_s:
-        raise LiveTiersError(f"a request failed: {answer.status} {answer.error}")
+        raise BenchError(f"a request failed: {answer.status} {answer.error}")
     return answer
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.errors import BenchError
 from benchmarks.page_live import conversation_rows
 from benchmarks.suite.conversations.arrangements import (
     GROUPS,
@@ -18,7 +19,6 @@ from benchmarks.suite.conversations.arrangements import (
 from benchmarks.suite.conversations.basis import SessionBasis, planned_for
 from benchmarks.suite.conversations.bench import (
     ConversationRuns,
-    ConversationsFileError,
     verdict_lines,
 )
 from benchmarks.suite.conversations.forecast import write_session_trace
@@ -140,7 +140,7 @@ def test_runs_in_parts_fill_one_file(tmp_path: Path) -> None:
     assert [row["effective"] for row in third.rows] == [4, 8]
     assert third.bases == first.bases
     path.write_text("{}")
-    with pytest.raises(ConversationsFileError, match="no file of this benchmark"):
+    with pytest.raises(BenchError, match="no file of this benchmark"):
         ConversationRuns(path)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.suite.pool.demotion import DemotionBenchError, bench_demotion
+from benchmarks.errors import BenchError
+from benchmarks.suite.pool.demotion import bench_demotion
 
 pytestmark = pytest.mark.long
 
@@ -31,5 +32,5 @@ def test_each_phase_moves_what_it_should(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_run_too_short_to_tell_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.suite.pool.demotion.MIN_STEPS", 100_000)
-    with pytest.raises(DemotionBenchError, match="let it run longer"):
+    with pytest.raises(BenchError, match="let it run longer"):
         bench_demotion(MODEL, 1, 0.2, 1, 1000, tmp_path, lambda text: None)

@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 from benchmarks.checkout import ROOT
+from benchmarks.errors import BenchError
 from benchmarks.suite.engine import engine as bench
 from benchmarks.suite.engine import quantization
-from benchmarks.suite.engine.engine import PeerError, bench_engine, row_lines, shares
+from benchmarks.suite.engine.engine import (
+    bench_engine,
+    row_lines,
+    shares,
+)
 from benchmarks.suite.engine.engine_peers import measure_peers
 from benchmarks.suite.engine.engine_rows import (
     EngineBenchRows,
@@ -93,9 +98,9 @@ def test_a_peer_that_fails_is_told_in_one_line_and_the_others_count(tmp_path: Pa
     assert "no module named openvino" in found["openvino"]["error"]
     assert any(line.startswith("llama.cpp: not compared") for line in said)
     assert any(line.startswith("openvino: not compared") for line in said)
-    with pytest.raises(PeerError, match="no module named openvino"):
+    with pytest.raises(BenchError, match="no module named openvino"):
         measure_peers(TINY, {"openvino": bad}, ROWS, 1, False, said.append)
-    with pytest.raises(PeerError, match="does not start"):
+    with pytest.raises(BenchError, match="does not start"):
         measure_peers(TINY, {"vllm": str(tmp_path / "none")}, ROWS, 1, False, said.append)
 
 

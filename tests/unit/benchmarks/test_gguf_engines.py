@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.errors import BenchError
 from benchmarks.page_gguf import GGUF_HEADER, gguf_rows
 from benchmarks.random_gguf import SHAPES, write_random_gguf
 from benchmarks.suite.engine.formats import BATCHES, TEXT
 from benchmarks.suite.engine.gguf_engines import (
     JOBS,
     GgufBenchPlan,
-    GgufPeerError,
     bench_gguf_engines,
     decode_bytes,
     weight_bytes,
@@ -77,5 +77,5 @@ def test_every_engine_and_job_has_a_rate_of_each_round(tiny: Path) -> None:
 
 def test_a_peer_that_does_not_run_is_told_in_one_line(tiny: Path) -> None:
     plan = GgufBenchPlan(rounds=1, threads=(1,))
-    with pytest.raises(GgufPeerError, match=r"llama\.cpp ended: .*llama_cpp"):
+    with pytest.raises(BenchError, match=r"llama\.cpp ended: .*llama_cpp"):
         bench_gguf_engines(str(tiny), 64, TEXT, sys.executable, plan, lambda _: None)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.suite.pool.index import IndexBenchError, bench_index, run_one
+from benchmarks.errors import BenchError
+from benchmarks.suite.pool.index import (
+    bench_index,
+    run_one,
+)
 
 
 def test_rows_have_both_memories_and_times() -> None:
@@ -27,6 +31,6 @@ def test_what_is_over_a_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_breaks_says_which() -> None:
-    with pytest.raises(IndexBenchError, match="600 blocks, 0 instances: "):
+    with pytest.raises(BenchError, match="600 blocks, 0 instances: "):
         bench_index(600, 0, lambda text: None)
     assert run_one("tracemalloc", 300, 1, 0.0)["held_blocks"] == 300

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.suite.cluster.simulator import NUM_MARKS, SimulatorBenchError, bench_simulator
+from benchmarks.errors import BenchError
+from benchmarks.suite.cluster.simulator import (
+    NUM_MARKS,
+    bench_simulator,
+)
 
 
 def test_each_size_is_run_and_its_memory_watched() -> None:
@@ -19,5 +23,5 @@ def test_each_size_is_run_and_its_memory_watched() -> None:
 
 
 def test_a_run_that_breaks_says_which() -> None:
-    with pytest.raises(SimulatorBenchError, match="1 instances, 5 requests: "):
+    with pytest.raises(BenchError, match="1 instances, 5 requests: "):
         list(bench_simulator(((1, 5),)))

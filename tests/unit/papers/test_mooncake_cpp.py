@@ -30,7 +30,6 @@ from papers.options import MissingTraceError, Options
 from papers.registry import run
 
 NUM_REQUESTS = 80
-AHEAD_OF_THE_RING = "a long prompt alone is faster with CPP than with TP+SP and a perfect ring"
 
 
 @pytest.fixture

@@ -6,12 +6,14 @@ import json
 import random
 from typing import Any
 
+from benchmarks.errors import BenchError
+
 Body = dict[str, Any]
 Texts = dict[Any, str]
 LARGE_BYTES = 70 << 10  # above what the head reads in its own process
 
 
-class ResponseError(Exception):
+class ResponseError(BenchError):
     """A response that is not whole, or one with an error in it; the text says which."""
 
 

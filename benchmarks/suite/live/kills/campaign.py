@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from benchmarks.errors import BenchError
 from benchmarks.suite.live.kills.calls import calls
 from benchmarks.suite.live.kills.load import OUTCOMES, Load, Reply
 from benchmarks.suite.live.kills.processes import victims
@@ -53,10 +54,6 @@ class InjectedFault(NamedTuple):
     at_s: float
     stopped_s: float  # 0 for a kill
     recovery_s: float | None
-
-
-class KillsError(Exception):
-    """The campaign cannot go on; the text says why."""
 
 
 class Campaign:
@@ -100,10 +97,10 @@ class Campaign:
                 self._calm = (began_s, time.monotonic())
                 wanted = victims(server.pid)
                 if not wanted:
-                    raise KillsError("the cluster's processes have no titles: none can be chosen")
+                    raise BenchError("the cluster's processes have no titles: none can be chosen")
                 kinds = [kind for kind in wanted if not self._only or kind in self._only]
                 if not kinds:
-                    raise KillsError(f"this cluster has no {', '.join(self._only)}")
+                    raise BenchError(f"this cluster has no {', '.join(self._only)}")
                 for plan in self._plans(kinds, kills, stops):
                     if time.monotonic() - began_s > seconds:
                         break
@@ -197,7 +194,7 @@ def bench_kills(
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Returns outcomes and pauses per arrangement, kind of process and signal. Raises ServerError,
-    KillsError and ResponseError."""
+    BenchError and ResponseError."""
     rng = random.Random(seed)
     arrangements = []
     for name in names:

@@ -1,0 +1,28 @@
+"""Runs a benchmark for a command: errors are one line, and figures have their origin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.errors import BenchError
+from moonpool.cli.output import check_folders, fail, run_measurement, show_figures
+
+
+def measure(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
+    """Runs it, writes its figures, and returns them. Ends the command for an error that a user can
+    mend."""
+    from moonpool.engine.spec import ModelError
+    from moonpool.storage.folder import StoreError
+    from moonpool.transfer.arena import ArenaError
+
+    try:
+        return run_measurement(run, json_file)
+    except (ArenaError, BenchError, ModelError, StoreError) as error:
+        fail(str(error))
+
+
+def show(run: Callable[[], dict[str, Any]], json_file: str | None) -> None:
+    """As `measure`, and prints the figures."""
+    check_folders(json_file)
+    show_figures(measure(run, None), json_file)

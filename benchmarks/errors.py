@@ -1,0 +1,7 @@
+"""The error of all benchmarks."""
+
+from __future__ import annotations
+
+
+class BenchError(RuntimeError):
+    """The run did not measure what it is meant to; one line says why."""
