@@ -36,6 +36,7 @@ class Shelf:
 
     def cut(self, number: int) -> None:
         self.was_cut.append(number)
+        self._close_socket()
 
     def drop(self, number: int) -> None:
         self.dropped.append(number)

@@ -128,9 +128,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_unread()
-        if self._kept is not None:
+        is_complete = exc is None and self._running is not None and self._running.response_complete
+        if self._kept is not None and not is_complete:
             self.answers.lose(self._kept)
             self._kept = None
+        self._drop_kept()
         self._drop_half_read()
         self.limit.idle.pop(self, None)
         if self._entered:
