@@ -3,23 +3,18 @@ its request and how many tokens it has. What the head knows is not computed agai
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.live.calls import fresh
 from tests.live.test_parts import Parts
-from tests.live.test_standby import Pair, head_process_of, until
+from tests.live.test_standby import Pair, until
 
 WAIT_S = 120.0
 DRAWN = {

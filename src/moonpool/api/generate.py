@@ -152,7 +152,7 @@ class Generator:
         known = await context.known(digest, request_id, displaces=resumes or own is not None)
         if known is None or (own is not None and _drawn(own) != _drawn(known.facts)):
             return own, (), 0
-        return known.facts, known.deliveries, known.num_returns + 1
+        return known.facts, known.deliveries, known.num_returns
 
     async def _write(
         self,

@@ -73,9 +73,7 @@ class KeptAnswers:
     def lose(self, kept: KeptStream) -> None:
         """The connection has ended before the response was complete."""
         self._running.pop(kept.number, None)
-        opening = kept.opening
-        is_useful = kept.has_delivered and kept.log.is_kept and opening.num_returns < MAX_RETURNS
-        if not (opening.digest and is_useful):
+        if not (kept.opening.digest and kept.has_delivered and kept.log.is_kept):
             self._drop(kept)
             return
         for other in self._alike(kept):
@@ -103,15 +101,19 @@ class KeptAnswers:
                     break
                 await asyncio.sleep(DISPLACE_LOOK_S)
         found = next((kept for kept in self._cut.values() if _name(kept) == name), None)
+        if found is not None and found.num_returns >= MAX_RETURNS:
+            self._forget(found.number)
+            found = None
         if found is None:
             return None
+        found.num_returns += 1
         try:
             deliveries = found.read_deliveries()
         except (OSError, ValueError) as error:
             log.warning("an answer is computed again: %s", error)
             self._forget(found.number)
             return None
-        return Known(found.opening.facts, deliveries, found.opening.num_returns)
+        return Known(found.opening.facts, deliveries, found.num_returns)
 
     def _hold(self, kept: KeptStream) -> None:
         self._cut[kept.number] = kept

@@ -138,6 +138,7 @@ class KeptStream:
         self.has_socket = has_socket
         self.has_delivered = False
         self.is_cut = False
+        self.num_returns = opening.num_returns
         self.on_write: Callable[[], None] | None = None
         self.entries: list[Entry] = []  # of earlier heads
         self.is_resumed = False
