@@ -4,17 +4,26 @@ its request and how many tokens it has. What the head knows is not computed agai
 from __future__ import annotations
 
 import json
+import os
+import signal
+import ssl
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
+from moonpool.demo.local_server import free_port
+from tests.certificates import make_certificates
 from tests.live.calls import fresh
-from tests.live.test_parts import Parts
-from tests.live.test_standby import Pair, until
+from tests.live.test_https import certificate
+from tests.live.test_parts import Part
+from tests.live.test_standby import Pair, head_process_of, until
 
 WAIT_S = 120.0
 DRAWN = {
@@ -38,6 +47,7 @@ class Got:
     finish: str | None = None
     names: set[tuple[str, int]] = field(default_factory=set)
     is_cut: bool = False
+    calls: httpx.Client = fresh
 
     def read(self, url: str, body: dict[str, Any], name: str, most: int = 1 << 30) -> None:
         """Reads the events after the tokens that are here, at most so many."""
@@ -46,7 +56,8 @@ class Got:
             headers["X-Resume-Tokens"] = str(len(self.tokens))
         self.is_cut = False
         try:
-            with fresh.stream("POST", url, json=body, headers=headers, timeout=WAIT_S) as answer:
+            call = {"json": body, "headers": headers, "timeout": WAIT_S}
+            with self.calls.stream("POST", url, **call) as answer:
                 assert answer.status_code == 200, answer.read()
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
@@ -75,19 +86,11 @@ class Reader(Got):
         self.thread.start()
 
 
-def generated_at(pair: Parts, url: str) -> float:
-    """How many tokens this head's instances have generated."""
-    text = fresh.get(f"{url}/metrics", timeout=60).text
+def generated_at(url: str, calls: httpx.Client = fresh) -> float:
+    """How many tokens this head has sent."""
+    text = calls.get(f"{url}/metrics", timeout=60).text
     lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def seeded(url: str, seed: int) -> dict[str, Any]:
-    """The undisturbed answer with this seed."""
-    body = DRAWN | {"seed": seed, "stream": False}
-    del body["stream_options"]
-    answer: dict[str, Any] = fresh.post(url, json=body, timeout=WAIT_S).json()["choices"][0]
-    return answer
 
 
 @pytest.fixture
@@ -130,5 +133,132 @@ def test_streams_go_on_at_a_standby_which_computes_only_the_rest(pair: Pair) -> 
         assert reader.finish == "length"
         assert len(reader.names) == 1
     left = sum(DRAWN["max_tokens"] - count for count in have)
-    computed = generated_at(pair, pair.standby_url)
-    assert computed <= left + 4 * 100, "the standby computes what its copies lack"
+    computed = generated_at(pair.standby_url)
+    assert 0 < computed <= left + 4 * 100, "the standby computes what its copies lack"
+
+
+class Address(httpx.BaseTransport):
+    """One address for both heads, as a load balancer or a name gives it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = httpx.URL(url)
+        self._transport = httpx.HTTPTransport()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.url = request.url.copy_with(port=self.url.port)
+        return self._transport.handle_request(request)
+
+
+@pytest.mark.long
+def test_the_retries_of_openais_client_reach_the_standby_and_lose_nothing(pair: Pair) -> None:
+    fields = {"prompt": [9] * 300, "max_tokens": 900, "temperature": 1, "seed": 11}
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    whole = fresh.post(f"{pair.url}/v1/completions", json=fields | extra, timeout=WAIT_S).json()
+    address = Address(pair.url)
+    client = openai.OpenAI(
+        base_url=f"{pair.url}/v1",
+        api_key="none",
+        max_retries=40,
+        timeout=WAIT_S,
+        http_client=httpx.Client(transport=address),
+    )
+    model = client.models.list().data[0].id
+    answers: list[Any] = []
+
+    def ask() -> None:
+        headers = {"X-Request-Id": "asked-once"}
+        call = {"model": model, **fields, "extra_body": extra, "extra_headers": headers}
+        answers.append(client.completions.create(**call))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    clock = Reader()  # gets as many tokens as the other one
+    clock.start(f"{pair.url}/v1/completions", DRAWN, "clock")
+    until(lambda: len(clock.tokens) > 200)
+    pair.kill_first()
+    address.url = httpx.URL(pair.standby_url)
+    thread.join(WAIT_S)
+    clock.thread.join(WAIT_S)
+    (answer,) = answers
+    assert answer.id == "cmpl-asked-once"
+    assert answer.choices[0].token_ids == whole["choices"][0]["token_ids"]
+    assert answer.usage.completion_tokens == fields["max_tokens"]
+    computed = generated_at(pair.standby_url)
+    assert 0 < computed < fields["max_tokens"] - 100, "the standby computes only the rest"
+
+
+@pytest.mark.long
+def test_a_cut_answer_goes_on_at_the_head_that_was_started_again(pair: Pair) -> None:
+    url = f"{pair.url}/v1/completions"
+    got = Got()
+    got.read(url, DRAWN, "cut", 200)
+    assert len(got.tokens) < DRAWN["max_tokens"]
+    time.sleep(0.3)
+    head = head_process_of(pair.first.pid)
+    assert head is not None
+    os.kill(head, signal.SIGKILL)
+    until(lambda: pair.instances(pair.url) == ["d", "p"])
+    before = len(got.tokens)
+    got.read(url, DRAWN, "cut")
+    assert len(got.tokens) == DRAWN["max_tokens"]
+    assert (got.finish, got.is_cut, len(got.names)) == ("length", False, 1)
+    assert 0 < generated_at(pair.url) <= DRAWN["max_tokens"] - before
+
+
+class SecurePair(Pair):
+    """All connections are encrypted, also those of clients, and decode has an attention worker."""
+
+    scheme = "https"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._config = folder / "moonpool.toml"
+        text = "[cluster]\nprefill = 1\ndecode = 1\nattention = 1\n"
+        self._config.write_text(text + "[network]\nuse_shared_memory = false\n")
+        self.certificate, self.key = certificate(folder)
+        self.calls = httpx.Client(verify=ssl.create_default_context(cafile=self.certificate))
+        super().__init__()
+
+    def _encrypted(self, name: str) -> list[str]:
+        return make_certificates(self._folder, "ours", name).flags
+
+    def _head_flags(self, name: str) -> list[str]:
+        http = ["--ssl-certfile", self.certificate, "--ssl-keyfile", self.key]
+        return ["--config", str(self._config), *http, *self._encrypted(name)]
+
+    def start_head(self, *options: str) -> Part:
+        return super().start_head(*self._head_flags("head"), *options)
+
+    def start_worker(self, role: str, name: str, **environment: str) -> Part:
+        line = ["worker", "--role", role, "--head", f"127.0.0.1:{self.head_port}", "--name", name]
+        if role == "decode":
+            self.start(*line[:2], "attention", *line[3:5], "--name", "a", *self._encrypted("a"))
+        return self.start(*line, *self._encrypted(name), **environment)
+
+    def start_standby(self, port: int) -> Part:
+        ports = ["--head-port", str(free_port()), "--port", str(port)]
+        line = ["head", "--standby-of", f"127.0.0.1:{self.head_port}", *ports]
+        return self.start(*line, *self._head_flags("standby"))
+
+
+@pytest.mark.long
+def test_streams_go_on_over_tls_and_with_attention_workers(tmp_path: Path) -> None:
+    pair = SecurePair(tmp_path)
+    try:
+        whole, reader = Got(calls=pair.calls), Reader(calls=pair.calls)
+        whole.read(f"{pair.url}/v1/completions", DRAWN | {"seed": 3}, "whole")
+        reader.start(f"{pair.url}/v1/completions", DRAWN | {"seed": 3}, "a")
+        until(lambda: len(reader.tokens) > 100)
+        pair.kill_first()
+        reader.thread.join(WAIT_S)
+        assert reader.is_cut
+        before = len(reader.tokens)
+        until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
+        reader.read(f"{pair.standby_url}/v1/completions", DRAWN | {"seed": 3}, "a")
+        assert reader.tokens == whole.tokens
+        assert (reader.text, reader.finish) == (whole.text, "length")
+        computed = generated_at(pair.standby_url, pair.calls)
+        assert 0 < computed <= DRAWN["max_tokens"] - before + 100
+        assert [one["owner"] for one in pair.cluster(pair.standby_url)["attention"]] == ["d"]
+    finally:
+        pair.end()
