@@ -9,7 +9,7 @@ import signal
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,15 @@ class Address(httpx.BaseTransport):
         return self._transport.handle_request(request)
 
 
+def documented_client() -> Callable[..., Iterator[Any]]:
+    """The client of docs/operating.md that counts tokens."""
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    found: dict[str, Any] = {}
+    exec(page[page.index("import time, uuid") :].partition("```")[0], found)
+    client: Callable[..., Iterator[Any]] = found["go_on"]
+    return client
+
+
 @pytest.mark.long
 def test_the_retries_of_openais_client_reach_the_standby_and_lose_nothing(pair: Pair) -> None:
     fields = {"prompt": [9] * 300, "max_tokens": 900, "temperature": 1, "seed": 11}
@@ -170,21 +179,34 @@ def test_the_retries_of_openais_client_reach_the_standby_and_lose_nothing(pair: 
         call = {"model": model, **fields, "extra_body": extra, "extra_headers": headers}
         answers.append(client.completions.create(**call))
 
-    thread = threading.Thread(target=ask)
-    thread.start()
+    body = {"messages": [{"role": "user", "content": "x" * 200}], "max_tokens": 900, "seed": 3}
+    body |= {"model": model, "temperature": 1}
+    plain = client.chat.completions.create(**body, extra_body={"ignore_eos": True})
+    chunks: list[Any] = []
+
+    def follow() -> None:
+        chunks.extend(documented_client()(client, **body, extra_body={"ignore_eos": True}))
+
+    threads = [threading.Thread(target=ask), threading.Thread(target=follow)]
+    for thread in threads:
+        thread.start()
     clock = Reader()  # gets as many tokens as the other one
     clock.start(f"{pair.url}/v1/completions", DRAWN, "clock")
     until(lambda: len(clock.tokens) > 200)
     pair.kill_first()
     address.url = httpx.URL(pair.standby_url)
-    thread.join(WAIT_S)
-    clock.thread.join(WAIT_S)
+    for thread in (*threads, clock.thread):
+        thread.join(WAIT_S)
+    said = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(text for text in said if text) == plain.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == 900
+    assert len({chunk.id for chunk in chunks}) == 1
     (answer,) = answers
     assert answer.id == "cmpl-asked-once"
     assert answer.choices[0].token_ids == whole["choices"][0]["token_ids"]
     assert answer.usage.completion_tokens == fields["max_tokens"]
     computed = generated_at(pair.standby_url)
-    assert 0 < computed < fields["max_tokens"] - 100, "the standby computes only the rest"
+    assert 0 < computed < 2 * (fields["max_tokens"] - 100), "the standby computes only the rest"
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.api import event_ids
+from moonpool.api.resume import event_ids
 from moonpool.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.test_faults import children_of, command_of, wait_until_gone

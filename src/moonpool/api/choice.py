@@ -104,6 +104,10 @@ class Choice:
         return self._read_calls(delta)
 
     @property
+    def has_tools(self) -> bool:
+        return self._tools is not None
+
+    @property
     def finish_word(self) -> str | None:
         """`finish_reason` in OpenAI's terms."""
         called = self._called and self.finish_reason is FinishReason.STOP

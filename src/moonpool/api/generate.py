@@ -23,18 +23,23 @@ from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_of
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
-from moonpool.api.event_ids import (
+from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
+from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.preparation import PreparedCall
+from moonpool.api.responses import ResponseWriter
+from moonpool.api.resume.event_ids import (
     EventPosition,
     NumberedEvents,
     another_call,
     digest_of_call,
     last_event_id,
 )
-from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.http_context import ActiveCalls, HttpContext
-from moonpool.api.preparation import PreparedCall
-from moonpool.api.responses import ResponseWriter
-from moonpool.api.resumed_events import ResumedEvents, check_resumption, resume_tokens
+from moonpool.api.resume.resumed_events import (
+    INSTEAD,
+    ResumedEvents,
+    check_resumption,
+    resume_tokens,
+)
 from moonpool.api.sampling import (
     ending_of,
     max_tokens_of,
@@ -119,8 +124,9 @@ class Generator:
         slo, timeout_s = limits_of(context, self._frontend)
         position = last_event_id(context.headers)
         has = resume_tokens(context.headers)
-        if position is not None and has is not None:
-            text = "Send X-Resume-Tokens or Last-Event-ID, not both."
+        if has is not None and (position is not None or kind not in ("chat", "completion")):
+            why = "This API does not state" if position is None else "Event ids state"
+            text = f"{why} how many tokens its clients have. Use {INSTEAD}."
             raise ApiError(text, param="X-Resume-Tokens", code="invalid_header")
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
         path = context.scope["path"]

@@ -238,6 +238,17 @@ def test_what_is_unknown_is_computed_again_or_refused() -> None:
     ]:
         refused = ask(body, tokens)
         assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    said = [{"role": "user", "content": "x"}]
+    for other_path, other in [
+        ("/v1/chat/completions", {"messages": said, "tools": [tool], "tool_choice": "required"}),
+        ("/v1/messages", {"messages": said, "max_tokens": 9}),
+        ("/v1/responses", {"input": "x"}),
+    ]:
+        headers = {"x-resume-tokens": "1"}
+        refused = call(ScriptedHead(), other_path, other | {"stream": True}, headers=headers)
+        assert refused.status_code == 400
+        assert "Last-Event-ID" in refused.json()["error"]["message"]
 
 
 def test_an_answer_over_tls_goes_on_too(tmp_path: Path) -> None:

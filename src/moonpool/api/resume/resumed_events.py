@@ -15,6 +15,7 @@ from moonpool.api.frontend import RequestRefused
 from moonpool.api.shapes import EventWriter
 
 HEADER = "X-Resume-Tokens"
+INSTEAD = "Last-Event-ID instead of X-Resume-Tokens"
 _COUNTS = re.compile(rb"\d{1,9}(,\d{1,9}){0,255}")
 
 
@@ -45,6 +46,9 @@ def check_resumption(
         return
     if not is_streamed:
         text = f"The header {HEADER} is for streams. Without it, the whole answer is sent again."
+        raise ApiError(text, param=HEADER, code="invalid_header")
+    if any(choice.has_tools for choice in choices):
+        text = f"A number of tokens does not tell which tool calls arrived. Use {INSTEAD}."
         raise ApiError(text, param=HEADER, code="invalid_header")
     if is_drawn_anew and any(choice.request.sampling.temperature > 0 for choice in choices):
         text = (
