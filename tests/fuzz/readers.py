@@ -15,8 +15,8 @@ import torch
 
 from moonpool.api.connection.kept_stream import draw_facts
 from moonpool.api.errors import ApiError
-from moonpool.api.event_ids import EventPosition, last_event_id
 from moonpool.api.keys import KeyFileError, collect_keys
+from moonpool.api.resume.event_ids import EventPosition, last_event_id
 from moonpool.attention_offload import wire as attention_wire
 from moonpool.config import ConfigError, parse_config
 from moonpool.engine.builtin import export_checkpoint, open_model

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.api import event_ids
+from moonpool.api.resume import event_ids
 from moonpool.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.test_faults import children_of, command_of, wait_until_gone
@@ -37,14 +37,16 @@ DRAWN: Body = BODIES[0] | {"temperature": 1, "max_tokens": 300}
 class Pair(Parts):
     """A head, its standby, and 1P+1D."""
 
+    scheme, calls = "http", fresh
+
     def __init__(self) -> None:
         super().__init__()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{self.scheme}://127.0.0.1:{self.port}"
         self.first = self.start_head()
         self.workers = [self.start_worker("prefill", "p"), self.start_worker("decode", "d")]
-        self.wait_until_healthy(WAIT_S)
+        until(lambda: self.instances(self.url) == ["d", "p"])
         port = free_port()
-        self.standby_url = f"http://127.0.0.1:{port}"
+        self.standby_url = f"{self.scheme}://127.0.0.1:{port}"
         self.standby = self.start_standby(port)
         until(lambda: len(self.cluster(self.url)["standbys"]) == 1)
 
@@ -53,7 +55,7 @@ class Pair(Parts):
         return self.start("head", "--standby-of", f"127.0.0.1:{self.head_port}", *ports)
 
     def cluster(self, url: str) -> dict[str, Any]:
-        found: dict[str, Any] = fresh.get(f"{url}/cluster", timeout=60).json()
+        found: dict[str, Any] = self.calls.get(f"{url}/cluster", timeout=60).json()
         return found
 
     def kill_first(self) -> None:

@@ -29,6 +29,7 @@ from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.http_protocol import LimitedProtocol, limited_protocol
+from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.resumption import accepted_bytes
 from moonpool.api.connection.tls import TlsFiles
@@ -330,15 +331,16 @@ def http_server(
     drain_s: int = 5,
     tls: TlsFiles | None = None,
     keeper: StreamKeeper | None = None,
+    answers: KeptAnswers | None = None,
 ) -> HttpServer:
     """Returns the server. Responses may go on for `drain_s` seconds after `should_exit`.
 
-    With `tls` it serves HTTPS alone. `keeper` holds answers that shall outlive this process.
+    With `tls` it serves HTTPS alone. `keeper` holds the logs of `answers`.
     """
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited_protocol(keeper=keeper),
+        http=limited_protocol(keeper=keeper, answers=answers),
         ws="none",
         lifespan="off",
         access_log=False,

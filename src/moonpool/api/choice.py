@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from moonpool.api.connection.kept_stream import KeptStream
+from moonpool.api.connection.kept_stream import Delivered, KeptStream
 from moonpool.api.frontend import Frontend, Output, RequestRefused
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
@@ -23,6 +23,8 @@ from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Request, Token, TokenLogprobs
 
 NO_OUTPUT = Output()
+REPLAYED_PER_TURN = 64
+"""Known increments that are sent before other calls have their turn."""
 
 
 class Delta(NamedTuple):
@@ -100,6 +102,10 @@ class Choice:
         if self._structured is not None:
             await self._check_structure(delta)
         return self._read_calls(delta)
+
+    @property
+    def has_tools(self) -> bool:
+        return self._tools is not None
 
     @property
     def finish_word(self) -> str | None:
@@ -201,19 +207,29 @@ def _pieces(output: Output) -> list[Output]:
 
 
 async def run_choices(
-    choices: Sequence[Choice], frontend: Frontend, kept: KeptStream | None = None
+    choices: Sequence[Choice],
+    frontend: Frontend,
+    kept: KeptStream | None = None,
+    known: Sequence[Delivered] = (),
 ) -> AsyncGenerator[Delta, None]:
     """Runs all choices of a call side by side. If one fails, all end and its error is raised.
 
-    Each increment is logged in `kept` first. Those that are in it already come again. Raises
-    RequestRefused, now or as `kept` has it from another head.
+    Each increment is logged in `kept` first. Those that are in it already come again, as do those
+    that are `known` from another connection. Raises RequestRefused, now or as `kept` has it from
+    another head.
     """
+    running = choices
+    if known and not (kept is not None and kept.is_resumed):
+        async for delta in _come_again(choices, known):
+            if kept is not None:
+                kept.note(delta.choice.index, delta.output)
+            yield delta
+        running = [choice for choice in choices if choice.finish_reason is None]
     if kept is None:
-        async with aclosing(_run(choices, frontend)) as deltas:
+        async with aclosing(_run(running, frontend)) as deltas:
             async for delta in deltas:
                 yield delta
         return
-    running = choices
     if kept.is_resumed:
         for choice in choices:
             choice.delivered = []
@@ -233,7 +249,24 @@ async def run_choices(
         raise
 
 
+async def _come_again(
+    choices: Sequence[Choice], known: Sequence[Delivered]
+) -> AsyncGenerator[Delta, None]:
+    for choice in choices:
+        choice.delivered = []
+    for number, entry in enumerate(known):
+        choice = choices[entry.index]
+        output = entry.output()
+        for piece in _pieces(output) if choice.one_by_one else (output,):
+            if choice.finish_reason is None:
+                yield await choice.replay(piece)
+        if number % REPLAYED_PER_TURN == REPLAYED_PER_TURN - 1:
+            await asyncio.sleep(0)
+
+
 async def _run(choices: Sequence[Choice], frontend: Frontend) -> AsyncGenerator[Delta, None]:
+    if not choices:
+        return
     if len(choices) == 1:
         async with aclosing(choices[0].deltas(frontend)) as deltas:
             async for delta in deltas:

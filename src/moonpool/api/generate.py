@@ -8,6 +8,7 @@ sent after the first increment, so that a rejected request still gets its own st
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -20,19 +21,25 @@ from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
-from moonpool.api.connection.kept_stream import StreamFacts
+from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_of
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
-from moonpool.api.event_ids import (
+from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
+from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.preparation import PreparedCall
+from moonpool.api.responses import ResponseWriter
+from moonpool.api.resume.event_ids import (
     EventPosition,
     NumberedEvents,
     another_call,
     digest_of_call,
     last_event_id,
 )
-from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.http_context import ActiveCalls, HttpContext
-from moonpool.api.preparation import PreparedCall
-from moonpool.api.responses import ResponseWriter
+from moonpool.api.resume.resumed_events import (
+    INSTEAD,
+    ResumedEvents,
+    check_resumption,
+    resume_tokens,
+)
 from moonpool.api.sampling import (
     ending_of,
     max_tokens_of,
@@ -55,6 +62,9 @@ from moonpool.types import Request, RequestId, Slo, Token
 
 logger = logging.getLogger(__name__)
 
+DIGEST_IN_THREAD_BYTES = 1 << 20
+"""Digests of larger bodies are made beside the event loop."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -67,6 +77,9 @@ class _Call:
     timeout_s: float
     facts: StreamFacts
     position: EventPosition | None  # what its client has of the response; None: it wants no ids
+    has: tuple[int, ...] | None  # tokens of each choice that its client has; None: it does not say
+    known: Sequence[Delivered] = ()  # from a connection that broke
+    is_drawn_anew: bool = False  # the client has an answer, and its seed is unknown
 
 
 class Generator:
@@ -110,15 +123,42 @@ class Generator:
         arrived_s = self._frontend.now()
         slo, timeout_s = limits_of(context, self._frontend)
         position = last_event_id(context.headers)
+        has = resume_tokens(context.headers)
+        if has is not None and (position is not None or kind not in ("chat", "completion")):
+            why = "This API does not state" if position is None else "Event ids state"
+            text = f"{why} how many tokens its clients have. Use {INSTEAD}."
+            raise ApiError(text, param="X-Resume-Tokens", code="invalid_header")
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
+        path = context.scope["path"]
+        if len(raw) > DIGEST_IN_THREAD_BYTES:
+            digest = await asyncio.to_thread(digest_of, path, raw)
+        else:
+            digest = digest_of(path, raw)
+        continued = await self._continued(context, digest, position, bool(has and any(has)))
+        facts, known, num_returns = continued
         max_tokens = self._frontend.card.max_model_tokens
-        continued = (
-            position.facts(max_tokens) if position is not None and position.progress else None
-        )
-        arrived_s, facts = context.keep_call(raw, arrived_s, max_tokens, continued)
+        arrived_s, facts = context.keep_call(raw, arrived_s, max_tokens, facts, digest, num_returns)
         left_s = arrived_s + timeout_s - self._frontend.now()
         prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
-        return _Call(context, prepared, arrived_s, slo, timeout_s, facts, position)
+        is_new = continued[0] is None and not (context.kept is not None and context.kept.is_resumed)
+        is_drawn_anew = is_new and prepared.body.seed is None
+        return _Call(
+            context, prepared, arrived_s, slo, timeout_s, facts, position, has, known, is_drawn_anew
+        )
+
+    async def _continued(
+        self, context: HttpContext, digest: bytes, position: EventPosition | None, resumes: bool
+    ) -> tuple[StreamFacts | None, Sequence[Delivered], int]:
+        """Returns the facts of the response that a call continues or asks for again, or None; what
+        is known of it; and how often it was asked for again."""
+        own = None
+        if position is not None and position.progress:
+            own = position.facts(self._frontend.card.max_model_tokens)
+        request_id = context.request_id if own is None else own.request_id
+        known = await context.known(digest, request_id, displaces=resumes or own is not None)
+        if known is None or (own is not None and _drawn(own) != _drawn(known.facts)):
+            return own, (), 0
+        return known.facts, known.deliveries, known.num_returns
 
     async def _write(
         self,
@@ -133,10 +173,7 @@ class Generator:
         if stream:
             await self._stream(call, request_id, choices, writer)
             return
-        async with (
-            context.watch(),
-            aclosing(run_choices(choices, self._frontend, context.kept)) as deltas,
-        ):
+        async with context.watch(), aclosing(self._run(call, choices)) as deltas:
             async for delta in deltas:
                 writer.events(delta)
         payload = msgspec.json.encode(writer.whole())
@@ -167,13 +204,20 @@ class Generator:
                 writer = ChunkWriter(answer, shape, choices)
                 await self._stream(call, request_id, choices, writer)
             else:
-                await self._answer_at_once(call.context, choices, answer, shape)
+                await self._answer_at_once(call, choices, answer, shape)
+
+    def _run(self, call: _Call, choices: Sequence[Choice]) -> AsyncGenerator[Delta, None]:
+        return run_choices(choices, self._frontend, call.context.kept, call.known)
 
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
         """Yields the call's request id and its choices, none of which is running yet."""
         with self._active.begin(call.context) as (request_id, scoped):
-            yield request_id, self._choices(call, scoped)
+            choices = self._choices(call, scoped)
+            if call.has is not None:
+                is_streamed = bool((call.prepared.original or call.prepared.body).stream)
+                check_resumption(call.has, choices, is_streamed, call.is_drawn_anew)
+            yield request_id, choices
 
     def _choices(self, call: _Call, request_id: str) -> list[Choice]:
         frontend, prepared = self._frontend, call.prepared
@@ -215,16 +259,14 @@ class Generator:
         return choices
 
     async def _answer_at_once(
-        self, context: HttpContext, choices: Sequence[Choice], answer: AnswerFormat, shape: Shape
+        self, call: _Call, choices: Sequence[Choice], answer: AnswerFormat, shape: Shape
     ) -> None:
+        context = call.context
         texts: list[list[str]] = [[] for _ in choices]
         tokens: list[list[Token]] = [[] for _ in choices]
         calls: list[list[ToolCallDelta]] = [[] for _ in choices]
         keep_tokens = answer.with_logprobs or answer.with_token_ids
-        async with (
-            context.watch(),
-            aclosing(run_choices(choices, self._frontend, context.kept)) as deltas,
-        ):
+        async with context.watch(), aclosing(self._run(call, choices)) as deltas:
             async for delta in deltas:
                 index = delta.choice.index
                 texts[index].append(delta.text)
@@ -241,11 +283,12 @@ class Generator:
         context = call.context
         if call.position is not None:
             writer = self._numbered(call, call.position, request_id, choices, writer)
+        elif call.has is not None and any(call.has):
+            for choice in choices:
+                choice.one_by_one = True
+            writer = ResumedEvents(writer, call.has)
         try:
-            async with (
-                context.watch(),
-                aclosing(run_choices(choices, self._frontend, context.kept)) as deltas,
-            ):
+            async with context.watch(), aclosing(self._run(call, choices)) as deltas:
                 await _send_deltas(context, writer, deltas)
             last = writer.end()
         except RequestRefused as refused:
@@ -286,11 +329,15 @@ async def _send_deltas(
     async for delta in deltas:
         events = (b"" if has_begun else writer.begin()) + writer.events(delta)
         has_begun = True
-        catches_up = isinstance(writer, NumberedEvents) and writer.catches_up
+        catches_up = isinstance(writer, NumberedEvents | ResumedEvents) and writer.catches_up
         if not context.started and not catches_up:  # until then an error has its own status
             await context.start_events()
         if events:
             await context.send_events(events)
+
+
+def _drawn(facts: StreamFacts) -> tuple[object, ...]:
+    return facts.request_id, facts.seed, facts.created_s, facts.ids
 
 
 async def _end_with_error(context: HttpContext, writer: EventWriter, error: ApiError) -> None:

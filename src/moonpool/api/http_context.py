@@ -17,6 +17,7 @@ from typing import Protocol, Self
 
 from starlette.types import Receive, Scope, Send
 
+from moonpool.api.connection.kept_answers import Known
 from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, draw_facts
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
 from moonpool.api.frontend import RequestRefused
@@ -103,7 +104,13 @@ class KeepingConnection(Protocol):
         arrived_s: float,
         tenant: str,
         is_admin: bool,
+        digest: bytes = b"",
+        num_returns: int = 0,
     ) -> KeptStream | None: ...
+
+    async def known(
+        self, tenant: str, request_id: str, digest: bytes, displaces: bool
+    ) -> Known | None: ...
 
     def begin_response(self) -> None: ...
 
@@ -140,11 +147,14 @@ class HttpContext:
         arrived_s: float,
         max_model_tokens: int,
         facts: StreamFacts | None = None,
+        digest: bytes = b"",
+        num_returns: int = 0,
     ) -> tuple[float, StreamFacts]:
         """Lets the answer to a call outlive this process, where that is possible. Returns when the
         call arrived, and its facts: those of the head that received it, if that was another.
 
-        `facts`: of the response that the call continues."""
+        `facts`: of the response that the call continues. `digest`, `num_returns`: as in `Opening`.
+        """
         if facts is not None:
             self.continues = True
             self.request_id = facts.request_id
@@ -153,8 +163,15 @@ class HttpContext:
         facts = facts or draw_facts(self.request_id, max_model_tokens)
         if self._connection is not None:
             who = self.tenant, self.is_admin
-            self.kept = self._connection.keep(self.scope, body, facts, arrived_s, *who)
+            again = digest, num_returns
+            self.kept = self._connection.keep(self.scope, body, facts, arrived_s, *who, *again)
         return arrived_s, facts
+
+    async def known(self, digest: bytes, request_id: str, displaces: bool) -> Known | None:
+        """Returns what is known of the call, if it comes again: see `KeptAnswers.find`."""
+        if self._connection is None or self.kept is not None:
+            return None
+        return await self._connection.known(self.tenant, request_id, digest, displaces)
 
     @contextmanager
     def kept_refusals(self) -> Iterator[None]:

@@ -15,7 +15,8 @@ instance that has attention workers receives its Setup once they are ready, and 
 when one of them is replaced.
 
 A standby sends ApplyStandby every second. It receives the Setup once, and Leadership every second,
-which all workers receive while there is a standby.
+which all workers receive while there is a standby. AnswersCopied brings it the logs of the answers
+under way.
 
 A frame is 4 bytes of length and a msgpack map, tagged with the name of its class
 (`runtime.channel`). The handshake agrees on a version (`protocol.versions`). What a version adds is
@@ -101,11 +102,41 @@ class HeadAddress(Struct, frozen=True):
 
 
 class ApplyStandby(Struct, frozen=True, tag=True):
-    """A standby is there; or, with a later epoch than the receiver's, it has replaced this head."""
+    """A standby is there; or, with a later epoch than the receiver's, it has replaced this head.
+
+    `wants_answers`: it keeps copies of the answers under way.
+    """
 
     address: HeadAddress
     pid: int
     epoch: int = 0
+    wants_answers: bool = False
+
+
+class AnswerBegun(Struct, frozen=True):
+    """An answer whose client may come back; `number` names it on this connection. `digest`: of its
+    call, `seed` and the others: what was drawn for it."""
+
+    number: int
+    tenant: str
+    request_id: str
+    digest: bytes
+    seed: int
+    created_s: int
+    ids: bytes
+    max_model_tokens: int
+    num_returns: int = 0
+
+
+class AnswersCopied(Struct, frozen=True, tag=True):
+    """What is new of the answers under way: `grown` has further bytes of their logs, `ended` the
+    numbers of those that are complete or given up. `is_first`: what was sent before does not count.
+    """
+
+    begun: tuple[AnswerBegun, ...] = ()
+    grown: tuple[tuple[int, bytes], ...] = ()
+    ended: tuple[int, ...] = ()
+    is_first: bool = False
 
 
 class Leadership(Struct, frozen=True, tag=True):
@@ -145,5 +176,5 @@ class TurnedAway(Struct, frozen=True, tag=True):
 
 
 WorkFrame = Setup | AttentionMoved | Command
-DownFrame = WorkFrame | Stop | TurnedAway | Leadership
+DownFrame = WorkFrame | Stop | TurnedAway | Leadership | AnswersCopied
 UpFrame = Apply | ApplyAttention | ApplyStandby | AttentionReady | Joined | Failed | Report

@@ -3,12 +3,13 @@
     supervisor                                                head
       | -- HeadBegin (configuration, listening sockets) -----> |
       | -- TakeAnswer (one answer of an earlier head) -------> |  for each
+      | -- TakeCutAnswer (its connection has ended) ---------> |  for each
       | -- TakeNoMore ---------------------------------------> |
       | <-- HeadPrepared (the configuration is right) -------- |
       |   starts the workers, unless they run                  |
       | <-- HeadUp ------------------------------------------- |  serves
       | <-- HeadBeat, InstancesKnown, KillWorker ------------- |
-      | <-- KeepAnswer, DropAnswer --------------------------- |
+      | <-- KeepAnswer, CutAnswer, DropAnswer ---------------- |
       | -- FinishHead (a signal came) -----------------------> |
       | <-- HeadEnding --------------------------------------- |  then it stops the workers
 
@@ -27,6 +28,8 @@ Each is one packet of a Unix socket, with file descriptors where the text says s
 from __future__ import annotations
 
 from typing import ClassVar
+
+import msgspec
 
 from moonpool.config import Config
 from moonpool.types import InstanceId, Role, Struct
@@ -64,6 +67,13 @@ class TakeAnswer(Packet, frozen=True, tag=True):
     """Go on with an answer; with the client's socket, and the log."""
 
     num_fds: ClassVar[int] = 2
+    number: int
+
+
+class TakeCutAnswer(Packet, frozen=True, tag=True):
+    """The connection of this answer has ended, and its client may come back; with the log."""
+
+    num_fds: ClassVar[int] = 1
     number: int
 
 
@@ -154,8 +164,21 @@ class KeepAnswer(Packet, frozen=True, tag=True):
     number: int
 
 
+class KeepCutAnswer(Packet, frozen=True, tag=True):
+    """Hold this answer, whose connection ends with this head; with the log."""
+
+    num_fds: ClassVar[int] = 1
+    number: int
+
+
+class CutAnswer(Packet, frozen=True, tag=True):
+    """The connection of this answer has ended: hold the log alone."""
+
+    number: int
+
+
 class DropAnswer(Packet, frozen=True, tag=True):
-    """The answer is complete."""
+    """The answer is complete, or its client did not come back."""
 
     number: int
 
@@ -168,8 +191,8 @@ class SupervisorState(Struct, frozen=True):
     """What a supervisor leaves to its next program, which has the same process id and children.
 
     Numbers of file descriptors are `http`, `control`, `connections`, `head_fd`, and those in
-    `answers` and `memory`. `workers`: process ids; 0: to be started. A further field needs a
-    default: the next release reads what this one has written.
+    `answers`, `cut_answers` and `memory`. `workers`: process ids; 0: to be started. A further field
+    needs a default: the next release reads what this one has written.
     """
 
     title: str  # the command line to show
@@ -190,17 +213,26 @@ class SupervisorState(Struct, frozen=True):
     workers: dict[str, int]
     memory: dict[str, tuple[int, int]]
     epoch: int = 1
+    cut_answers: dict[int, int] = msgspec.field(default_factory=dict)
 
     @property
     def fds(self) -> list[int]:
         """All file descriptors."""
         pairs = [*self.answers.values(), *self.memory.values()]
         single = [self.http, self.control, self.head_fd, *self.connections]
+        single += self.cut_answers.values()
         return single + [fd for pair in pairs for fd in pair]
 
 
 ToHead = (
-    HeadBegin | TakeAnswer | TakeConnection | TakeNoMore | FinishHead | HandOver | UpgradeFailed
+    HeadBegin
+    | TakeAnswer
+    | TakeCutAnswer
+    | TakeConnection
+    | TakeNoMore
+    | FinishHead
+    | HandOver
+    | UpgradeFailed
 )
 FromHead = (
     HeadLoaded
@@ -214,6 +246,8 @@ FromHead = (
     | KillWorker
     | InstancesKnown
     | KeepAnswer
+    | KeepCutAnswer
+    | CutAnswer
     | DropAnswer
     | HeadEnding
 )

@@ -94,6 +94,10 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._fail(reason)
 
     @property
+    def num_unsent_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    @property
     def local_host(self) -> str:
         """This side's address as the peer sees it."""
         assert self._transport is not None

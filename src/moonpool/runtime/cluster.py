@@ -64,7 +64,10 @@ async def serve_cluster(link: SupervisorLink) -> None:
         head.expect(begin.expected)
     options = _api_options(config, tokenizer, keys)
     bodies = BodyReader(head, options)
-    server = http_server(make_app(head, options, bodies), tls=tls, keeper=link)
+    for kept in inherited.cut_answers:
+        head.standbys.answers.adopt(kept)
+    app = make_app(head, options, bodies)
+    server = http_server(app, tls=tls, keeper=link, answers=head.standbys.answers)
     beat = asyncio.create_task(link.beat())
     await _begin(link, head, config, inherited)
     for received, sock in inherited.answers:

@@ -12,6 +12,7 @@ import logging
 import ssl
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from moonpool import __version__
 from moonpool.protocol.frames import (
     CONTROL_SERVICE,
+    AnswersCopied,
     DownFrame,
     Failed,
     Joined,
@@ -103,6 +105,8 @@ class HeadLink:
         self.heads = heads or KnownHeads()
         self.leadership: Leadership | None = None
         """What the head has said of itself last."""
+        self.on_answers: Callable[[AnswersCopied], None] | None = None
+        """Called with copies of answers under way."""
         self._patience_s = RECONNECT_S if patience_s is None else patience_s
         self._silent_s: int | None = None  # None: the head does not promise to be heard
         self._promised = asyncio.Event()
@@ -267,6 +271,9 @@ class HeadLink:
                 self.stop("the head stops")
             case TurnedAway():
                 self.fail(f"the head rejected {self._name}: {frame.message}", "rejected")
+            case AnswersCopied():
+                if self.on_answers is not None:
+                    self.on_answers(frame)
             case _:
                 self._follower.on_frame(frame)
 

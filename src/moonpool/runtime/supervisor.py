@@ -24,6 +24,7 @@ import setproctitle
 from moonpool.config import Config
 from moonpool.cores import CoreShare
 from moonpool.protocol.supervision import (
+    CutAnswer,
     DropAnswer,
     FinishHead,
     FromHead,
@@ -37,12 +38,14 @@ from moonpool.protocol.supervision import (
     HeadUp,
     InstancesKnown,
     KeepAnswer,
+    KeepCutAnswer,
     KillWorker,
     PassConnection,
     ReplaceWorker,
     SupervisorState,
     TakeAnswer,
     TakeConnection,
+    TakeCutAnswer,
     TakeNoMore,
     ToHead,
     UpgradeFailed,
@@ -106,7 +109,8 @@ class Supervisor:
         self._packets: PacketSocket[FromHead, ToHead] | None = None
         self._head: WorkerProcess | None = None
         self._answers: dict[int, tuple[int, int]] = {}  # number -> socket, log
-        self._next_number = 0
+        self._cut_answers = {} if taken is None else dict(enumerate(taken.answers))  # -> log
+        self._next_number = len(self._cut_answers)
         self._expected: dict[InstanceId, Role] = {} if taken is None else taken.instances
         self._epoch = 1 if taken is None else taken.epoch
         self._num_restarts = self._num_upgrades = 0
@@ -225,6 +229,8 @@ class Supervisor:
         self._connections.clear()
         for number, fds in self._answers.items():
             packets.send(TakeAnswer(number=number), fds)
+        for number, fd in self._cut_answers.items():
+            packets.send(TakeCutAnswer(number=number), (fd,))
         packets.send(TakeNoMore(next_number=self._next_number))
 
     async def _spawn(self, theirs: socket.socket, waiting: SupervisorState | None) -> WorkerProcess:
@@ -255,9 +261,18 @@ class Supervisor:
             case KeepAnswer():
                 self._answers[packet.number] = (fds[0], fds[1])
                 self._next_number = packet.number + 1
+            case KeepCutAnswer():
+                self._cut_answers[packet.number] = fds[0]
+                self._next_number = packet.number + 1
+            case CutAnswer():
+                if packet.number in self._answers:
+                    client, self._cut_answers[packet.number] = self._answers.pop(packet.number)
+                    os.close(client)
             case DropAnswer():
                 for fd in self._answers.pop(packet.number, ()):
                     os.close(fd)
+                if packet.number in self._cut_answers:
+                    os.close(self._cut_answers.pop(packet.number))
             case HeadBeat():
                 self._heard_s = self._clock.listened_s
             case InstancesKnown():
@@ -380,6 +395,7 @@ class Supervisor:
             http=self._http.fileno(),
             control=self._control.fileno(),
             answers=self._answers,
+            cut_answers=self._cut_answers,
             connections=tuple(self._connections),
             next_number=self._next_number,
             expected=self._expected,
@@ -397,6 +413,7 @@ class Supervisor:
         """Goes on with what an earlier program of this process has left."""
         self._answers, self._connections = dict(state.answers), list(state.connections)
         self._next_number, self._expected = state.next_number, state.expected
+        self._cut_answers = dict(state.cut_answers)
         self._num_restarts, self._num_upgrades = state.num_restarts, state.num_upgrades
         self._prepared, self._epoch = state.prepared, state.epoch
         self._was_up = True
@@ -447,10 +464,11 @@ class Supervisor:
             await self._launcher.stop()
         if self._fork_server is not None:
             await self._fork_server.close()
-        for fds in [*self._answers.values(), self._connections]:
+        for fds in [*self._answers.values(), self._cut_answers.values(), self._connections]:
             for fd in fds:
                 os.close(fd)
         self._answers.clear()
+        self._cut_answers.clear()
         self._connections.clear()
         self._http.close()
         self._control.close()

@@ -17,6 +17,7 @@ from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, KeptStream
 from moonpool.cores import CoreShare
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.supervision import (
+    CutAnswer,
     DropAnswer,
     FinishHead,
     FromHead,
@@ -30,11 +31,13 @@ from moonpool.protocol.supervision import (
     HeadUp,
     InstancesKnown,
     KeepAnswer,
+    KeepCutAnswer,
     KillWorker,
     PassConnection,
     ReplaceWorker,
     TakeAnswer,
     TakeConnection,
+    TakeCutAnswer,
     TakeNoMore,
     ToHead,
     UpgradeFailed,
@@ -61,6 +64,8 @@ class Inheritance:
     control: socket.socket
     answers: list[tuple[KeptStream | HalfRead, socket.socket]] = field(default_factory=list)
     connections: list[socket.socket] = field(default_factory=list)
+    cut_answers: list[KeptStream] = field(default_factory=list)
+    """Answers whose clients have lost their connections and may come back."""
 
 
 class SupervisorLink:
@@ -144,12 +149,22 @@ class SupervisorLink:
         if len(self._kept) >= self._most_kept:
             log.warning("more than %d answers at a time: some would end with the head", MAX_KEPT)
             return None
-        number = self._next_number
-        self._next_number += 1
-        if not self._packets.send(KeepAnswer(number=number), (socket_fd, log_fd)):
+        return self._keep(KeepAnswer(number=self._next_number), (socket_fd, log_fd))
+
+    def keep_cut(self, log_fd: int) -> int | None:
+        if len(self._kept) >= self._most_kept:
             return None
-        self._kept.add(number)
-        return number
+        return self._keep(KeepCutAnswer(number=self._next_number), (log_fd,))
+
+    def _keep(self, packet: KeepAnswer | KeepCutAnswer, fds: Sequence[int]) -> int | None:
+        self._next_number += 1
+        if not self._packets.send(packet, fds):
+            return None
+        self._kept.add(packet.number)
+        return packet.number
+
+    def cut(self, number: int) -> None:
+        self._packets.send(CutAnswer(number=number))
 
     def drop(self, number: int) -> None:
         self._kept.discard(number)
@@ -173,6 +188,8 @@ class SupervisorLink:
                 self._inheritance = Inheritance(packet, http, control)
             case TakeAnswer():
                 self._take(packet.number, *fds)
+            case TakeCutAnswer():
+                self._take_cut(packet.number, fds[0])
             case TakeNoMore():
                 assert self._inheritance is not None
                 self._next_number = packet.next_number
@@ -204,6 +221,17 @@ class SupervisorLink:
             os.close(socket_fd)
             return
         self._inheritance.answers.append((received, socket.socket(fileno=socket_fd)))
+
+    def _take_cut(self, number: int, log_fd: int) -> None:
+        assert self._inheritance is not None
+        self._kept.add(number)
+        call_log = CallLog(self, number, log_fd)
+        try:
+            call_log.read()
+            self._inheritance.cut_answers.append(KeptStream.take_cut(call_log))
+        except (ValueError, OSError) as error:
+            log.warning("an answer must be computed again if its client comes back: %s", error)
+            call_log.drop()
 
     def _forget_kept_twice(self, inheritance: Inheritance) -> None:
         """A head may end after it has kept a call, and before it drops what had arrived of it."""

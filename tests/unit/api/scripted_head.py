@@ -14,7 +14,10 @@ import httpx
 import uvloop
 
 from moonpool.api.app import http_server, make_app
+from moonpool.api.connection.call_log import StreamKeeper
+from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.listening import listen
+from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.frontend import ApiOptions, ModelCard, Output
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
@@ -191,10 +194,17 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def served(head: ScriptedHead, options: ApiOptions | None = None) -> Iterator[str]:
+def served(
+    head: ScriptedHead,
+    options: ApiOptions | None = None,
+    keeper: StreamKeeper | None = None,
+    answers: KeptAnswers | None = None,
+    tls: TlsFiles | None = None,
+) -> Iterator[str]:
     """The application on a real socket; gives its URL."""
     listener = listen("127.0.0.1", 0)
-    server = http_server(make_app(head, options), drain_s=1)
+    app = make_app(head, options)
+    server = http_server(app, drain_s=1, keeper=keeper, answers=answers, tls=tls)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -203,7 +213,7 @@ def served(head: ScriptedHead, options: ApiOptions | None = None) -> Iterator[st
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(60)

@@ -14,6 +14,7 @@ class Shelf:
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
         self.dropped: list[int] = []
+        self.was_cut: list[int] = []
         self.log_fd = -1
         self.sent: list[tuple[int, int]] = []
         """At each entry: the bytes of the log before it, and of its connection."""
@@ -26,6 +27,16 @@ class Shelf:
         self.sent.clear()  # of an earlier log
         self._number += 1
         return self._number
+
+    def keep_cut(self, log_fd: int) -> int | None:
+        self.close()
+        self.log_fd = os.dup(log_fd)
+        self._number += 1
+        return self._number
+
+    def cut(self, number: int) -> None:
+        self.was_cut.append(number)
+        self._close_socket()
 
     def drop(self, number: int) -> None:
         self.dropped.append(number)

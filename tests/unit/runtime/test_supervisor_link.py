@@ -36,6 +36,11 @@ class Logs:
         self.fds.append((os.dup(socket_fd), os.dup(log_fd)))
         return len(self.fds) - 1
 
+    def keep_cut(self, log_fd: int) -> int | None:
+        return None
+
+    def cut(self, number: int) -> None: ...
+
     def drop(self, number: int) -> None: ...
 
     def take_memory(self, num_bytes: int) -> bool:

@@ -23,6 +23,14 @@ class StreamKeeper(Protocol):
         """Holds duplicates of both. Returns their number; None: there is no room."""
         ...
 
+    def keep_cut(self, log_fd: int) -> int | None:
+        """As `keep`, of a call whose connection ends with this process."""
+        ...
+
+    def cut(self, number: int) -> None:
+        """The connection has ended: holds the log alone."""
+        ...
+
     def drop(self, number: int) -> None: ...
 
     def take_memory(self, num_bytes: int) -> bool:
@@ -38,22 +46,25 @@ class CallLog:
     def __init__(self, keeper: StreamKeeper, number: int, fd: int, num_bytes: int = 0) -> None:
         """`num_bytes`: those that the keeper has counted. The log owns `fd`."""
         self.records: list[bytes] = []  # of earlier heads
+        self.number = number
+        self.is_kept = True
         self._keeper = keeper
-        self._number = number
+        self.num_first_bytes = 0
+        """Length of the first record."""
         self._fd = fd
         self._num_bytes = num_bytes
-        self._is_kept = True
 
     @classmethod
-    def begin(cls, keeper: StreamKeeper, socket_fd: int, first: bytes) -> Self | None:
-        """Starts a log with its first record; None: there is no room for it."""
+    def begin(cls, keeper: StreamKeeper, socket_fd: int | None, first: bytes) -> Self | None:
+        """Starts a log with its first record; None: there is no room for it. Without a socket,
+        another head reads the log only when the client comes back."""
         if not keeper.take_memory(len(first)):
             return None
         number = fd = None
         try:
             fd = os.memfd_create("moonpool call", os.MFD_CLOEXEC)
             _append(fd, first)
-            number = keeper.keep(socket_fd, fd)
+            number = keeper.keep_cut(fd) if socket_fd is None else keeper.keep(socket_fd, fd)
         except OSError as error:
             log.warning("a call would not outlive the head: %s", error)
         if number is None or fd is None:
@@ -61,19 +72,22 @@ class CallLog:
             if fd is not None:
                 os.close(fd)
             return None
-        return cls(keeper, number, fd, len(first))
+        begun = cls(keeper, number, fd, len(first))
+        begun.num_first_bytes = _LENGTH.size + len(first)
+        return begun
 
     def read(self) -> None:
         """Reads the records of an earlier head. One that it did not finish is removed. Raises
         OSError."""
         self.records, num_bytes = _read(self._fd)
+        self.num_first_bytes = _LENGTH.size + len(self.records[0]) if self.records else 0
         os.ftruncate(self._fd, num_bytes)
         os.lseek(self._fd, num_bytes, os.SEEK_SET)
         self._num_bytes = num_bytes if self._keeper.take_memory(num_bytes) else 0
 
     def append(self, body: bytes) -> None:
         """Adds a record. If there is no room for it, the log is dropped."""
-        if not self._is_kept:
+        if not self.is_kept:
             return
         try:
             if self._keeper.take_memory(len(body)):
@@ -86,17 +100,38 @@ class CallLog:
         log.warning("a call would not outlive the head any more: %s", error)
         self.drop()
 
+    def read_again(self) -> list[bytes]:
+        """Returns all complete records. Raises OSError."""
+        return _read(self._fd)[0] if self.is_kept else []
+
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self._fd).st_size if self.is_kept else 0
+
+    def read_from(self, offset: int, most: int) -> bytes:
+        """Returns bytes of the log. Raises OSError."""
+        return os.pread(self._fd, most, offset) if self.is_kept else b""
+
+    def cut(self) -> None:
+        """The call's connection has ended."""
+        if self.is_kept:
+            self._keeper.cut(self.number)
+
     def drop(self) -> None:
         """The call needs its log no more."""
-        if self._is_kept:
-            self._is_kept = False
-            self._keeper.drop(self._number)
+        if self.is_kept:
+            self.is_kept = False
+            self._keeper.drop(self.number)
             self._keeper.release_memory(self._num_bytes)
             os.close(self._fd)
 
 
+def record_of(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
+
+
 def _append(fd: int, body: bytes) -> None:
-    record = _LENGTH.pack(len(body)) + body
+    record = record_of(body)
     if os.write(fd, record) != len(record):
         raise OSError("no memory for the log of a call")
 

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.half_read import HalfRead
+from moonpool.api.connection.kept_answers import KeptAnswers, Known
 from moonpool.api.connection.kept_stream import (
     MAX_KEPT_SHARE,
     KeptStream,
@@ -86,6 +87,7 @@ class LimitedProtocol(HttpToolsProtocol):
     limit: ConnectionLimit
     keeper: StreamKeeper | None = None
     """Holds answers that shall outlive this process."""
+    answers: KeptAnswers
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -126,6 +128,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_unread()
+        is_complete = exc is None and self._running is not None and self._running.response_complete
+        if self._kept is not None and not is_complete:
+            self.answers.lose(self._kept)
+            self._kept = None
         self._drop_kept()
         self._drop_half_read()
         self.limit.idle.pop(self, None)
@@ -187,6 +193,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         kept = self._kept = self._resumed
         self._resumed = None
+        self.answers.begin(kept, self.transport.abort)
         self.scope["moonpool.kept"] = kept  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self.cycle.default_headers = list(kept.opening.default_headers)
@@ -223,7 +230,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def leave(self, give: Callable[[int], None]) -> float:
         """Gives the connection away if no call is under way on it. Returns how many seconds to wait
         for it: 0 if it has gone, or what it has received is kept."""
-        if self._kept or self._half_read or self.transport.is_closing():
+        is_kept = self._kept is not None and self._kept.has_socket
+        if is_kept or self._half_read or self.transport.is_closing():
             return 0.0
         if self._responds:
             return inf
@@ -251,25 +259,39 @@ class LimitedProtocol(HttpToolsProtocol):
         arrived_s: float,
         tenant: str,
         is_admin: bool,
+        digest: bytes = b"",
+        num_returns: int = 0,
     ) -> KeptStream | None:
         """Keeps the call that is being answered. None: it cannot be kept."""
         self._drop_kept()
         base = None if self.pipeline else self._sent_bytes()
-        if self.keeper is not None and base is not None:
+        may_return = digest and not self.transport.is_closing()
+        if self.keeper is not None and (base is not None or may_return):
             opening = Opening(
-                request=request_bytes(scope, body),
-                default_headers=tuple(self.cycle.default_headers),
-                base=base,
+                request=b"" if base is None else request_bytes(scope, body),
+                default_headers=() if base is None else tuple(self.cycle.default_headers),
+                base=base or 0,
                 arrived_s=arrived_s,
                 tenant=tenant,
                 is_admin=is_admin,
                 facts=facts,
+                digest=digest,
+                num_returns=num_returns,
             )
-            self._kept = KeptStream.begin(self.keeper, self._fd, opening)
+            fd = None if base is None else self._fd
+            self._kept = KeptStream.begin(self.keeper, fd, opening)
+            if self._kept is not None:
+                self.answers.begin(self._kept, self.transport.abort)
         self._drop_half_read()  # not earlier: one of both is always kept
         if self._kept is not None and self._header_bytes:
             self._kept.note_read_ahead()
         return self._kept
+
+    async def known(
+        self, tenant: str, request_id: str, digest: bytes, displaces: bool
+    ) -> Known | None:
+        """Returns what is known of a call that comes again."""
+        return await self.answers.find(tenant, request_id, digest, displaces)
 
     def begin_response(self) -> None:
         """What is sent from now on follows from the kept call, if from anything."""
@@ -330,7 +352,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _drop_kept(self) -> None:
         if self._kept is not None:
-            self._kept.drop()
+            self.answers.drop(self._kept)
             self._kept = None
 
     # Clients that do not read
@@ -397,12 +419,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(
-    largest: int | None = None, keeper: StreamKeeper | None = None
+    largest: int | None = None,
+    keeper: StreamKeeper | None = None,
+    answers: KeptAnswers | None = None,
 ) -> type[LimitedProtocol]:
     """Returns a protocol class whose connections share one limit."""
     limited_logger("uvicorn.error")
     limit = ConnectionLimit(largest or _largest(keeper is not None))
-    return type("LimitedProtocol", (LimitedProtocol,), {"limit": limit, "keeper": keeper})
+    shared = {"limit": limit, "keeper": keeper, "answers": answers or KeptAnswers()}
+    return type("LimitedProtocol", (LimitedProtocol,), shared)
 
 
 def _largest(keeps: bool) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from moonpool.api.connection.call_log import CallLog, StreamKeeper
+from moonpool.api.connection.call_log import CallLog, StreamKeeper, record_of
 from moonpool.api.frontend import Output, RequestRefused
 from moonpool.types import MALFORMED, FinishReason, Struct, Token
 
@@ -64,7 +64,9 @@ class Opening(Struct, frozen=True):
 
     `request`: as bytes of HTTP. `base`: the position of the response's first byte among all bytes
     that this connection sends, as `accepted_bytes` counts them. `arrived_s` is on the machine's
-    monotonic clock, which all processes share.
+    monotonic clock, which all processes share. `request` is empty if the connection cannot outlive
+    its head. `digest`: of path and body, by which the same call is known when it comes again; empty
+    if it would not go on. `num_returns`: how often it has come again.
     """
 
     request: bytes
@@ -74,6 +76,8 @@ class Opening(Struct, frozen=True):
     tenant: str
     is_admin: bool
     facts: StreamFacts
+    digest: bytes = b""
+    num_returns: int = 0
 
 
 class Delivered(Struct, frozen=True, array_like=True, tag="d"):
@@ -125,10 +129,17 @@ _ENTRY: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
 class KeptStream:
-    """The log of one call. After `drop` it records nothing, and no other head goes on with it."""
+    """The log of one call. After `drop` it records nothing, and no other head goes on with it.
+    After `cut` it records nothing, and another connection may go on with it."""
 
-    def __init__(self, call_log: CallLog, opening: Opening) -> None:
+    def __init__(self, call_log: CallLog, opening: Opening, has_socket: bool = True) -> None:
+        """`has_socket`: its connection outlives this process."""
         self.opening = opening
+        self.has_socket = has_socket
+        self.has_delivered = False
+        self.is_cut = False
+        self.num_returns = opening.num_returns
+        self.on_write: Callable[[], None] | None = None
         self.entries: list[Entry] = []  # of earlier heads
         self.is_resumed = False
         self.has_lost_bytes = False
@@ -137,15 +148,34 @@ class KeptStream:
         self._has_read_ahead = False
 
     @classmethod
-    def begin(cls, keeper: StreamKeeper, socket_fd: int, opening: Opening) -> KeptStream | None:
-        """Keeps a call; None: there is no room for it."""
+    def begin(
+        cls, keeper: StreamKeeper, socket_fd: int | None, opening: Opening
+    ) -> KeptStream | None:
+        """Keeps a call; None: there is no room for it. Without a socket, its connection ends with
+        this process."""
         call_log = CallLog.begin(keeper, socket_fd, _encode(opening))
-        return None if call_log is None else cls(call_log, opening)
+        return None if call_log is None else cls(call_log, opening, socket_fd is not None)
 
     @classmethod
     def take_over(cls, call_log: CallLog) -> KeptStream:
         """Goes on with the log of an earlier head. Raises ValueError if it is not whole."""
-        records = call_log.records
+        kept = cls._read(call_log)
+        kept.is_resumed = True
+        kept.has_lost_bytes = any(isinstance(entry, ReadAhead) for entry in kept.entries)
+        kept._write(TakenOver())
+        return kept
+
+    @classmethod
+    def take_cut(cls, call_log: CallLog) -> KeptStream:
+        """Holds the log of an earlier head, whose connection has ended. Raises ValueError."""
+        kept = cls._read(call_log)
+        kept.is_cut = True
+        kept.entries = []  # they are read when the client comes back
+        return kept
+
+    @classmethod
+    def _read(cls, call_log: CallLog) -> KeptStream:
+        records, call_log.records = call_log.records, []
         if not records:
             raise ValueError("the log of an answer is empty")
         try:
@@ -153,10 +183,17 @@ class KeptStream:
             kept.entries = [_ENTRY.decode(record) for record in records[1:]]
         except MALFORMED as error:
             raise ValueError(f"the log of an answer is damaged: {error}") from None
-        kept.is_resumed = True
-        kept.has_lost_bytes = any(isinstance(entry, ReadAhead) for entry in kept.entries)
-        kept._write(TakenOver())
+        kept.has_delivered = bool(kept.deliveries())
         return kept
+
+    @property
+    def number(self) -> int:
+        """The keeper's number of this log."""
+        return self._log.number
+
+    @property
+    def log(self) -> CallLog:
+        return self._log
 
     @property
     def base(self) -> int:
@@ -197,6 +234,7 @@ class KeptStream:
 
     def note(self, index: int, output: Output) -> None:
         """Logs an increment. Call it before a byte of it is sent."""
+        self.has_delivered = True
         self._write(
             Delivered(
                 index=index,
@@ -226,9 +264,38 @@ class KeptStream:
             self._has_read_ahead = True
             self._write(ReadAhead())
 
+    def cut(self) -> None:
+        """The connection has ended. The log stays for its client, who may come back."""
+        self.is_cut = True
+        self._log.cut()
+
+    def read_deliveries(self) -> list[Delivered]:
+        """Returns the increments in the log. Raises OSError and ValueError."""
+        try:
+            entries = [_ENTRY.decode(record) for record in self._log.read_again()[1:]]
+        except MALFORMED as error:
+            raise ValueError(f"the log of an answer is damaged: {error}") from None
+        return [entry for entry in entries if isinstance(entry, Delivered)]
+
     def drop(self) -> None:
         """The response is complete, or its client gone."""
         self._log.drop()
 
     def _write(self, entry: Entry) -> None:
+        if self.is_cut:
+            return
         self._log.append(_encode(entry))
+        if self.on_write is not None:
+            self.on_write()
+
+
+def written_log(opening: Opening, entries: bytes) -> bytes:
+    """Returns the bytes of a log. `entries`: bytes of another log, after its opening."""
+    return record_of(_encode(opening)) + entries
+
+
+def digest_of(path: str, body: bytes) -> bytes:
+    """Returns what names a call, with its request id."""
+    made = hashlib.blake2b(path.encode() + b"\0", digest_size=16)
+    made.update(body)
+    return made.digest()

@@ -1,7 +1,8 @@
 """A standby: follows the head of a cluster from another machine, and replaces it when it is gone.
 
-The standby has what the head's own supervisor has of the cluster: its settings and the instances to
-wait for. It has no answers under way: their connections end with the lost head.
+The standby has what the head's own supervisor has of the cluster: its settings, the instances to
+wait for and copies of the answers under way. Their connections end with the lost head, and their
+clients come back.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from dataclasses import dataclass
 
 import msgspec
 
 from moonpool.config import Config
 from moonpool.protocol.frames import (
+    AnswersCopied,
     ApplyStandby,
     HeadAddress,
     Setup,
@@ -25,6 +28,7 @@ from moonpool.protocol.frames import (
 from moonpool.protocol.known_heads import KnownHeads
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head_link import HeadGoneError, HeadLink, WorkerError
+from moonpool.runtime.takeover.answer_copies import AnswerCopies
 from moonpool.transfer.tls import PeerTls, PeerTlsError
 from moonpool.types import InstanceId, Role
 
@@ -38,11 +42,13 @@ WILDCARDS = ("0.0.0.0", "::")  # noqa: S104, nothing binds to them here
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a lost head leaves. `epoch` is the one of the next head."""
+    """What a lost head leaves. `epoch` is the one of the next head. `answers`: the logs of those
+    that were under way, as files in memory, which the next supervisor owns."""
 
     config: Config
     epoch: int
     instances: dict[InstanceId, Role]
+    answers: tuple[int, ...] = ()
 
 
 class Standby:
@@ -56,6 +62,7 @@ class Standby:
         self._epoch = 0  # of the head that this one has become
         self._setup: Setup | None = None
         self._link: HeadLink | None = None
+        self._answers = AnswerCopies()
         tls = config.tls
         try:
             self._tls = PeerTls(tls.certfile, tls.keyfile, tls.ca_certs) if tls.certfile else None
@@ -66,6 +73,7 @@ class Standby:
         """Follows the head until it is gone. Returns None if the head was stopped in order. Raises
         ClusterError."""
         link = self._link = self._new_link(TAKE_OVER_S)
+        link.on_answers = self._on_answers
         beat = asyncio.create_task(self._beat(link))
         try:
             await link.run(host, port)
@@ -76,9 +84,9 @@ class Standby:
                 raise ClusterError(f"there is no head to stand by for: {error}") from None
             log.error("%s; taking over", error)
             self._epoch = link.heads.epoch + 1
-            return Takeover(
-                settings_of(self._setup, self._config), self._epoch, link.leadership.instances
-            )
+            settings = settings_of(self._setup, self._config)
+            instances, answers = link.leadership.instances, self._answers.leave()
+            return Takeover(settings, self._epoch, instances, answers)
         except WorkerError as error:
             raise ClusterError(str(error)) from None
         finally:
@@ -103,6 +111,9 @@ class Standby:
             if link.channel is not None:
                 self.on_head()
 
+    def _on_answers(self, frame: AnswersCopied) -> None:
+        self._answers.take(frame, time.monotonic())
+
     # The link's follower
 
     def on_head(self) -> None:
@@ -111,7 +122,10 @@ class Standby:
         if host in WILDCARDS:
             host = self._link.local_host
         address = HeadAddress(host=host, port=port)
-        self._link.send(ApplyStandby(address=address, pid=os.getpid(), epoch=self._epoch))
+        wants = not self._epoch  # else it has replaced the head
+        self._link.send(
+            ApplyStandby(address=address, pid=os.getpid(), epoch=self._epoch, wants_answers=wants)
+        )
 
     def on_frame(self, frame: WorkFrame) -> None:
         if isinstance(frame, Setup) and self._setup is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.config import Config
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import (
@@ -16,6 +17,7 @@ from moonpool.protocol.frames import (
     TurnedAway,
 )
 from moonpool.protocol.versions import KNOWS_STANDBYS
+from moonpool.runtime.takeover.answer_feed import AnswerFeed
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import InstanceId, Role
 
@@ -32,6 +34,9 @@ class StandbyLinks:
         self.replaced = False
         self._told_s = 0.0
         self._links: dict[WorkerLink, ApplyStandby] = {}
+        self._feeds: dict[WorkerLink, AnswerFeed] = {}
+        self.answers = KeptAnswers()
+        """Those under way and those whose clients may come back: a standby has copies."""
 
     def note(self, link: WorkerLink, apply: ApplyStandby, workers: Iterable[WorkerLink]) -> bool:
         """Returns True if the standby is taken, and new. If it has replaced this head, the workers
@@ -44,6 +49,8 @@ class StandbyLinks:
             elif link not in self._links:
                 log.info("a standby is there: %s:%d", apply.address.host, apply.address.port)
                 self._links[link] = apply
+                if apply.wants_answers:
+                    self._feeds[link] = AnswerFeed(self.answers, link.channel)
                 return True
             return False
         if not self.replaced:
@@ -96,6 +103,9 @@ class StandbyLinks:
 
     def drop(self, link: WorkerLink) -> bool:
         """Returns whether this was a standby."""
+        feed = self._feeds.pop(link, None)
+        if feed is not None:
+            feed.end()
         return self._links.pop(link, None) is not None
 
     def describe(self, listened_s: float) -> list[dict[str, Any]]:

@@ -1,0 +1,153 @@
+"""The answers under way and, for a while, those whose clients have lost their connections.
+
+A client that comes back with the same call and the same `X-Request-Id` gets the tokens that are
+known, and the rest is computed. The logs are those by which another head goes on (`kept_stream`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from moonpool.api.connection.kept_stream import Delivered, KeptStream, StreamFacts
+from moonpool.log_limit import limited_logger
+
+log = limited_logger("moonpool.head")
+
+CUT_S = 300.0
+"""How long the answer of a lost connection is kept."""
+MAX_CUT = 1024
+MAX_CUT_BYTES = 128 << 20
+MAX_RETURNS = 8
+"""How often an answer goes on without a new admission. Then it is computed as a new request."""
+DISPLACE_LOOKS, DISPLACE_LOOK_S = 100, 0.01
+"""Time for a connection to end whose client has come back over another."""
+
+
+class Known(NamedTuple):
+    """What is known of an answer."""
+
+    facts: StreamFacts
+    deliveries: list[Delivered]
+    num_returns: int
+
+
+class AnswerFollower(Protocol):
+    """Who copies the logs of answers, by their numbers."""
+
+    def changed(self, kept: KeptStream) -> None: ...
+
+    def ended(self, number: int) -> None: ...
+
+
+class KeptAnswers:
+    """`followers`: told of each log that a client may come back for."""
+
+    def __init__(self) -> None:
+        self.followers: list[AnswerFollower] = []
+        self._running: dict[int, tuple[KeptStream, Callable[[], None]]] = {}
+        self._cut: OrderedDict[int, KeptStream] = OrderedDict()  # oldest first
+        self._num_bytes: dict[int, int] = {}  # of those
+        self._num_cut_bytes = 0
+
+    def __iter__(self) -> Iterator[KeptStream]:
+        yield from self._cut.values()
+        for kept, _ in self._running.values():
+            yield kept
+
+    def begin(self, kept: KeptStream, end: Callable[[], None]) -> None:
+        """`end` ends the connection that the answer is sent over."""
+        if kept.opening.digest:
+            self._running[kept.number] = (kept, end)
+            self._follow(kept)
+
+    def drop(self, kept: KeptStream) -> None:
+        """The response is complete."""
+        self._drop(kept)
+        for other in self._alike(kept):  # its client has the answer now
+            self._forget(other.number)
+
+    def lose(self, kept: KeptStream) -> None:
+        """The connection has ended before the response was complete."""
+        self._running.pop(kept.number, None)
+        if not (kept.opening.digest and kept.has_delivered and kept.log.is_kept):
+            self._drop(kept)
+            return
+        for other in self._alike(kept):
+            self._forget(other.number)
+        kept.cut()
+        self._hold(kept)
+
+    def adopt(self, kept: KeptStream) -> None:
+        """Holds an answer that an earlier head was sending when its connection ended."""
+        self._hold(kept)
+        self._follow(kept)
+
+    async def find(
+        self, tenant: str, request_id: str, digest: bytes, displaces: bool
+    ) -> Known | None:
+        """Returns what is known of a call that comes again. `displaces`: a call like it which still
+        runs ends, because its client has lost it."""
+        name = (tenant, request_id, digest)
+        if displaces:
+            ends = [end for kept, end in self._running.values() if _name(kept) == name]
+            for end in ends:
+                end()
+            for _ in range(DISPLACE_LOOKS if ends else 0):
+                if not any(_name(kept) == name for kept, _ in self._running.values()):
+                    break
+                await asyncio.sleep(DISPLACE_LOOK_S)
+        found = next((kept for kept in self._cut.values() if _name(kept) == name), None)
+        if found is not None and found.num_returns >= MAX_RETURNS:
+            self._forget(found.number)
+            found = None
+        if found is None:
+            return None
+        found.num_returns += 1
+        try:
+            deliveries = found.read_deliveries()
+        except (OSError, ValueError) as error:
+            log.warning("an answer is computed again: %s", error)
+            self._forget(found.number)
+            return None
+        return Known(found.opening.facts, deliveries, found.num_returns)
+
+    def _hold(self, kept: KeptStream) -> None:
+        self._cut[kept.number] = kept
+        self._num_bytes[kept.number] = kept.log.num_bytes
+        self._num_cut_bytes += kept.log.num_bytes
+        while len(self._cut) > MAX_CUT or self._num_cut_bytes > MAX_CUT_BYTES:
+            self._forget(next(iter(self._cut)))
+        loop = asyncio.get_running_loop()
+        loop.call_later(CUT_S, self._forget, kept.number)
+
+    def _drop(self, kept: KeptStream) -> None:
+        kept.drop()
+        self._running.pop(kept.number, None)
+        for follower in self.followers:
+            follower.ended(kept.number)
+
+    def _follow(self, kept: KeptStream) -> None:
+        kept.on_write = functools.partial(self._on_write, kept)
+        self._on_write(kept)
+
+    def _on_write(self, kept: KeptStream) -> None:
+        for follower in self.followers:
+            follower.changed(kept)
+
+    def _alike(self, kept: KeptStream) -> list[KeptStream]:
+        return [other for other in self._cut.values() if _name(other) == _name(kept)]
+
+    def _forget(self, number: int) -> None:
+        kept = self._cut.pop(number, None)
+        if kept is not None:
+            self._num_cut_bytes -= self._num_bytes.pop(number)
+            self._drop(kept)
+
+
+def _name(kept: KeptStream) -> tuple[str, str, bytes]:
+    opening = kept.opening
+    return opening.tenant, opening.facts.request_id, opening.digest

@@ -1,0 +1,1 @@
+"""Streams that go on after what their clients have."""
