@@ -22,6 +22,7 @@ PAPERS_DEFAULTS: dict[str, dict[str, Any]] = {
         **DEFAULTS.get("conductor", {}),
         "learning": False,
         "inline_prefill": False,
+        "inline_chunks": False,
         "spare_copies_first": False,
     },
     "pool": {**DEFAULTS.get("pool", {}), "eviction": "lru"},

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from moonpool.config_api import ApiConfig as ApiConfig
 from moonpool.config_schema import ConfigError as ConfigError
@@ -285,6 +286,13 @@ class ConductorConfig(Struct, frozen=True):
             "Prefill short prompts inside a decode batch where its TBT service level still holds."
         ),
     ] = True
+    inline_chunks: Annotated[
+        bool,
+        about(
+            "Prefill long prompts in chunks inside a decode batch, where its TBT service level"
+            " still holds and the prefill instances would take twice as long."
+        ),
+    ] = True
     spare_copies_first: Annotated[
         bool, about("Evict further copies of a block first, and keep one copy in DRAM.")
     ] = True
@@ -531,6 +539,13 @@ class Config(Struct, frozen=True):
     api: ApiConfig = ApiConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     tls: TlsConfig = TlsConfig()
+
+    def for_conductor(self) -> ConductorConfig:
+        """The Conductor's table. Where instances do not size chunks by the TBT SLO, their decodes
+        would break it beside a long prompt, so that decode instances take none."""
+        if self.engine.batching == "chunked" or not self.conductor.inline_chunks:
+            return self.conductor
+        return replace(self.conductor, inline_chunks=False)
 
 
 def parse_config(

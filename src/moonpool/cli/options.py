@@ -178,6 +178,7 @@ POLICY_KEYS = (
     "conductor.load_limit",
     "conductor.decode_prediction",
     "conductor.inline_prefill",
+    "conductor.inline_chunks",
     "conductor.prefetch",
     "conductor.replicate",
     "conductor.spare_copies_first",

@@ -132,6 +132,7 @@ class AttemptPlanner:
             expected_keys=tracked.keys[placement.held_blocks :],
             tbt_s=placement.tbt_s,
             waits=placement.max_step_s is not None,
+            in_chunks=placement.in_chunks,
         )
 
     def commands(

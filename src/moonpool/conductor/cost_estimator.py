@@ -62,7 +62,7 @@ class CostEstimator:
         """The first chunk is computed now, and a fetch has ended (mutates `attempt`)."""
         cost = state.info.cost
         attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
-        if report.early or self._table.decodes_remain(state.row):
+        if report.early or attempt.in_chunks or self._table.decodes_remain(state.row):
             # Its begin is unknown, or it shares the steps of answers: it is no sample.
             attempt.expected_s = 0.0
         if source is None or not report.fetched_tokens or not report.fetch_s:

@@ -12,13 +12,18 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS
+from moonpool.cost.chunk_limits import (
+    CHUNKED_STEP_SHARE,
+    LEAST_CHUNK_TOKENS,
+    SHARED_CHUNK_TOKENS,
+)
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import InstanceInfo
 from moonpool.types import InstanceId, Slo
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.int64]
 
 NEVER_S = float("-inf")
 S_PER_NS = 1e-9
@@ -48,6 +53,7 @@ class InstanceTable:
         self.decoding_batch: Floats = np.zeros(0)  # requests that produce tokens now
         self.decoding_context: Floats = np.zeros(0)
         self.num_serving: Floats = np.zeros(0)  # prefix fetches by other instances
+        self.num_chunked: Floats = np.zeros(0)  # prompts in chunks beside decodes (`inline_chunks`)
 
         # Properties of the instance.
         self.capacity_tokens: Floats = np.zeros(0)  # KVCache of the whole pool
@@ -80,7 +86,7 @@ class InstanceTable:
         self._hosts: dict[str, int] = {"": 0}
 
         # Sums and estimates over all instances.
-        self.total_decoding = self.total_decoding_context = 0
+        self.total_decoding = self.total_decoding_context = self.total_chunked = 0
         self.tbt_tail = 1.0  # the longest tenth of a request's token gaps, over its mean gap
         self.ttft_tail = 1.0  # the 90th percentile of measured over predicted TTFT
 
@@ -129,6 +135,7 @@ class InstanceTable:
         """Removes the instance and everything that is still booked on it."""
         self.total_decoding -= int(self.decoding_batch[row])
         self.total_decoding_context -= int(self.decoding_context[row])
+        self.total_chunked -= int(self.num_chunked[row])
         self.prefills[row] = self.decodes[row] = False
         self.num_on_host[self.host.item(row)] -= 1
         self.host[row] = 0
@@ -159,6 +166,11 @@ class InstanceTable:
         self.booked_batch[row] += num
         self.booked_context[row] += num * context_tokens
 
+    def book_chunked(self, row: int, num: int = 1) -> None:
+        """Adds a prompt that a decode instance computes in chunks; `num` -1 removes one."""
+        self.num_chunked[row] += num
+        self.total_chunked += num
+
     def grow(self, row: int, num_tokens: int, extra_room_tokens: int) -> None:
         """Lengthens the contexts decoded here by `num_tokens` in total. `extra_room_tokens`: the
         KVCache that they need beyond what was booked for them."""
@@ -185,21 +197,34 @@ class InstanceTable:
             + self.prefill_s_per_token_squared * new
             + self.prefill_s_per_new_x_cached * cached_tokens
         )
-        for row in self.remainders:
-            seconds[row] *= self._slowdown(row)
+        if self.remainders:
+            seconds[self.remainders] *= self.slowdown(np.array(self.remainders))
         return seconds
 
-    def _slowdown(self, row: int) -> float:
-        """By how much prefills take longer here beside the decodes: their share of each step."""
-        batch = self.booked_batch.item(row)
-        if not batch:
-            return 1.0
-        base_s, s_per_token = self.decode_base_s.item(row), self.prefill_s_per_token.item(row)
-        decodes_s = self.tbt_s(row, batch, self.booked_context.item(row)) - base_s
-        room_s = CHUNKED_STEP_SHARE * self._tbt_slo_s - decodes_s
-        chunk_s = min(room_s, s_per_token * self.chunk_tokens.item(row))
-        chunk_s = max(chunk_s, s_per_token * LEAST_CHUNK_TOKENS, LEAST_STEP_S)
-        return (max(chunk_s, base_s) + decodes_s) / chunk_s
+    def slowdown(self, rows: Rows) -> Floats:
+        """By how much prefills take longer in `rows` beside the decodes: their share of each step,
+        in chunks that keep the TBT SLO."""
+        batch, base_s = self.booked_batch[rows], self.decode_base_s[rows]
+        s_per_token = self.prefill_s_per_token[rows]
+        decodes_s = self.decodes_s(rows)
+        chunk_s = np.minimum(
+            CHUNKED_STEP_SHARE * self._tbt_slo_s - decodes_s, s_per_token * self.chunk_tokens[rows]
+        )
+        chunk_s = np.maximum(chunk_s, np.maximum(s_per_token * LEAST_CHUNK_TOKENS, LEAST_STEP_S))
+        factors: Floats = (np.maximum(chunk_s, base_s) + decodes_s) / chunk_s
+        return np.where(batch > 0, factors, 1.0)
+
+    def decodes_s(self, rows: Rows) -> Floats:
+        """What the booked decodes of `rows` add to the time of an empty step."""
+        seconds: Floats = self.decode_s_per_sequence[rows] * self.booked_batch[rows]
+        seconds += self.decode_s_per_context_token[rows] * self.booked_context[rows]
+        return seconds
+
+    def shared_chunk_s(self) -> Floats:
+        """By how much steps are longer where a prompt is computed in chunks, by row."""
+        tokens = np.minimum(self.chunk_tokens, SHARED_CHUNK_TOKENS)
+        seconds: Floats = self.prefill_s_per_token * tokens
+        return seconds
 
     def decodes_remain(self, row: int) -> bool:
         """Whether an instance without that role still has decodes."""
@@ -217,12 +242,14 @@ class InstanceTable:
         return self._step_s(self.booked_batch + 1.0, self.booked_context + float(context_tokens))
 
     def tbt_s(self, row: int, batch: float, context_tokens: float) -> float:
-        """Predicted step time of one instance with this batch."""
-        return (
+        """Predicted step time of one instance with this batch, and with a chunk if prompts are
+        computed beside it."""
+        seconds = (
             self.decode_base_s.item(row)
             + self.decode_s_per_sequence.item(row) * batch
             + self.decode_s_per_context_token.item(row) * context_tokens
         )
+        return seconds + self.shared_chunk_s().item(row) if self.num_chunked[row] else seconds
 
     def tbt_tail_of(self, row: int) -> float:
         """`tbt_tail` for a decode instance, and 1 for a mixed one, whose longest gaps follow from
@@ -279,6 +306,8 @@ class InstanceTable:
             + self.decode_s_per_sequence * batch
             + self.decode_s_per_context_token * context_tokens
         )
+        if self.total_chunked:
+            seconds += np.where(self.num_chunked > 0, self.shared_chunk_s(), 0.0)
         return seconds
 
     def _loads(self, slo: Slo, batch: Floats | float, context_tokens: Floats | float) -> Floats:
@@ -299,6 +328,7 @@ class InstanceTable:
 
     def _clear(self, row: int) -> None:
         self.waiting_ns[row] = self.room_tokens[row] = self.num_serving[row] = 0
+        self.num_chunked[row] = 0
         self.booked_batch[row] = self.booked_context[row] = 0
         self.decoding_batch[row] = self.decoding_context[row] = 0
         self.busy_until_s[row] = self.last_placed_s[row] = NEVER_S

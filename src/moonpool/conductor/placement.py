@@ -29,11 +29,15 @@ from moonpool.conductor.policies import (
     source_load_s,
 )
 from moonpool.config import ConductorConfig
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import InstanceId
 
 TBT_TIE = 1.05
 """Predicted TBTs within 5 % are equal: below the estimate's own error."""
+CHUNKED_TTFT_SHARE = 0.5
+"""A decode instance takes a prompt in chunks if its first token comes within this share of the
+prefill pool's time: chunks beside decodes take more of a device's time than those of their own."""
 NUM_EXPLAINED = 4
 
 PlacementFunction = Callable[[SelectionContext], WorkerScores]
@@ -122,6 +126,7 @@ class Placement(msgspec.Struct, frozen=True):
     chosen: ChosenPlacement
     decode_wait_s: float = 0.0  # from the end of the prefill until the decode pool has room
     max_step_s: float | None = None  # as in `AttemptSpec`
+    in_chunks: bool = False  # the decode instance computes the prompt in chunks beside its decodes
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -178,16 +183,20 @@ def place(
     rank = table.infinite.copy()
     np.copyto(rank, scores.rank, where=possible)
     best = _first(rank, context.queue_s, table.last_placed_s)
-    tbt_s = 0.0
+    tbt_s, inline = 0.0, None
     decoder = best
     if footprint.decodes:
         if config.inline_prefill and not table.decodes[best]:
-            best = decoder = _inline_or(best, context, scores)
+            inline = best_inline(context, scores.ttft_s.item(best))
+            if inline is not None:
+                best = decoder = inline.row
+                scores.ttft_s[best], scores.prefill_s[best] = inline.ttft_s, inline.prefill_s
         tbts_s = table.booked_tbt_s(footprint.expected_tokens)
         if not table.decodes[best]:
             decoder = _select_decode(context, tbts_s, policy)
         tbt_s = tbts_s.item(decoder)
-    return _describe(context, scores, rank, best, decoder, tbt_s, int(num_possible))
+    in_chunks = inline is not None and inline.in_chunks
+    return _describe(context, scores, rank, best, decoder, tbt_s, int(num_possible), in_chunks)
 
 
 def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:
@@ -217,49 +226,49 @@ def _select_decode(context: SelectionContext, tbts_s: Floats, policy: PlacementF
 
 
 class InlinePrefill(NamedTuple):
-    """A prompt that a decode instance computes itself, within its batch (Mooncake's inline rule).
-
-    "A prefill is put into a decode batch only if it needs no chunking and does not break the TBT
-    SLO; otherwise it goes to the separate pool" (v3 section 5). A cached prefix needs no computing,
-    so the next turn of a conversation often qualifies on the instance that holds its last answer.
-    """
+    """A prompt that a decode instance computes itself, beside its decodes."""
 
     row: int
     prefill_s: float
     ttft_s: float
+    in_chunks: bool = False
 
 
-def best_inline(
-    footprint: RequestFootprint,
-    table: InstanceTable,
-    able: Bools,
-    hit_tokens: Floats,
-    queue_s: Floats,
-    separate_ttft_s: float,
-) -> InlinePrefill | None:
-    """The decode instance that gives the first token soonest by the inline rule, if it does so
-    before the prefill pool: in an idle cluster the pools stay apart. `able`: it has room and may be
-    chosen.
+def best_inline(context: SelectionContext, separate_ttft_s: float) -> InlinePrefill | None:
+    """The decode instance that computes the prompt itself, or None. `separate_ttft_s`: TTFT by the
+    prefill pool."""
+    whole = _best_whole(context, separate_ttft_s)
+    if whole is not None or not context.config.inline_chunks:
+        return whole
+    return _best_in_chunks(context, separate_ttft_s)
+
+
+def _best_whole(context: SelectionContext, separate_ttft_s: float) -> InlinePrefill | None:
+    """The decode instance that gives the first token soonest in a single step, if it does so
+    before the prefill pool: in an idle cluster the pools stay apart.
+
+    Mooncake's inline rule: "a prefill is put into a decode batch only if it needs no chunking and
+    does not break the TBT SLO; otherwise it goes to the separate pool" (v3 section 5). A cached
+    prefix needs no computing, so the next turn of a conversation often qualifies on the instance
+    that holds its last answer.
 
     All prompts that are booked inline and have not ended share one step with this one, and must fit
     the SLO together. The instance sizes its chunks by the SLO anyway (`scheduler.chunk_budget`), so
     a wrong estimate here delays the prompt, but not the decodes.
     """
+    footprint, table, hit_tokens = context.footprint, context.table, context.hit_tokens()
     new = footprint.num_tokens - hit_tokens
-    rows = (able & ~table.prefills & (new <= table.chunk_tokens)).nonzero()[0]
+    rows = (context.decode_possible & ~table.prefills & (new <= table.chunk_tokens)).nonzero()[0]
     if not len(rows):
         return None
-    batch, context = table.booked_batch[rows], table.booked_context[rows]
-    base_s = table.decode_base_s[rows]
+    base_s, decodes_s = table.decode_base_s[rows], table.decodes_s(rows)
     prefill_s = table.prefill_s(footprint.num_tokens, hit_tokens)[rows]
-    decodes_s = table.decode_s_per_sequence[rows] * batch
-    decodes_s = decodes_s + table.decode_s_per_context_token[rows] * context
-    step_s = np.maximum(base_s, queue_s[rows] + prefill_s) + decodes_s
+    step_s = np.maximum(base_s, context.queue_s[rows] + prefill_s) + decodes_s
     # A step is under way when the prompt arrives, unless the instance decodes nothing.
-    under_way_s = np.where(batch > 0, base_s + decodes_s, 0.0)
+    under_way_s = np.where(table.booked_batch[rows] > 0, base_s + decodes_s, 0.0)
     ttft_s = under_way_s + step_s
     fits = step_s <= footprint.tbt_s
-    fits &= context + footprint.num_tokens <= table.engine_tokens[rows]
+    fits &= table.booked_context[rows] + footprint.num_tokens <= table.engine_tokens[rows]
     fits &= ttft_s < separate_ttft_s
     if not np.count_nonzero(fits):
         return None
@@ -267,17 +276,32 @@ def best_inline(
     return InlinePrefill(int(rows[best]), prefill_s.item(best), ttft_s.item(best))
 
 
-def _inline_or(best: int, context: SelectionContext, scores: WorkerScores) -> int:
-    """The row of the inline prefill, whose scores are corrected (mutates); or else `best`."""
-    separate_s = scores.ttft_s.item(best)
-    hit_tokens, able = context.hit_tokens(), context.decode_possible
-    inline = best_inline(
-        context.footprint, context.table, able, hit_tokens, context.queue_s, separate_s
-    )
-    if inline is None:
-        return best
-    scores.ttft_s[inline.row], scores.prefill_s[inline.row] = inline.ttft_s, inline.prefill_s
-    return inline.row
+def _best_in_chunks(context: SelectionContext, separate_ttft_s: float) -> InlinePrefill | None:
+    """The decode instance that gives the first token soonest by computing the prompt in chunks
+    beside its decodes, if that takes at most `CHUNKED_TTFT_SHARE` of the prefill pool's time.
+
+    So decode instances help a prefill pool with a queue. They do so only while a chunk fits into
+    their steps, and their decodes are booked with that chunk (`InstanceTable.num_chunked`).
+    """
+    footprint, table, hit_tokens = context.footprint, context.table, context.hit_tokens()
+    limit_s = CHUNKED_TTFT_SHARE * separate_ttft_s
+    prefill_s = table.prefill_s(footprint.num_tokens, hit_tokens)
+    fits = context.decode_possible & ~table.prefills & (table.chunk_tokens > 0)
+    fits &= context.queue_s + prefill_s <= limit_s
+    rows = fits.nonzero()[0]
+    if not len(rows):
+        return None
+    step_s = table.decode_base_s[rows] + table.decodes_s(rows)
+    fits = step_s + table.shared_chunk_s()[rows] <= CHUNKED_STEP_SHARE * footprint.tbt_s
+    fits &= table.booked_context[rows] + footprint.num_tokens <= table.engine_tokens[rows]
+    prefill_s = prefill_s[rows] * table.slowdown(rows)
+    under_way_s = np.where(table.booked_batch[rows] > 0, step_s, 0.0)
+    ttft_s = under_way_s + context.queue_s[rows] + prefill_s
+    fits &= ttft_s <= limit_s
+    if not np.count_nonzero(fits):
+        return None
+    best = int(np.where(fits, ttft_s, np.inf).argmin())
+    return InlinePrefill(int(rows[best]), prefill_s.item(best), ttft_s.item(best), True)
 
 
 def _describe(
@@ -288,6 +312,7 @@ def _describe(
     decoder: int,
     tbt_s: float,
     num_possible: int,
+    in_chunks: bool,
 ) -> Placement:
     """Overwrites `rank`."""
     ids, footprint = context.table.ids, context.footprint
@@ -319,6 +344,7 @@ def _describe(
         chosen=ChosenPlacement(
             tuple(candidates), num_others, ids[best], decode, fetch_tokens, tbt_s
         ),
+        in_chunks=in_chunks,
     )
 
 

@@ -32,14 +32,12 @@ from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from moonpool.conductor.instance_table import Bools, Floats, InstanceTable
+from moonpool.conductor.instance_table import Bools, Floats, InstanceTable, Rows
 from moonpool.config import ConductorConfig
 from moonpool.config import Placement as PolicyName
 from moonpool.kvcache.prefix_index import PrefixMatch
 
-Rows = npt.NDArray[np.int64]
 MAX_SOURCES = 3
 _MASK = (1 << 64) - 1
 _Result = TypeVar("_Result")

@@ -53,6 +53,8 @@ class Reservations:
         prefill, decoder = self.instances[attempt.prefill], self.instances[attempt.decoder]
         prefill.prefills[attempt_id] = tracked
         table.waiting_ns[prefill.row] += attempt.prefill_ns
+        if attempt.in_chunks:
+            table.book_chunked(prefill.row)
         self.index.expect(attempt.prefill, attempt.expected_keys)
         table.last_placed_s[prefill.row] = table.last_placed_s[decoder.row] = now
         if attempt.booked_tokens:
@@ -93,6 +95,8 @@ class Reservations:
             if state.prefills.pop(attempt.attempt_id, None) is None:
                 return
             self._end_prefill_at(state, attempt, now)
+            if attempt.in_chunks:
+                self.instance_table.book_chunked(state.row, -1)
             self.index.unexpect(attempt.prefill, attempt.expected_keys)
             if attempt.decode is not None:
                 state.handed_over[attempt.attempt_id] = tracked
@@ -174,6 +178,7 @@ class Reservations:
             assert load.serving == set(state.serving)
             assert load.serving_count == table.num_serving[row]
             assert load.waiting_ns == table.waiting_ns[row]
+            assert load.chunked == table.num_chunked[row]
             booked_tokens = load.booked_tokens + sum(state.handover_tokens.values())
             assert booked_tokens == table.capacity_tokens[row] - table.room_tokens[row]
             assert (load.batch, load.context) == (
@@ -187,6 +192,7 @@ class Reservations:
             assert table.busy_until_s[row] == state.busy_until_s()
             assert set(state.started) <= set(state.prefills)
             assert self.index.expected(instance_id) == load.expected
+        assert table.total_chunked == sum(b.chunked for b in loads.values())
         assert table.total_decoding == sum(b.decoding for b in loads.values())
         assert table.total_decoding_context == sum(b.decoding_context for b in loads.values())
 
@@ -200,7 +206,7 @@ class _ReservedLoad:
         self.handed_over: set[str] = set()
         self.serving: set[str] = set()
         self.expected: set[bytes] = set()
-        self.serving_count = self.waiting_ns = self.booked_tokens = 0
+        self.serving_count = self.waiting_ns = self.booked_tokens = self.chunked = 0
         self.batch = self.context = self.decoding = self.decoding_context = 0
 
 
@@ -215,6 +221,7 @@ def _add_up(
     if attempt.stage is AttemptStage.PREFILL:
         assert prefill is not None
         prefill.prefills.add(attempt_id)
+        prefill.chunked += attempt.in_chunks
         prefill.expected.update(attempt.expected_keys)
         if attempt.started_s is None:
             prefill.waiting_ns += attempt.prefill_ns

@@ -38,6 +38,7 @@ class Attempt:
     tbt_s: float  # predicted
     expected_keys: Sequence[BlockKey]  # blocks that its prefill adds to the prefill instance
     waits: bool = False  # to join the batch of its decode instance
+    in_chunks: bool = False  # its decode instance computes the prompt in chunks beside others
     interval: DecodeInterval | None = None
     interval_tokens: int = 0  # answer length that the interval's end is based on; 0: none
     stage: AttemptStage = AttemptStage.PREFILL

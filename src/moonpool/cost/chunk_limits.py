@@ -11,3 +11,6 @@ CHUNKED_STEP_SHARE = 0.85
 lies at its lower edge."""
 LEAST_CHUNK_TOKENS = 32
 """A prefill's chunk where the decodes leave no room, so that the prefill ends in any case."""
+SHARED_CHUNK_TOKENS = 128
+"""The least chunk for which a decode instance takes prompts: a tile of most devices. The Conductor
+counts it in the step time of an instance that computes prompts so."""

@@ -1,8 +1,9 @@
 """The limits of a simulated cluster: its instances as resources, and the least work of requests.
 
-Which instances do what follows the configuration. Decode instances may compute short prompts, by
-the Conductor's inline rule (`conductor.inline_prefill`): not longer than a step, and not so long
-that the step breaks the TBT SLO. With `role_balance = "switch"` every instance may do everything.
+Which instances do what follows the configuration. Decode instances may compute any prompt, in
+chunks (`conductor.inline_chunks`), or only those of the Conductor's inline rule
+(`conductor.inline_prefill`): not longer than a step, and not so long that the step breaks the TBT
+SLO. With `role_balance = "switch"` every instance may do everything.
 Instances of different hardware count with the least time of any of them.
 """
 
@@ -15,11 +16,13 @@ from functools import reduce
 import numpy as np
 
 from moonpool.config import Config, ConfigError
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, SHARED_CHUNK_TOKENS
 from moonpool.oracle.bound import Resource, Work
 from moonpool.oracle.floors import CostFloor, floor_of
 from moonpool.oracle.least_work import LeastWork, Rates, least_work_of
 from moonpool.sim.hardware.build import Hardware, NodeHardware
 from moonpool.sim.workload import Arrival
+from moonpool.trace.row import MAX_LENGTH_TOKENS
 from moonpool.types import Role, Slo
 
 DECODE_KINDS = ("decode pace", "decode memory", "decode seats")
@@ -78,8 +81,11 @@ def _rates(config: Config, hardware: Hardware, longest_tokens: int, noise: float
 
 def _inline_tokens(config: Config, floor: CostFloor, part: NodeHardware) -> int:
     """The most tokens of a prompt that a decode instance may compute, as the Conductor sees it."""
-    if not (config.conductor.inline_prefill and config.cluster.decode):
+    rules = config.for_conductor()
+    if not (rules.inline_prefill and config.cluster.decode):
         return 0
+    if rules.inline_chunks and _takes_chunks(config, part):
+        return MAX_LENGTH_TOKENS
     limit_s = INLINE_MARGIN * config.slo.tbt_s
     low, high = 0, config.engine.chunk_tokens
     while low < high:
@@ -88,6 +94,13 @@ def _inline_tokens(config: Config, floor: CostFloor, part: NodeHardware) -> int:
         fits = prompt_s <= limit_s
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
+
+
+def _takes_chunks(config: Config, part: NodeHardware) -> bool:
+    """Whether the Conductor may find room for a chunk in a decode instance's steps."""
+    step_s, s_per_token = part.estimate.decode[0], part.estimate.prefill[1]
+    step_s += s_per_token * min(config.engine.chunk_tokens, SHARED_CHUNK_TOKENS)
+    return step_s <= INLINE_MARGIN * CHUNKED_STEP_SHARE * config.slo.tbt_s
 
 
 def _least_factor(part: NodeHardware, noise: float) -> float:

@@ -120,7 +120,7 @@ class Head:
         self._request_log = RequestLogger(config.telemetry.log_requests)
         self._traces = open_exporter(config.telemetry.otlp_traces_endpoint)
         self.conductor = Conductor(
-            config.conductor,
+            config.for_conductor(),
             life=self._life,
             default_slo=self.default_slo,
             policies=policies,
@@ -340,7 +340,7 @@ class Head:
             self._events,
             __version__,
             self._life,
-            self.config.conductor,
+            self.config.for_conductor(),
             self.default_slo,
             self._tenant_weights,
             time.time() - self.now(),

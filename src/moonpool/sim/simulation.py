@@ -107,7 +107,7 @@ class Simulation:
         load_eviction(config.pool.eviction, objects)
         policies = load_policies(config.conductor, objects)
         self.conductor = Conductor(
-            config.conductor, "", self._slo, policies, tenant_weights=tenant_shares
+            config.for_conductor(), "", self._slo, policies, tenant_weights=tenant_shares
         )
         self._on_end = on_end
         self.collector = Collector()

@@ -1,4 +1,5 @@
-"""Mooncake's inline rule: short prompts in decode batches that still meet the TBT SLO.
+"""Prompts that decode instances compute: short ones by Mooncake's inline rule, and long ones in
+chunks where the prefill pool has a queue. Both keep the TBT SLO.
 
 By the instances' cost a prompt's token takes 1 ms, a decode 10 ms and a token of context 1 us.
 """
@@ -16,10 +17,11 @@ from moonpool.conductor.decode_forecast import SurvivalForecast
 from moonpool.conductor.placement import Placement, place
 from moonpool.conductor.policies import RequestFootprint
 from moonpool.conductor.reservations import Reservations
-from moonpool.config import ConductorConfig
+from moonpool.config import ConductorConfig, Config, EngineConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 
 CHUNK_TOKENS = 200
+TBT_SLO_S = 0.3
 
 
 def demand(num_tokens: int, tbt_s: float = 0.3) -> RequestFootprint:
@@ -39,6 +41,7 @@ def placed(
     wanted: RequestFootprint,
     *names: str,
     inline: bool = True,
+    chunks: bool = False,
     prefill_queue_s: float = 1.0,
     decode_queue_s: float = 0.0,
     batch: int = 5,
@@ -46,7 +49,7 @@ def placed(
     **known: Any,
 ) -> Placement:
     """Every decode instance has `batch` answers of 100 tokens."""
-    reservations = Reservations(SurvivalForecast())
+    reservations = Reservations(SurvivalForecast(), TBT_SLO_S)
     table = reservations.instance_table
     for row, name in enumerate(names):
         joining = info(name, num_blocks=10_000, **known)
@@ -59,7 +62,7 @@ def placed(
     held = np.array([float((hits or {}).get(name, 0)) for name in names])
     few = tuple(int(row) for row in np.flatnonzero(held))
     match = PrefixMatch(held, held, int(held.max()), few)
-    config = ConductorConfig(inline_prefill=inline)
+    config = ConductorConfig(inline_prefill=inline, inline_chunks=chunks)
     decision = place(wanted, table, match, config, now=0.0)
     assert isinstance(decision, Placement), decision
     return decision
@@ -116,3 +119,72 @@ def test_an_engine_without_room_computes_no_prompts() -> None:
 def test_a_request_for_one_token_is_not_inline() -> None:
     single = msgspec.structs.replace(demand(150), decodes=False)
     assert placed(single, "p0", "d0").prefill == "p0"
+
+
+STEP_S = 5 * 0.01 + 500e-6  # of the decodes
+SHARED_S = 0.85 * TBT_SLO_S  # planned time of a step that chunks and decodes share
+
+
+def test_a_long_prompt_runs_in_chunks_where_the_prefill_pool_has_a_queue() -> None:
+    decision = placed(demand(400), "p0", "d0", chunks=True, prefill_queue_s=9.0)
+    assert (decision.prefill, decision.decode, decision.in_chunks) == ("d0", None, True)
+    # Its chunks have what the decodes leave of each step.
+    room_s = min(SHARED_S - STEP_S, CHUNK_TOKENS * 1e-3)
+    assert decision.prefill_s == pytest.approx(0.4 * (room_s + STEP_S) / room_s)
+    assert decision.ttft_s == pytest.approx(STEP_S + decision.prefill_s)
+    assert placed(demand(400), "p0", "d0", prefill_queue_s=9.0).prefill == "p0", "switched off"
+
+
+def test_it_must_halve_the_time_to_the_first_token() -> None:
+    room_s = min(SHARED_S - STEP_S, CHUNK_TOKENS * 1e-3)
+    ttft_s = STEP_S + 0.4 * (room_s + STEP_S) / room_s
+    queue_s = 2 * ttft_s - 0.4
+    assert placed(demand(400), "p0", "d0", chunks=True, prefill_queue_s=queue_s + 0.01).in_chunks
+    assert not placed(
+        demand(400), "p0", "d0", chunks=True, prefill_queue_s=queue_s - 0.01
+    ).in_chunks
+
+
+def test_no_chunk_where_it_would_break_the_slo_of_the_decodes() -> None:
+    """A chunk of 128 tokens takes 0.128 s here."""
+    least_s = (STEP_S + 0.128) / 0.85
+    long = {"chunks": True, "prefill_queue_s": 9.0}
+    assert placed(demand(400, tbt_s=least_s + 1e-6), "p0", "d0", **long).in_chunks
+    assert not placed(demand(400, tbt_s=least_s - 1e-6), "p0", "d0", **long).in_chunks
+
+
+def test_a_short_prompt_that_does_not_fit_one_step_may_run_in_chunks() -> None:
+    queued = {"decode_queue_s": 0.3, "prefill_queue_s": 9.0}
+    assert placed(demand(150), "p0", "d0", **queued).prefill == "p0"
+    assert placed(demand(150), "p0", "d0", chunks=True, **queued).in_chunks
+
+
+def test_an_instance_of_unknown_chunks_takes_none() -> None:
+    reservations = Reservations(SurvivalForecast(), TBT_SLO_S)
+    table = reservations.instance_table
+    for name in ("p0", "d0"):
+        reservations.join(info(name, num_blocks=10_000))
+    table.waiting_ns[0] = 9e9
+    none = np.zeros(2)
+    decision = place(demand(400), table, PrefixMatch(none, none, 0, ()), ConductorConfig(), now=0.0)
+    assert isinstance(decision, Placement) and decision.prefill == "p0"
+
+
+def test_a_chunk_counts_in_the_steps_of_its_instance() -> None:
+    reservations = Reservations(SurvivalForecast(), TBT_SLO_S)
+    table = reservations.instance_table
+    for name in ("d0", "d1"):
+        joining = info(name, num_blocks=10_000)
+        reservations.join(msgspec.structs.replace(joining, chunk_tokens=CHUNK_TOKENS))
+    before_s = table.tbt_s(0, 5, 500)
+    table.book_chunked(0)
+    assert table.tbt_s(0, 5, 500) == pytest.approx(before_s + 0.128)
+    assert table.booked_tbt_s(100) == pytest.approx([0.0101 + 0.128, 0.0101])
+    table.book_chunked(0, -1)
+    assert table.tbt_s(0, 5, 500) == before_s
+
+
+def test_only_instances_that_size_chunks_by_the_slo_are_given_long_prompts() -> None:
+    assert Config().for_conductor().inline_chunks
+    own = Config(engine=EngineConfig(batching="alternating"))
+    assert not own.for_conductor().inline_chunks

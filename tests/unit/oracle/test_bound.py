@@ -101,8 +101,12 @@ def test_the_bound_counts_what_prefill_can_do() -> None:
     from moonpool.cost.model import Chunk
 
     one_s = prompt_s((Chunk(16_000, 0, 0, True),), 0, 0)
-    _, bound, _, _ = frame(config_of(1, 1, 0, (3.4 * one_s, 0.05)), arrivals)
+    slos = (3.4 * one_s, 0.05)
+    _, bound, _, _ = frame(config_of(1, 1, 0, slos, conductor={"inline_chunks": False}), arrivals)
     assert bound.most == 3
+    assert frame(config_of(1, 1, 0, slos), arrivals)[1].most == 6, "in chunks beside decodes"
+    tight = config_of(1, 1, 0, (3.4 * one_s, 0.03))
+    assert frame(tight, arrivals)[1].most == 3, "no step has room for a chunk"
 
 
 def test_guessed_tokens_are_refused_in_one_line() -> None:
@@ -117,10 +121,11 @@ def test_shared_blocks_are_paid_once() -> None:
     shared = private_keys(0, 16_000, BLOCK)
     alike = [Arrival(0.0, 16_000, 1, shared) for _ in range(10)]
     private = [Arrival(0.0, 16_000, 1, private_keys(n, 16_000, BLOCK)) for n in range(10)]
-    settings = config_of(1, 1, 0, (6.0, 0.05))
+    apart = {"inline_chunks": False}
+    settings = config_of(1, 1, 0, (6.0, 0.05), conductor=apart)
     assert frame(settings, alike)[1].most == 10
     assert frame(settings, private)[1].most < 5
-    uncached = config_of(1, 1, 0, (6.0, 0.05), pool={"prefix_caching": False})
+    uncached = config_of(1, 1, 0, (6.0, 0.05), pool={"prefix_caching": False}, conductor=apart)
     assert frame(uncached, alike)[1].most < 5
 
 
