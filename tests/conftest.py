@@ -16,10 +16,14 @@ settings.register_profile("moonpool", deadline=None)
 settings.load_profile("moonpool")
 
 
+gc.disable()  # until all tests are collected: they stay
+
+
 def pytest_collection_finish() -> None:
     """Garbage collection need not look at modules and tests, which live until the end."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -42,4 +46,4 @@ def _process_wide() -> dict[str, Any]:
     }
 
 
-_AT_START = _process_wide()
+_AT_START = _process_wide() | {"gc": (True, gc.get_threshold())}
