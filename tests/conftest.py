@@ -16,14 +16,16 @@ settings.register_profile("moonpool", deadline=None)
 settings.load_profile("moonpool")
 
 
-gc.disable()  # until all tests are collected: they stay
-
-
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
     """Garbage collection need not look at modules and tests, which live until the end."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,4 +48,4 @@ def _process_wide() -> dict[str, Any]:
     }
 
 
-_AT_START = _process_wide() | {"gc": (True, gc.get_threshold())}
+_AT_START = _process_wide()
