@@ -55,7 +55,6 @@ def conversations(
         "--json",
         click.Path(dir_okay=False),
     ] = None,
-    **flags: Any,
 ) -> None:
     """Compare arrangements of moonpool and vLLM on live conversations in closed loops.
 
@@ -80,10 +79,10 @@ def conversations(
     systems = tuple(only.split(",")) if only else GROUPS[compare]
     machine = Machine(
         model=model,
-        kv_tokens=flags["kv_tokens"],
-        peer_chunk_tokens=flags["peer_batched_tokens"],
-        peer_python=flags["peer_python"],
-        peer_eager=flags["peer_eager"],
+        kv_tokens=kv_tokens,
+        peer_chunk_tokens=peer_batched_tokens,
+        peer_python=peer_python,
+        peer_eager=peer_eager,
     )
     plan = ConversationPlan(
         shapes=tuple(SESSION_SHAPES[name] for name in dict.fromkeys(workloads)),
@@ -93,7 +92,7 @@ def conversations(
         seed=seed,
         origin=origin(),
         again=again,
-        aiperf_python=flags["aiperf_python"],
+        aiperf_python=aiperf_python,
     )
 
     def run() -> dict[str, Any]:
