@@ -34,7 +34,21 @@ def example(
     [
         ((), ("m", (1, 2), 2.5, "near", None, False, 0)),
         (
-            "--size 7 --size 8 --seconds 1 --kind far --limit 3 --quiet --seed -4".split(),
+            [
+                "--size",
+                "7",
+                "--size",
+                "8",
+                "--seconds",
+                "1",
+                "--kind",
+                "far",
+                "--limit",
+                "3",
+                "--quiet",
+                "--seed",
+                "-4",
+            ],
             ("m", (7, 8), 1.0, "far", 3, True, -4),
         ),
     ],
