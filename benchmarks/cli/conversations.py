@@ -12,8 +12,6 @@ from benchmarks.cli.live import NUMBERS
 from benchmarks.cli.output import measure
 from moonpool.cli.output import check_folders, origin
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
-
 if TYPE_CHECKING:
     from benchmarks.suite.conversations.arrangements import Machine
     from benchmarks.suite.conversations.bench import ConversationPlan
