@@ -67,8 +67,8 @@ def trials(
 
     targets = TrialTargets(str(model.resolve()), gguf, peer_python, llama_python, peer_cores)
 
-    def try_one(url: str) -> dict[str, Any]:
-        return run_on_uvloop(run_trial(TrialPlan(url=url, may_reset=True, **given)))
+    def try_one(url: str, may_reset: bool) -> dict[str, Any]:
+        return run_on_uvloop(run_trial(TrialPlan(url=url, may_reset=may_reset, **given)))
 
     found = run_measurement(
         lambda: bench_trials(targets, systems, try_one, lambda text: click.echo(text, err=True)),
