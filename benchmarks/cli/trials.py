@@ -49,10 +49,10 @@ def trials(
 
     targets = TrialTargets(str(model.resolve()), gguf, peer_python, llama_python, peer_cores)
 
-    def try_one(url: str) -> dict[str, Any]:
+    def try_one(url: str, may_reset: bool) -> dict[str, Any]:
         plan = TrialPlan(
             url=url,
-            may_reset=True,
+            may_reset=may_reset,
             requests=requests,
             concurrency=concurrency,
             families=families,
