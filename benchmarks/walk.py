@@ -1,8 +1,9 @@
 """Counts the files that run while one chat completion is served.
 
 `python -m benchmarks.walk [ROOT]` prints them as JSON. A server with one mixed instance starts
-under a profile hook. After a first request, the hook records which files of the package run during
-a second one. With the root of another checkout, it measures that one.
+under a profile hook. After a first request, the hook records which functions of the package run
+while nothing happens, and which others run during a second request. Files of the latter count. With
+the root of another checkout, it measures that one.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ seen, place = set(), os.environ["WALK_FOLDER"]
 def note(frame, event, argument):
     name = frame.f_code.co_filename
     if event == "call" and "/moonpool/" in name:
-        seen.add(name.split("/moonpool/", 1)[1])
+        seen.add(name.split("/moonpool/", 1)[1] + ":" + frame.f_code.co_qualname)
 def dump(number, frame):
     with open(f"{place}/{os.getpid()}", "w") as file:
-        file.write("\\n".join(sorted(seen)))
+        file.write("\\n".join(seen))
+    seen.clear()
 if not os.environ.get("WALK_OFF"):
-    signal.signal(signal.SIGUSR1, lambda number, frame: seen.clear())
     signal.signal(signal.SIGUSR2, dump)
     threading.setprofile(note)
     sys.setprofile(note)
 """
 MODEL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=64,vocab=300"
 UP_S = 120.0
+IDLE_S = 3.0
 
 
 def walk(root: Path) -> dict[str, list[str]]:
@@ -63,14 +65,25 @@ def walk(root: Path) -> dict[str, list[str]]:
 def _record(port: int, place: Path, supervisor: int) -> dict[str, list[str]]:
     _chat(port)
     processes = _children(supervisor)
-    for each in processes.values():
-        os.kill(each, signal.SIGUSR1)
-    time.sleep(0.2)
+    _functions(place, processes)
+    time.sleep(IDLE_S)
+    idle = _functions(place, processes)
     _chat(port)
-    for each in processes.values():
-        os.kill(each, signal.SIGUSR2)
+    served = _functions(place, processes)
+    return {
+        name: sorted({one.split(":")[0] for one in served[name] - idle[name]}) for name in processes
+    }
+
+
+def _functions(place: Path, processes: dict[str, int]) -> dict[str, set[str]]:
+    """Returns the functions that ran since the last call, as `file:function`."""
+    for pid in processes.values():
+        (place / str(pid)).unlink(missing_ok=True)
+        os.kill(pid, signal.SIGUSR2)
     time.sleep(1.0)
-    return {name: (place / str(pid)).read_text().split() for name, pid in processes.items()}
+    return {
+        name: set((place / str(pid)).read_text().splitlines()) for name, pid in processes.items()
+    }
 
 
 def _children(supervisor: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
@@ -12,7 +12,9 @@ from benchmarks.cli.live import NUMBERS
 from benchmarks.cli.output import measure
 from moonpool.cli.output import check_folders, origin
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+if TYPE_CHECKING:
+    from benchmarks.suite.conversations.arrangements import Machine
+    from benchmarks.suite.conversations.bench import ConversationPlan
 
 
 @click.command()
@@ -55,49 +57,47 @@ def conversations(
         "--json",
         click.Path(dir_okay=False),
     ] = None,
-    **flags: Any,
 ) -> None:
     """Compare arrangements of moonpool and vLLM on live conversations in closed loops.
 
     A turn comes when the last answer has been read. Beforehand, `moonpool plan` and simulations say
     which arrangement of two instances is best. With --json, the runs can be made in parts.
     """
-    from benchmarks.suite.conversations.arrangements import (
-        GROUPS,
-        PLANNED,
-        Machine,
-        parse_arrangement,
-    )
-    from benchmarks.suite.conversations.bench import (
-        ConversationPlan,
-        ConversationRuns,
-        bench_conversations,
-        verdict_lines,
-    )
+    from benchmarks.suite.conversations.arrangements import GROUPS, Machine
+    from benchmarks.suite.conversations.bench import ConversationPlan
     from benchmarks.suite.conversations.sessions import SESSION_SHAPES
 
     check_folders(json_file)
-    systems = tuple(only.split(",")) if only else GROUPS[compare]
     machine = Machine(
         model=model,
-        kv_tokens=flags["kv_tokens"],
-        peer_chunk_tokens=flags["peer_batched_tokens"],
-        peer_python=flags["peer_python"],
-        peer_eager=flags["peer_eager"],
+        kv_tokens=kv_tokens,
+        peer_chunk_tokens=peer_batched_tokens,
+        peer_python=peer_python,
+        peer_eager=peer_eager,
     )
     plan = ConversationPlan(
         shapes=tuple(SESSION_SHAPES[name] for name in dict.fromkeys(workloads)),
-        systems=systems,
+        systems=tuple(only.split(",")) if only else GROUPS[compare],
         loads=tuple(sorted(loads)),
         seconds=seconds,
         seed=seed,
         origin=origin(),
         again=again,
-        aiperf_python=flags["aiperf_python"],
+        aiperf_python=aiperf_python,
+    )
+    _run(machine, plan, json_file)
+
+
+def _run(machine: Machine, plan: ConversationPlan, json_file: str | None) -> None:
+    from benchmarks.suite.conversations.arrangements import PLANNED, parse_arrangement
+    from benchmarks.suite.conversations.bench import (
+        ConversationRuns,
+        bench_conversations,
+        verdict_lines,
     )
 
     def run() -> dict[str, Any]:
-        for name in systems:
+        for name in plan.systems:
             if name != PLANNED:
                 parse_arrangement(name)
         runs = ConversationRuns(None if json_file is None else Path(json_file))

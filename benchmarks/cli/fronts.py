@@ -11,8 +11,6 @@ from benchmarks.cli.annotated import PeerPython, Rounds, options
 from benchmarks.cli.output import measure
 from moonpool.cli.options import json_option
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
-
 
 @click.command()
 @options

@@ -15,8 +15,6 @@ from moonpool.cli.options import TOKEN_SHARE, json_option
 from moonpool.cli.output import fail
 from moonpool.config import Admission, choices
 
-_POSITIVE = click.FloatRange(min=0, min_open=True)
-
 
 class _Shares(click.ParamType[tuple[float, ...]]):
     name = "numbers"

@@ -39,7 +39,6 @@ def trials(
     seed: Annotated[int, "Seed of the prompts.", click.INT] = 0,
     model: Path,
     json_file: str | None,
-    **given: Any,
 ) -> None:
     """Try moonpool, vLLM with and without stores, and llama.cpp for wrong answers. MODEL is a
     checkpoint's folder."""
@@ -50,8 +49,18 @@ def trials(
 
     targets = TrialTargets(str(model.resolve()), gguf, peer_python, llama_python, peer_cores)
 
-    def try_one(url: str) -> dict[str, Any]:
-        return run_on_uvloop(run_trial(TrialPlan(url=url, may_reset=True, **given)))
+    def try_one(url: str, may_reset: bool) -> dict[str, Any]:
+        plan = TrialPlan(
+            url=url,
+            may_reset=may_reset,
+            requests=requests,
+            concurrency=concurrency,
+            families=families,
+            seconds=seconds,
+            timeout_s=timeout_s,
+            seed=seed,
+        )
+        return run_on_uvloop(run_trial(plan))
 
     found = measure(
         lambda: bench_trials(targets, systems, try_one, lambda text: click.echo(text, err=True)),

@@ -161,10 +161,10 @@ def decode_attention(quick: bool) -> list[dict[str, object]]:
     return done
 
 
-def _sdpa(backend: SDPBackend, q: Tensor, ks: list[Tensor], vs: list[Tensor], causal: bool = False):
+def _sdpa(backend: SDPBackend, q: Tensor, ks: list[Tensor], vs: list[Tensor]):
     def launch(i: int) -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, ks[i], vs[i], is_causal=causal)
+            return F.scaled_dot_product_attention(q, ks[i], vs[i])
 
     return launch
 

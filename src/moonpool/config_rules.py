@@ -109,7 +109,7 @@ def _check_adapters(config: Config) -> None:
     require(len(names) <= 256, name, "at most 256 adapters")
     if config.engine.kind == "vllm":
         return
-    require(config.engine.num_shards == 1, name, "empty with tensor-parallel ranks")
+    require(not config.engine.staggered_decodes, name, "empty while decodes are staggered")
     require(config.engine.device != "cuda", name, 'empty while engine.device is "cuda"')
 
 

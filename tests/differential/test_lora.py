@@ -74,6 +74,31 @@ def test_logits_are_those_of_merged_weights(
     assert (merged - base).abs().max() > 1e-2 * base.abs().max()  # it changes much
 
 
+@pytest.mark.parametrize(
+    ("family", "num_shards"),
+    [("llama", 2), ("qwen3", 2), ("llama-mha-wide-heads", 4), ("phi3-window", 2),
+     ("olmo2-two-kv-heads", 2)],
+)  # fmt: skip
+def test_shards_add_the_whole_product_once(
+    family: str, num_shards: int, ops_name: str, tmp_path: Path
+) -> None:
+    """Rows of q, k, v, gate and up, columns of o and down; beside rows without an adapter."""
+    (tmp_path / "base").mkdir()
+    theirs: Any = save(CASES[family], tmp_path / "base")
+    kinds = ("qkv_proj", "o_proj", "down_proj") if family == "phi3-window" else ALL
+    write_adapter(tmp_path / "lora", linears_of(theirs, kinds), 5, 5)
+    model = open_model(str(tmp_path / "base"), "float32", (f"mine={tmp_path / 'lora'}",))
+    own = model.adapters[0].fingerprint
+    whole = Lab(model, make_ops(ops_name), 16, 1000)
+    lab = Lab(model, make_ops(ops_name), 16, 1000, num_shards=num_shards)
+    for adapter in (own, ""):
+        expected = logits(whole, PROMPT, adapter)
+        ours = logits(lab, PROMPT, adapter, cuts=(1, 33))
+        assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+        assert torch.equal(ours, logits(lab, PROMPT, adapter, cuts=(50,)))
+    assert (logits(lab, PROMPT, own) - logits(lab, PROMPT, "")).abs().max() > 0.01
+
+
 def adapted(tmp_path: Path, name: str, dtype: str, linears: dict[str, Any]) -> LoadedModel:
     modules = []
     for number, rank in enumerate((3, 16)):

@@ -1,5 +1,5 @@
-"""GGUF files of a dense model, a mixture and latents on every way: quantised weights, structured
-answers, speculation, and a decode instance killed in the middle. Tokens are those of one process."""
+"""GGUF files of a dense model, a mixture and latents on every way: the tokens are those of one
+process, with structured answers, speculation, and a decode instance killed in the middle."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.differential.checkpoints import CASES, Case, save
+from tests.differential.checkpoints import Case, save
 from tests.differential.gguf_conversion import convert
+from tests.differential.test_gguf_families import FILES as CONVERTED
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import SMALL
@@ -21,9 +22,7 @@ from tests.live.test_families import LONG, Tokens, answers, check
 
 FILES = {
     "qwen3": ("qwen3", Case("Qwen3", {"head_dim": 32})),
-    "mixture": ("qwen3moe", CASES["qwen3-moe-sparse"]),
-    "sinks": ("gpt-oss", CASES["gpt-oss"]),
-    "latents": ("deepseek2", CASES["deepseek-v3"]),
+    **{name: CONVERTED[name] for name in ("qwen3moe", "gpt-oss", "deepseek-v3")},
 }
 SPECULATION = ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}']
 MORE_WAYS = WAYS | {
@@ -37,12 +36,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def made(name: str) -> Path:
         architecture, case = FILES[name]
-        own = {"max_position_embeddings": POSITIONS, "moe_intermediate_size": 64}
-        told = {"attention_bias": False, "rope_interleave": True} if name == "latents" else {}
-        if name == "sinks":
-            own["intermediate_size"] = 64
+        own = {"max_position_embeddings": POSITIONS}
+        if name == "deepseek-v3":
+            own["moe_intermediate_size"] = 64
         folder = tmp_path_factory.mktemp(name)
-        save(replace(case, changes={**case.changes, **own, **told}), folder)
+        save(replace(case, changes={**case.changes, **own}), folder)
         return convert(folder, architecture, "Q8_0").write(folder / "model.gguf")
 
     return made

@@ -123,6 +123,23 @@ def test_other_ways_and_a_killed_instance(
 
 
 @pytest.mark.long
+def test_ranks_agree_with_themselves_and_a_killed_instance(modules: list[str]) -> None:
+    ranks = ("--prefill", "1", "--decode", "2", "--tensor-parallel-size", "2")
+    long = {"max_tokens": 200, "ignore_eos": True}
+    alone = ("--mixed", "1", "--tensor-parallel-size", "2", "--no-enable-prefix-caching")
+    with server(modules, *alone) as up:
+        expected = [ask(up, name, PROMPTS[1], **long) for name in NAMES]
+    assert len(set(expected)) == 3
+    with server(modules, *ranks) as up, ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(ask, up, name, PROMPTS[1], **long) for name in NAMES * 2]
+        with httpx.Client(base_url=up.url, timeout=60) as http:
+            instances = http.get("/cluster").json()["instances"]
+        victim = next(i["pid"] for i in instances if i["role"] == "decode")
+        os.kill(victim, signal.SIGKILL)
+        assert [future.result() for future in running] == expected * 2
+
+
+@pytest.mark.long
 def test_bad_adapters_end_serve_with_one_line(tmp_path: Path) -> None:
     write_adapter(tmp_path, LINEARS, 4, 1, use_dora=True)
     for flags, words in (

@@ -176,9 +176,10 @@ def check_with_a_kill(server: LocalServer, truth: httpx.Client) -> None:
     expected = answers(truth, LONG)[0][0]["text"]
     with httpx.Client(base_url=server.url, timeout=120) as client:
         assert answers(client, FRESH) == answers(truth, FRESH)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while not total(client, "vllm:spec_decode_num_draft_tokens"):
             assert time.monotonic() < deadline, "the draft model has not guessed"
+            answers(client, FRESH)  # a busy machine's step times may speak against a guess
             time.sleep(0.3)
         check(server.url, truth)
         got = answer_while_killing(client, "decode", body=LONG)

@@ -39,7 +39,9 @@ KV_BLOCKS = 192
 OFFLOADED_BYTES = 1 << 30
 LLAMA_START_S = 120.0
 Say = Callable[[str], None]
-Try = Callable[[str], dict[str, Any]]
+Try = Callable[[str, bool], dict[str, Any]]
+CANNOT_RESET: tuple[System, ...] = ("llama.cpp",)
+"""Systems without a route that empties their caches."""
 
 
 class TrialTargets(Struct, frozen=True):
@@ -55,14 +57,15 @@ class TrialTargets(Struct, frozen=True):
 def bench_trials(
     targets: TrialTargets, systems: Sequence[System], try_one: Try, say: Say
 ) -> dict[str, Any]:
-    """Figures by system, and why some are absent. `try_one` gets a URL."""
+    """Figures by system, and why some are absent. `try_one` gets a URL, and whether the system's
+    cache may be emptied there."""
     servers: dict[str, Any] = {}
     absent: dict[str, str] = {}
     for system in systems:
         say(f"{WORDS[system]}: starts")
         try:
             with start_system(system, targets) as url:
-                servers[system] = try_one(url)
+                servers[system] = try_one(url, system not in CANNOT_RESET)
         except (ServerError, ServerUnfitError, DisturbanceError, httpx.HTTPError, OSError) as error:
             absent[system] = " ".join(str(error).split())[:300]
             say(f"{WORDS[system]}: left out: {absent[system]}")

@@ -100,7 +100,7 @@ class DecoderModel:
         self._scale = spec.scale()
         self.ropes = Ropes(spec, ops.device) if ropes is None else ropes
         lora = LoraPacker(adapters, ops)
-        self._adapter_rows = lora.rows
+        self.adapter_rows = lora.rows
         placed = PlacedWeights(weights, ops.device, lora)
         self._first_norm: Tensor | None = None
         self._embedding: Matrix | None = None
@@ -260,7 +260,7 @@ class DecoderModel:
         After the model's last layer only the `wanted` rows remain, [W, hidden]; None without them.
         """
         last = self.spec.num_layers - 1
-        self._adapter_rows.begin(meta)
+        self.adapter_rows.begin(meta)
         for layer in self.layers:
             q = self.store(layer, self.qkv(layer, normed), cache, meta)
             if on_layer is not None:
@@ -272,6 +272,6 @@ class DecoderModel:
             attention = self.attend(layer, q, cache, meta)
             if layer == last and wanted is not None and len(wanted) < meta.num_rows:
                 attention, residual = attention[wanted], residual[wanted]
-                self._adapter_rows.keep(wanted)
+                self.adapter_rows.keep(wanted)
             normed = self.output(layer, attention, residual)
         return residual, normed

@@ -73,9 +73,11 @@ class Engine:
         self.ops_name = ops.name
         self.num_blocks = cache.blocks.shape[0]
         num_shards = 1 if sharded is None else sharded.num_shards
-        special = sharded is not None or staggered or ops.device.type != "cpu"
-        if model.adapters and special:
-            raise ValueError("LoRA adapters need a CPU engine without ranks and attention workers")
+        if model.adapters and (staggered or ops.device.type != "cpu"):
+            raise ValueError(
+                "LoRA adapters need a CPU engine without staggered decodes: "
+                "use --device cpu and engine.staggered_decodes = false"
+            )
         if sharded is not None and sharded.group.num_ranks > 1:
             self.ops_name = f"{ops.name}, {sharded.group.num_ranks} ranks"
         expected = make_layout(model, cache.layout.block_tokens, ops, num_shards)

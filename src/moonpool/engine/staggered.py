@@ -33,9 +33,8 @@ class _Half:
 class StaggeredModel:
     """Splits steps that contain only decodes; runs other steps unchanged."""
 
-    def __init__(self, model: DecoderModel, min_sequences: int = MIN_SEQUENCES) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         self._model = model
-        self._min_sequences = min_sequences
 
     def forward(
         self,
@@ -50,7 +49,7 @@ class StaggeredModel:
         decodes = meta.num_rows == meta.num_sequences and wanted is not None
         decodes = decodes and len(wanted) == meta.num_rows  # type: ignore[arg-type]
         announced = on_layer is not None or before_attend is not None
-        if not decodes or announced or meta.num_sequences < self._min_sequences:
+        if not decodes or announced or meta.num_sequences < MIN_SEQUENCES:
             return self._model.forward(token_ids, cache, meta, wanted, on_layer, before_attend)
         model, middle = self._model, meta.num_sequences // 2
         ranges = ((0, middle), (middle, meta.num_sequences))

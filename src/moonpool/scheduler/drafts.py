@@ -8,6 +8,7 @@ from enum import IntEnum
 from moonpool.scheduler.prompt_lookup import PromptLookup
 
 FIRST_RATE = 0.5
+FIRST_DRAFTS = 3.0
 UNKNOWN = -1
 """Stands for a token that the draft model guesses only when the step begins."""
 
@@ -25,10 +26,10 @@ class AcceptanceRate:
 
     __slots__ = ("_keep", "_right", "_seen")
 
-    def __init__(self, first: float = FIRST_RATE, weight: float = 3.0, keep: float = 0.95) -> None:
-        """It begins at `first`, as if that had been seen in `weight` drafts. Each observation
+    def __init__(self, first: float = FIRST_RATE, keep: float = 0.95) -> None:
+        """It begins at `first`, as if that had been seen in three drafts. Each observation
         leaves `keep` of the weight of those before it."""
-        self._right, self._seen, self._keep = first * weight, weight, keep
+        self._right, self._seen, self._keep = first * FIRST_DRAFTS, FIRST_DRAFTS, keep
 
     @property
     def value(self) -> float:

@@ -59,6 +59,10 @@ class QueueOrder:
             return min(self._priorities)
         return request.attempt.priority
 
+    def served(self, tenant: str) -> float:
+        """Returns the tokens served to a tenant that has requests here, or had some lately."""
+        return self._accounts.served(tenant)
+
     def key(self, request: RequestState) -> tuple[int, float]:
         """Returns what to sort by; a request with the lower key is served first."""
         assert request.account is not None

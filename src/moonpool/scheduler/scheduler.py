@@ -23,6 +23,7 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.batch_policies import PLANNERS, Share
 from moonpool.scheduler.chunk_budget import ChunkBudget, ExpectedStep
+from moonpool.scheduler.contended_chunks import ContendedChunks
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
@@ -65,6 +66,9 @@ class Scheduler:
         self._plan = PLANNERS[config.batching]()
         # The baselines ignore the time between tokens; that is what makes them baselines.
         self._chunk_budget = ChunkBudget(config, cost) if config.batching == "chunked" else None
+        self._contended_chunks = None
+        if config.batching == "chunked":
+            self._contended_chunks = ContendedChunks(config.chunk_tokens, cost)
         self._speculation = speculation
         # What is predicted of the steps in progress: of a mixed one, and the seconds of one with
         # drafts. None and 0: it is not of that kind.
@@ -173,7 +177,8 @@ class Scheduler:
         #              `running` while there is room.
         # 3. Select    `running` is split into decodes and prefills that can be computed now. The
         #              prefills have the order of waiting requests: one may overtake another.
-        # 4. Budget    Beside decodes, the TBT SLO limits the tokens of the step.
+        # 4. Budget    Beside decodes, the TBT SLO limits the tokens of the step. So does another
+        #              tenant whose prompts would go first (`contended_chunks`).
         # 5. Plan      The batching policy takes from both lists (`batch_policies`).
         # 6. Drafts    What the budget leaves may verify guessed tokens of decodes (`speculation`).
         # 7. Start     The chosen tokens are counted as scheduled, and the engine gets the step.
@@ -188,6 +193,10 @@ class Scheduler:
         budget = self._config.chunk_tokens
         if chunk_budget is not None:
             budget = chunk_budget.budget(decodes, prefills)
+        if self._contended_chunks is not None and prefills:
+            budget = self._contended_chunks.budget(
+                prefills, self.waiting, len(decodes), self.order, budget
+            )
         step = self._plan(decodes, prefills, budget, self._config.max_sequences)
         if not step:
             return False

@@ -40,6 +40,11 @@ class TenantAccounts:
         """Tenants with requests."""
         return len(self._present)
 
+    def served(self, tenant: str) -> float:
+        """Returns what was served to a tenant, as if it came now; 0 if it is unknown."""
+        account = self._present.get(tenant) or self._absent.get(tenant)
+        return 0.0 if account is None else account.served
+
     def enter(self, tenant: str, weight: float) -> TenantAccount:
         """One more request of the tenant is here. Returns the tenant's account."""
         account = self._present.get(tenant)

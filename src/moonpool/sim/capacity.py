@@ -191,14 +191,13 @@ def split_hit_ratios(
     capacity_blocks: int,
     routing: Routing,
     ignored_blocks: int = 0,
-    policy: str = "lru",
     block_tokens: int = 512,
 ) -> SplitRatios:
     """Routes each prompt to one of `num_caches` independent caches of `capacity_blocks`.
 
     A match of at most `ignored_blocks` counts as none, since all prompts may share a system prompt.
     """
-    caches = [PromptCache(policy, capacity_blocks, block_tokens) for _ in range(num_caches)]
+    caches = [PromptCache("lru", capacity_blocks, block_tokens) for _ in range(num_caches)]
     computed_tokens = [0] * num_caches
     for number, prompt in enumerate(prompts):
         if routing == "round-robin":

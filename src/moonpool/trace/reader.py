@@ -284,9 +284,9 @@ def read_line(file: BinaryIO, path: Path, number: int) -> bytes:
     return line
 
 
-def numbered_lines(file: BinaryIO, path: Path, first: int = 1) -> Iterator[tuple[int, int, bytes]]:
+def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, bytes]]:
     """Yields (line number, byte offset, line) from the current position, without blank lines."""
-    number = first
+    number = 1
     offset = file.tell()
     while line := read_line(file, path, number):
         if not line.isspace():

@@ -64,7 +64,6 @@ class Messenger:
         secret: bytes,
         post: Callable[[MessengerEvent], None],
         tcp_host: str = "127.0.0.1",
-        tcp_port: int = 0,
         lease_s: float = 30.0,
         park_s: float = PARK_S,
         use_shared_memory: bool = True,
@@ -90,7 +89,7 @@ class Messenger:
         self._context = TransferContext(instance_id, arena, post, slice_copier, checksum=checksum)
         self._host_id = host_id
         self._block_tokens = layout.block_tokens
-        self._tcp_address = (tcp_host, tcp_port)
+        self._tcp_address = (tcp_host, 0)
         self._tcp_connections = tcp_connections
         self._incoming = IncomingStreams(self._context, park_s)
         self._reads = IncomingReads(self._context, lease_s)

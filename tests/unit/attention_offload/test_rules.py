@@ -207,3 +207,26 @@ def test_rules_that_do_not_fit_are_refused(
     with pytest.raises(AttachError, match=says):
         state.attach(msgspec.structs.replace(request, **changes), print)
     state.close()
+
+
+def test_blocks_before_the_window_are_given_back(tmp_path: Path) -> None:
+    """A block of the window takes their place in the table, across segments at two workers."""
+    model = opened("mistral-window", tmp_path, "float32")
+    size = SEGMENT // BLOCK
+    table = [*range(size), *range(EACH, EACH + 8)]
+    text = random.Random(1).choices(range(3, 290), k=SEGMENT + 200)
+    layout = make_layout(model, BLOCK, choose_split_ops())
+    alone = Engine(model, choose_split_ops(), empty_cache(layout, 2 * EACH))
+    found = []
+    with offloaded(model, 2, rings=False, by_head=False) as engine:
+        for each in (alone, engine):
+            tokens = list(text)
+            start = StepEntry(AttemptId("0"), tokens, 0, [BlockId(b) for b in table], GREEDY)
+            tokens.append(_drawn(each.step([start])))
+            for _ in range(5):
+                first = (len(tokens) - 20) // BLOCK  # the first block that the window touches
+                held = [BlockId(table[first])] * first + [BlockId(b) for b in table[first:]]
+                entry = StepEntry(AttemptId("0"), tokens[-1:], len(tokens) - 1, held, GREEDY)
+                tokens.append(_drawn(each.step([entry])))
+            found.append(tokens[len(text) :])
+    assert found[0] == found[1] and len(set(found[0])) > 1

@@ -47,8 +47,8 @@ def test_connectors_are_what_vllm_parses() -> None:
 def test_moonpool_is_tried_and_has_a_row() -> None:
     plan = {"requests": 6, "families": 1, "concurrency": 2, "fill_words": 0, "max_tokens": 8}
 
-    def try_one(url: str) -> dict[str, Any]:
-        return run_on_uvloop(run_trial(TrialPlan(url=url, **plan)))
+    def try_one(url: str, may_reset: bool) -> dict[str, Any]:
+        return run_on_uvloop(run_trial(TrialPlan(url=url, may_reset=may_reset, **plan)))
 
     targets = TrialTargets("moonpool/induction")
     found = bench_trials(targets, ("moonpool", "vllm"), try_one, lambda text: None)

@@ -22,11 +22,11 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Even enough that a few draws of it tell: prompts of two lengths, the longer with a past."""
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
     rows = []
-    for number in range(100):
+    for number in range(60):
         ids = tuple(range(number * 20, number * 20 + 12))
         at_s = 0.5 * number
         rows.append(TraceRow(at_s, 12 * 512, 30, ids))
-        if number % 4 == 0 and number < 90:
+        if number % 4 == 0 and number < 50:
             rows.append(
                 TraceRow(at_s + 5.1, 15 * 512, 30, (*ids, ids[-1] + 1, ids[-1] + 2, ids[-1] + 3))
             )

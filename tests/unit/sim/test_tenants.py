@@ -11,6 +11,8 @@ import pytest
 from moonpool.config import parse_config
 from moonpool.cost.model import Chunk
 from moonpool.request_record import RequestRecord
+from moonpool.scheduler import contended_chunks
+from moonpool.scheduler.contended_chunks import WINDOW_S
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.simulation import Simulation
@@ -60,14 +62,35 @@ def _run(requests: list[Arrival], chunk_tokens: int) -> tuple[dict[str, list[flo
     return {name: [ttft for _, ttft in sorted(each)] for name, each in found.items()}, step_s
 
 
-@pytest.mark.parametrize("num_tokens", [2000, 8000])
-def test_a_flood_of_one_tenant_leaves_the_others_time_to_first_token(num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("chunk_tokens", "num_tokens"), [(512, 500), (512, 8000), (2048, 500), (2048, 1000)]
+)
+def test_a_flood_of_one_tenant_leaves_the_others_time_to_first_token(
+    chunk_tokens: int, num_tokens: int
+) -> None:
+    """The first request is left out: nobody has been served before, so both take turns."""
     small = arrivals("small", 30, 4.0, num_tokens)
     flood = arrivals("flood", 120, 0.5, 16_000)
-    alone = mean(ttfts(small)["small"])
-    both = ttfts([*small, *flood])
-    assert mean(both["small"]) < 1.2 * alone
+    alone = mean(ttfts(small, chunk_tokens)["small"][1:])
+    both = ttfts([*small, *flood], chunk_tokens)
+    assert mean(both["small"][1:]) < 1.2 * alone
     assert mean(both["flood"]) > 20 * alone, "the flood was no flood"
+
+
+def test_chunks_are_short_only_while_another_tenant_would_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flood = arrivals("flood", 60, 0.5, 16_000)
+    alone = max(ttfts(flood, 2048)["flood"])
+    once = arrivals("small", 1, 1.0, 500)
+    late = max(ttfts([*once, *flood], 2048)["flood"])
+    assert alone < late < alone + WINDOW_S
+    # Two floods: the steps of the one are short beside the prompts of the other.
+    both = [*arrivals("large", 60, 0.5, 15_000), *flood]
+    found = ttfts(both, 2048)
+    monkeypatch.setattr(contended_chunks, "STEP_SHARE", 1e9)
+    assert ttfts(both, 2048) == found
+    assert max(ttfts([*once, *flood], 2048)["flood"]) < late
 
 
 @pytest.mark.parametrize(
@@ -75,16 +98,16 @@ def test_a_flood_of_one_tenant_leaves_the_others_time_to_first_token(num_tokens:
     [
         (512, 2000, 1.1, 0.6, 1.2),
         (2048, 6000, 1.1, 0.6, 1.2),
-        (2048, 2048, 1.1, 0.6, 1.6),
-        (2048, 1000, 2.0, 1.1, 3.0),
+        (2048, 2048, 0.5, 0.3, 1.2),
+        (2048, 1000, 0.5, 0.2, 1.2),
     ],
 )
-def test_what_is_left_of_a_flood_is_the_step_under_way_and_the_rest_of_a_shared_one(
+def test_what_is_left_of_a_flood_is_a_short_step(
     chunk_tokens: int, num_tokens: int, most_steps: float, mean_steps: float, ratio: float
 ) -> None:
-    """A prompt of a chunk or more fills its steps: it waits for one step at most, for half of one
-    on average. A shorter one shares its step with the flood's prompt, up to the end of that chunk.
-    The first request is left out: nobody has been served before, so both take turns."""
+    """A prompt waits for the step under way, which is shorter where the prompts are. `step_s` is
+    that of a whole chunk. The first request is left out: nobody has been served before, so both
+    take turns."""
     small, flood = arrivals("small", 40, 3.7, num_tokens), arrivals("flood", 120, 0.5, 16_000)
     alone = ttfts(small, chunk_tokens)["small"][1:]
     both, step_s = _run([*small, *flood], chunk_tokens)

@@ -196,7 +196,7 @@ int linear(int form, QuantizedCall<L> call, int threads) {
         case 6: run_form<L, Form<5, 32, WHOLE, true>>(call, threads); return 0;
         case 7: run_form<L, Form<6, 16, WHOLE, false>>(call, threads); return 0;
         case 8: run_form<L, Form<8, 32, HALF, false>>(call, threads); return 0;
-        case 9: run_form<L, Form<8, 32, WIDE, false>>(call, threads); return 0;
+        case 9: run_form<L, Form<5, 32, WIDE, false>>(call, threads); return 0;
         case 10: run_form<L, Form<8, 32, WHOLE, false>>(call, threads); return 0;
     }
     return 1;

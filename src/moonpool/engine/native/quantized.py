@@ -33,7 +33,7 @@ _FORMS = (
     (5, "whole", True),
     (6, "whole", False),
     (8, "half", False),
-    (8, "wide", False),
+    (5, "wide", False),
     (8, "whole", False),
 )
 """Bits, scales and minimums of the kernels' forms, in the order of linear_quantized.cpp."""

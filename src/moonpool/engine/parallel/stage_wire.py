@@ -61,6 +61,7 @@ class RankSetup(Struct, frozen=True, tag=True):
     dtype: str
     quantization: Quantization
     kv_dtype: str
+    lora_modules: tuple[str, ...]
     block_tokens: int
     num_blocks: int
     fingerprint: bytes  # of the first rank's block layout

@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moonpool.engine.lora.adapter import Adapter, Factors
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.ops import KvCache, Ops, StepMeta, compute_dtype
 from moonpool.engine.packing import Weights
@@ -42,16 +43,24 @@ def check_shards(spec: ModelSpec, num_shards: int) -> None:
 
 
 def load_shards(
-    spec: ModelSpec, weights: Weights, ops: Ops, own: Sequence[int], num_shards: int
+    spec: ModelSpec,
+    weights: Weights,
+    ops: Ops,
+    own: Sequence[int],
+    num_shards: int,
+    adapters: Sequence[Adapter] = (),
 ) -> list[DecoderModel]:
     """Loads the shards `own`, in that order. Only shard 0 has the embedding and the LM head.
-    Raises ModelError."""
+    `adapters` are whole. Raises ModelError."""
     check_shards(spec, num_shards)
     shards: list[DecoderModel] = []
     for shard in own:
         cut = _ShardWeights(spec, weights, shard, num_shards)
         ropes = shards[0].ropes if shards else None
-        shards.append(DecoderModel(cut.spec, cut, ops, edges=shard == 0, ropes=ropes))
+        adapted = [cut.adapter(adapter) for adapter in adapters]
+        shards.append(
+            DecoderModel(cut.spec, cut, ops, edges=shard == 0, ropes=ropes, adapters=adapted)
+        )
     return shards
 
 
@@ -106,6 +115,18 @@ class _ShardWeights:
             cut = whole.columns(columns.start, columns.stop)
             return self.load(name) if cut is None else cut
         return whole
+
+    def adapter(self, whole: Adapter) -> Adapter:
+        """The shard's part of an adapter. A sum over shards has the whole product once."""
+        modules: dict[str, Factors] = {}
+        for name, (down, up) in ((n, (f.down, f.up)) for n, f in whole.modules.items()):
+            rows, columns = self._mine(f"{name}.weight", (up.shape[0], down.shape[1]))
+            if rows is not None:
+                up = up[rows.start : rows.stop].contiguous()
+            if columns is not None:
+                down = down[:, columns.start : columns.stop].contiguous()
+            modules[name] = Factors(down, up)
+        return replace(whole, modules=modules)
 
     def _mine(self, name: str, shape: tuple[int, ...]) -> tuple[range | None, range | None]:
         """The shard's rows or columns of a tensor; None for all of them."""
@@ -255,6 +276,8 @@ class ShardedModel:
         """
         first, group = self._shards[0], self.group
         caches, last = self._parts(cache), first.spec.num_layers - 1
+        for shard in self._shards:
+            shard.adapter_rows.begin(meta)
         for layer in range(last + 1):
             queries = [
                 shard.store(layer, shard.qkv(layer, normed), part, meta)
@@ -271,6 +294,8 @@ class ShardedModel:
             ]
             if layer == last and wanted is not None and len(wanted) < meta.num_rows:
                 attention, residual = [part[wanted] for part in attention], residual[wanted]
+                for shard in self._shards:
+                    shard.adapter_rows.keep(wanted)
             added = group.all_reduce(
                 [shard.project(layer, a) for shard, a in zip(self._shards, attention, strict=True)]
             )

@@ -36,7 +36,7 @@ class _Rank:
     def __init__(self, setup: RankSetup, fds: list[int]) -> None:
         pin(setup.cores)
         torch.set_num_threads(setup.threads)
-        model = open_model(setup.model, setup.dtype, kv_dtype=setup.kv_dtype)
+        model = open_model(setup.model, setup.dtype, setup.lora_modules, setup.kv_dtype)
         ops = choose_ops(model.dtype, quantization=setup.quantization)
         layout = make_layout(model, setup.block_tokens, ops, setup.num_shards)
         if layout.fingerprint != setup.fingerprint:
@@ -46,7 +46,9 @@ class _Rank:
         self._setup = setup
         self._own = RankOptions(setup.num_ranks, setup.num_shards).shards_of(setup.rank)
         with torch.inference_mode():
-            self._shards = load_shards(model.spec, model.weights, ops, self._own, setup.num_shards)
+            self._shards = load_shards(
+                model.spec, model.weights, ops, self._own, setup.num_shards, model.adapters
+            )
 
     def join(self) -> None:
         """Raises RankLostError."""

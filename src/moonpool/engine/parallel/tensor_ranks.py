@@ -73,7 +73,7 @@ def sharded_engine(model: LoadedModel, ops: Ops, cache: KvCache, num_shards: int
     """An engine of one process that computes all shards. Raises ModelError."""
     own = range(num_shards)
     with torch.inference_mode():
-        shards = load_shards(model.spec, model.weights, ops, own, num_shards)
+        shards = load_shards(model.spec, model.weights, ops, own, num_shards, model.adapters)
     return Engine(
         model, ops, cache, sharded=ShardedModel(shards, own, num_shards, SingleProcessGroup())
     )
@@ -117,7 +117,9 @@ class Ranks:
                 self._peers.append(start_peer(name, command, setup, fds, options.threads))
             own = options.shards_of(0)
             with torch.inference_mode():
-                shards = load_shards(model.spec, model.weights, ops, own, options.num_shards)
+                shards = load_shards(
+                    model.spec, model.weights, ops, own, options.num_shards, model.adapters
+                )
             for peer in self._peers:
                 peer.wait_until_ready()
             self.group = join_group(group_fd, 0, options.num_ranks, secret)
@@ -200,6 +202,7 @@ def _setup(
         dtype=model.dtype,
         quantization=options.quantization,
         kv_dtype=model.kv_dtype,
+        lora_modules=model.lora_modules,
         block_tokens=cache.layout.block_tokens,
         num_blocks=cache.blocks.shape[0],
         fingerprint=cache.layout.fingerprint,

@@ -135,14 +135,14 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of E2M1
 
 
-def _looked_up(table: tuple[int, ...], nibbles: Tensor) -> Tensor:
-    """The table's values plus 128."""
-    values = torch.tensor([value + 128 for value in table], dtype=torch.uint8)
+def _looked_up(table: tuple[int, ...], nibbles: Tensor, offset: int) -> Tensor:
+    """The table's values plus the offset."""
+    values = torch.tensor([value + offset for value in table], dtype=torch.uint8)
     return values[nibbles.int()]
 
 
 def _iq4_nl(data: Tensor) -> Decoded:
-    return Decoded(_looked_up(_IQ4, _nibbles(data[:, 2:])), _half(data, 0))
+    return Decoded(_looked_up(_IQ4, _nibbles(data[:, 2:]), 128), _half(data, 0))
 
 
 def _iq4_xs(data: Tensor) -> Decoded:
@@ -152,12 +152,12 @@ def _iq4_xs(data: Tensor) -> Decoded:
     low = torch.stack((low & 15, low >> 4), dim=2).flatten(1)
     scales = (low | (((high >> shifts) & 3) << 4)) - 32
     numbers = _nibbles(data[:, 8:].reshape(-1, 16)).reshape(-1, 256)
-    return Decoded(_looked_up(_IQ4, numbers), _half(data, 0), sub_scales=scales)
+    return Decoded(_looked_up(_IQ4, numbers, 128), _half(data, 0), sub_scales=scales)
 
 
 def _mxfp4(data: Tensor) -> Decoded:
     exponent = data[:, 0].float() - 128.0  # half of 2 ** (e - 127), as the table is doubled
-    return Decoded(_looked_up(_MXFP4, _nibbles(data[:, 1:])), torch.exp2(exponent))
+    return Decoded(_looked_up(_MXFP4, _nibbles(data[:, 1:]), 12), torch.exp2(exponent))
 
 
 def _wide4(data: Tensor) -> Decoded:
@@ -176,7 +176,7 @@ _ALL = (
     Format("Q6_K", 256, 210, 6, _q6_k, offset=32, sub=16),
     Format("IQ4_NL", 32, 18, 8, _iq4_nl, offset=128),
     Format("IQ4_XS", 256, 136, 8, _iq4_xs, offset=128),
-    Format("MXFP4", 32, 17, 8, _mxfp4, offset=128, wide=True),
+    Format("MXFP4", 32, 17, 5, _mxfp4, offset=12, wide=True),
     # Not of ggml: scale and minimum in float32, for checkpoints with other scales than float16.
     Format("W4", 32, 24, 4, _wide4, has_minimum=True, wide=True),
 )

@@ -202,16 +202,15 @@ def least_bandwidth_bytes_per_s(
     attention: AttentionPool,
     batch: int,
     context: int,
-    inflation: float = INFLATION,
 ) -> float:
     """Lamina's BW_min (section 3.1): the bandwidth at which the network lengthens a step by
-    `inflation`, with model and attention one after the other."""
+    `INFLATION`, with model and attention one after the other."""
     shape = model.shape
     key_s = attention.key_s(shape)
     attention_s = shape.layers * (attention.device.attention.launch_s + key_s * batch * context)
     token_bytes = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.bytes_per_activation
     model_s = model.dense_s(batch) + model.head_s(batch)
-    return token_bytes * batch * shape.layers / (inflation * (model_s + attention_s))
+    return token_bytes * batch * shape.layers / (INFLATION * (model_s + attention_s))
 
 
 class MeasuredOffload:

@@ -9,7 +9,7 @@ Coordinates are rounded to a tenth of a pixel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -20,6 +20,8 @@ from markupsafe import Markup
 from moonpool.sim.report.units import duration, short_count
 
 HALF, WIDE = 540, 1100
+HEIGHT = 250  # of a plot, in pixels
+NUM_TICKS = 5
 """Width of a chart in a half column and over the whole page, in pixels of its own."""
 Points = Sequence[tuple[float, float]]
 
@@ -50,13 +52,11 @@ class Axis:
         return min(max(share, 0.0), 1.0)
 
 
-def count_axis(
-    high: float, unit: str, label: Callable[[float], str] = short_count, num_ticks: int = 5
-) -> Axis:
+def count_axis(high: float, unit: str) -> Axis:
     """From 0 to the round value at or above `high`, or to 1 if `high` is 0."""
-    step = _round_up((high if high > 1e-9 else 1.0) / num_ticks)
-    num_steps = ceil(high / step - 1e-9) if high > 1e-9 else num_ticks
-    ticks = tuple((number * step, label(number * step)) for number in range(num_steps + 1))
+    step = _round_up((high if high > 1e-9 else 1.0) / NUM_TICKS)
+    num_steps = ceil(high / step - 1e-9) if high > 1e-9 else NUM_TICKS
+    ticks = tuple((number * step, short_count(number * step)) for number in range(num_steps + 1))
     return Axis(0.0, num_steps * step, ticks, unit)
 
 
@@ -125,11 +125,11 @@ def _svg(width: int, height: int, label: str, parts: Iterable[str], css: str = "
 class Plot:
     """A chart with two axes. Later calls draw over earlier ones."""
 
-    def __init__(self, x: Axis, y: Axis, width: int = HALF, height: int = 250) -> None:
+    def __init__(self, x: Axis, y: Axis, width: int = HALF) -> None:
         self._x, self._y = x, y
-        self._width, self._height = width, height
+        self._width, self._height = width, HEIGHT
         self._left, self._right = 52.0, width - 14.0
-        self._top, self._bottom = 24.0, height - 40.0
+        self._top, self._bottom = 24.0, HEIGHT - 40.0
         self._parts: list[str] = []
         self._draw_axes()
 

@@ -1,0 +1,32 @@
+"""A family is a description: one short table, which the model and what computes it do not know."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moonpool.engine.families.table import FAMILIES
+
+SRC = Path(__file__).parents[2] / "src" / "moonpool"
+COMPUTES = [
+    *(SRC / "engine" / f"{name}.py" for name in (
+        "model", "layers", "attention", "mlp", "routing", "packing", "ops", "reference", "runner",
+        "step", "sampler", "staggered",
+    )),
+    *(SRC / "engine" / "parallel").glob("*.py"),
+    *(SRC / "engine" / "native").glob("*.py"),
+    *(SRC / "engine" / "cuda").glob("*.py"),
+    *(SRC / "attention_offload").rglob("*.py"),
+]  # fmt: skip
+
+
+def test_all_descriptions_are_one_file_of_100_lines() -> None:
+    assert len((SRC / "engine" / "families" / "table.py").read_text().splitlines()) <= 100
+
+
+def test_what_computes_a_model_asks_for_no_family() -> None:
+    names = "|".join(re.escape(name) for name in FAMILIES)
+    asks = re.compile(rf"spec\.family\b|engine\.families|[\"']({names})[\"']")
+    for path in COMPUTES:
+        for line in path.read_text().splitlines():
+            assert not asks.search(line), f"{path.name}: {line.strip()}"
