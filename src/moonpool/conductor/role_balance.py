@@ -17,8 +17,9 @@ any hardware and any present cost estimate.
 
 Demand is that of the requests since the mix last changed (`PresentLoad`), of at most a window. An
 advice must also hold if the ratio of both demands is wrong by SURE standard errors. A switch back
-needs a larger benefit, a second one in RETURN_S a still larger one, and more certainty if nothing
-has changed meanwhile: so roles do not swing where two splits are about equally good.
+needs a larger benefit. If the mix has not changed since the last switches, it needs more certainty,
+and a second one in RETURN_S a still larger benefit: so roles do not swing where two splits are
+about equally good.
 
 The length of an answer is predicted from the length of its prompt, and from whether a part of that
 is cached: long documents get short answers, the next turn of a long conversation does not, and it
@@ -71,7 +72,8 @@ SURE = 1.0
 SURE_TO_RETURN = 3.0
 MARGIN_TO_RETURN, MARGIN_TO_RETURN_AGAIN = 0.2, 0.35
 RETURN_S = 600.0
-"""Time after a switch back in which another one needs `MARGIN_TO_RETURN_AGAIN`."""
+"""Time after a switch back in which another one without a change of the mix needs
+`MARGIN_TO_RETURN_AGAIN`."""
 SURE_MARGIN = 0.02
 LONGEST_FADE = 4096
 TINY_S = 1e-12
@@ -415,12 +417,10 @@ class RoleBalance:
         """How many standard errors the advice must bear, and the least benefit."""
         if self._last is None or self._last[1] is role:
             return SURE, MARGIN
-        changed = self._present.since_s > self._last[0]
+        if self._present.since_s > self._last[0]:
+            return SURE, MARGIN_TO_RETURN  # another mix, whatever was before it
         again = now - self._returned_s < RETURN_S
-        return (
-            SURE if changed else SURE_TO_RETURN,
-            MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN,
-        )
+        return SURE_TO_RETURN, MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN
 
     def _capacities(
         self, table: InstanceTable, load: LoadSums, factors: Pools = ONE

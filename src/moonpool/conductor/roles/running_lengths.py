@@ -26,7 +26,6 @@ LEAST_SEEN = 8.0
 RELEARN_EVERY = 16
 LEFT, LEFT_AT_MOST = 2.0, 4.0
 """Answers that exceed all known lengths end at this multiple of these, as a guess and at most."""
-UNKNOWN_AT_MOST = 4096.0
 
 
 class LengthRange(NamedTuple):
@@ -37,7 +36,8 @@ class LengthRange(NamedTuple):
     most: float
 
 
-UNKNOWN = LengthRange(1.0, FIRST_GUESS_TOKENS, UNKNOWN_AT_MOST)
+UNKNOWN = LengthRange(0.5 * FIRST_GUESS_TOKENS, FIRST_GUESS_TOKENS, 2.0 * FIRST_GUESS_TOKENS)
+"""Where all requests are refused nothing is ever learned, so it must not prevent every advice."""
 
 
 def kind_of(num_prompt_tokens: int, cached_tokens: int) -> int:
