@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -66,6 +66,7 @@ class DecidedDay:
             while self._answers and self._answers[0][0] <= at_s:
                 _, *answer = heapq.heappop(self._answers)
                 self.balance.note_answer(*answer)
+            self.balance.note_running(self._running(at_s))
             self._check(at_s)
             self._next_check_s += CHECK_S
 
@@ -76,6 +77,12 @@ class DecidedDay:
         heapq.heappush(self._answers, (ends_s, row.input_tokens, cached, row.output_tokens))
         truth = self._truth[int(now / self._phase_s)]
         truth.add(row.input_tokens - cached, cached, row.output_tokens - 1.0)
+
+    def _running(self, now: float) -> Iterator[tuple[int, int, int]]:
+        for ends_s, num_tokens, cached, num_generated in self._answers:
+            so_far = num_generated - int((ends_s - now) / STEP_S)
+            if so_far > 0:
+                yield num_tokens, cached, so_far
 
     def _cached_tokens(self, row: TraceRow) -> int:
         count = 0

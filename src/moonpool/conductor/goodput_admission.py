@@ -70,7 +70,7 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     @property
     def least_ttft_chance(self) -> float:
         least = LEAST_TTFT_CHANCE if self.wait_s else LEAST_TTFT_CHANCE_ALONE
-        return least * self.waiting_share
+        return max(least * self.waiting_share, LEAST_CHANCE)
 
     @property
     def gain(self) -> float:
@@ -241,7 +241,7 @@ class GoodputModel:
         booked_s = per_sequence_s * table.booked_batch.item(row)
         booked_s += per_token_s * table.booked_context.item(row)
         room_s = limit_s - table.decode_base_s.item(row)
-        room_s = max(room_s, own_s)
+        room_s = max(room_s, own_s, 1e-12)
         lacking_s = booked_s + own_s - room_s
         if lacking_s <= 0.0 or not table.booked_batch.item(row):
             return 0.0
@@ -297,6 +297,8 @@ class GoodputModel:
         ttft_s = wait_s = context.placement.queue_s + self._usual_prefill_s.value
         if max_step_s is not None:
             own_s = self._usual_step_s.value
+            if not self._usual_step_s.count:
+                own_s = added_step_s(table, row, context.footprint.expected_tokens)
             wait_s = max(self._room_s(context, max_step_s, own_s, ttft_s), ttft_s)
         room_s = max(self.limit_step_s(table, row, slo.tbt_s) - base_s, 0.0)
         num = table.num_decodes

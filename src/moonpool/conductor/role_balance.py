@@ -17,25 +17,30 @@ any hardware and any present cost estimate.
 
 Demand is that of the requests since the mix last changed (`PresentLoad`), of at most a window. An
 advice must also hold if the ratio of both demands is wrong by SURE standard errors. A switch back
-needs a larger benefit, a second one in RETURN_S a still larger one, and more certainty if nothing
-has changed meanwhile: so roles do not swing where two splits are about equally good.
+needs a larger benefit. If the mix has not changed since the last switches, it needs more certainty,
+and a second one in RETURN_S a still larger benefit: so roles do not swing where two splits are
+about equally good.
 
 The length of an answer is predicted from the length of its prompt, and from whether a part of that
 is cached: long documents get short answers, the next turn of a long conversation does not, and it
-is their mix that shifts.
+is their mix that shifts. Answers under way count (`RunningLengths`). Sums are kept by kind, and
+take the lengths that are known when they are used: what is learned later corrects earlier requests,
+and is no shift. An advice must also hold if the answers that exceed all known lengths end at once
+(or last long, if prefill is short).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import fsum, inf, sqrt
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from moonpool.conductor.estimators import OutputLengths
 from moonpool.conductor.instance_table import Floats, InstanceTable
+from moonpool.conductor.roles.running_lengths import NUM_KINDS, LengthRange, RunningLengths, kind_of
 from moonpool.types import InstanceId, Role, Slo
 
 NUM_FADES = 32
@@ -67,7 +72,8 @@ SURE = 1.0
 SURE_TO_RETURN = 3.0
 MARGIN_TO_RETURN, MARGIN_TO_RETURN_AGAIN = 0.2, 0.35
 RETURN_S = 600.0
-"""Time after a switch back in which another one needs `MARGIN_TO_RETURN_AGAIN`."""
+"""Time after a switch back in which another one without a change of the mix needs
+`MARGIN_TO_RETURN_AGAIN`."""
 SURE_MARGIN = 0.02
 LONGEST_FADE = 4096
 TINY_S = 1e-12
@@ -89,6 +95,7 @@ class Pools(NamedTuple):
 
 
 ONE = Pools(1.0, 1.0)
+_LEAST, _MOST = attrgetter("least"), attrgetter("most")
 
 
 class RoleAdvice(NamedTuple):
@@ -192,6 +199,18 @@ class OfferedLoad:
         self._step = step
 
 
+class _Part:
+    """The requests of a short time. Those whose answers end at their limit have their tokens in
+    `sums`; of all others there are the number and the prompts' tokens, by kind."""
+
+    __slots__ = ("prompts", "requests", "sums")
+
+    def __init__(self) -> None:
+        self.sums = LoadSums().sums
+        self.requests: dict[int, float] = {}
+        self.prompts: dict[int, float] = {}
+
+
 class PresentLoad:
     """The requests since the mix last changed, but of at most a window.
 
@@ -201,19 +220,28 @@ class PresentLoad:
     the window allows.
     """
 
-    def __init__(self, window_s: float) -> None:
+    def __init__(self, window_s: float, lengths: RunningLengths) -> None:
         self.load = LoadSums()
         self.since_s = 0.0  # when the oldest of these requests could have come
+        self._lengths = lengths
         self._part_s = max(window_s / MOST_PARTS, min(PART_S, window_s / LEAST_PARTS))
         self._most = max(int(window_s / self._part_s), 1)
-        self._parts: deque[list[float]] = deque()  # sums of each
-        self._newest = LoadSums()
+        self._parts: deque[_Part] = deque()
+        self._newest = _Part()
         self._part: int | None = None
 
-    def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float, now: float) -> None:
-        """Adds a request (mutates)."""
+    def add(self, new_tokens: int, cached_tokens: int, most_tokens: float, now: float) -> None:
+        """Adds a request, whose answer has at most so many tokens after the first (mutates)."""
         self.advance(now)
-        self._newest.add(new_tokens, cached_tokens, answer_tokens)
+        part, load = self._newest, LoadSums()
+        kind = kind_of(new_tokens + cached_tokens, cached_tokens)
+        limited = most_tokens <= self._lengths.of(kind).mean - 1.0
+        load.add(new_tokens, cached_tokens, most_tokens if limited else 0.0)
+        part.sums = [before + more for before, more in zip(part.sums, load.sums, strict=True)]
+        if not limited:
+            part.requests[kind] = part.requests.get(kind, 0.0) + 1.0
+            prompt = float(new_tokens + cached_tokens)
+            part.prompts[kind] = part.prompts.get(kind, 0.0) + prompt
 
     def advance(self, now: float) -> None:
         """Forgets what is too old, or was before a change (mutates)."""
@@ -223,15 +251,29 @@ class PresentLoad:
         if part == self._part:
             return
         for _ in range(min(part - self._part, self._most + 1)):
-            self._parts.append(self._newest.sums)
-            self._newest = LoadSums()
+            self._parts.append(self._newest)
+            self._newest = _Part()
         self._part = part
         self._keep(min(len(self._parts), self._most), now)
-        # Sums of the last 1, 2, ... parts. In one order they are the same on every machine.
-        lately = np.cumsum(np.array(self._parts)[::-1], axis=0)
+        lately = self._lately(lambda found: found.mean)
         keep = self._since_change(lately)
         self._keep(keep, now)
         self.load.sums, self.load.seen_s = lately[keep - 1].tolist(), keep * self._part_s
+
+    def with_lengths(self, choose: Callable[[LengthRange], float]) -> LoadSums:
+        """The same requests with these lengths of answers."""
+        load = LoadSums()
+        load.seen_s = self.load.seen_s
+        if self._parts:
+            load.sums = self._lately(choose)[-1].tolist()
+        return load
+
+    def _lately(self, choose: Callable[[LengthRange], float]) -> Floats:
+        """Sums of the last 1, 2, ... parts. In one order they are the same on every machine."""
+        means = [max(choose(self._lengths.of(kind)) - 1.0, 0.0) for kind in range(NUM_KINDS)]
+        rows = [_with_means(part, means) for part in reversed(self._parts)]
+        lately: Floats = np.cumsum(np.array(rows), axis=0)
+        return lately
 
     def _keep(self, count: int, now: float) -> None:
         if count == len(self._parts):
@@ -258,6 +300,16 @@ class PresentLoad:
         return int(after[best]) if most[best] >= CHANGED else num
 
 
+def _with_means(part: _Part, means: Sequence[float]) -> list[float]:
+    sums = list(part.sums)
+    for kind, count in part.requests.items():
+        mean = means[kind]
+        sums[4] += count * mean
+        sums[5] += mean * (part.prompts[kind] + 0.5 * count * mean)
+        sums[6] += count * mean * mean
+    return sums
+
+
 class RoleBalance:
     """Tracks the demand, and advises switches when its ratio surely does not fit."""
 
@@ -268,34 +320,37 @@ class RoleBalance:
         self._load_limit = load_limit
         self._short_s = min(SHORT_WINDOW_S, window_s / 2)
         self._least_seen_s = min(LEAST_SEEN_S, window_s / 4)
-        self._present = PresentLoad(window_s)
+        self._lengths = RunningLengths()
+        self._present = PresentLoad(window_s, self._lengths)
         self._offered = OfferedLoad(window_s)
         self._lately = OfferedLoad(self._short_s)
-        # Of new prompts, and of those with a cached prefix.
-        self._lengths = (OutputLengths(), OutputLengths())
         self._paused_until_s = 0.0
         self._last: tuple[float, Role] | None = None  # time and role of the last switches
         self._returned_s = -inf  # when roles last switched back
-        self._knows_s = inf  # from when on the lengths of answers are known well enough
 
     def note_arrival(
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
     ) -> None:
         """Adds an arrived request, served or not. The prefill produces the first token of its
         answer."""
-        if self._knows_s == inf:
-            self._knows_s = now + self._window_s / 2
-        answer_tokens = 0.0
-        if max_answer_tokens > 1:
-            expected = self._lengths[cached_tokens > 0].predict(num_tokens, (), 0)
-            answer_tokens = min(float(max_answer_tokens), expected) - 1.0
         cached_tokens = min(cached_tokens, num_tokens)
-        for offered in (self._offered, self._lately, self._present):
-            offered.add(num_tokens - cached_tokens, cached_tokens, max(answer_tokens, 0.0), now)
+        most_tokens = max(max_answer_tokens - 1.0, 0.0)
+        expected = self._lengths.of(kind_of(num_tokens, cached_tokens)).mean - 1.0
+        for offered in (self._offered, self._lately):
+            answer_tokens = max(min(most_tokens, expected), 0.0)
+            offered.add(num_tokens - cached_tokens, cached_tokens, answer_tokens, now)
+        self._present.add(num_tokens - cached_tokens, cached_tokens, most_tokens, now)
 
     def note_answer(self, num_prompt_tokens: int, cached_tokens: int, num_generated: int) -> None:
         """Learns from a complete answer."""
-        self._lengths[cached_tokens > 0].learn(num_prompt_tokens, (), num_generated, num_generated)
+        self._lengths.note_answer(kind_of(num_prompt_tokens, cached_tokens), num_generated)
+
+    def note_running(self, running: Iterable[tuple[int, int, int]]) -> None:
+        """All answers under way: tokens of the prompt, cached ones, and of the answer so far."""
+        self._lengths.look(
+            (kind_of(num_tokens, cached_tokens), num_generated)
+            for num_tokens, cached_tokens, num_generated in running
+        )
 
     def pause(self, now: float) -> None:
         """Pauses switching after an instance has failed to switch."""
@@ -330,7 +385,7 @@ class RoleBalance:
         instances that lose least switch first. The caller follows it, or asks again."""
         present = self._present
         present.advance(now)
-        if present.load.seen_s < self._least_seen_s or now < self._knows_s:
+        if present.load.seen_s < self._least_seen_s:
             return None
         advice = _judge(self._capacities(table, present.load), table, losses, MARGIN)
         if advice is None:
@@ -346,7 +401,8 @@ class RoleBalance:
             max(1.0 + signs[0] * less * less / whole, 0.0),
             max(1.0 + signs[1] * more * more / whole, 0.0),
         )
-        least = _judge(self._capacities(table, present.load, factors), table, losses, SURE_MARGIN)
+        doubted = present.with_lengths(_MOST if advice.role is Role.PREFILL else _LEAST)
+        least = _judge(self._capacities(table, doubted, factors), table, losses, SURE_MARGIN)
         if least is None or least.role is not advice.role:
             return None
         return advice
@@ -361,12 +417,10 @@ class RoleBalance:
         """How many standard errors the advice must bear, and the least benefit."""
         if self._last is None or self._last[1] is role:
             return SURE, MARGIN
-        changed = self._present.since_s > self._last[0]
+        if self._present.since_s > self._last[0]:
+            return SURE, MARGIN_TO_RETURN  # another mix, whatever was before it
         again = now - self._returned_s < RETURN_S
-        return (
-            SURE if changed else SURE_TO_RETURN,
-            MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN,
-        )
+        return SURE_TO_RETURN, MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN
 
     def _capacities(
         self, table: InstanceTable, load: LoadSums, factors: Pools = ONE

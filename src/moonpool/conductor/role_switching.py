@@ -15,6 +15,7 @@ connection.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -91,6 +92,7 @@ class RoleSwitching:
         if now < self._next_check_s:
             return []
         self._next_check_s = now + min(self._window_s / CHECKS_PER_WINDOW, CHECK_S)
+        self._balance.note_running(self._running())
         return self._check(now)
 
     def begin(self, instance_id: InstanceId, role: Role, why: str, now: float) -> None:
@@ -158,6 +160,14 @@ class RoleSwitching:
             self.begin(instance_id, advice.role, text, now)
         names = " and ".join(advice.instance_ids)
         return [self._announce(f"{text}; to become {advice.role}, these drain: {names}")]
+
+    def _running(self) -> Iterator[tuple[int, int, int]]:
+        """Of each answer under way: tokens of the prompt, cached ones, and of the answer."""
+        for state in self._reservations.instances.values():
+            for tracked in state.decodes.values():
+                if tracked.generated:
+                    cached = tracked.record.cached_tokens or 0
+                    yield tracked.request.num_prompt_tokens, cached, len(tracked.generated)
 
     def _advance(self, state: InstanceState, now: float) -> list[ConductorAction]:
         drain = state.drain

@@ -104,7 +104,7 @@ def test_sustained_imbalance_is_reported() -> None:
 def test_nothing_is_reported_before_enough_was_seen() -> None:
     hall = Hall("p0", "p1", "p2", "d0")
     hall.learn(100, 451)
-    assert not hall.offer(1.0, 100, WINDOW_S / 2 - 1.0)
+    assert not hall.offer(1.0, 100, WINDOW_S / 4 - 1.0)
     assert hall.offer(1.0, 100, 10.0)
 
 

@@ -77,8 +77,8 @@ def test_late_first_tokens_are_learned_from_long_queues_only() -> None:
 
 
 def test_late_short_waits_do_not_say_that_a_long_queue_is_late() -> None:
-    """A short TTFT depends on the step under way. Else prompts that the SLO leaves time for would be
-    rejected, and nothing would be learned about them again."""
+    """A short TTFT depends on the step under way. Else prompts that the SLO leaves time for would
+    be rejected, and nothing would be learned about them again."""
     chances = TtftChances()
     for number in range(256):
         chances.note_first_token(2.0 if number % 2 else 0.8, 0.8, 3.0)

@@ -1,0 +1,91 @@
+"""The least chance of TTFT holds for waiting, and prices see the pools."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from conductor_instances import info
+
+from moonpool.conductor.admission import AdmissionContext, SloBudget
+from moonpool.conductor.decode_forecast import IntervalForecast
+from moonpool.conductor.goodput_admission import (
+    LEAST_TTFT_CHANCE_ALONE,
+    ExpectedGoodput,
+    GoodputModel,
+)
+from moonpool.conductor.placement import Placement, place
+from moonpool.conductor.policies import RequestFootprint
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.resource_prices import ClusterCapacity, RequestNeed, ResourcePrices
+from moonpool.config import ConductorConfig
+from moonpool.kvcache.prefix_index import PrefixMatch
+from moonpool.types import Slo
+
+NAMES = ("p0", "d0")
+SHORT = RequestFootprint(
+    number=1,
+    num_tokens=200,  # 0.2 s of prefill
+    expected_tokens=1000,
+    decodes=True,
+    block_tokens=1,
+    token_bytes=1,
+    answer_s=20.0,
+)
+LONG = msgspec.structs.replace(SHORT, num_tokens=20_000, expected_tokens=20_000)
+
+
+class SeenPrices(ResourcePrices):
+    """Remembers the pools as they were last shown to it."""
+
+    seen: ClusterCapacity | None = None
+
+    def cost(self, need: RequestNeed, capacity: ClusterCapacity, now: float) -> tuple[float, float]:
+        self.seen = capacity
+        return super().cost(need, capacity, now)
+
+
+def adds_more(ttft_chance: float, waiting_share: float, prefill_cost: float = 0.0) -> bool:
+    return ExpectedGoodput(
+        worth=ttft_chance,
+        ttft_chance=ttft_chance,
+        tbt_chance=1.0,
+        harm=0.0,
+        prefill_cost=prefill_cost,
+        decode_cost=0.0,
+        step_s=0.03,
+        waiting_share=waiting_share,
+    ).adds_more
+
+
+def test_an_idle_instance_takes_a_doubtful_prompt_but_a_queue_does_not() -> None:
+    """Nobody else would get what the prompt uses."""
+    doubtful = LEAST_TTFT_CHANCE_ALONE - 0.3
+    assert adds_more(doubtful, waiting_share=0.0)
+    assert not adds_more(doubtful, waiting_share=1.0)
+    assert adds_more(LEAST_TTFT_CHANCE_ALONE, waiting_share=1.0)
+    assert not adds_more(doubtful, waiting_share=0.0, prefill_cost=1.0), "others would get it"
+    assert not adds_more(0.001, waiting_share=0.0), "it is all but hopeless"
+
+
+def test_a_prompt_that_waits_for_itself_does_not_make_the_pools_look_full() -> None:
+    reservations = Reservations(IntervalForecast())
+    for name in NAMES:
+        reservations.join(info(name, num_blocks=100_000))
+    table, config = reservations.instance_table, ConductorConfig(admission="goodput")
+    model, none = GoodputModel(), np.zeros(len(NAMES))
+    model.prices = prices = SeenPrices()
+    waits_s = []
+    for footprint in (*[SHORT] * 20, LONG):
+        placement = place(footprint, table, PrefixMatch(none, none, 0), config, 0.0)
+        assert isinstance(placement, Placement)
+        budget = SloBudget(Slo(ttft_s=3.0, tbt_s=0.1), 0.0)
+        model.expect(
+            AdmissionContext(
+                footprint, placement, budget, table, reservations.forecast, config, 0.0
+            ),
+            (),
+            first=True,
+        )
+        assert prices.seen is not None
+        waits_s.append(prices.seen.wait_s)
+    assert waits_s[-1] == waits_s[-2] < 0.5, "the long one takes 20 s"
