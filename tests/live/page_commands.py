@@ -27,6 +27,7 @@ NOT_RUN = {
     "moonpool serve model.Q4_K_M.gguf": "needs a GGUF file; tests/differential makes them",
     "moonpool serve /models/": "needs a checkpoint; tests/live/test_checkpoint.py makes one",
     "moonpool serve Qwen": "needs a network",
+    "moonpool profile --url": "measures for minutes; tests/live/test_live_profile.py",
     "moonpool upgrade": "replaces processes for minutes; tests/live/test_upgrade.py",
     "moonpool trial http://moonpool:8000": "needs two other servers; tests/live/test_trial.py",
     "moonpool trial http://127.0.0.1:8000 --may-reset-cache --restart-command": "needs a service "
@@ -42,8 +43,13 @@ SMALLER = {
     "serve": ("--port", "0", "--kv-tokens", "4096", "--block-size", "16"),
     "trial": ("--requests", "24", "--families", "1", "--repeats", "2", "--fill-words", "200"),
     "replay": ("--requests", "4", "--scale-tokens", "1/512", "--speed", "100"),
-    "plan": ("--requests", "40", "--runs", "12", "--seeds", "2", "--processes", "1"),
-    "oracle": ("--requests", "20",),
+    "plan": ("--requests", "40", "--runs", "12", "--seeds", "2", "--processes", "1")
+    + ("--slo-ttft", "30"),
+    "profile": ("--curve-time", "2"),
+    "oracle": (
+        "--requests",
+        "20",
+    ),
 }
 """Flags that follow the page's own, and win over them: the test takes seconds for minutes."""
 AT_SERVER = {"pool stat", "pool ls", "pool audit", "replay"}

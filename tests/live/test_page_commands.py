@@ -24,6 +24,7 @@ from tests.live.page_commands import (
     NOT_RUN,
     PAGES,
     ROOT,
+    TINY,
     Line,
     curl_lines,
     moonpool_lines,
@@ -60,12 +61,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ("traces/conversation_trace.jsonl", "t.jsonl"):
         made = run_command("trace", "generate", "--requests", "200", "-o", path, folder=folder)
         assert made.returncode == 0, made.stderr
+    measured = ("profile", TINY, "--curve-time", "2", "--json", "profile.json")
+    assert run_command(*measured, timeout_s=300, folder=folder).returncode == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[LocalServer]:
-    with LocalServer(["moonpool/induction", "--served-model-name", NAME]) as server:
+    words = ["moonpool/induction", "--decode", "2", "--served-model-name", NAME]
+    with LocalServer(words) as server:
         body = {"prompt": "one two one", "max_tokens": 4}
         for _ in range(2):
             answer = fresh.post(f"{server.url}/v1/completions", json=body, timeout=60)
