@@ -43,8 +43,10 @@ SMALLER = {
     "serve": ("--port", "0", "--kv-tokens", "4096", "--block-size", "16"),
     "trial": ("--requests", "24", "--families", "1", "--repeats", "2", "--fill-words", "200"),
     "replay": ("--requests", "4", "--scale-tokens", "1/512", "--speed", "100"),
-    "plan": ("--requests", "40", "--runs", "12", "--seeds", "2", "--processes", "1")
-    + ("--slo-ttft", "30"),
+    "plan": (
+        *("--requests", "40", "--runs", "12", "--seeds", "2", "--processes", "1"),
+        *("--slo-ttft", "30"),
+    ),
     "profile": ("--curve-time", "2"),
     "oracle": (
         "--requests",

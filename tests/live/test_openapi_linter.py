@@ -1,4 +1,4 @@
-"""A linter of OpenAPI documents finds nothing in ours. It comes from npm when the test is set up."""
+"""A linter of OpenAPI documents finds nothing in ours. It comes from npm at the test's start."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.live, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the files that the pages show, and a trace by each name of theirs."""
+    """A working directory with the files that the pages show, and a trace by each name."""
     folder = tmp_path_factory.mktemp("pages")
     for page in PAGES:
         for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.S):
