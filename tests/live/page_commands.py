@@ -54,7 +54,9 @@ SMALLER = {
     ),
 }
 """Flags that follow the page's own, and win over them: the test takes seconds for minutes."""
-AT_SERVER = {"pool stat", "pool ls", "pool audit", "replay"}
+SHORT_TRACE = "t.jsonl"
+"""A trace that is compared, live and simulated; its commands run as they stand."""
+AT_SERVER = {"pool stat", "pool ls", "pool audit", "pool drain", "replay"}
 """Commands that ask port 8000 of this machine unless told otherwise."""
 
 
@@ -115,7 +117,8 @@ def words_here(line: Line, url: str, folder: Path) -> list[str]:
         .replace("/dev/shm/moonpool", str(folder / "kept"))
         for word in line.words
     ]
-    words += SMALLER.get(line.command, ())
+    if SHORT_TRACE not in words:
+        words += SMALLER.get(line.command, ())
     if line.command in AT_SERVER and "--url" not in words:
         words += ["--url", url]
     return words

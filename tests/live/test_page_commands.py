@@ -24,6 +24,7 @@ from tests.live.page_commands import (
     NOT_RUN,
     PAGES,
     ROOT,
+    SHORT_TRACE,
     TINY,
     Line,
     curl_lines,
@@ -32,6 +33,7 @@ from tests.live.page_commands import (
 )
 
 NAME = "Qwen/Qwen3-0.6B"
+ASKED_ID = "asked-before-the-log-is-saved"
 LINES = moonpool_lines()
 SERVES = [line for line in LINES if line.command == "serve" and not line.not_run]
 RUNS = [line for line in LINES if line.command != "serve" and not line.not_run]
@@ -58,8 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     subprocess.run(["bash", "-c", written], cwd=folder, check=True)
     (folder / "traces").mkdir()
-    for path in ("traces/conversation_trace.jsonl", "t.jsonl"):
-        made = run_command("trace", "generate", "--requests", "200", "-o", path, folder=folder)
+    for path, num in (("traces/conversation_trace.jsonl", "200"), (SHORT_TRACE, "6")):
+        made = run_command("trace", "generate", "--requests", num, "-o", path, folder=folder)
         assert made.returncode == 0, made.stderr
     measured = ("profile", TINY, "--curve-time", "2", "--json", "profile.json")
     assert run_command(*measured, timeout_s=300, folder=folder).returncode == 0
@@ -71,9 +73,9 @@ def server(folder: Path) -> Iterator[LocalServer]:
     words = ["moonpool/induction", "--decode", "2", "--served-model-name", NAME]
     with LocalServer(words) as server:
         body = {"prompt": "one two one", "max_tokens": 4}
-        for _ in range(2):
-            answer = fresh.post(f"{server.url}/v1/completions", json=body, timeout=60)
-            assert answer.status_code == 200
+        headers = {"x-request-id": ASKED_ID}
+        answer = fresh.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.headers["x-request-id"] == ASKED_ID
         yield server
 
 
@@ -101,20 +103,13 @@ def test_a_command_serves(line: Line, folder: Path, monkeypatch: pytest.MonkeyPa
 def test_a_command_ends_well(line: Line, folder: Path, server: LocalServer) -> None:
     words = words_here(line, server.url, folder)
     if "--request" in words:
-        words[words.index("--request") + 1] = request_id(server)
+        words[words.index("--request") + 1] = ASKED_ID
     done = run_command(*words, timeout_s=500, folder=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     for flag in ("--json", "--report", "-o", "--plot", "--save"):
         if flag in words:
             assert (folder / words[words.index(flag) + 1]).stat().st_size > 0
-
-
-def request_id(server: LocalServer) -> str:
-    """The id of a request that the server's event log has."""
-    body = {"prompt": "one two one", "max_tokens": 2}
-    answer = fresh.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    return answer.headers["x-request-id"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
