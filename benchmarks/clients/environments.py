@@ -11,9 +11,11 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.checkout import ROOT
+
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "scripts"
-INSTALL_S = 600.0
+INSTALL_S = 1200.0
 """Longest time of one installation."""
 _PINS = "pins.json"
 
@@ -23,11 +25,13 @@ class InstallError(RuntimeError):
 
 
 class Client(NamedTuple):
-    """One client: its name on the page, its pinned packages, and the script that uses it."""
+    """One client: its name on the page, its pinned packages, the script that uses it, and whether
+    its packages need torch."""
 
     name: str
     packages: tuple[str, ...]
     script: str
+    torch: bool = False
 
     @property
     def version(self) -> str:
@@ -42,7 +46,7 @@ class Client(NamedTuple):
 
 def read_clients() -> list[Client]:
     table = tomllib.loads((HERE / "clients.toml").read_text())
-    return [Client(c["name"], tuple(c["packages"]), c["script"]) for c in table["client"]]
+    return [Client(**c | {"packages": tuple(c["packages"])}) for c in table["client"]]
 
 
 def command_line(client: Client, folder: Path) -> list[str]:
@@ -67,11 +71,17 @@ def command_line(client: Client, folder: Path) -> list[str]:
 
 
 def _install_python(client: Client, place: Path) -> None:
-    forbidden = place / "forbidden.txt"
-    forbidden.write_text("torch<0\n")
+    limits = place / "limits.txt"
+    limits.write_text(_locked_torch() if client.torch else "torch<0\n")
     _run([sys.executable, "-m", "venv", str(place / "venv")], place)
-    pip = [str(place / "venv/bin/pip"), "install", "-q", "--no-input", "-c", str(forbidden)]
+    pip = [str(place / "venv/bin/pip"), "install", "-q", "--no-input", "-c", str(limits)]
     _run([*pip, *client.packages], place)
+
+
+def _locked_torch() -> str:
+    """torch as moonpool's own environment has it: another one would be several GB more."""
+    lock = (ROOT / "requirements.lock").read_text().splitlines()
+    return "".join(f"{line}\n" for line in lock if line.startswith("torch=="))
 
 
 def _install_node(client: Client, place: Path) -> None:

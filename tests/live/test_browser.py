@@ -39,7 +39,7 @@ pytestmark = [
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the script and what it imports."""
     folder = tmp_path_factory.mktemp("browser")
-    for name in ("look.mjs", "package.json"):
+    for name in ("look.mjs", "use.mjs", "package.json"):
         shutil.copy(HERE / name, folder)
     line = ["npm", "install", "--no-fund", "--no-audit"]
     done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=600)
@@ -92,3 +92,36 @@ def test_what_is_wrong_with_a_page_is_seen(tools: Path, tmp_path: Path) -> None:
         assert view["outside"] == ["http://127.0.0.2:9/a.png"]
         assert any("planted" in error for error in view["errors"])
         assert view["wide"] > 0
+
+
+def use(tools: Path, url: str, key: str, others_request: str) -> dict[str, Any]:
+    """What the live page shows a visitor with this key, who asks something in its chat."""
+    chromium = shutil.which("chromium") or ""
+    line = ["node", str(tools / "use.mjs"), chromium, url, key, "one two one two", others_request]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_page_asks_for_a_key_chats_and_explains(tools: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-one one\nsk-two two\nsk-operator admin\n")
+    with LocalServer(["moonpool/induction", "--api-key-file", str(keys)]) as server:
+        body = {"prompt": "three four three", "max_tokens": 4}
+        bearer = {"authorization": "Bearer sk-two"}
+        path = f"{server.url}/v1/completions"
+        other = fresh.post(path, json=body, headers=bearer, timeout=120)
+        others_request = other.raise_for_status().headers["x-request-id"]
+        tenant = use(tools, server.url, "sk-one", others_request)
+        operator = use(tools, server.url, "sk-operator", others_request)
+    for seen in (tenant, operator):
+        assert not seen["errors"] and seen["beforeKey"] == ""
+        assert seen["answer"] and seen["grown"] > 3, "it streams"
+        for source in ("DRAM", "fetched", "SSD", "computed"):
+            assert source in seen["sources"]
+        assert "TTFT" in seen["note"] and "prefill-0" in seen["note"]
+        assert "predicted" in seen["why"] and "prefill" in seen["why"]
+    assert tenant["state"] == "live, requests of one" and operator["state"] == "live"
+    assert others_request not in tenant["rows"] and tenant["others"] == 404
+    assert others_request in operator["rows"]

@@ -1,4 +1,4 @@
-"""A linter of OpenAPI documents finds nothing in ours. It comes from npm when the test is set up."""
+"""A linter of OpenAPI documents finds nothing in ours. It comes from npm at the test's start."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def rules_broken(linter: Path, document: dict[str, Any]) -> list[str]:
     (linter / "openapi.json").write_text(json.dumps(document))
     line = ["node_modules/.bin/redocly", "lint", "openapi.json", "--format=json"]
     quiet = os.environ | {"REDOCLY_TELEMETRY": "off", "REDOCLY_SUPPRESS_UPDATE_NOTICE": "true"}
-    done = subprocess.run(
-        line, cwd=linter, capture_output=True, text=True, timeout=300, env=quiet
-    )
+    done = subprocess.run(line, cwd=linter, capture_output=True, text=True, timeout=300, env=quiet)
     report = json.loads(done.stdout[done.stdout.index("{") :])
     found = [f"{p['ruleId']} {p['location'][0]['pointer']}" for p in report["problems"]]
     assert bool(found) == bool(done.returncode), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import click
@@ -75,6 +76,19 @@ def test_make_targets_in_the_pages_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"`make ([a-z]+)", page.read_text()):
             assert target in targets, f"{page.name}: make {target}"
+
+
+def test_the_pages_install_from_a_clone_and_name_known_extras() -> None:
+    """No index has moonpool: its name there would be somebody else's package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = set()
+    for page in PAGES:
+        text = page.read_text()
+        by_name = re.search(r"(?:pip|pipx|uv tool) install '?moonpool", text)
+        assert page.name == "CHANGELOG.md" or not by_name, page.name
+        named |= set(re.findall(r"install (?:-e )?'\.\[([\w,]+)\]'", text))
+    extras = {extra for group in named for extra in group.split(",")}
+    assert {"engine", "vllm", "plan"} <= extras <= set(project["optional-dependencies"])
 
 
 def test_the_tables_of_the_config_are_those_the_page_names() -> None:

@@ -11,7 +11,7 @@ def command(*words: str, **more) -> str:
     """Returns what the command printed. Raises RuntimeError with its last words if it fails."""
     program = BIN / words[0]
     line = [str(program) if program.exists() else words[0], *words[1:]]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=360, **more)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900, **more)
     if done.returncode:
         lines = (done.stdout + done.stderr).splitlines()
         last = [line for line in lines if "rror" in line][-2:] or lines[-2:]

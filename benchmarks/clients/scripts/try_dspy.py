@@ -3,9 +3,18 @@
 from typing import Literal
 
 import dspy
+from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefinition
 from probe import KEY, MODEL, QUESTION, URL, check, run
 
-model = dspy.LM(f"openai/{MODEL}", api_base=f"{URL}/v1", api_key=KEY, max_tokens=96, cache=False)
+ASKED = {"api_key": KEY, "max_tokens": 96, "cache": False}
+REMARK = "with dspy.lm15.register_provider(..., supports=ModelSupport(response_schema=True)); "
+REMARK += "DSPy sends no schema to a model that it does not know"
+access = AccessPolicy(provider="moonpool", base_url=f"{URL}/v1")
+dspy.lm15.register_provider(
+    ProviderDefinition.chat(access, compat=OpenAIChatCompat()),
+    supports=ModelSupport(response_schema=True),
+)
+model = dspy.LM(f"moonpool/{MODEL}", **ASKED)
 
 
 class Capital(dspy.Signature):
@@ -16,12 +25,14 @@ class Capital(dspy.Signature):
 
 
 def chat():
-    check(model(QUESTION)[0], "no answer")
+    unregistered = dspy.LM(f"openai/{MODEL}", api_base=f"{URL}/v1", **ASKED)
+    check(unregistered(QUESTION)[0] and model(QUESTION)[0], "no answer")
 
 
 def structured_output():
     with dspy.context(lm=model, adapter=dspy.JSONAdapter()):
         check(dspy.Predict(Capital)(question=QUESTION).city in ("Paris", "Rome"), "no city")
+    return REMARK
 
 
 def stream():
@@ -33,7 +44,10 @@ def stream():
         with dspy.context(lm=model, adapter=dspy.JSONAdapter()):
             return [part async for part in program(question=QUESTION)]
 
-    check(asyncio.run(parts()), "no parts")
+    found = asyncio.run(parts())
+    said = "".join(part.chunk for part in found if isinstance(part, dspy.streaming.StreamResponse))
+    check(found[-1].city in said, found)
+    return REMARK
 
 
 def embeddings():

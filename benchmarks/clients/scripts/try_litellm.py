@@ -25,9 +25,11 @@ def stream():
 
 
 def tools():
-    answer = litellm.completion(**asked, tools=[WEATHER_TOOL], tool_choice="required")
-    call = answer.choices[0].message.tool_calls[0]
-    check("city" in json.loads(call.function.arguments), answer)
+    answer = litellm.completion(
+        **asked | {"max_tokens": 96}, tools=[WEATHER_TOOL], tool_choice="required"
+    )
+    calls = answer.choices[0].message.tool_calls
+    check(calls and "city" in json.loads(calls[0].function.arguments), answer.choices)
 
 
 def structured_output():

@@ -425,7 +425,7 @@ def _common_step_s(timed: Sequence[_Timed]) -> float | None:
     found = []
     for t in timed:
         kept = [s for s in t.instants_s if begin_s <= s <= end_s]
-        if len(kept) <= DECODE_TOKENS // 2:
+        if len(kept) <= DECODE_TOKENS // 2 or kept[-1] <= kept[0]:  # all came in one bunch
             return None
         found.append((kept[-1] - kept[0]) / (len(kept) - 1))
     return fmean(found)
