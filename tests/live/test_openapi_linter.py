@@ -1,4 +1,4 @@
-"""A linter of OpenAPI documents finds nothing in ours. It comes from npm at the test's start."""
+"""A linter of OpenAPI documents finds nothing in ours. The test fetches it, an npm package."""
 
 from __future__ import annotations
 
