@@ -38,8 +38,9 @@ LEAST_TTFT_CHANCE = 0.5
 """A queue in which requests wait in vain serves no more of them than a shorter one."""
 LEAST_TTFT_CHANCE_ALONE = 0.85
 """Where no decode is waited for, a prompt waits only for others, so the queue soon is as deep as
-this permits. Both hold for a TTFT that is all waiting. Where nothing is waited for, rejecting a
-request leaves the instance idle, so the least chance is in proportion to the waiting."""
+this permits. Both hold for a TTFT of which `WAITING_SHARE` or more is waiting. Where nothing is
+waited for, a rejection leaves the instance idle, so the least chance falls with the waiting."""
+WAITING_SHARE = 0.5
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 LONGEST_FIRST_GAP = 2.0
@@ -70,7 +71,8 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     @property
     def least_ttft_chance(self) -> float:
         least = LEAST_TTFT_CHANCE if self.wait_s else LEAST_TTFT_CHANCE_ALONE
-        return max(least * self.waiting_share, LEAST_CHANCE)
+        waiting = min(self.waiting_share / WAITING_SHARE, 1.0)
+        return max(least * waiting, LEAST_CHANCE)
 
     @property
     def gain(self) -> float:
