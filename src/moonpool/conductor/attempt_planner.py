@@ -184,6 +184,7 @@ class AttemptPlanner:
             token_bytes=self._token_bytes,
             answer_s=predictor.mean_s,
             tbt_s=min(tracked.request.slo.tbt_s, self._default_slo.tbt_s),
+            competes=tracked.competes,
         )
 
     def _decide(

@@ -67,6 +67,10 @@ class FairShare:
         account = self._accounts.get(tenant)
         return 0.0 if account is None else account.given_at(now)
 
+    def compete(self, now: float) -> bool:
+        """Whether several tenants have sent requests lately."""
+        return self._mean_of_competitors(now) is not None
+
     def is_owed(self, tenant: str, now: float) -> bool:
         """Whether the tenant competes with others and had less than its share."""
         mean = self._mean_of_competitors(now)

@@ -236,9 +236,13 @@ class InlinePrefill(NamedTuple):
 
 def best_inline(context: SelectionContext, separate_ttft_s: float) -> InlinePrefill | None:
     """The decode instance that computes the prompt itself, or None. `separate_ttft_s`: TTFT by the
-    prefill pool."""
+    prefill pool.
+
+    Where tenants compete, no prompt runs in chunks on a decode instance: the prompts of one that
+    sends without pause would be in the steps of all others.
+    """
     whole = _best_whole(context, separate_ttft_s)
-    if whole is not None or not context.config.inline_chunks:
+    if whole is not None or not context.config.inline_chunks or context.footprint.competes:
         return whole
     return _best_in_chunks(context, separate_ttft_s)
 

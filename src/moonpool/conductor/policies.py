@@ -54,6 +54,7 @@ class RequestFootprint(msgspec.Struct, frozen=True):
     token_bytes: int  # KVCache of one token
     answer_s: float  # how long an answer decodes, in the mean
     tbt_s: float = float("inf")  # strictest TBT SLO of this request and of its batch
+    competes: bool = False  # other tenants send requests too
 
     @property
     def usable_blocks(self) -> int:

@@ -142,6 +142,7 @@ class RequestLifecycle:
         tenant = payer_of(request.tenant)
         tracked.share = self.shares.weight(tenant)
         self.shares.see(tenant, now)
+        tracked.competes = self.shares.compete(now)
         if delivered is None and self.shares.must_yield(tenant, now):
             text = "other tenants wait for their share of this cluster, and yours is used up"
             self._reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)

@@ -153,6 +153,11 @@ def test_no_chunk_where_it_would_break_the_slo_of_the_decodes() -> None:
     assert not placed(demand(400, tbt_s=least_s - 1e-6), "p0", "d0", **long).in_chunks
 
 
+def test_none_where_tenants_compete() -> None:
+    competing = msgspec.structs.replace(demand(400), competes=True)
+    assert placed(competing, "p0", "d0", chunks=True, prefill_queue_s=9.0).prefill == "p0"
+
+
 def test_a_short_prompt_that_does_not_fit_one_step_may_run_in_chunks() -> None:
     queued = {"decode_queue_s": 0.3, "prefill_queue_s": 9.0}
     assert placed(demand(150), "p0", "d0", **queued).prefill == "p0"

@@ -104,7 +104,7 @@ def test_a_format_may_stand_in_a_module(installed: Path) -> None:
     ("flags", "text"),
     [
         (("--placement", "always-frist"), "'kvcache-centric', 'always-first', nor MODULE:CLASS"),
-        (("--trace-format", "colons"), "vidur, semicolons, or MODULE:NAME"),
+        (("--trace-format", "colons"), "vidur, log, semicolons, or MODULE:NAME"),
         (("--trace-format", "own_things:broken"), "log.csv:1: own_things:broken fails with Value"),
         (("--trace-format", "own_things:short"), "log.csv:1: own_things:short returned tuple"),
         (("--trace-format", "own_things:negative"), "returned -2 tokens of prompt: give"),
