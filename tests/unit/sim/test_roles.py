@@ -17,7 +17,12 @@ from moonpool.types import Role
 def settings(mode: str, prefill: int, decode: int) -> Config:
     overrides: dict[str, Any] = {
         "cluster": {"prefill": prefill, "decode": decode},
-        "conductor": {"role_balance": mode, "role_balance_window_s": 60.0},
+        # Else decode instances help a prefill pool without a change of role.
+        "conductor": {
+            "role_balance": mode,
+            "role_balance_window_s": 60.0,
+            "inline_chunks": False,
+        },
         "slo": {"ttft_s": 10.0},
     }
     return parse_config("", overrides, DEFAULTS)
