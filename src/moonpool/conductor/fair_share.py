@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 HALF_LIFE_S = 20.0
 """What a tenant was given counts half after this time."""
@@ -69,7 +70,8 @@ class FairShare:
 
     def compete(self, now: float) -> bool:
         """Whether several tenants have sent requests lately."""
-        return self._mean_of_competitors(now) is not None
+        latest = list(islice(reversed(self._accounts.values()), 2))
+        return len(latest) == 2 and now - latest[1].seen_s <= ACTIVE_S
 
     def is_owed(self, tenant: str, now: float) -> bool:
         """Whether the tenant competes with others and had less than its share."""

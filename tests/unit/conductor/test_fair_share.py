@@ -101,3 +101,17 @@ def test_shares_know_who_competes_and_who_is_owed() -> None:
         shares.begin_wait("small")
     assert not shares.may_wait("small", 1.0)
     assert payer_of("small/salt") == payer_of("small/other") == "small"
+
+
+def test_tenants_compete_while_two_sent_lately() -> None:
+    shares = FairShare()
+    assert not shares.compete(0.0)
+    shares.see("a", 0.0)
+    shares.see("a", 1.0)
+    assert not shares.compete(1.0), "one tenant alone"
+    shares.see("b", 5.0)
+    assert shares.compete(5.0)
+    shares.see("b", 1.0 + ACTIVE_S)
+    assert shares.compete(1.0 + ACTIVE_S)
+    shares.see("b", 1.1 + ACTIVE_S)
+    assert not shares.compete(1.1 + ACTIVE_S), "the other one has ended"
