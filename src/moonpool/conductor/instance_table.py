@@ -69,6 +69,7 @@ class InstanceTable:
         self.decode_base_s: Floats = np.zeros(0)
         self.decode_s_per_sequence: Floats = np.zeros(0)  # times B
         self.decode_s_per_context_token: Floats = np.zeros(0)
+        self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
         self.latency_s: Floats = np.zeros(0)  # of a fetch
         self.s_per_shm_byte: Floats = np.zeros(0)
         self.s_per_net_byte: Floats = np.zeros(0)
@@ -86,7 +87,7 @@ class InstanceTable:
         self._hosts: dict[str, int] = {"": 0}
 
         # Sums and estimates over all instances.
-        self.total_decoding = self.total_decoding_context = self.total_chunked = 0
+        self.total_decoding = self.total_decoding_context = 0
         self.tbt_tail = 1.0  # the longest tenth of a request's token gaps, over its mean gap
         self.ttft_tail = 1.0  # the 90th percentile of measured over predicted TTFT
 
@@ -100,13 +101,13 @@ class InstanceTable:
         self.ids[row] = info.instance_id
         assert not self.prefills[row] and not self.decodes[row]
         self._clear(row)
+        self.chunk_tokens[row] = info.chunk_tokens
         self.set_cost(row, info.cost)
         self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
         capacity = info.num_blocks * info.layout.block_tokens
         self.capacity_tokens[row] = self.room_tokens[row] = capacity
         # An engine without a limit of its own holds the whole pool, and the pool's room is booked.
         self.engine_tokens[row] = info.engine_tokens or np.inf
-        self.chunk_tokens[row] = info.chunk_tokens
         host = self._hosts.setdefault(info.address.host_id, len(self._hosts))
         self.host[row] = host
         self.num_on_host[host] = self.num_on_host.get(host, 0) + 1
@@ -120,6 +121,8 @@ class InstanceTable:
             self.prefill_s_per_token_squared[row],
             self.prefill_s_per_new_x_cached[row],
         ) = cost.prefill
+        chunk_tokens = min(self.chunk_tokens.item(row), SHARED_CHUNK_TOKENS)
+        self.shared_chunk_s[row] = self.prefill_s_per_token[row] * chunk_tokens
         (
             self.decode_base_s[row],
             self.decode_s_per_sequence[row],
@@ -135,7 +138,6 @@ class InstanceTable:
         """Removes the instance and everything that is still booked on it."""
         self.total_decoding -= int(self.decoding_batch[row])
         self.total_decoding_context -= int(self.decoding_context[row])
-        self.total_chunked -= int(self.num_chunked[row])
         self.prefills[row] = self.decodes[row] = False
         self.num_on_host[self.host.item(row)] -= 1
         self.host[row] = 0
@@ -169,7 +171,6 @@ class InstanceTable:
     def book_chunked(self, row: int, num: int = 1) -> None:
         """Adds a prompt that a decode instance computes in chunks; `num` -1 removes one."""
         self.num_chunked[row] += num
-        self.total_chunked += num
 
     def grow(self, row: int, num_tokens: int, extra_room_tokens: int) -> None:
         """Lengthens the contexts decoded here by `num_tokens` in total. `extra_room_tokens`: the
@@ -220,12 +221,6 @@ class InstanceTable:
         seconds += self.decode_s_per_context_token[rows] * self.booked_context[rows]
         return seconds
 
-    def shared_chunk_s(self) -> Floats:
-        """By how much steps are longer where a prompt is computed in chunks, by row."""
-        tokens = np.minimum(self.chunk_tokens, SHARED_CHUNK_TOKENS)
-        seconds: Floats = self.prefill_s_per_token * tokens
-        return seconds
-
     def decodes_remain(self, row: int) -> bool:
         """Whether an instance without that role still has decodes."""
         return row in self.remainders and self.booked_batch.item(row) > 0
@@ -249,7 +244,7 @@ class InstanceTable:
             + self.decode_s_per_sequence.item(row) * batch
             + self.decode_s_per_context_token.item(row) * context_tokens
         )
-        return seconds + self.shared_chunk_s().item(row) if self.num_chunked[row] else seconds
+        return seconds + self.shared_chunk_s.item(row) if self.num_chunked[row] else seconds
 
     def tbt_tail_of(self, row: int) -> float:
         """`tbt_tail` for a decode instance, and 1 for a mixed one, whose longest gaps follow from
@@ -306,8 +301,8 @@ class InstanceTable:
             + self.decode_s_per_sequence * batch
             + self.decode_s_per_context_token * context_tokens
         )
-        if self.total_chunked:
-            seconds += np.where(self.num_chunked > 0, self.shared_chunk_s(), 0.0)
+        if np.count_nonzero(self.num_chunked):
+            seconds += np.where(self.num_chunked > 0, self.shared_chunk_s, 0.0)
         return seconds
 
     def _loads(self, slo: Slo, batch: Floats | float, context_tokens: Floats | float) -> Floats:

@@ -241,13 +241,17 @@ def best_inline(context: SelectionContext, separate_ttft_s: float) -> InlinePref
     Where tenants compete, no prompt runs in chunks on a decode instance: the prompts of one that
     sends without pause would be in the steps of all others.
     """
-    whole = _best_whole(context, separate_ttft_s)
+    hit_tokens = context.hit_tokens()
+    prefill_s = context.table.prefill_s(context.footprint.num_tokens, hit_tokens)
+    whole = _best_whole(context, hit_tokens, prefill_s, separate_ttft_s)
     if whole is not None or not context.config.inline_chunks or context.footprint.competes:
         return whole
-    return _best_in_chunks(context, separate_ttft_s)
+    return _best_in_chunks(context, prefill_s, CHUNKED_TTFT_SHARE * separate_ttft_s)
 
 
-def _best_whole(context: SelectionContext, separate_ttft_s: float) -> InlinePrefill | None:
+def _best_whole(
+    context: SelectionContext, hit_tokens: Floats, prefill_s: Floats, separate_ttft_s: float
+) -> InlinePrefill | None:
     """The decode instance that gives the first token soonest in a single step, if it does so
     before the prefill pool: in an idle cluster the pools stay apart.
 
@@ -260,13 +264,13 @@ def _best_whole(context: SelectionContext, separate_ttft_s: float) -> InlinePref
     the SLO together. The instance sizes its chunks by the SLO anyway (`scheduler.chunk_budget`), so
     a wrong estimate here delays the prompt, but not the decodes.
     """
-    footprint, table, hit_tokens = context.footprint, context.table, context.hit_tokens()
+    footprint, table = context.footprint, context.table
     new = footprint.num_tokens - hit_tokens
     rows = (context.decode_possible & ~table.prefills & (new <= table.chunk_tokens)).nonzero()[0]
     if not len(rows):
         return None
     base_s, decodes_s = table.decode_base_s[rows], table.decodes_s(rows)
-    prefill_s = table.prefill_s(footprint.num_tokens, hit_tokens)[rows]
+    prefill_s = prefill_s[rows]
     step_s = np.maximum(base_s, context.queue_s[rows] + prefill_s) + decodes_s
     # A step is under way when the prompt arrives, unless the instance decodes nothing.
     under_way_s = np.where(table.booked_batch[rows] > 0, base_s + decodes_s, 0.0)
@@ -280,23 +284,23 @@ def _best_whole(context: SelectionContext, separate_ttft_s: float) -> InlinePref
     return InlinePrefill(int(rows[best]), prefill_s.item(best), ttft_s.item(best))
 
 
-def _best_in_chunks(context: SelectionContext, separate_ttft_s: float) -> InlinePrefill | None:
+def _best_in_chunks(
+    context: SelectionContext, prefill_s: Floats, limit_s: float
+) -> InlinePrefill | None:
     """The decode instance that gives the first token soonest by computing the prompt in chunks
-    beside its decodes, if that takes at most `CHUNKED_TTFT_SHARE` of the prefill pool's time.
+    beside its decodes, if that takes at most `limit_s`.
 
     So decode instances help a prefill pool with a queue. They do so only while a chunk fits into
     their steps, and their decodes are booked with that chunk (`InstanceTable.num_chunked`).
     """
-    footprint, table, hit_tokens = context.footprint, context.table, context.hit_tokens()
-    limit_s = CHUNKED_TTFT_SHARE * separate_ttft_s
-    prefill_s = table.prefill_s(footprint.num_tokens, hit_tokens)
+    footprint, table = context.footprint, context.table
     fits = context.decode_possible & ~table.prefills & (table.chunk_tokens > 0)
     fits &= context.queue_s + prefill_s <= limit_s
     rows = fits.nonzero()[0]
     if not len(rows):
         return None
     step_s = table.decode_base_s[rows] + table.decodes_s(rows)
-    fits = step_s + table.shared_chunk_s()[rows] <= CHUNKED_STEP_SHARE * footprint.tbt_s
+    fits = step_s + table.shared_chunk_s[rows] <= CHUNKED_STEP_SHARE * footprint.tbt_s
     fits &= table.booked_context[rows] + footprint.num_tokens <= table.engine_tokens[rows]
     prefill_s = prefill_s[rows] * table.slowdown(rows)
     under_way_s = np.where(table.booked_batch[rows] > 0, step_s, 0.0)

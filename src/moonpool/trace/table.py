@@ -76,8 +76,8 @@ LOG_COLUMNS = {
 }
 """Names of the columns of a log of one's own, small or capital, with spaces or underscores."""
 _EPOCH_S, _EPOCH_MS = 1e9, 1e11
-"""Smaller times count from the log's start; from here on they are seconds since 1970, and
-milliseconds since 1970."""
+"""Smaller times count from the log's start. Larger ones count from 1970: in seconds up to the
+second value, and in ms, us and ns up to a thousand times as much each."""
 
 
 class TableParser:
@@ -281,11 +281,13 @@ def _with_times(
         return table  # the first pass names the row
     except ValueError:
         return msgspec.structs.replace(table, is_dated=True)
-    in_seconds = any(not time.is_integer() for time in times if isfinite(time))
-    latest = max(times, default=0.0)
+    latest = max(filter(isfinite, times), default=0.0)
     if latest >= _EPOCH_S:
-        in_seconds = latest < _EPOCH_MS
-    return msgspec.structs.replace(table, units_per_s=1.0 if in_seconds else 1000.0)
+        units_per_s = next((u for u in (1.0, 1e3, 1e6) if latest < _EPOCH_MS * u), 1e9)
+    else:
+        has_fractions = any(not time.is_integer() for time in times if isfinite(time))
+        units_per_s = 1.0 if has_fractions else 1e3
+    return msgspec.structs.replace(table, units_per_s=units_per_s)
 
 
 def _no_header(header: list[str]) -> str:

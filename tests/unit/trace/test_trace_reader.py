@@ -106,6 +106,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, is_sorted
         ("timestamp,input_length,output_length\n", "0.5,7,3", "2,8,4"),
         ("Prompt Tokens,Completion Tokens,Time,model\n", "7,3,1763000000,a", "8,4,1763000001.5,b"),
         ("time,prompt_tokens,completion_tokens\n", "1763000000000,7,3", "1763000001500,8,4"),
+        ("time,prompt_tokens,completion_tokens\n", "1763000000000000,7,3", "1763000001500000,8,4"),
         (
             "arrived_at,input_tokens,output_tokens,session\n",
             '"2026-01-02T03:04:05.25Z",7,3,s',

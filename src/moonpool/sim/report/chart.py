@@ -20,9 +20,9 @@ from markupsafe import Markup
 from moonpool.sim.report.units import duration, short_count
 
 HALF, WIDE = 540, 1100
+"""Width of a chart in a half column and over the whole page, in pixels of its own."""
 HEIGHT = 250  # of a plot, in pixels
 NUM_TICKS = 5
-"""Width of a chart in a half column and over the whole page, in pixels of its own."""
 Points = Sequence[tuple[float, float]]
 
 _TIME_STEPS_S = (
