@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,6 +23,9 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         super().run()
+        if os.environ.get("MOONPOOL_BUILD_KERNELS", "1") == "0":
+            print("moonpool kernels not built: MOONPOOL_BUILD_KERNELS is 0")
+            return
         top = ROOT / "src" if self.editable_mode else Path(self.build_lib)
         try:
             built = build(top / NATIVE)

@@ -9,6 +9,7 @@ fails the demo. A page of what happened is left behind.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import shutil
 import sys
 import tempfile
@@ -69,6 +70,8 @@ def demo(
     if min(users, turns, prefill, decode) < 1:
         fail("--users, --turns, --prefill and --decode must be at least 1")
     check_folders(page_file, json_file)
+    if importlib.util.find_spec("torch") is None:  # before any process starts
+        raise ModuleNotFoundError("the demo runs an engine", name="torch")
     console = Console(highlight=False, width=max(Console().width, MIN_COLUMNS))
     kv_tokens = KV_TOKENS_PER_USER * -(-users // decode)
     instances = ["--prefill", str(prefill), "--decode", str(decode), "--kv-tokens", str(kv_tokens)]

@@ -123,8 +123,25 @@ catalogue_option = click.option(
     type=click.Path(dir_okay=False),
     help="TOML file with more devices, model shapes and prices.",
 )
+
+
+class ServerUrl(click.ParamType[str]):
+    """The address of a server; without http:// or https:// it is HOST:PORT over http."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        address = str(value).strip()
+        return address if "://" in address else f"http://{address}"
+
+
+SERVER_URL = ServerUrl()
 url_option = click.option(
-    "--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server."
+    "--url",
+    type=SERVER_URL,
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="Address of the server.",
 )
 api_key_option = click.option(
     "--api-key",

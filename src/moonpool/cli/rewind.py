@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import msgspec
 
 from moonpool.cli.options import api_key_option, json_option
 from moonpool.cli.output import fail, write_json
+from moonpool.cli.watch.cluster_events import bearer_key
 
 _TIMEOUT_S = 120.0
 _MAX_LISTED = 10
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}")
 
 
 @click.command()
@@ -48,7 +51,7 @@ def rewind(
     from moonpool.rewind.event_log import EventLogError, read_file
     from moonpool.rewind.replay import Replay
 
-    data = _read(source, api_key or os.environ.get("OPENAI_API_KEY"))
+    data = _read(source, bearer_key(api_key))
     try:
         file = read_file(data)
         if save:
@@ -85,11 +88,13 @@ def _check_policies(config: Any, trusted: bool) -> None:
         fail(f"the log names the policy {own[0]}; if that is yours, add --trust-policies")
 
 
-def _read(source: str, key: str | None) -> bytes:
+def _read(source: str, key: str) -> bytes:
     from moonpool.rewind.event_log import MAX_FILE_BYTES
 
     if "://" in source:
         return _fetch(source, key)
+    if _HOST_AND_PORT.fullmatch(source) and not Path(source).exists():
+        return _fetch(f"http://{source}", key)
     try:
         with Path(source).open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -100,7 +105,7 @@ def _read(source: str, key: str | None) -> bytes:
     return data
 
 
-def _fetch(url: str, key: str | None) -> bytes:
+def _fetch(url: str, key: str) -> bytes:
     import httpx
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import click
 from moonpool.cli.options import COUNT, POSITIVE, api_key_option, ca_file_option, json_option
 from moonpool.cli.output import check_folders, fail, origin, write_json
 from moonpool.cli.progress import progress
+from moonpool.cli.watch.cluster_events import bearer_key
 
 if TYPE_CHECKING:
     from moonpool.trial.run import TrialPlan
@@ -145,7 +145,7 @@ def _plan(url: str, *, api: str, api_key: str | None, may_reset_cache: bool, **g
     return TrialPlan(
         url=url,
         apis=tuple(PATHS) if api == "both" else (api,),
-        api_key=api_key or os.environ.get("OPENAI_API_KEY", ""),
+        api_key=bearer_key(api_key),
         may_reset=may_reset_cache,
         **given,
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from moonpool.engine.native import available, build
 from moonpool.engine.native import library as native_library
 from moonpool.engine.native.library import NativeUnavailableError, open_kernels
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -80,3 +85,22 @@ def test_a_cpu_without_the_instructions_is_told_its_best(monkeypatch: pytest.Mon
         open_kernels("avx512")
     with pytest.raises(NativeUnavailableError, match="no kernels for 'neon'"):
         open_kernels("neon")
+
+
+def test_an_installation_without_kernels_needs_no_compiler(tmp_path: Path) -> None:
+    skipped = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=skipped)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = subprocess.run(
+        (sys.executable, "setup.py", "-q", "build_py", "--build-lib", "built"),
+        cwd=tmp_path,
+        env={**os.environ, "MOONPOOL_BUILD_KERNELS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "MOONPOOL_BUILD_KERNELS is 0" in done.stdout
+    assert (tmp_path / "built/moonpool/engine/native/simd.h").is_file()
+    assert not list(tmp_path.rglob("*.so"))

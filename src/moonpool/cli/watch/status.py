@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from moonpool.cli.options import api_key_option, ca_file_option
+from moonpool.cli.options import SERVER_URL, api_key_option, ca_file_option
 from moonpool.cli.output import fail
 from moonpool.cli.watch.cluster_events import NoFramesError, bearer_key, first_frame
 
 
 @click.command()
-@click.argument("url", default="http://127.0.0.1:8000")
+@click.argument("url", type=SERVER_URL, default="http://127.0.0.1:8000")
 @api_key_option
 @ca_file_option
 def status(url: str, api_key: str | None, ca_file: str) -> None:

@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from moonpool.cli.options import api_key_option, ca_file_option
+from moonpool.cli.options import SERVER_URL, api_key_option, ca_file_option
 from moonpool.cli.output import fail
 from moonpool.cli.watch.cluster_events import Frame, NoFramesError, bearer_key, first_frame, frames
 from moonpool.cli.watch.top_view import render
@@ -27,7 +27,7 @@ _POLL_S = 0.2
 
 
 @click.command()
-@click.argument("url", default="http://127.0.0.1:8000")
+@click.argument("url", type=SERVER_URL, default="http://127.0.0.1:8000")
 @api_key_option
 @ca_file_option
 @click.option("--once", is_flag=True, help="Print one frame and end.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from moonpool.cli.options import api_key_option, ca_file_option
+from moonpool.cli.options import SERVER_URL, api_key_option, ca_file_option
 from moonpool.cli.output import fail
 from moonpool.cli.watch.cluster_client import ClusterClient
 
@@ -17,7 +17,7 @@ _HEAD_S = 300.0
 
 
 @click.command()
-@click.argument("url", default="http://127.0.0.1:8000")
+@click.argument("url", type=SERVER_URL, default="http://127.0.0.1:8000")
 @api_key_option
 @ca_file_option
 @click.option(

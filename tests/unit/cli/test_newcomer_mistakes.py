@@ -1,0 +1,102 @@
+"""What a newcomer types: near misses of commands and addresses, and a key from the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from moonpool.cli.main import cli, main
+
+KEYS = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Keeps path and key of each request, and refuses it."""
+
+    seen: list[tuple[str, str]]
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, self.headers.get("authorization", "")))
+        body = b'{"error": {"message": "this key is refused"}}'
+        self.send_response(401)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """A server's HOST:PORT, and what it was asked."""
+    seen: list[tuple[str, str]] = []
+    handler = type("Handler", (Refusing,), {"seen": seen})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
+        Thread(target=made.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{made.server_port}", seen
+        made.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"), [("simulat", "simulate"), ("server", "serve"), ("replya", "replay")]
+)
+def test_a_command_that_is_nearly_right_is_named(typed: str, near: str) -> None:
+    result = CliRunner().invoke(cli, [typed, "--trace", "x"])
+    assert result.exit_code == 2
+    assert f"No such command {typed!r}. Did you mean {near!r}?" in result.output
+
+
+def test_a_command_like_no_other_gets_no_suggestion() -> None:
+    result = CliRunner().invoke(cli, ["xyzzy"])
+    assert result.exit_code == 2
+    assert "No such command 'xyzzy'." in result.output and "mean" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["status"], "/cluster/events"),
+        (["top", "--once"], "/cluster/events"),
+        (["upgrade"], "/cluster"),
+        (["pool", "stat", "--url"], "/cluster"),
+        (["rewind"], "/cluster/event_log"),
+    ],
+)
+def test_host_and_port_are_an_address_and_the_operators_key_is_sent(
+    words: list[str],
+    path: str,
+    server: tuple[str, list[tuple[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address, seen = server
+    for name in KEYS:
+        monkeypatch.setenv(name, f"sk-{name}")
+    result = CliRunner().invoke(cli, [*words, address])
+    assert result.exit_code == 1
+    assert result.stderr == "moonpool: this key is refused\n"
+    assert seen == [(path, "Bearer sk-MOONPOOL_ADMIN_KEY")]
+
+
+def test_the_demo_without_torch_says_so_before_it_starts_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    find_spec = importlib.util.find_spec
+
+    def without_torch(name: str, *others: Any) -> Any:
+        return None if name == "torch" else find_spec(name, *others)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_torch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(args=["demo"], prog_name="moonpool")
+    shown = capsys.readouterr()
+    assert ended.value.code == 1 and not shown.out
+    assert shown.err.startswith("moonpool: this needs torch, which is not installed: pip install")
