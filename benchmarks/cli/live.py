@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import msgspec
@@ -15,8 +15,13 @@ from moonpool.cli.options import TOKEN_SHARE, json_option
 from moonpool.cli.output import fail
 from moonpool.config import Admission, choices
 
+if TYPE_CHECKING:
+    SharesParam = click.ParamType[tuple[float, ...]]
+else:  # only newer releases of click have generic types
+    SharesParam = click.ParamType
 
-class _Shares(click.ParamType[tuple[float, ...]]):
+
+class _Shares(SharesParam):
     name = "numbers"
 
     def convert(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from moonpool.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 MAX_MB = 145  # without byte code, which not every installer writes
@@ -62,6 +65,26 @@ def test_it_fronts_vllm(place: Path) -> None:
     modules = "moonpool.runtime.cluster, moonpool.vllm.worker, moonpool.cli.worker"
     run(str(place / "venv/bin/python"), "-c", f"import {modules}", cwd=place)
     refused = moonpool(place, "serve", "--port", "0", "--vllm", "http://127.0.0.1:9")
+    assert refused.stderr.strip() == "moonpool: vLLM at http://127.0.0.1:9: no server listens there"
+
+
+def test_the_oldest_packages_it_allows_are_enough(place: Path, tmp_path: Path) -> None:
+    """Environments with other software, such as vLLM, hold some packages back."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = [line.replace(">=", "==") for line in project["dependencies"]]
+    assert len(oldest) > 10 and all("==" in line for line in oldest)
+    (tmp_path / "oldest.txt").write_text("\n".join(oldest))
+    python = str(tmp_path / "venv/bin/python")
+    run(sys.executable, "-m", "venv", str(tmp_path / "venv"), cwd=tmp_path)
+    (wheel,) = place.glob("moonpool-*.whl")
+    run(python, "-m", "pip", "install", "-q", "-c", "oldest.txt", str(wheel), cwd=tmp_path)
+    for command in COMMANDS:
+        run(python, "-m", "moonpool", command, "--help", cwd=tmp_path)
+    line = (python, "-m", "moonpool", "trace", "generate", "--requests", "30", "-o", "trace.jsonl")
+    run(*line, cwd=tmp_path)
+    line = (python, "-m", "moonpool", "simulate", "--trace", "trace.jsonl", "--report", "run.html")
+    assert "effective" in run(*line, cwd=tmp_path).stdout
+    refused = run(*line[:3], "serve", "--vllm", "http://127.0.0.1:9", cwd=tmp_path, check=False)
     assert refused.stderr.strip() == "moonpool: vLLM at http://127.0.0.1:9: no server listens there"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import isnan
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 import msgspec
@@ -22,6 +22,13 @@ from moonpool.config import Config, ConfigError, parse_config
 from moonpool.config_schema import FieldSchema, Values, schema_of
 from moonpool.extensions import own_name
 from moonpool.trace.transform import parse_share
+
+if TYPE_CHECKING:
+    JsonParam = click.ParamType[dict[str, Any]]
+    ShareParam = click.ParamType[Fraction]
+    TextParam = click.ParamType[str]
+else:  # only newer releases of click have generic types
+    JsonParam = ShareParam = TextParam = click.ParamType
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,7 +52,7 @@ class NumberRange(click.FloatRange):
 FACTOR = NumberRange(min=0.01, max=100.0)
 
 
-class JsonObject(click.ParamType[dict[str, Any]]):
+class JsonObject(JsonParam):
     """A JSON object, as vLLM takes the settings of one feature."""
 
     name = "json"
@@ -59,7 +66,7 @@ class JsonObject(click.ParamType[dict[str, Any]]):
             self.fail(f"{value!r} is not a JSON object: {error}", param, ctx)
 
 
-class _TokenShare(click.ParamType[Fraction]):
+class _TokenShare(ShareParam):
     name = "share"
 
     def convert(
@@ -125,7 +132,7 @@ catalogue_option = click.option(
 )
 
 
-class ServerUrl(click.ParamType[str]):
+class ServerUrl(TextParam):
     """The address of a server; without http:// or https:// it is HOST:PORT over http."""
 
     name = "text"

@@ -29,7 +29,7 @@ from moonpool.cli.options import (
     read_config,
 )
 from moonpool.cli.output import fail
-from moonpool.config import Config, ConfigError
+from moonpool.config import Config, ConfigError, VllmConfig
 from moonpool.config_rules import vllm_place
 from moonpool.config_schema import Values
 from moonpool.cores import threads_per_process
@@ -154,6 +154,7 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     cluster = config.cluster
     if config.engine.kind == "vllm" and not any(msgspec.structs.astuple(config.vllm)):
         fail('engine.kind is "vllm", but [vllm] names no server: use --vllm URL')
+    _check_events(config.vllm)
     if cluster.num_workers > MAX_LOCAL_INSTANCES:
         fail(f"one machine can start at most {MAX_LOCAL_INSTANCES} instances")
     _run(config, launch=True, secret=secrets.token_bytes(32))
@@ -196,6 +197,15 @@ def _read(config_file: str | None, overrides: Values, model: str | None) -> Conf
     if model is not None:
         overrides.setdefault("model", {})["name"] = model
     return read_config(config_file, overrides)
+
+
+def _check_events(vllm: VllmConfig) -> None:
+    """Fails here, and not in each worker, where events are to be read and pyzmq is absent."""
+    places = (place for named in (vllm.prefill, vllm.decode, vllm.mixed) for place in named)
+    if any(vllm_place(place).events for place in places) and find_spec("zmq") is None:
+        from moonpool.vllm.events import NO_PYZMQ
+
+        fail(NO_PYZMQ)
 
 
 def _model_of(place: str) -> str:

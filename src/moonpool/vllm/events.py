@@ -50,6 +50,13 @@ _FIELDS = {
 _LOOSE = msgspec.msgpack.Decoder(list[Any])
 
 
+NO_PYZMQ = (
+    "vLLM's KV events need pyzmq, which is not installed: pip install 'moonpool[vllm]', or from a"
+    " checkout: pip install '.[vllm]'; or leave the tcp:// address out, and moonpool estimates the"
+    " cached blocks"
+)
+
+
 class EventsError(Exception):
     """The events are not available; one line says why and what to do."""
 
@@ -129,10 +136,7 @@ class EventReader:
         try:
             import zmq.asyncio
         except ImportError:
-            raise EventsError(
-                "vLLM's KV events need pyzmq: pip install 'moonpool[vllm]', or leave the tcp://"
-                " address out (Moonpool then estimates the cached blocks)"
-            ) from None
+            raise EventsError(NO_PYZMQ) from None
         self._zmq: Any = zmq
         self._context = zmq.asyncio.Context.instance()
         self._events, self._replay = events, replay

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import moonpool.cli.serve as serve
 from moonpool.cli.main import cli, main
+from moonpool.cli.watch.cluster_events import time_text
+from moonpool.cli.watch.status import status_lines
 
 KEYS = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
 
@@ -85,15 +88,52 @@ def test_host_and_port_are_an_address_and_the_operators_key_is_sent(
     assert seen == [(path, "Bearer sk-MOONPOOL_ADMIN_KEY")]
 
 
+def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+
+    def found(name: str, *others: Any) -> Any:
+        return None if name == package else find_spec(name, *others)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(serve, "find_spec", found)
+
+
+def test_events_without_pyzmq_are_one_line_and_no_worker_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without("zmq", monkeypatch)
+    words = ["serve", "a-model", "--port", "0", "--vllm", "http://127.0.0.1:9,tcp://127.0.0.1:9"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("moonpool: vLLM's KV events need pyzmq, which is not installed")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.02851, "28.5 ms"), (0.9996, "1.00 s"), (2.657, "2.66 s"), (10.25, "10.25 s")],
+)
+def test_long_times_are_seconds(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
+    found = {"p50": seconds}
+    totals = {
+        "answered": 1,
+        "effective": 1,
+        "ttft_s": found,
+        "tbt_s": found,
+        "tokens": {"dram": 0, "fetched": 0, "ssd": 0, "computed": 1},
+        "not_answered": {},
+    }
+    slo = {"ttft_s": 30.0, "tbt_s": 0.5}
+    frame = {"totals": totals, "slo": slo, "instances": [], "tenant": None, "under_way": 0}
+    (line,) = (line for line in status_lines(frame) if line.startswith("latency"))
+    assert line == f"latency    TTFT p50 {text} (SLO 30.00 s); TBT p50 {text} (SLO 500 ms)"
+
+
 def test_the_demo_without_torch_says_so_before_it_starts_anything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    find_spec = importlib.util.find_spec
-
-    def without_torch(name: str, *others: Any) -> Any:
-        return None if name == "torch" else find_spec(name, *others)
-
-    monkeypatch.setattr(importlib.util, "find_spec", without_torch)
+    without("torch", monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(args=["demo"], prog_name="moonpool")

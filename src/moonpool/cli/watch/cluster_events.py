@@ -29,6 +29,11 @@ def bearer_key(given: str | None) -> str:
     return next((keys[0] for keys in found if keys), "")
 
 
+def time_text(seconds: float) -> str:
+    """Returns "2.66 s", or "256 ms" below a second."""
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
+
+
 def frames(url: str, key: str, ca_file: str) -> Iterator[Frame]:
     """Yields the frames of one connection until the server ends it. Raises NoFramesError."""
     import httpx

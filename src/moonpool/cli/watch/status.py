@@ -8,7 +8,7 @@ import click
 
 from moonpool.cli.options import SERVER_URL, api_key_option, ca_file_option
 from moonpool.cli.output import fail
-from moonpool.cli.watch.cluster_events import NoFramesError, bearer_key, first_frame
+from moonpool.cli.watch.cluster_events import NoFramesError, bearer_key, first_frame, time_text
 
 
 @click.command()
@@ -80,6 +80,6 @@ def _ended(totals: dict[str, Any]) -> str:
 
 def _latency(found: dict[str, float] | None, slo_s: float) -> str:
     if found is None:
-        return f"- (SLO {1e3 * slo_s:g} ms)"
-    shown = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in found.items())
-    return f"{shown} (SLO {1e3 * slo_s:g} ms)"
+        return f"- (SLO {time_text(slo_s)})"
+    shown = ", ".join(f"{name} {time_text(value)}" for name, value in found.items())
+    return f"{shown} (SLO {time_text(slo_s)})"

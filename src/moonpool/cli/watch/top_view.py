@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from moonpool.cli.watch.cluster_events import Frame
+from moonpool.cli.watch.cluster_events import Frame, time_text
 from moonpool.cli.watch.top_pool import TITLE_LINES, WIDE_COLUMNS, new_table, pool_tables
 
 _ROLES = ("prefill", "decode", "mixed")
@@ -211,9 +211,7 @@ def _stages(stages_s: dict[str, float]) -> Text:
 
 
 def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return "-" if seconds is None else time_text(seconds)
 
 
 def _words(name: str) -> str:
