@@ -14,7 +14,7 @@ import msgspec
 
 from moonpool.cli.options import api_key_option, json_option
 from moonpool.cli.output import fail, write_json
-from moonpool.cli.watch.cluster_events import bearer_key
+from moonpool.cli.watch.cluster_events import NO_KEY, bearer_key
 
 _TIMEOUT_S = 120.0
 _MAX_LISTED = 10
@@ -114,7 +114,9 @@ def _fetch(url: str, key: str) -> bytes:
         answer = httpx.get(address, headers=headers, timeout=_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(f"no server answers at {url}: {error}; start one or correct the URL")
-    if answer.status_code in (401, 403):
+    if answer.status_code == 401:
+        fail(NO_KEY)
+    if answer.status_code == 403:
         try:
             fail(str(json.loads(answer.content)["error"]["message"]))
         except (ValueError, KeyError, TypeError):

@@ -84,7 +84,8 @@ def test_host_and_port_are_an_address_and_the_operators_key_is_sent(
         monkeypatch.setenv(name, f"sk-{name}")
     result = CliRunner().invoke(cli, [*words, address])
     assert result.exit_code == 1
-    assert result.stderr == "moonpool: this key is refused\n"
+    assert result.stderr.startswith("moonpool: the API key is missing or invalid: give --api-key")
+    assert "MOONPOOL_API_KEY" in result.stderr and result.stderr.count("\n") == 1
     assert seen == [(path, "Bearer sk-MOONPOOL_ADMIN_KEY")]
 
 

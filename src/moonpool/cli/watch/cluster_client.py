@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moonpool.cli.output import fail
-from moonpool.cli.watch.cluster_events import bearer_key
+from moonpool.cli.watch.cluster_events import NO_KEY, bearer_key
 
 _TIMEOUT_S = 60.0
 
@@ -55,5 +55,5 @@ class ClusterClient:
         if not isinstance(found, dict) or answer.status_code == 404:
             fail(f"{self.url} is no moonpool server: correct the URL")
         if message:
-            fail(message)
+            fail(NO_KEY if answer.status_code == 401 else message)
         return found

@@ -10,6 +10,11 @@ from typing import Any
 _TIMEOUT_S = 30.0
 KEY_VARIABLES = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
 
+NO_KEY = (
+    "the API key is missing or invalid: give --api-key, or set MOONPOOL_ADMIN_KEY or"
+    " MOONPOOL_API_KEY in the environment"
+)
+
 Frame = dict[str, Any]
 
 
@@ -49,7 +54,8 @@ def frames(url: str, key: str, ca_file: str) -> Iterator[Frame]:
         ) as events:
             if events.status_code in (401, 503):
                 message = str(json.loads(events.read())["error"]["message"])
-                raise NoFramesError(message, is_final=events.status_code == 401)
+                is_final = events.status_code == 401
+                raise NoFramesError(NO_KEY if is_final else message, is_final=is_final)
             events.raise_for_status()
             for line in events.iter_lines():
                 if line.startswith("data: ") and line != "data: {}":
