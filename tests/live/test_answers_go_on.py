@@ -212,16 +212,18 @@ def test_the_retries_of_openais_client_reach_the_standby_and_lose_nothing(pair: 
 @pytest.mark.long
 def test_a_cut_answer_goes_on_at_the_head_that_was_started_again(pair: Pair) -> None:
     url = f"{pair.url}/v1/completions"
-    got = Got()
-    got.read(url, DRAWN, "cut", 200)
+    for name in ("cut", "cut-again", "cut-once-more"):  # a slow reader may have got all at once
+        got = Got()
+        got.read(url, DRAWN, name, 20)
+        if got.finish is None:
+            break
     assert len(got.tokens) < DRAWN["max_tokens"]
-    time.sleep(0.3)
     head = head_process_of(pair.first.pid)
     assert head is not None
     os.kill(head, signal.SIGKILL)
     until(lambda: pair.instances(pair.url) == ["d", "p"])
     before = len(got.tokens)
-    got.read(url, DRAWN, "cut")
+    got.read(url, DRAWN, name)
     assert len(got.tokens) == DRAWN["max_tokens"]
     assert (got.finish, got.is_cut, len(got.names)) == ("length", False, 1)
     assert 0 < generated_at(pair.url) <= DRAWN["max_tokens"] - before

@@ -33,7 +33,7 @@ def bench_idle(
     line = [model, "--prefill", str(prefill), "--decode", str(decode), *flags]
     with LocalServer(line) as server:
         try:
-            settled = _settle(family(server.pid))
+            settled = _settle(server.pid)
             pids = dict(sorted(family(server.pid).items(), key=lambda each: each[1]))
             measured = _measure(pids, seconds)
         except OSError as error:
@@ -114,13 +114,21 @@ def _measure(pids: dict[int, str], seconds: float) -> dict[int, dict[str, float]
     return found
 
 
-def _settle(pids: dict[int, str]) -> bool:
-    """Waits until the start-up's work has ended. Returns whether it did in time."""
+def _settle(pid: int) -> bool:
+    """Waits until the start-up's work has ended. Returns whether it did in time.
+
+    Processes of the start-up may end meanwhile; then the next step decides.
+    """
     until_s = time.monotonic() + SETTLE_S
     while time.monotonic() < until_s:
-        before = sum(cpu_s(pid) for pid in pids)
-        time.sleep(SETTLE_STEP_S)
-        if sum(cpu_s(pid) for pid in pids) - before < SETTLED_CORES * SETTLE_STEP_S:
+        pids = family(pid)
+        try:
+            before = sum(cpu_s(each) for each in pids)
+            time.sleep(SETTLE_STEP_S)
+            spent = sum(cpu_s(each) for each in pids) - before
+        except OSError:
+            continue
+        if spent < SETTLED_CORES * SETTLE_STEP_S and family(pid).keys() == pids.keys():
             return True
     return False
 
