@@ -17,6 +17,7 @@ from benchmarks.page_gguf import GGUF_HEADER, gguf_rows
 from benchmarks.page_live import (
     CONVERSATION_HEADER,
     admission_rows,
+    admission_workload_rows,
     colocated_rows,
     conversation_rows,
     overload_rows,
@@ -399,6 +400,14 @@ SECTIONS = (
         ("admission",),
         ("", "bound", "none", "baseline", "early", "predictive", "goodput"),
         admission_rows,
+    ),
+    Section(
+        "Admission on drawn workloads, simulated",
+        "Requests within both SLOs of 400, by workload, cluster, SLOs on TTFT and TBT, arrivals and"
+        " load. The load is that of the scarcest resource in the oracle's least work.",
+        ("admission-workloads",),
+        ("", "none", "baseline", "early", "predictive", "goodput"),
+        admission_workload_rows,
     ),
     Section(
         "Disaggregated and colocated",

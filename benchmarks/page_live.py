@@ -36,6 +36,18 @@ def admission_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
+def admission_workload_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of simulated effective requests of each admission policy, and their sums."""
+    names = ("none", "baseline", "early", "predictive", "goodput")
+    for row in found["rows"]:
+        slos = f"{row['slo_ttft_s']:g} s, {row['slo_tbt_s']:g} s"
+        yield (
+            f"{row['workload']}, {row['cluster']}, {slos}, {row['arrivals']}, {row['load']:g}",
+            *(f"{row['effective'][name]:,}" for name in names),
+        )
+    yield ("sum", *(f"{found['summary']['sum'][name]:,}" for name in names))
+
+
 def colocated_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of the goodput of 1P+1D and of two mixed instances, live and simulated."""
     for length in found["lengths"]:

@@ -107,7 +107,7 @@ def draw_workload(draw: Draw) -> Workload:
     pattern, load = rng.choice(PATTERNS), LOADS[0] * (LOADS[1] / LOADS[0]) ** rng.random()
     for _ in range(MOST_TRIES):
         ttft_s, tbt_s = rng.choice(SLO_TTFT_S), rng.choice(SLO_TBT_S)
-        overrides = {
+        overrides: dict[str, dict[str, Any]] = {
             "cluster": {"prefill": prefill, "decode": decode, "mixed": mixed},
             "slo": {"ttft_s": ttft_s, "tbt_s": tbt_s},
         }
