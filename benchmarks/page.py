@@ -19,6 +19,7 @@ from benchmarks.page_live import (
     admission_rows,
     admission_workload_rows,
     colocated_rows,
+    conductor_rows,
     conversation_rows,
     overload_rows,
 )
@@ -137,14 +138,6 @@ def agreement_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                     _seconds(row["simulated"]),
                     f"{row['difference']:+.1%}",
                 )
-
-
-def conductor_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of the time of one decision by number of instances."""
-    for key, row in found.items():
-        if key.startswith("instances_"):
-            times = (row[name]["median"] for name in ("decision_us", "ending_us", "token_us"))
-            yield (f"{int(key.split('_')[1]):,}", *(f"{each:.0f} us" for each in times))
 
 
 def simulator_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Rows of docs/benchmarks.md on admission, arrangements and conversations."""
+"""Rows of docs/benchmarks.md on admission, decisions, arrangements and conversations."""
 
 from __future__ import annotations
 
@@ -57,6 +57,14 @@ def colocated_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 f"prompts of {length['prompt_tokens']:,}, {point['load']} x capacity",
                 *(f"{live[name]:.1f} ({simulated[name]:.1f})" for name in ("1P+1D", "2M")),
             )
+
+
+def conductor_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the time of one decision by number of instances."""
+    for key, row in found.items():
+        if key.startswith("instances_"):
+            times = (row[name]["median"] for name in ("decision_us", "ending_us", "token_us"))
+            yield (f"{int(key.split('_')[1]):,}", *(f"{each:.0f} us" for each in times))
 
 
 def conversation_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:

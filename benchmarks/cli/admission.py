@@ -83,12 +83,16 @@ def admission_workloads(
     A workload is a kind of requests, a cluster, SLOs, a pattern of arrivals and a load from 0.3 to
     4 times the capacity. Each figure is the number of requests within both SLOs.
     """
-    from benchmarks.suite.cluster.admission_workloads import Draw, compare_on_draws, summarise
+    from benchmarks.suite.cluster.admission_workloads import (
+        AdmissionDraw,
+        compare_on_draws,
+        summarise,
+    )
     from moonpool.config import ConfigError
     from moonpool.trace.row import TraceError
 
     check_folders(json_file)
-    chosen = [Draw(seed, number, requests, traces, folder) for number in range(draws)]
+    chosen = [AdmissionDraw(seed, number, requests, traces, folder) for number in range(draws)]
     rows: list[dict[str, Any]] = []
     try:
         for row in compare_on_draws(chosen, processes):

@@ -58,7 +58,7 @@ LOST = 0.01
 """A row is lost if another policy serves more than this share more."""
 
 
-class Draw(NamedTuple):
+class AdmissionDraw(NamedTuple):
     """One workload by its number; `traces` are recorded ones that it may use."""
 
     seed: int
@@ -69,7 +69,7 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class AdmissionWorkload:
     """Requests whose arrivals follow a pattern, and the cluster that they arrive at."""
 
     rows: list[TraceRow]
@@ -79,7 +79,7 @@ class Workload:
     words: dict[str, Any]  # what was drawn
 
 
-def compare_on_draws(draws: Iterable[Draw], processes: int) -> Iterator[dict[str, Any]]:
+def compare_on_draws(draws: Iterable[AdmissionDraw], processes: int) -> Iterator[dict[str, Any]]:
     """Yields one row per draw, in order. Raises TraceError and ConfigError."""
     if processes == 1:
         yield from map(compare_policies, draws)
@@ -88,7 +88,7 @@ def compare_on_draws(draws: Iterable[Draw], processes: int) -> Iterator[dict[str
         yield from pool.map(compare_policies, draws)
 
 
-def compare_policies(draw: Draw) -> dict[str, Any]:
+def compare_policies(draw: AdmissionDraw) -> dict[str, Any]:
     """Simulates every built-in policy on one workload."""
     workload = draw_workload(draw)
     if draw.folder is not None:
@@ -99,7 +99,7 @@ def compare_policies(draw: Draw) -> dict[str, Any]:
     return {"number": draw.number, **workload.words, "effective": effective}
 
 
-def draw_workload(draw: Draw) -> Workload:
+def draw_workload(draw: AdmissionDraw) -> AdmissionWorkload:
     """What the seed and the number stand for."""
     rng = Random(f"{draw.seed}/{draw.number}")
     name, rows, block_tokens = _draw_rows(rng, draw)
@@ -114,7 +114,7 @@ def draw_workload(draw: Draw) -> Workload:
         config = cluster_config(None, overrides)
         catalogue, profile = read_catalogue_and_profile(config, None)
         hardware = build_hardware(config, profile, catalogue, 1.0, 1.0)
-        workload = Workload(rows, block_tokens, config, hardware, {})
+        workload = AdmissionWorkload(rows, block_tokens, config, hardware, {})
         demand, resources = limits_of(config, hardware, _arrivals(workload))
         if demand.possible.mean() >= LEAST_POSSIBLE:
             break
@@ -133,7 +133,7 @@ def draw_workload(draw: Draw) -> Workload:
         "duration_s": round(duration_s, 1),
     }
     arriving = arrive_by(rows, _rates(pattern, rng), duration_s)
-    return Workload(arriving, block_tokens, config, hardware, words)
+    return AdmissionWorkload(arriving, block_tokens, config, hardware, words)
 
 
 def scarcest_work_s(demand: LeastWork, resources: Sequence[Resource]) -> float:
@@ -189,7 +189,7 @@ def _best_other(effective: dict[str, int]) -> int:
     return max(count for name, count in effective.items() if name != "goodput")
 
 
-def _draw_rows(rng: Random, draw: Draw) -> tuple[str, list[TraceRow], int]:
+def _draw_rows(rng: Random, draw: AdmissionDraw) -> tuple[str, list[TraceRow], int]:
     """The name of a workload, its requests, and the tokens of a block of its prompts."""
     if draw.traces and draw.number % TRACE_EVERY == 0:
         path = rng.choice(draw.traces)
@@ -218,7 +218,7 @@ def _rates(pattern: str, rng: Random) -> list[float]:
     return [1.0]
 
 
-def _arrivals(workload: Workload) -> list[Arrival]:
+def _arrivals(workload: AdmissionWorkload) -> list[Arrival]:
     config, hardware = workload.config, workload.hardware
     sizes = workload.block_tokens, config.pool.block_tokens, hardware.largest_request_tokens
     return list(make_arrivals(workload.rows, *sizes))

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.suite.cluster.admission_workloads import (
-    Draw,
+    AdmissionDraw,
     arrive_by,
     draw_workload,
     loss,
@@ -31,8 +31,8 @@ def run(*arguments: str) -> str:
 
 
 def test_a_number_stands_for_one_workload() -> None:
-    first, again = (draw_workload(Draw(5, 3, 60)) for _ in range(2))
-    other = draw_workload(Draw(5, 4, 60))
+    first, again = (draw_workload(AdmissionDraw(5, 3, 60)) for _ in range(2))
+    other = draw_workload(AdmissionDraw(5, 4, 60))
     assert (first.rows, first.words, first.config) == (again.rows, again.words, again.config)
     assert other.words != first.words
 
@@ -47,7 +47,7 @@ def test_arrivals_follow_the_pattern_in_their_order() -> None:
 
 
 def test_the_load_is_the_least_work_over_the_time() -> None:
-    found = [draw_workload(Draw(1, number, 40)) for number in range(6)]
+    found = [draw_workload(AdmissionDraw(1, number, 40)) for number in range(6)]
     for workload in found:
         config, hardware, words = workload.config, workload.hardware, workload.words
         sizes = (workload.block_tokens, config.pool.block_tokens, hardware.largest_request_tokens)
@@ -81,7 +81,7 @@ def test_recorded_traces_are_used_where_given(tmp_path: Path) -> None:
     flags = ("--profile", "hot-set", "--requests", "90", "--seed", "2", "-o", str(path))
     run("trace", "generate", *flags)
     lengths = [(row.input_tokens, row.output_tokens) for row in open_trace(str(path))]
-    used = [draw_workload(Draw(1, number, 30, (str(path),))) for number in range(3)]
+    used = [draw_workload(AdmissionDraw(1, number, 30, (str(path),))) for number in range(3)]
     assert [workload.words["workload"].startswith("mine from") for workload in used] == [
         True,
         False,
