@@ -17,7 +17,9 @@ from benchmarks.page_gguf import GGUF_HEADER, gguf_rows
 from benchmarks.page_live import (
     CONVERSATION_HEADER,
     admission_rows,
+    admission_workload_rows,
     colocated_rows,
+    conductor_rows,
     conversation_rows,
     overload_rows,
 )
@@ -136,14 +138,6 @@ def agreement_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                     _seconds(row["simulated"]),
                     f"{row['difference']:+.1%}",
                 )
-
-
-def conductor_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of the time of one decision by number of instances."""
-    for key, row in found.items():
-        if key.startswith("instances_"):
-            times = (row[name]["median"] for name in ("decision_us", "ending_us", "token_us"))
-            yield (f"{int(key.split('_')[1]):,}", *(f"{each:.0f} us" for each in times))
 
 
 def simulator_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -399,6 +393,14 @@ SECTIONS = (
         ("admission",),
         ("", "bound", "none", "baseline", "early", "predictive", "goodput"),
         admission_rows,
+    ),
+    Section(
+        "Admission on drawn workloads, simulated",
+        "Requests within both SLOs of 400, by workload, cluster, SLOs on TTFT and TBT, arrivals and"
+        " load. The load is that of the scarcest resource in the oracle's least work.",
+        ("admission-workloads",),
+        ("", "none", "baseline", "early", "predictive", "goodput"),
+        admission_workload_rows,
     ),
     Section(
         "Disaggregated and colocated",

@@ -1,4 +1,4 @@
-"""Rows of docs/benchmarks.md on admission, arrangements and conversations."""
+"""Rows of docs/benchmarks.md on admission, decisions, arrangements and conversations."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ def admission_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
+def admission_workload_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of simulated effective requests of each admission policy, and their sums."""
+    names = ("none", "baseline", "early", "predictive", "goodput")
+    for row in found["rows"]:
+        slos = f"{row['slo_ttft_s']:g} s, {row['slo_tbt_s']:g} s"
+        yield (
+            f"{row['workload']}, {row['cluster']}, {slos}, {row['arrivals']}, {row['load']:g}",
+            *(f"{row['effective'][name]:,}" for name in names),
+        )
+    yield ("sum", *(f"{found['summary']['sum'][name]:,}" for name in names))
+
+
 def colocated_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of the goodput of 1P+1D and of two mixed instances, live and simulated."""
     for length in found["lengths"]:
@@ -45,6 +57,14 @@ def colocated_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 f"prompts of {length['prompt_tokens']:,}, {point['load']} x capacity",
                 *(f"{live[name]:.1f} ({simulated[name]:.1f})" for name in ("1P+1D", "2M")),
             )
+
+
+def conductor_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of the time of one decision by number of instances."""
+    for key, row in found.items():
+        if key.startswith("instances_"):
+            times = (row[name]["median"] for name in ("decision_us", "ending_us", "token_us"))
+            yield (f"{int(key.split('_')[1]):,}", *(f"{each:.0f} us" for each in times))
 
 
 def conversation_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""`bench admission`: effective requests of every admission policy, beside the oracle's bound."""
+"""`bench admission` and `admission-workloads`: effective requests of every admission policy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import click
 
-from benchmarks.cli.annotated import options
+from benchmarks.cli.annotated import Seed, options
 from moonpool.cli.options import json_option
-from moonpool.cli.output import fail, origin, write_json
+from moonpool.cli.output import check_folders, fail, origin, write_json
 
 
 @click.command()
@@ -53,3 +53,80 @@ def _print(row: dict[str, Any], first: bool) -> None:
     name = f"{row['workload']}, {row['speed']:g} x speed"
     figures = "".join(f" {count:10,d}" for count in policies.values())
     click.echo(f"{name:52s} {row['bound']:6,d}{figures}")
+
+
+@click.command("admission-workloads")
+@options
+@json_option
+def admission_workloads(
+    *,
+    traces: Annotated[
+        tuple[str, ...],
+        "A recorded trace, of which every third workload is a part; repeat for more.",
+        "--trace",
+        click.Path(exists=True, dir_okay=False),
+    ] = (),
+    draws: Annotated[int, "Number of workloads."] = 20,
+    seed: Seed = 0,
+    requests: Annotated[int, "Requests of each workload."] = 700,
+    processes: Annotated[int, "Simulations at a time."] = 2,
+    folder: Annotated[
+        str | None,
+        "Keep each workload's trace in this folder, for `moonpool simulate`.",
+        "--keep",
+        click.Path(exists=True, file_okay=False),
+    ] = None,
+    json_file: str | None,
+) -> None:
+    """Simulate all admission policies on workloads that chance draws.
+
+    A workload is a kind of requests, a cluster, SLOs, a pattern of arrivals and a load from 0.3 to
+    4 times the capacity. Each figure is the number of requests within both SLOs.
+    """
+    from benchmarks.suite.cluster.admission_workloads import (
+        AdmissionDraw,
+        compare_on_draws,
+        summarise,
+    )
+    from moonpool.config import ConfigError
+    from moonpool.trace.row import TraceError
+
+    check_folders(json_file)
+    chosen = [AdmissionDraw(seed, number, requests, traces, folder) for number in range(draws)]
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in compare_on_draws(chosen, processes):
+            _print_draw(row, first=not rows)
+            rows.append(row)
+    except (ConfigError, TraceError) as error:
+        fail(str(error))
+    summary = summarise(rows)
+    _print_summary(summary)
+    write_json(json_file, {"summary": summary, "rows": rows, "origin": origin()})
+
+
+def _print_draw(row: dict[str, Any], first: bool) -> None:
+    from benchmarks.suite.cluster.admission_workloads import LOST, loss
+
+    policies = row["effective"]
+    if first:
+        names = "".join(f" {name:>10s}" for name in policies)
+        click.echo(f"{'':3s} {'workload, cluster, SLOs, arrivals, load':76s}{names} {'lost':>7s}")
+    what = (
+        f"{row['workload']}, {row['cluster']}, {row['slo_ttft_s']:g} s, {row['slo_tbt_s']:g} s,"
+        f" {row['arrivals']}, {row['load']:g}"
+    )
+    figures = "".join(f" {count:10,d}" for count in policies.values())
+    lost = loss(policies)
+    mark = f" {lost:7.1%}" if lost > LOST else ""
+    click.echo(f"{row['number']:3d} {what:76s}{figures}{mark}")
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    sums = "".join(f" {count:10,d}" for count in summary["sum"].values())
+    click.echo(f"{'':3s} {'sum':76s}{sums}")
+    click.echo(
+        f"goodput serves over 1 % less than the best other policy in {summary['lost_rows']} of"
+        f" {summary['rows']} rows, at worst {summary['worst_loss']:.1%} less. The best others have"
+        f" {summary['sum_of_best_others']:,} in sum."
+    )

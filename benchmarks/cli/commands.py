@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import click
 
-from benchmarks.cli.admission import admission
+from benchmarks.cli.admission import admission, admission_workloads
 from benchmarks.cli.annotated import Model, Repeats, Rounds, Seed, options
 from benchmarks.cli.attention import attention
 from benchmarks.cli.conversations import conversations
@@ -65,6 +65,7 @@ for command in (
     kills,
     plan,
     admission,
+    admission_workloads,
     speculation,
     trials,
     role_balance,

@@ -92,7 +92,9 @@ class Conductor:
         self.default_slo = default_slo
         self.output_predictor = OutputPredictor(config.decode_prediction == "length")
         self.forecast = self.output_predictor.forecast
-        self.reservations = Reservations(self.forecast, default_slo.tbt_s)
+        # `inline_chunks` is off where instances do not size chunks (`Config.for_conductor`).
+        sizes_chunks = config.inline_chunks
+        self.reservations = Reservations(self.forecast, default_slo.tbt_s, sizes_chunks)
         # All parts work on these; they are also what drivers read.
         self.index = self.reservations.index
         self.instance_table = self.reservations.instance_table

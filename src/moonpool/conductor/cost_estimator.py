@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from moonpool.conductor.admission import SloBudget
 from moonpool.conductor.estimators import PredictionError
 from moonpool.conductor.placement import Placement
@@ -65,6 +67,9 @@ class CostEstimator:
         if report.early or attempt.in_chunks or self._table.decodes_remain(state.row):
             # Its begin is unknown, or it shares the steps of answers: it is no sample.
             attempt.expected_s = 0.0
+        elif state.row in self._table.beside_decodes:
+            row = np.array([state.row])
+            attempt.expected_s *= self._table.mixed_slowdown(row, now=True).item()
         if source is None or not report.fetched_tokens or not report.fetch_s:
             return
         host = state.info.address.host_id

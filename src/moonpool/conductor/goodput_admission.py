@@ -3,7 +3,8 @@ costs.
 
 It adds its own chance to meet both SLOs: the chance of its TTFT, given the queue, times the chance
 of its TBT, given the decode load at the end of its prefill and through its answer. It costs
-* the requests that could have used the same seconds of prefill and of decode (`resource_prices`);
+* the requests that could have used the same seconds of prefill and of decode, and those that come
+  too late because they wait for its prefill (`resource_prices`);
 * on a mixed instance, chances of the others that decode there: one more lengthens all steps.
 
 On a decode instance an admitted request waits after its prefill, with its KVCache there, until the
@@ -67,6 +68,7 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     max_step_s: float | None = None  # to wait for
     waiting_share: float = 1.0  # of the predicted TTFT, in queues
     lasts: bool = True  # steps take about `step_s` until the answer ends
+    delay: float = 0.0  # chances that those lose who arrive while its prompt is computed
 
     @property
     def least_ttft_chance(self) -> float:
@@ -82,14 +84,15 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     def cost(self) -> float:
         # At full load the price of decode and the harm to others are the same loss, seen from those
         # who would come and from those who are there.
-        return self.prefill_cost + max(self.harm, self.decode_cost)
+        # So are the price of prefill and the delay of others.
+        return max(self.prefill_cost, self.delay) + max(self.harm, self.decode_cost)
 
     @property
     def adds_more(self) -> bool:
         """Prices compare requests by their worth: the queue is the same for all of them."""
         if (
             self.gain < LEAST_CHANCE
-            or self.gain < self.harm
+            or self.gain < self.harm + self.delay
             or self.ttft_chance < self.least_ttft_chance
         ):
             return False
@@ -190,6 +193,7 @@ class GoodputModel:
             load.max_step_s,
             (placement.queue_s + load.wait_s) / max(placement.ttft_s + load.wait_s, 1e-9),
             load.lasts,
+            self._delay(context, keys),
         )
 
     def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
@@ -263,14 +267,29 @@ class GoodputModel:
         prefill_s = context.placement.prefill_s
         # On a mixed instance a long prompt delays the decodes, whoever shares it later.
         if not _is_mixed(table, context.placement.decoder_row):
-            num_cached = context.placement.hit_tokens // footprint.block_tokens
-            share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
-            prefill_s = share * prefill_s + (1.0 - share) * min(self._sharer_s.value, prefill_s)
+            prefill_s = self._own_prefill_s(context, keys)
         decode = 0.0
         if footprint.decodes:
             decode = added_step_s(table, context.placement.decoder_row, footprint.expected_tokens)
             decode *= self.lengths.relative(footprint.num_tokens)
-        return RequestNeed(context.now, worth, prefill_s, decode)
+        return RequestNeed(context.now, worth, prefill_s, decode, context.placement.prefill_s)
+
+    def _own_prefill_s(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> float:
+        """The prefill without what is expected to be computed for later requests."""
+        footprint, prefill_s = context.footprint, context.placement.prefill_s
+        num_cached = context.placement.hit_tokens // footprint.block_tokens
+        share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
+        return share * prefill_s + (1.0 - share) * min(self._sharer_s.value, prefill_s)
+
+    def _delay(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> float:
+        """Who rejects the first prompt over a document only leaves the delay to the next one, so
+        that this delay is shared out, too."""
+        table, placement = context.table, context.placement
+        if placement.decode is None and not table.prefills[placement.decoder_row]:
+            return 0.0  # a decode instance computes the prompt
+        prefill_s = self._own_prefill_s(context, keys)
+        slo_ttft_s = context.budget.slo.ttft_s
+        return self.prices.delay(placement.queue_s, prefill_s, table.num_prefills, slo_ttft_s)
 
     def _note_sharing(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> None:
         """Counts the demand for the prompt's blocks, and learns what a prompt costs whose known
@@ -345,7 +364,7 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
             return Rejection(422, TIGHT_TBT, text, inf, numbers)
         return Rejection(429, TIGHT_TBT, text, context.footprint.answer_s, numbers)
     crowding = {
-        OUT_OF_PREFILL: expected.prefill_cost,
+        OUT_OF_PREFILL: max(expected.prefill_cost, expected.delay),
         OUT_OF_DECODE: expected.decode_cost,
         TIGHT_TBT: expected.harm,
     }
@@ -394,6 +413,7 @@ def _cost_text(expected: ExpectedGoodput) -> str:
     parts = {
         "its prefill takes the place of": expected.prefill_cost,
         "its decode takes the place of": expected.decode_cost,
+        "others would wait for it, which costs": expected.delay,
         "it slows down others, which costs": expected.harm,
     }
     what = max(parts, key=lambda name: parts[name])

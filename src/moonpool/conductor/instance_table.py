@@ -37,8 +37,10 @@ def to_ns(seconds: float) -> int:
 class InstanceTable:
     """All arrays are indexed by row. A row without an instance neither prefills nor decodes."""
 
-    def __init__(self, tbt_slo_s: float = float("inf")) -> None:
+    def __init__(self, tbt_slo_s: float = float("inf"), sizes_chunks: bool = True) -> None:
+        """`sizes_chunks`: see `beside_decodes`."""
         self._tbt_slo_s = tbt_slo_s
+        self._sizes_chunks = sizes_chunks
         self.ids: list[InstanceId] = []
         self.prefills: Bools = np.zeros(0, dtype=np.bool_)  # accepts new prefills
         self.decodes: Bools = np.zeros(0, dtype=np.bool_)  # accepts new decodes
@@ -70,6 +72,9 @@ class InstanceTable:
         self.decode_s_per_sequence: Floats = np.zeros(0)  # times B
         self.decode_s_per_context_token: Floats = np.zeros(0)
         self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
+        self.profile_base_s: Floats = np.zeros(0)  # of a prefill, not calibrated
+        self.profile_s_per_token: Floats = np.zeros(0)
+        self.tile_tokens: Floats = np.zeros(0)  # a step of one more takes as long as a whole tile
         self.latency_s: Floats = np.zeros(0)  # of a fetch
         self.s_per_shm_byte: Floats = np.zeros(0)
         self.s_per_net_byte: Floats = np.zeros(0)
@@ -83,6 +88,8 @@ class InstanceTable:
         self.decodes_alike = True  # all decode instances have equal decode coefficients
         # Rows without the role to decode that had decodes when a role last changed.
         self.remainders: list[int] = []
+        # Mixed instances, where they size the chunks of prompts by the TBT SLO.
+        self.beside_decodes: Rows = np.zeros(0, dtype=np.int64)
         self.num_on_host: dict[float, int] = {}
         self._hosts: dict[str, int] = {"": 0}
 
@@ -103,6 +110,8 @@ class InstanceTable:
         self._clear(row)
         self.chunk_tokens[row] = info.chunk_tokens
         self.set_cost(row, info.cost)
+        self.profile_base_s[row], self.profile_s_per_token[row] = info.cost.prefill[:2]
+        self.tile_tokens[row] = info.cost.tile_tokens
         self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
         capacity = info.num_blocks * info.layout.block_tokens
         self.capacity_tokens[row] = self.room_tokens[row] = capacity
@@ -200,6 +209,8 @@ class InstanceTable:
         )
         if self.remainders:
             seconds[self.remainders] *= self.slowdown(np.array(self.remainders))
+        if len(self.beside_decodes):
+            seconds[self.beside_decodes] *= self.mixed_slowdown(self.beside_decodes)
         return seconds
 
     def slowdown(self, rows: Rows) -> Floats:
@@ -214,6 +225,29 @@ class InstanceTable:
         chunk_s = np.maximum(chunk_s, np.maximum(s_per_token * LEAST_CHUNK_TOKENS, LEAST_STEP_S))
         factors: Floats = (np.maximum(chunk_s, base_s) + decodes_s) / chunk_s
         return np.where(batch > 0, factors, 1.0)
+
+    def mixed_slowdown(self, rows: Rows, now: bool = False) -> Floats:
+        """By how much prefills take longer in `rows` beside the decodes: what a step takes over
+        what its chunk takes, in chunks of whole tiles that keep the TBT SLO. Beside the booked
+        decodes, or with `now` beside those that produce tokens.
+
+        A prompt's fixed time counts in each step, because an instance computes many chunks of it.
+        The chunk is that of the profile: its calibration follows from the slowdown.
+        """
+        batch = (self.decoding_batch if now else self.booked_batch)[rows]
+        context = (self.decoding_context if now else self.booked_context)[rows]
+        decodes_s = self.decode_s_per_sequence[rows] * batch
+        decodes_s += self.decode_s_per_context_token[rows] * context
+        s_per_token = np.maximum(self.profile_s_per_token[rows], LEAST_STEP_S)
+        begin_s, tile = self.profile_base_s[rows], self.tile_tokens[rows]
+        room_s = CHUNKED_STEP_SHARE * self._tbt_slo_s - decodes_s - begin_s
+        most = np.minimum(room_s / s_per_token + batch, self.chunk_tokens[rows])
+        least = np.ceil((batch + LEAST_CHUNK_TOKENS) / tile)
+        tokens = np.maximum(np.floor(most / tile), least) * tile
+        chunk_s = s_per_token * np.maximum(np.minimum(tokens, self.chunk_tokens[rows]) - batch, 1.0)
+        step_s = np.maximum(begin_s + chunk_s, self.decode_base_s[rows]) + decodes_s
+        shares = (batch > 0) & (self.chunk_tokens[rows] > 0)
+        return np.where(shares, step_s / chunk_s, 1.0)
 
     def decodes_s(self, rows: Rows) -> Floats:
         """What the booked decodes of `rows` add to the time of an empty step."""
@@ -344,6 +378,7 @@ class InstanceTable:
         both = self.prefills & self.decodes
         self.mixed = both if both.any() else None
         self.remainders = (~self.decodes & (self.booked_batch > 0)).nonzero()[0].tolist()
+        self.beside_decodes = (both & self._sizes_chunks).nonzero()[0]
         self.most_decode_tokens = int(self.capacity_tokens[self.decodes].max(initial=0))
         self.least_capacity_tokens = float(self.capacity_tokens[self.prefills].min(initial=np.inf))
         self.infinite = np.full(len(self), np.inf)

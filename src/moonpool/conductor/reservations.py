@@ -17,8 +17,10 @@ from moonpool.types import InstanceId
 
 
 class Reservations:
-    def __init__(self, forecast: Forecast, tbt_slo_s: float = float("inf")) -> None:
-        self.instance_table = InstanceTable(tbt_slo_s)
+    def __init__(
+        self, forecast: Forecast, tbt_slo_s: float = float("inf"), sizes_chunks: bool = True
+    ) -> None:
+        self.instance_table = InstanceTable(tbt_slo_s, sizes_chunks)
         self.index = PrefixIndex()
         self.forecast = forecast
         self.instances: dict[InstanceId, InstanceState] = {}

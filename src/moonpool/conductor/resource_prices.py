@@ -41,6 +41,7 @@ class RequestNeed(NamedTuple):
     worth: float  # its chance to meet both SLOs if no prefill waited
     prefill_s: float
     decode_s: float  # what it adds to each step, times its duration over the mean duration
+    alone_s: float = 0.0  # its whole prefill, whoever shares its blocks later
 
 
 class ClusterCapacity(NamedTuple):
@@ -64,6 +65,9 @@ class ResourcePrices:
             0.0  # effective requests per second and per `RequestNeed.decode_s`
         )
         self._updated_s = float("-inf")
+        # Of the recent arrivals, for `delay`.
+        self._worth = self._alone_s = np.zeros(0)
+        self._elapsed_s = 1.0
 
     def note_arrival(self, need: RequestNeed) -> None:
         self._needs.append(need)
@@ -74,6 +78,25 @@ class ResourcePrices:
             self._update(capacity, now)
             self._updated_s = now
         return self._prefill * need.prefill_s, self._decode * need.decode_s
+
+    def delay(
+        self, begin_s: float, prefill_s: float, num_prefills: int, slo_ttft_s: float
+    ) -> float:
+        """How many effective requests come too late because an instance computes a prompt from
+        `begin_s` to `begin_s + prefill_s` from now. Call `cost` before.
+
+        Requests are taken to come as in the recent past. One that needs `alone_s` comes too late
+        if this instance is busy for more than the rest of the TTFT SLO when it arrives. It waits
+        here if all others are busy, and each of them is equally likely to be free first. No more
+        are counted than the instances could compute.
+        """
+        if not len(self._worth) or not num_prefills:
+            return 0.0
+        busy = float(self._alone_s.sum()) / (num_prefills * self._elapsed_s)
+        rest_s = np.maximum(slo_ttft_s - self._alone_s, 0.0)
+        late_s = np.maximum(begin_s + prefill_s - rest_s, 0.0) - np.maximum(begin_s - rest_s, 0.0)
+        late = float((self._worth * late_s).sum()) / self._elapsed_s / max(busy, 1.0)
+        return late * min(busy, 1.0) ** (num_prefills - 1) / num_prefills
 
     @property
     def prices(self) -> tuple[float, float]:
@@ -86,10 +109,12 @@ class ResourcePrices:
             self._needs.popleft()
         if len(self._needs) < MIN_ARRIVALS:
             self._prefill = self._decode = 0.0
+            self._worth = self._alone_s = np.zeros(0)
             return
         needs = np.array(self._needs)
         elapsed_s = max(now - needs.item(0, 0), BURST_SHARE * slo_s)
         worth, prefill_s, decode_s = needs[:, 1], needs[:, 2], needs[:, 3]
+        self._worth, self._alone_s, self._elapsed_s = worth, needs[:, 4], elapsed_s
         pace = _pace(capacity.queue_s / slo_s)
         supply_s = capacity.num_prefills * elapsed_s * pace
         self._prefill = _price(worth - self._decode * decode_s, prefill_s, supply_s)

@@ -59,12 +59,14 @@ class Desk:
         self,
         *names: str,
         num_blocks: int = 1000,
+        chunk_tokens: int = 0,
         weights: Mapping[str, float] | None = None,
         **config: Any,
     ) -> None:
         self.conductor = Conductor(ConductorConfig(**config), tenant_weights=weights)
         self.now = 0.0
         self.num_blocks = num_blocks
+        self.chunk_tokens = chunk_tokens
         for name in names:
             self.join(name)
 
@@ -79,6 +81,7 @@ class Desk:
             address=address,
             layout=LAYOUT,
             num_blocks=self.num_blocks,
+            chunk_tokens=self.chunk_tokens,
             cost=COST,
             pid=1,
             host="x",

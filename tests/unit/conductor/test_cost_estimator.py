@@ -163,6 +163,28 @@ def test_measured_time_is_compared_with_the_tokens_actually_computed() -> None:
     assert desk.conductor.instances[InstanceId("p0")].prefill_factor.value == 1.0
 
 
+def test_on_a_mixed_instance_decodes_explain_longer_prefills() -> None:
+    """Prompts share the steps of an answer. That is predicted, so that the instance is not slow."""
+    desk = Desk("m0", chunk_tokens=4)
+    desk.ask("r1", max_tokens=100)
+    work = AttemptId("r1/1")
+    desk.report("m0", PrefillStarted(work, 0, 0))
+    desk.tokens("m0", 50, work=work)
+    table = desk.conductor.instance_table
+    assert table.decoding_batch.item(0) == 1
+    beside_s = table.prefill_s(10, 0.0).item(0)
+    # A step of 3 tokens of a prompt and a decode takes as long as reading the weights.
+    assert beside_s == pytest.approx(PREFILL_S * COST.decode_step_s(1, 0) / 0.003)
+    for number in range(2, ENOUGH + 2):
+        work = AttemptId(f"r{number}/{number}")
+        desk.ask(f"r{number}", use_cache=False)
+        desk.report("m0", PrefillStarted(work, 0, 0))
+        desk.now += beside_s
+        desk.tokens("m0", 50, finish=FinishReason.STOP, work=work)
+    factor = desk.conductor.instances[InstanceId("m0")].prefill_factor
+    assert factor.value == 1.0 and factor.samples == pytest.approx([1.0] * MIN_SAMPLES, abs=0.07)
+
+
 def test_transfer_times_are_learned() -> None:
     desk = Desk("p0", "p1", "d0")
     num_bytes = 8 * LAYOUT.token_bytes

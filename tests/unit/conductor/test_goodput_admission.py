@@ -31,6 +31,7 @@ SHORT = RequestFootprint(
     token_bytes=1,
     answer_s=20.0,
 )
+COMMON = msgspec.structs.replace(SHORT, num_tokens=1000)
 LONG = msgspec.structs.replace(SHORT, num_tokens=20_000, expected_tokens=20_000)
 
 
@@ -65,6 +66,36 @@ def test_an_idle_instance_takes_a_doubtful_prompt_but_a_queue_does_not() -> None
     assert adds_more(LEAST_TTFT_CHANCE_ALONE, waiting_share=1.0)
     assert not adds_more(doubtful, waiting_share=0.0, prefill_cost=1.0), "others would get it"
     assert not adds_more(0.001, waiting_share=0.0), "it is all but hopeless"
+
+
+def expected(num_others: int) -> ExpectedGoodput:
+    """Of a prompt of 3.06 s under a TTFT SLO of 3 s, at an idle instance at which others arrived,
+    one every 2 s."""
+    reservations = Reservations(IntervalForecast())
+    for name in NAMES:
+        reservations.join(info(name, num_blocks=100_000))
+    table, config = reservations.instance_table, ConductorConfig(admission="goodput")
+    model, none = GoodputModel(), np.zeros(len(NAMES))
+    budget, found = SloBudget(Slo(ttft_s=3.0, tbt_s=0.1), 0.0), None
+    doubtful = msgspec.structs.replace(SHORT, num_tokens=3025, expected_tokens=3100)
+    for number, footprint in enumerate((*[COMMON] * num_others, doubtful)):
+        now = 2.0 * number
+        placement = place(footprint, table, PrefixMatch(none, none, 0), config, now)
+        assert isinstance(placement, Placement)
+        forecast = reservations.forecast
+        context = AdmissionContext(footprint, placement, budget, table, forecast, config, now)
+        found = model.expect(context, (), first=True)
+    assert found is not None
+    return found
+
+
+def test_a_doubtful_prompt_is_rejected_where_others_would_wait_for_it() -> None:
+    """The least chance is no obstacle: the instance is idle."""
+    alone, among_others = expected(0), expected(40)
+    assert 0.02 < alone.ttft_chance == among_others.ttft_chance < 0.5
+    assert alone.adds_more and not alone.delay
+    assert among_others.delay > among_others.gain and not among_others.adds_more
+    assert among_others.prefill_cost == 0.0, "there is no overload"
 
 
 def test_a_prompt_that_waits_for_itself_does_not_make_the_pools_look_full() -> None:

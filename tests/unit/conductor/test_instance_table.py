@@ -94,3 +94,38 @@ def test_answers_are_spread_so_that_all_are_equally_slow() -> None:
     assert not table.decodes_alike
     table.leave(2)
     assert table.decodes_alike
+
+
+def mixed_table(sizes_chunks: bool = True) -> InstanceTable:
+    """Two idle mixed instances. A token of a prompt takes 0.1 ms and a step 20 ms more, in tiles of
+    128 tokens; decodes take 1 ms each."""
+    cost = msgspec.structs.replace(
+        COST, prefill=(0.02, 1e-4, 0.0, 0.0), decode=(0.025, 0.001, 0.0), tile_tokens=128
+    )
+    table = InstanceTable(0.1, sizes_chunks)
+    for row in range(2):
+        joining = info(f"m{row}", cost=cost)
+        table.join(row, msgspec.structs.replace(joining, chunk_tokens=2048))
+    return table
+
+
+def test_prompts_take_longer_beside_the_decodes_of_a_mixed_instance() -> None:
+    table = mixed_table()
+    alone_s = table.prefill_s(1000, 0.0)[0]
+    assert table.prefill_s(1000, 0.0)[1] == alone_s == pytest.approx(0.12)
+    table.book_decode(1, 500, 10)
+    # 85 ms of a step, 10 of them for the decodes, 20 for each step: 550 tokens and 10 decodes
+    # round down to 4 tiles, which leave 502 tokens.
+    step_s, chunk_s = 0.02 + 0.0502 + 0.01, 0.0502
+    found = table.prefill_s(1000, 0.0)
+    assert found[0] == alone_s
+    assert found[1] == pytest.approx(alone_s * step_s / chunk_s)
+    table.book_decode(1, 500, 60)
+    # There is room for less than a tile: the instance takes the least that holds a chunk.
+    assert table.prefill_s(1000, 0.0)[1] == pytest.approx(alone_s * (0.02 + 0.0058 + 0.07) / 0.0058)
+
+
+def test_without_chunks_by_the_slo_the_profile_holds() -> None:
+    table = mixed_table(sizes_chunks=False)
+    table.book_decode(1, 500, 10)
+    assert table.prefill_s(1000, 0.0)[1] == pytest.approx(0.12)

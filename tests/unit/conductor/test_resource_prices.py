@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from moonpool.conductor.resource_prices import (
     MIN_ARRIVALS,
     ClusterCapacity,
@@ -97,3 +99,35 @@ def test_old_arrivals_are_forgotten() -> None:
     late = RequestNeed(1000.0, 1.0, 2.0, FREE)
     prices.note_arrival(late)
     assert prices.cost(late, CAPACITY, 1000.0) == (0.0, 0.0)
+
+
+def delay(num_prefills: int, prefill_s: float, begin_s: float = 0.0, alone_s: float = 1.0) -> float:
+    """With 60 arrivals, one a second, that are worth 1 and compute `alone_s` within 3 s."""
+    capacity = CAPACITY._replace(num_prefills=num_prefills, queue_s=0.0, slo_ttft_s=3.0)
+    prices = ResourcePrices()
+    for second in range(61):
+        prices.note_arrival(RequestNeed(float(second), 1.0, FREE, FREE, alone_s))
+        prices.cost(RequestNeed(60.0, 1.0, FREE, FREE, alone_s), capacity, float(second))
+    return prices.delay(begin_s, prefill_s, num_prefills, 3.0)
+
+
+def test_a_long_prefill_delays_those_who_come_meanwhile() -> None:
+    # Who arrives in the first 3 of 5 s waits for more than 2 s, and computes for 1.
+    assert delay(1, 5.0) == pytest.approx(3.0, rel=0.05)
+    assert delay(1, 2.0) == 0.0
+    assert delay(1, 2.0, begin_s=1.5) == pytest.approx(1.5, rel=0.05), "behind a queue"
+    assert delay(1, 5.0, alone_s=0.5) == pytest.approx(2.5, rel=0.05), "they need less"
+
+
+def test_other_instances_take_most_of_those_who_come_meanwhile() -> None:
+    # One of two is busy half of the time, and then each is as likely to be free first.
+    assert delay(2, 5.0) == pytest.approx(3.0 * 0.5 / 2, rel=0.05)
+    assert delay(8, 5.0) < 0.001
+
+
+def test_no_more_are_delayed_than_could_be_served() -> None:
+    assert delay(1, 5.0, alone_s=2.0) == pytest.approx(4.0 / 2, rel=0.05), "twice the capacity"
+
+
+def test_nobody_is_delayed_where_few_come() -> None:
+    assert ResourcePrices().delay(0.0, 5.0, 1, 3.0) == 0.0
