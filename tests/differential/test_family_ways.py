@@ -1,4 +1,4 @@
-"""The table of `docs/serving.md` says which families are served on which ways, and it is right."""
+"""The table of `docs/models.md` says which families are served on which ways, and it is right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool.engine.families.table import FAMILIES
 from tests.differential.checkpoints import CASES, Case
 from tests.live.family_checkpoints import CASE_OF, refusal, write
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LATE: dict[str, Any] = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
 MORE = (Case("Qwen3", LATE), Case("Qwen3Moe", {**CASES["qwen3-moe"].changes, **LATE}))
 """Windows that families may have, and that have no case of their own."""

@@ -127,7 +127,7 @@ def test_a_call_by_curl_is_answered(line: Line, server: LocalServer) -> None:
 
 
 def test_the_snippet_of_the_openai_client_prints_an_answer(server: LocalServer) -> None:
-    text = (ROOT / "docs" / "serving.md").read_text()
+    text = (ROOT / "docs" / "models.md").read_text()
     (snippet,) = re.findall(r"```python\n(from openai.*?)```", text, re.S)
     snippet = snippet.replace("http://127.0.0.1:8000", server.url)
     snippet = snippet.replace("stream=True", "stream=True, max_tokens=16")
