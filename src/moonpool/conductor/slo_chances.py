@@ -13,7 +13,7 @@ time is at least the time that the instance plans for such a step (`CHUNKED_STEP
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, sqrt
 
 from moonpool.conductor.ratio_histogram import (
     NUM_BINS,
@@ -38,9 +38,12 @@ QUEUED_SHARE = 0.125
 """TTFTs predicted below this share of the SLO say nothing about the lateness of a long queue."""
 TTFT_CLASSES = (0.0, 0.35, 0.7)
 """Least shares of the SLO of each class of predicted TTFTs."""
+TTFT_MIDDLES = (0.24, 0.52, 0.85)
+"""A usual share of the SLO in each class."""
 POOLED_WEIGHT = 8.0
 """Weight of the ratios of all classes among those of one."""
 TINY_WEIGHT = 0.01
+LEAST_RATIO = 0.25
 
 
 TRIED_RATIOS = (
@@ -132,25 +135,31 @@ class TtftChances:
 
     A TTFT near the SLO is mostly a queue, whose prompts' errors cancel out; a short one depends on
     the step under way. So ratios are learned apart by the predicted share of the SLO. Where they
-    are few, those of all shares stand in for them.
+    are few, those of all shares stand in for them, scaled: the relative error of a sum falls with
+    the square root of its length.
     """
 
     def __init__(self) -> None:
         first_guess = [1.0 + 0.01 * step for step in range(-2, 3)]
         self._ratios = [RatioHistogram(first_guess, TINY_WEIGHT) for _ in TTFT_CLASSES]
-        self._all = RatioHistogram(first_guess, GUESS_WEIGHT)
-        self._shares = [self._all.shares() for _ in TTFT_CLASSES]
+        self._pooled = [RatioHistogram(first_guess, GUESS_WEIGHT) for _ in TTFT_CLASSES]
+        self._shares = [pooled.shares() for pooled in self._pooled]
         self._num_new = 0
 
     def note_first_token(self, ttft_s: float, predicted_s: float, slo_s: float) -> None:
         if predicted_s < QUEUED_SHARE * slo_s or ttft_s <= 0.0:
             return
-        self._all.add(ttft_s / predicted_s)
-        self._ratios[_ttft_class(predicted_s, slo_s)].add(ttft_s / predicted_s)
+        ratio, share = ttft_s / predicted_s, predicted_s / slo_s
+        self._ratios[_ttft_class(predicted_s, slo_s)].add(ratio)
+        for middle, pooled in zip(TTFT_MIDDLES, self._pooled, strict=True):
+            pooled.add(max(1.0 + (ratio - 1.0) * sqrt(share / middle), LEAST_RATIO))
         self._num_new += 1
-        if self._num_new >= RELEARN_EVERY:
-            pooled, self._num_new = self._all.shares(), 0
-            self._shares = [_mixed(ratios, pooled) for ratios in self._ratios]
+        if self._num_new >= min(RELEARN_EVERY, self._pooled[0].total / 2.0):  # sooner at first
+            self._num_new = 0
+            self._shares = [
+                _mixed(ratios, pooled.shares())
+                for ratios, pooled in zip(self._ratios, self._pooled, strict=True)
+            ]
 
     def chance(self, ttft_s: float, slo_s: float) -> float:
         """The chance to meet the SLO where `ttft_s` is predicted; neither may be negative."""
