@@ -22,6 +22,8 @@ from benchmarks.page_live import (
     conductor_rows,
     conversation_rows,
     overload_rows,
+    plan_rows,
+    start_rows,
 )
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -151,28 +153,6 @@ def simulator_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 f"{run['us_per_request']:,.0f} us",
                 f"{run['peak_mib']:,.0f} MiB",
             )
-
-
-def plan_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of named clusters beside an exhaustive search of cheaper ones."""
-    for name, row in found["workloads"].items():
-        one = row["named"]
-        if one is None:
-            yield (name, "none", *("-",) * 7)
-            continue
-        low, high = one["another_sample"]
-        searched = row["searched"]
-        yield (
-            name,
-            f"{one['cluster']} of {one['hardware']}",
-            f"{one['usd_per_h']:.2f}",
-            f"{one['share']:.1%} ({low:.0%} to {high:.0%})",
-            f"{row['fresh_within']} of {len(row['fresh'])}",
-            f"{row['plan_runs']:.0f}, {row['plan_cpu_s']:.0f} s",
-            f"{searched['candidates']:,} ({searched['simulated']:,})",
-            f"{row['audited_kept']} of {row['audited']}",
-            "none" if row["right"] else f"{row['over_best']:.1%}",
-        )
 
 
 def transfer_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -381,10 +361,20 @@ SECTIONS = (
     Section(
         "Admission under overload",
         "Effective requests of a live cluster of one prefill and one decode instance, and in"
-        " brackets those of its simulation.",
-        ("overload",),
-        ("", "none", "baseline", "early", "predictive"),
+        " brackets those of its simulation. Live runs of the same kind differ by up to a tenth.",
+        ("overload", "overload-m30"),
+        ("", "none", "baseline", "early", "predictive", "goodput"),
         overload_rows,
+    ),
+    Section(
+        "Start",
+        "`moonpool serve` of a GGUF file of 1.05 GB (random weights of Qwen3-1.7B's shape in"
+        " Q4_K, 1P+1D, 4,096 tokens of KVCache each): seconds from the command until it is ready"
+        " and until the first token, CPU seconds, and memory of all processes with the KVCache"
+        " in it.",
+        ("start",),
+        ("", "ready", "first token", "CPU", "memory"),
+        start_rows,
     ),
     Section(
         "Admission, simulated",

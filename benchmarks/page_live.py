@@ -11,17 +11,30 @@ CONVERSATION_HEADER = (
 )
 
 
-def overload_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def overload_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of effective requests of each admission policy, live and simulated."""
-    loads = sorted({load for runs in found["runs"].values() for load in runs}, key=float)
-    for load in loads:
-        row = [f"{load} x capacity"]
-        for policy in ("none", "baseline", "early", "predictive"):
-            run = found["runs"].get(policy, {}).get(load)
-            row.append(
-                f"{run['live']['effective']} ({run['simulated']['effective']})" if run else "-"
-            )
-        yield tuple(row)
+    for found in results:
+        model = found["cluster"]["model"].removeprefix("random:")
+        loads = sorted({load for runs in found["runs"].values() for load in runs}, key=float)
+        for load in loads:
+            row = [f"{model}, {load} x capacity"]
+            for policy in ("none", "baseline", "early", "predictive", "goodput"):
+                run = found["runs"].get(policy, {}).get(load)
+                row.append(
+                    f"{run['live']['effective']} ({run['simulated']['effective']})" if run else "-"
+                )
+            yield tuple(row)
+
+
+def start_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """One row of the start of `serve` for each way of starting."""
+    for name, start in (("first, empty cache", found["first"]), ("again, median", found["again"])):
+        memory = start["memory_bytes"]
+        yield (
+            name,
+            *(f"{start[key]:.1f} s" for key in ("ready_s", "first_token_s", "cpu_s")),
+            f"{memory['sum'] / 1e9:.2f} GB ({memory['kvcache'] / 1e9:.2f} GB)",
+        )
 
 
 def admission_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -108,3 +121,25 @@ def _said(row: dict[str, Any], basis: dict[str, Any]) -> str:
     if simulated:
         words.append(f"{simulated['effective']:,} of {simulated['requests']:,}")
     return ", ".join(words) or "-"
+
+
+def plan_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Rows of named clusters beside an exhaustive search of cheaper ones."""
+    for name, row in found["workloads"].items():
+        one = row["named"]
+        if one is None:
+            yield (name, "none", *("-",) * 7)
+            continue
+        low, high = one["another_sample"]
+        searched = row["searched"]
+        yield (
+            name,
+            f"{one['cluster']} of {one['hardware']}",
+            f"{one['usd_per_h']:.2f}",
+            f"{one['share']:.1%} ({low:.0%} to {high:.0%})",
+            f"{row['fresh_within']} of {len(row['fresh'])}",
+            f"{row['plan_runs']:.0f}, {row['plan_cpu_s']:.0f} s",
+            f"{searched['candidates']:,} ({searched['simulated']:,})",
+            f"{row['audited_kept']} of {row['audited']}",
+            "none" if row["right"] else f"{row['over_best']:.1%}",
+        )

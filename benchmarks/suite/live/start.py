@@ -97,6 +97,8 @@ def _start(name: str, path: Path | None, flags: list[str], cache: str) -> dict[s
         except OSError as error:
             raise BenchError(f"a process ended: {error}; {server.last_words()}") from None
         log = server.log_lines()
+    if path is not None:  # the folder for temporary files says nothing
+        log = [line.replace(f"{path.parent}/", "") for line in log]
     kinds = ("kvcache", "model_file", "other")
     memory = {kind: sum(part[kind] for part in parts) for kind in kinds}
     return {
