@@ -38,6 +38,8 @@ DECODES = (
 DECODE_TOKENS = 24
 REPEATS = 3
 MOST_REPEATS = 6
+SLOW_PROBE_S = 2.0
+"""A longer probe is not repeated: noise is small beside it, and slow machines take minutes."""
 LEAST_DECODES = 3
 ANSWERED = (64, 1024)
 BUSY_PROMPTS = (128, 512, 1024)
@@ -295,6 +297,8 @@ class LiveProfiler:
             timed = await self._probe(prefix + self._prompt(tokens - cached), 1)
             times_s.append(timed.stages_s["prefill"])
             found = timed.record.cached_tokens
+            if times_s[-1] > SLOW_PROBE_S:
+                break
         return PrefillSample(num_tokens=tokens, cached_tokens=found, seconds=median(times_s))
 
     async def _decode(self, batch: int, context: int) -> DecodeSample | None:
@@ -306,13 +310,14 @@ class LiveProfiler:
         answer, most = self._usual_tokens(batch), self._most_tokens(batch, context)
         steps_s: list[float] = []
         for _ in range(MOST_REPEATS):
+            began_s = monotonic()
             probes = [self._probe([*prompt, *self._prompt(1)], answer) for prompt in prompts]
             step_s = _common_step_s(await asyncio.gather(*probes))
             if step_s is None:
                 answer = min(2 * answer, most)
                 continue
             steps_s.append(step_s)
-            if len(steps_s) == REPEATS:
+            if len(steps_s) == REPEATS or monotonic() - began_s > SLOW_PROBE_S:
                 break
         if not steps_s:
             return None
