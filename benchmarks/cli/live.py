@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import click
 import msgspec
 
 from benchmarks.cli.annotated import Model, Seed, options
 from benchmarks.cli.output import measure
-from moonpool.cli.options import TOKEN_SHARE, json_option
+from moonpool.cli.options import TOKEN_SHARE, ParamType, json_option
 from moonpool.cli.output import fail
 from moonpool.config import Admission, choices
 
-if TYPE_CHECKING:
-    SharesParam = click.ParamType[tuple[float, ...]]
-else:  # only newer releases of click have generic types
-    SharesParam = click.ParamType
 
-
-class _Shares(SharesParam):
+class _Shares(ParamType[tuple[float, ...]]):
     name = "numbers"
 
     def convert(

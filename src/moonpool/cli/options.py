@@ -24,11 +24,15 @@ from moonpool.extensions import own_name
 from moonpool.trace.transform import parse_share
 
 if TYPE_CHECKING:
-    JsonParam = click.ParamType[dict[str, Any]]
-    ShareParam = click.ParamType[Fraction]
-    TextParam = click.ParamType[str]
-else:  # only newer releases of click have generic types
-    JsonParam = ShareParam = TextParam = click.ParamType
+    from click import ParamType as ParamType
+else:
+
+    class ParamType(click.ParamType):
+        """A generic type also with releases of click that have none."""
+
+        def __class_getitem__(cls, value_type: type) -> type:
+            return cls
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,7 +56,7 @@ class NumberRange(click.FloatRange):
 FACTOR = NumberRange(min=0.01, max=100.0)
 
 
-class JsonObject(JsonParam):
+class JsonObject(ParamType[dict[str, Any]]):
     """A JSON object, as vLLM takes the settings of one feature."""
 
     name = "json"
@@ -66,7 +70,7 @@ class JsonObject(JsonParam):
             self.fail(f"{value!r} is not a JSON object: {error}", param, ctx)
 
 
-class _TokenShare(ShareParam):
+class _TokenShare(ParamType[Fraction]):
     name = "share"
 
     def convert(
@@ -132,7 +136,7 @@ catalogue_option = click.option(
 )
 
 
-class ServerUrl(TextParam):
+class ServerUrl(ParamType[str]):
     """The address of a server; without http:// or https:// it is HOST:PORT over http."""
 
     name = "text"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from moonpool.cli.options import COUNT, POSITIVE, api_key_option, ca_file_option, json_option
+from moonpool.cli.options import COUNT, POSITIVE, ca_file_option, json_option
 from moonpool.cli.output import check_folders, fail, origin, write_json
 from moonpool.cli.progress import progress
-from moonpool.cli.watch.cluster_events import bearer_key
 
 if TYPE_CHECKING:
     from moonpool.trial.run import TrialPlan
@@ -97,7 +97,7 @@ FAILED = ("refused", "error", "cut", "hung")
     "--restart-command",
     help="Restart the server in the middle with this command, which no shell reads.",
 )
-@api_key_option
+@click.option("--api-key", help="Bearer key; the environment's OPENAI_API_KEY unless given.")
 @ca_file_option
 @click.option("--seed", type=int, help="Seed of the prompts; drawn, and shown, unless given.")
 @json_option
@@ -145,7 +145,8 @@ def _plan(url: str, *, api: str, api_key: str | None, may_reset_cache: bool, **g
     return TrialPlan(
         url=url,
         apis=tuple(PATHS) if api == "both" else (api,),
-        api_key=bearer_key(api_key),
+        # The server may be anybody's: moonpool's own keys stay here.
+        api_key=api_key or os.environ.get("OPENAI_API_KEY", ""),
         may_reset=may_reset_cache,
         **given,
     )

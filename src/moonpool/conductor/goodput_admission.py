@@ -175,7 +175,8 @@ class GoodputModel:
         worth = tbt_chance * self.ttft.chance(placement.prefill_s, budget.slo.ttft_s)
         if first:
             self._note_sharing(context, keys)
-        need = self._need(context, keys, worth)
+        own_prefill_s = self._own_prefill_s(context, keys)
+        need = self._need(context, own_prefill_s, worth)
         if first:
             self.prices.note_arrival(need)
             self._note_usual(context, worth)
@@ -193,7 +194,7 @@ class GoodputModel:
             load.max_step_s,
             (placement.queue_s + load.wait_s) / max(placement.ttft_s + load.wait_s, 1e-9),
             load.lasts,
-            self._delay(context, keys),
+            self._delay(context, own_prefill_s),
         )
 
     def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
@@ -260,14 +261,12 @@ class GoodputModel:
         lifetime_s = context.forecast.lifetime_s or context.footprint.answer_s
         return lacking_s / room_s * lifetime_s + lost_s
 
-    def _need(
-        self, context: AdmissionContext, keys: Sequence[BlockKey], worth: float
-    ) -> RequestNeed:
+    def _need(self, context: AdmissionContext, own_prefill_s: float, worth: float) -> RequestNeed:
         footprint, table = context.footprint, context.table
         prefill_s = context.placement.prefill_s
         # On a mixed instance a long prompt delays the decodes, whoever shares it later.
         if not _is_mixed(table, context.placement.decoder_row):
-            prefill_s = self._own_prefill_s(context, keys)
+            prefill_s = own_prefill_s
         decode = 0.0
         if footprint.decodes:
             decode = added_step_s(table, context.placement.decoder_row, footprint.expected_tokens)
@@ -281,15 +280,14 @@ class GoodputModel:
         share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
         return share * prefill_s + (1.0 - share) * min(self._sharer_s.value, prefill_s)
 
-    def _delay(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> float:
+    def _delay(self, context: AdmissionContext, own_prefill_s: float) -> float:
         """Who rejects the first prompt over a document only leaves the delay to the next one, so
         that this delay is shared out, too."""
         table, placement = context.table, context.placement
         if placement.decode is None and not table.prefills[placement.decoder_row]:
             return 0.0  # a decode instance computes the prompt
-        prefill_s = self._own_prefill_s(context, keys)
         slo_ttft_s = context.budget.slo.ttft_s
-        return self.prices.delay(placement.queue_s, prefill_s, table.num_prefills, slo_ttft_s)
+        return self.prices.delay(placement.queue_s, own_prefill_s, table.num_prefills, slo_ttft_s)
 
     def _note_sharing(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> None:
         """Counts the demand for the prompt's blocks, and learns what a prompt costs whose known

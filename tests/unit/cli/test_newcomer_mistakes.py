@@ -89,6 +89,23 @@ def test_host_and_port_are_an_address_and_the_operators_key_is_sent(
     assert seen == [(path, "Bearer sk-MOONPOOL_ADMIN_KEY")]
 
 
+@pytest.mark.parametrize("has_key_for_others", [False, True])
+def test_a_trial_of_anybodys_server_sends_it_no_key_of_moonpools(
+    has_key_for_others: bool,
+    server: tuple[str, list[tuple[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address, seen = server
+    for name in KEYS:
+        monkeypatch.setenv(name, f"sk-{name}")
+    if not has_key_for_others:
+        monkeypatch.delenv("OPENAI_API_KEY")
+    result = CliRunner().invoke(cli, ["trial", f"http://{address}"])
+    assert result.exit_code != 0 and seen
+    sent = "Bearer sk-OPENAI_API_KEY" if has_key_for_others else ""
+    assert {key for _, key in seen} == {sent}
+
+
 def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
 
