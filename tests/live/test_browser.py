@@ -117,7 +117,7 @@ def test_the_page_asks_for_a_key_chats_and_explains(tools: Path, tmp_path: Path)
         operator = use(tools, server.url, "sk-operator", others_request)
     for seen in (tenant, operator):
         assert not seen["errors"] and seen["beforeKey"] == ""
-        assert seen["answer"] and seen["grown"] > 1, "it streams"  # a busy machine joins pieces
+        assert seen["answer"] and seen["type"].startswith("text/event-stream")
         for source in ("DRAM", "fetched", "SSD", "computed"):
             assert source in seen["sources"]
         assert "TTFT" in seen["note"] and "prefill-0" in seen["note"]

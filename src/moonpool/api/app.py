@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from email.utils import formatdate
 from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,6 +27,7 @@ from uvicorn.server import ServerState
 
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
+from moonpool.api.connection.acceptor import Acceptor
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.http_protocol import LimitedProtocol, limited_protocol
@@ -265,6 +267,19 @@ class HttpServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._exit.set)
         elif wanted:
             self._exit.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connections that another head can go on with are held from their first moment."""
+        keeps = self._new_protocol().keeper is not None and self._tls is None
+        await super().startup([] if keeps else sockets)
+        if keeps:
+            acceptors = [Acceptor(sock, self._begin) for sock in sockets or ()]
+            self.servers = cast(list[asyncio.Server], acceptors)  # uvicorn closes them
+
+    def _begin(self, sock: socket.socket) -> LimitedProtocol:
+        protocol = self._new_protocol()
+        protocol.hold(sock.fileno())
+        return protocol
 
     async def resume(self, sock: socket.socket, received: KeptStream | HalfRead) -> None:
         """Goes on with a call that another head has received, or has begun to receive."""

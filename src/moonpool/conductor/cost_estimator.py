@@ -68,8 +68,10 @@ class CostEstimator:
             # Its begin is unknown, or it shares the steps of answers: it is no sample.
             attempt.expected_s = 0.0
         elif state.row in self._table.beside_decodes:
-            row = np.array([state.row])
-            attempt.expected_s *= self._table.mixed_slowdown(row, now=True).item()
+            new_tokens = attempt.num_tokens - report.cached_tokens
+            row, alone_s = np.array([state.row]), np.array([attempt.expected_s])
+            beside_s = self._table.mixed_prefill_s(row, alone_s, new_tokens, now=True)
+            attempt.expected_s = beside_s.item()
         if source is None or not report.fetched_tokens or not report.fetch_s:
             return
         host = state.info.address.host_id
@@ -170,7 +172,7 @@ class CostEstimator:
         before = factor.value
         if not factor.observe(seconds, expected_s) or not self._learning:
             return
-        self._table.set_cost(state.row, calibrated_cost(state))
+        self._table.set_cost(state.row, calibrated_cost(state), state.prefill_factor.value)
         if factor is state.prefill_factor:
             self._reservations.rescale_prefills(state, factor.value / before)
 

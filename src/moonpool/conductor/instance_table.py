@@ -72,8 +72,7 @@ class InstanceTable:
         self.decode_s_per_sequence: Floats = np.zeros(0)  # times B
         self.decode_s_per_context_token: Floats = np.zeros(0)
         self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
-        self.profile_base_s: Floats = np.zeros(0)  # of a prefill, not calibrated
-        self.profile_s_per_token: Floats = np.zeros(0)
+        self.prefill_factor: Floats = np.zeros(0)  # by which the profile's prefills are multiplied
         self.tile_tokens: Floats = np.zeros(0)  # a step of one more takes as long as a whole tile
         self.latency_s: Floats = np.zeros(0)  # of a fetch
         self.s_per_shm_byte: Floats = np.zeros(0)
@@ -110,7 +109,6 @@ class InstanceTable:
         self._clear(row)
         self.chunk_tokens[row] = info.chunk_tokens
         self.set_cost(row, info.cost)
-        self.profile_base_s[row], self.profile_s_per_token[row] = info.cost.prefill[:2]
         self.tile_tokens[row] = info.cost.tile_tokens
         self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
         capacity = info.num_blocks * info.layout.block_tokens
@@ -122,8 +120,10 @@ class InstanceTable:
         self.num_on_host[host] = self.num_on_host.get(host, 0) + 1
         self._count_roles()
 
-    def set_cost(self, row: int, cost: FittedCost) -> None:
-        """Replaces the instance's cost coefficients."""
+    def set_cost(self, row: int, cost: FittedCost, prefill_factor: float = 1.0) -> None:
+        """Replaces the instance's cost coefficients. `prefill_factor`: what the profile's prefill
+        times were multiplied by."""
+        self.prefill_factor[row] = prefill_factor
         (
             self.prefill_base_s[row],
             self.prefill_s_per_token[row],
@@ -208,46 +208,53 @@ class InstanceTable:
             + self.prefill_s_per_new_x_cached * cached_tokens
         )
         if self.remainders:
-            seconds[self.remainders] *= self.slowdown(np.array(self.remainders))
+            rows = np.array(self.remainders)
+            seconds[rows] = self.chunked_prefill_s(rows, seconds[rows], _of_rows(new, rows))
         if len(self.beside_decodes):
-            seconds[self.beside_decodes] *= self.mixed_slowdown(self.beside_decodes)
+            rows = self.beside_decodes
+            factor = self.prefill_factor[rows]
+            profile_s = seconds[rows] / factor
+            seconds[rows] = factor * self.mixed_prefill_s(rows, profile_s, _of_rows(new, rows))
         return seconds
 
-    def slowdown(self, rows: Rows) -> Floats:
-        """By how much prefills take longer in `rows` beside the decodes: their share of each step,
-        in chunks that keep the TBT SLO."""
-        batch, base_s = self.booked_batch[rows], self.decode_base_s[rows]
-        s_per_token = self.prefill_s_per_token[rows]
-        decodes_s = self.decodes_s(rows)
-        chunk_s = np.minimum(
-            CHUNKED_STEP_SHARE * self._tbt_slo_s - decodes_s, s_per_token * self.chunk_tokens[rows]
-        )
-        chunk_s = np.maximum(chunk_s, np.maximum(s_per_token * LEAST_CHUNK_TOKENS, LEAST_STEP_S))
-        factors: Floats = (np.maximum(chunk_s, base_s) + decodes_s) / chunk_s
-        return np.where(batch > 0, factors, 1.0)
+    def chunked_prefill_s(self, rows: Rows, alone_s: Floats, new_tokens: Floats | float) -> Floats:
+        """How long prefills take in `rows` beside the decodes: their share of each step, in chunks
+        that keep the TBT SLO. `alone_s`: the time without them."""
+        batch, decodes_s = self.booked_batch[rows], self.decodes_s(rows)
+        s_per_token = np.maximum(self.prefill_s_per_token[rows], LEAST_STEP_S)
+        room_s = CHUNKED_STEP_SHARE * self._tbt_slo_s - decodes_s
+        tokens = np.minimum(room_s / s_per_token, self.chunk_tokens[rows])
+        num_steps = np.maximum(new_tokens / np.maximum(tokens, LEAST_CHUNK_TOKENS), 1.0)
+        steps_s = np.maximum(alone_s, num_steps * self.decode_base_s[rows])
+        return np.where(batch > 0, steps_s + num_steps * decodes_s, alone_s)
 
-    def mixed_slowdown(self, rows: Rows, now: bool = False) -> Floats:
-        """By how much prefills take longer in `rows` beside the decodes: what a step takes over
-        what its chunk takes, in chunks of whole tiles that keep the TBT SLO. Beside the booked
-        decodes, or with `now` beside those that produce tokens.
+    def mixed_prefill_s(
+        self, rows: Rows, alone_s: Floats, new_tokens: Floats | float, now: bool = False
+    ) -> Floats:
+        """How long prefills take in `rows` beside the decodes, in chunks of whole tiles that keep
+        the TBT SLO. `alone_s`: the time without them. Beside the booked decodes, or with `now`
+        beside those that produce tokens.
 
-        A prompt's fixed time counts in each step, because an instance computes many chunks of it.
-        The chunk is that of the profile: its calibration follows from the slowdown.
+        All is by the profile, as what is learned is compared with it. Each step takes a prompt's
+        fixed time.
         """
         batch = (self.decoding_batch if now else self.booked_batch)[rows]
         context = (self.decoding_context if now else self.booked_context)[rows]
         decodes_s = self.decode_s_per_sequence[rows] * batch
         decodes_s += self.decode_s_per_context_token[rows] * context
-        s_per_token = np.maximum(self.profile_s_per_token[rows], LEAST_STEP_S)
-        begin_s, tile = self.profile_base_s[rows], self.tile_tokens[rows]
+        factor, tile = self.prefill_factor[rows], self.tile_tokens[rows]
+        begin_s = self.prefill_base_s[rows] / factor
+        s_per_token = np.maximum(self.prefill_s_per_token[rows] / factor, LEAST_STEP_S)
         room_s = CHUNKED_STEP_SHARE * self._tbt_slo_s - decodes_s - begin_s
         most = np.minimum(room_s / s_per_token + batch, self.chunk_tokens[rows])
         least = np.ceil((batch + LEAST_CHUNK_TOKENS) / tile)
         tokens = np.maximum(np.floor(most / tile), least) * tile
-        chunk_s = s_per_token * np.maximum(np.minimum(tokens, self.chunk_tokens[rows]) - batch, 1.0)
-        step_s = np.maximum(begin_s + chunk_s, self.decode_base_s[rows]) + decodes_s
+        tokens = np.maximum(np.minimum(tokens, self.chunk_tokens[rows]) - batch, 1.0)
+        num_steps = np.maximum(new_tokens / tokens, 1.0)
+        steps_s = alone_s + (num_steps - 1.0) * begin_s
+        steps_s = np.maximum(steps_s, num_steps * self.decode_base_s[rows])
         shares = (batch > 0) & (self.chunk_tokens[rows] > 0)
-        return np.where(shares, step_s / chunk_s, 1.0)
+        return np.where(shares, steps_s + num_steps * decodes_s, alone_s)
 
     def decodes_s(self, rows: Rows) -> Floats:
         """What the booked decodes of `rows` add to the time of an empty step."""
@@ -382,3 +389,7 @@ class InstanceTable:
         self.most_decode_tokens = int(self.capacity_tokens[self.decodes].max(initial=0))
         self.least_capacity_tokens = float(self.capacity_tokens[self.prefills].min(initial=np.inf))
         self.infinite = np.full(len(self), np.inf)
+
+
+def _of_rows(values: Floats | float, rows: Rows) -> Floats | float:
+    return values[rows] if isinstance(values, np.ndarray) else values

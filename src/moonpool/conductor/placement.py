@@ -246,7 +246,8 @@ def best_inline(context: SelectionContext, separate_ttft_s: float) -> InlinePref
     whole = _best_whole(context, hit_tokens, prefill_s, separate_ttft_s)
     if whole is not None or not context.config.inline_chunks or context.footprint.competes:
         return whole
-    return _best_in_chunks(context, prefill_s, CHUNKED_TTFT_SHARE * separate_ttft_s)
+    limit_s = CHUNKED_TTFT_SHARE * separate_ttft_s
+    return _best_in_chunks(context, hit_tokens, prefill_s, limit_s)
 
 
 def _best_whole(
@@ -285,7 +286,7 @@ def _best_whole(
 
 
 def _best_in_chunks(
-    context: SelectionContext, prefill_s: Floats, limit_s: float
+    context: SelectionContext, hit_tokens: Floats, prefill_s: Floats, limit_s: float
 ) -> InlinePrefill | None:
     """The decode instance that gives the first token soonest by computing the prompt in chunks
     beside its decodes, if that takes at most `limit_s`.
@@ -302,7 +303,8 @@ def _best_in_chunks(
     step_s = table.decode_base_s[rows] + table.decodes_s(rows)
     fits = step_s + table.shared_chunk_s[rows] <= CHUNKED_STEP_SHARE * footprint.tbt_s
     fits &= table.booked_context[rows] + footprint.num_tokens <= table.engine_tokens[rows]
-    prefill_s = prefill_s[rows] * table.slowdown(rows)
+    new_tokens = footprint.num_tokens - hit_tokens[rows]
+    prefill_s = table.chunked_prefill_s(rows, prefill_s[rows], new_tokens)
     under_way_s = np.where(table.booked_batch[rows] > 0, step_s, 0.0)
     ttft_s = under_way_s + context.queue_s[rows] + prefill_s
     fits &= ttft_s <= limit_s

@@ -12,6 +12,10 @@ page.setDefaultTimeout(240000);
 const seen = { errors: [] };
 const text = (selector) => page.$eval(selector, (element) => element.textContent);
 page.on("pageerror", (error) => seen.errors.push(error.message));
+page.on("response", (response) => {
+  const asked = response.request().postData();
+  if (asked && JSON.parse(asked).messages) seen.type = response.headers()["content-type"];
+});
 await page.goto(url, { waitUntil: "domcontentloaded" });
 await page.waitForSelector("#login:not([hidden])");
 seen.beforeKey = await text("#requests");
@@ -20,19 +24,10 @@ await page.click("#login button");
 await page.waitForFunction(() => document.getElementById("state").textContent.startsWith("live"));
 seen.state = await text("#state");
 await page.$eval("#most", (field) => { field.value = "24"; });
-// The answer's growth: each text that the paragraph has had.
-await page.evaluate(() => {
-  window.grown = new Set();
-  new MutationObserver(() => {
-    const answer = document.querySelector("#turns .turn p:nth-of-type(2)");
-    if (answer && answer.textContent) window.grown.add(answer.textContent);
-  }).observe(document.getElementById("turns"), { subtree: true, childList: true, characterData: true });
-});
 await page.type("#say", message);
 await page.keyboard.press("Enter");
 await page.waitForSelector("#turns .turn .bar");
 seen.answer = await text("#turns .turn p:nth-of-type(2)");
-seen.grown = await page.evaluate(() => window.grown.size);
 seen.sources = await text("#turns .turn .key");
 seen.note = await text("#turns .turn div.soft");
 await page.waitForSelector("#requests button");

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from conductor_instances import COST, info
 
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.types import Slo
+from moonpool.types import Role, Slo
 
 SLO = Slo(ttft_s=10.0, tbt_s=0.1)
 
@@ -116,13 +117,36 @@ def test_prompts_take_longer_beside_the_decodes_of_a_mixed_instance() -> None:
     table.book_decode(1, 500, 10)
     # 85 ms of a step, 10 of them for the decodes, 20 for each step: 550 tokens and 10 decodes
     # round down to 4 tiles, which leave 502 tokens.
-    step_s, chunk_s = 0.02 + 0.0502 + 0.01, 0.0502
     found = table.prefill_s(1000, 0.0)
     assert found[0] == alone_s
-    assert found[1] == pytest.approx(alone_s * step_s / chunk_s)
+    assert found[1] == pytest.approx(1000 / 502 * (0.02 + 0.0502 + 0.01))
+    assert table.prefill_s(400, 0.0)[1] == pytest.approx(0.02 + 0.04 + 0.01), "one step"
+    assert table.prefill_s(1000, np.array([0.0, 600.0]))[1] == pytest.approx(0.07)
     table.book_decode(1, 500, 60)
     # There is room for less than a tile: the instance takes the least that holds a chunk.
-    assert table.prefill_s(1000, 0.0)[1] == pytest.approx(alone_s * (0.02 + 0.0058 + 0.07) / 0.0058)
+    assert table.prefill_s(1000, 0.0)[1] == pytest.approx(1000 / 58 * (0.02 + 0.0058 + 0.07))
+
+
+@pytest.mark.parametrize("prefill", [(0.05, 0.0, 0.0, 0.0), (0.0, 0.0, 1e-9, 0.0), (0.0,) * 4])
+@pytest.mark.parametrize("role", list(Role))
+def test_a_spoilt_profile_stretches_no_prompt_beyond_its_steps(
+    role: Role, prefill: tuple[float, float, float, float]
+) -> None:
+    """A busy machine can leave nothing of a prefill's time to its tokens. Predictions of hours
+    would reject every prompt."""
+    cost = msgspec.structs.replace(COST, prefill=prefill, decode=(0.02, 0.001, 1e-6))
+    table = InstanceTable(0.1)
+    joining = info("m0", cost=cost)
+    table.join(0, msgspec.structs.replace(joining, role=role, chunk_tokens=512))
+    table.book_decode(0, 500, 10)
+    alone_s = cost.prefill_s(1000, 0)
+    if role is Role.DECODE:
+        found = table.chunked_prefill_s(np.array([0]), np.array([alone_s]), 1000.0)
+    else:
+        table.set_role(0, True, role is Role.MIXED)
+        found = table.prefill_s(1000, 0.0)
+    # At most 1,000 tokens in chunks of 32, each in a step of less than 0.1 s.
+    assert (found <= 1000 / 32 * 0.1).all()
 
 
 def test_without_chunks_by_the_slo_the_profile_holds() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 from typing import Any, cast
 
@@ -322,16 +323,24 @@ class LimitedProtocol(HttpToolsProtocol):
             self.limit.num_half_read += 1
         self._received_before, self._num_sent = received.received, num_sent
 
+    def hold(self, socket_fd: int) -> None:
+        """Keeps a connection that was accepted just now. Call it before the connection is made."""
+        with suppress(OSError):
+            self._begin_half_read(socket_fd, accepted_bytes(socket_fd))
+
     def _keep_half_read(self, data: bytes = b"") -> None:
         """Keeps a request that began with these bytes and is not complete yet."""
+        base = self._sent_bytes()
+        if base is not None:
+            self._begin_half_read(self._fd, base)
+        if self._half_read is not None:
+            self._half_read.note(data)
+
+    def _begin_half_read(self, socket_fd: int, base: int) -> None:
         if self.keeper is None or self.limit.num_half_read >= self.limit.most_half_read:
             return
-        base = self._sent_bytes()
-        half_read = None if base is None else HalfRead.begin(self.keeper, self._fd, base)
-        if half_read is not None:
-            self.limit.num_half_read += 1
-            self._half_read = half_read
-            half_read.note(data)
+        self._half_read = HalfRead.begin(self.keeper, socket_fd, base)
+        self.limit.num_half_read += self._half_read is not None
 
     def _drop_half_read(self) -> None:
         if self._half_read is not None:
