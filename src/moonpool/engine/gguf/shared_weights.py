@@ -7,6 +7,7 @@ restarted has them at once. So it is with the vocabulary that grammars need.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -59,10 +60,12 @@ def share_weights(config: Config) -> SharedWeights | None:
         dtype = resolve_dtype(own.dtype, "cpu")
         model = open_model(own.name, dtype, own.lora_modules, own.kv_cache_dtype)
         ops = choose_ops(model.dtype, "cpu", own.quantization)
-        with torch.inference_mode():
-            decoder = DecoderModel(model.spec, model.weights, ops, adapters=model.adapters)
         grammars = grammars_of(model)
-        grammars.prepare()
+        with ThreadPoolExecutor(1) as beside:  # its thread ends with the block, before any fork
+            reading = beside.submit(grammars.prepare)
+            with torch.inference_mode():
+                decoder = DecoderModel(model.spec, model.weights, ops, adapters=model.adapters)
+            reading.result()
     except (TokenizerError, ValueError, RuntimeError, OSError) as error:
         log.debug("workers load the model by themselves: %s", error)
         return None
