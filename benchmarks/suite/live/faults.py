@@ -10,25 +10,19 @@ import os
 import random
 import signal
 import tempfile
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from statistics import quantiles
 from typing import Any, NamedTuple
 
-import httpx
-import msgspec
-
+from benchmarks.suite.live.fault_streams import MODEL, SIZES, FaultStreams, fault_row
+from benchmarks.suite.live.standby_fault import NAME as STANDBY
+from benchmarks.suite.live.standby_fault import measure_standby
 from moonpool.demo.local_server import LocalServer
 
-MODEL = "random:hidden=64,layers=4,heads=4,kv_heads=2,inter=128,vocab=300"
-SIZES = ("--kv-tokens", "8192", "--block-size", "16", "--admission", "none")
 PAIR = ("--prefill", "1", "--decode", "1")
 ONE = ("--prefill", "0", "--decode", "0", "--mixed", "1")
-RECOVERY_S = 60.0
 ANSWERS_GO_ON = "every answer right, none cut"
 
 Victim = Callable[[LocalServer], list[int]]
@@ -99,81 +93,16 @@ FAULTS = (
 def bench_faults(
     times: int, streams: int, seed: int, only: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Returns a row per fault, with damaged SSD files as the last. Raises ServerError."""
+    """Returns a row per fault, with damaged SSD files as the last. Raises ServerError and
+    BenchError."""
     chosen = [f for f in FAULTS if not only or any(word in f.name for word in only)]
     rng = random.Random(seed)
     rows = [_measure(fault, times, streams, rng) for fault in chosen]
+    if not only or any(word in STANDBY for word in only):
+        rows.append(measure_standby(times, streams, rng))
     if not only or any("SSD" in word for word in only):
         rows.append(_damaged_disk(times, streams, rng))
     return rows
-
-
-class _Streams:
-    """Streams against one server: their outcomes, and the right answers to compare with."""
-
-    def __init__(self, url: str, count: int) -> None:
-        self.url = url
-        self.count = count
-        self.seen: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        self.expected = [self._ask(number)[1] for number in range(count)]
-
-    def _ask(self, number: int) -> tuple[str, str]:
-        """Returns (outcome, text) of one streamed answer."""
-        body = {
-            "prompt": [number + 5] * 40 + [7 + number] * 30,
-            "max_tokens": 160,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        text, finished = "", False
-        try:
-            with httpx.stream(
-                "POST", f"{self.url}/v1/completions", json=body, timeout=RECOVERY_S
-            ) as answer:
-                if answer.status_code != 200:
-                    return "refused", ""
-                for line in answer.iter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = msgspec.json.decode(line[6:])
-                    for choice in event.get("choices") or ():
-                        text += choice["text"]
-                        finished |= choice["finish_reason"] is not None
-        except httpx.TimeoutException:
-            return "hung", text
-        except httpx.HTTPError:
-            return "cut", text
-        return ("whole" if finished else "cut"), text
-
-    def probe(self) -> bool:
-        return self._ask(0) == ("whole", self.expected[0])
-
-    def run(self, number: int) -> None:
-        outcome, text = self._ask(number)
-        if outcome == "whole":
-            outcome = "right" if text == self.expected[number] else "wrong"
-        with self._lock:
-            self.seen[outcome] += 1
-
-    def disturbed(self, inject: Callable[[], None], wait_s: float) -> float | None:
-        """Runs all streams, injects after `wait_s`; returns seconds to recovery, or None."""
-        threads = [threading.Thread(target=self.run, args=(n,)) for n in range(self.count)]
-        for thread in threads:
-            thread.start()
-        time.sleep(wait_s)
-        inject()
-        injected_s = time.monotonic()
-        recovered_s = None
-        while recovered_s is None and time.monotonic() - injected_s < RECOVERY_S:
-            if self.probe():
-                recovered_s = time.monotonic() - injected_s
-            else:
-                time.sleep(0.05)
-        for thread in threads:
-            thread.join()
-        return recovered_s
 
 
 def _measure(fault: Fault, times: int, count: int, rng: random.Random) -> dict[str, Any]:
@@ -182,7 +111,7 @@ def _measure(fault: Fault, times: int, count: int, rng: random.Random) -> dict[s
     injected = 0
     while injected < times:
         with LocalServer([MODEL, *fault.arguments, *SIZES]) as server:
-            streams = _Streams(server.url, count)
+            streams = FaultStreams(server.url, count)
             while injected < times:
                 victims = fault.victims(server)
                 if not victims:
@@ -195,7 +124,7 @@ def _measure(fault: Fault, times: int, count: int, rng: random.Random) -> dict[s
                 if recoveries[-1] is None or victim == server.pid:
                     break
             seen.update(streams.seen)
-    return _row(fault.name, fault.promised, recoveries, seen)
+    return fault_row(fault.name, fault.promised, recoveries, seen)
 
 
 def _signaller(pid: int, sign: signal.Signals) -> Callable[[], None]:
@@ -209,11 +138,11 @@ def _damaged_disk(times: int, count: int, rng: random.Random) -> dict[str, Any]:
         arguments = [MODEL, *ONE, "--kv-tokens", "1024", "--block-size", "16"]
         arguments += ["--ssd-tokens", "65536", "--ssd-folder", name]
         with LocalServer(arguments) as server:
-            streams = _Streams(server.url, count)
+            streams = FaultStreams(server.url, count)
             for _ in range(times):
                 recoveries.append(streams.disturbed(lambda: _flip(Path(name), rng), 0.05))
     promised = "every answer right: a damaged block is computed again"
-    return _row("bits flipped in SSD files", promised, recoveries, streams.seen)
+    return fault_row("bits flipped in SSD files", promised, recoveries, streams.seen)
 
 
 def _flip(folder: Path, rng: random.Random) -> None:
@@ -225,20 +154,3 @@ def _flip(folder: Path, rng: random.Random) -> None:
                 byte = file.read(1)
                 file.seek(at)
                 file.write(bytes([byte[0] ^ 1]))
-
-
-def _row(
-    name: str, promised: str, recoveries: list[float | None], seen: Counter[str]
-) -> dict[str, Any]:
-    known = sorted(r for r in recoveries if r is not None)
-    cuts = quantiles(known, n=100, method="inclusive") if len(known) > 1 else known * 99
-    return {
-        "fault": name,
-        "promised": promised,
-        "times": len(recoveries),
-        "seen": dict(seen),
-        "not_recovered": len(recoveries) - len(known),
-        "recovery_s": known,
-        "p50_s": cuts[49] if known else None,
-        "p99_s": cuts[98] if known else None,
-    }
