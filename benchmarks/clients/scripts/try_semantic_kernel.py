@@ -65,10 +65,16 @@ def structured_output():
     check(City.model_validate_json(str(answer)), answer)
 
 
+def logprobs():
+    asked = settings(logprobs=True, top_logprobs=3)
+    answer = wait(model.get_chat_message_content(history, asked))
+    check(answer.metadata["logprobs"].content, answer.metadata)
+
+
 def embeddings():
     embedder = OpenAITextEmbedding(ai_model_id=MODEL, async_client=client)
     found = wait(embedder.generate_embeddings(["a cat", "a kitten"]))
     check(len(found) == 2, len(found))
 
 
-run(chat, stream, tools, structured_output, embeddings)
+run(chat, stream, tools, structured_output, embeddings, logprobs)
