@@ -7,12 +7,12 @@ from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefi
 from probe import KEY, MODEL, QUESTION, URL, check, run
 
 ASKED = {"api_key": KEY, "max_tokens": 96, "cache": False}
-REMARK = "with dspy.lm15.register_provider(..., supports=ModelSupport(response_schema=True)); "
-REMARK += "DSPy sends no schema to a model that it does not know"
+REMARK = "with dspy.lm15.register_provider(..., supports=ModelSupport(response_schema=True, "
+REMARK += "function_calling=True)); DSPy sends no schema and no tools to a model that it does not know"
 access = AccessPolicy(provider="moonpool", base_url=f"{URL}/v1")
 dspy.lm15.register_provider(
     ProviderDefinition.chat(access, compat=OpenAIChatCompat()),
-    supports=ModelSupport(response_schema=True),
+    supports=ModelSupport(response_schema=True, function_calling=True),
 )
 model = dspy.LM(f"moonpool/{MODEL}", **ASKED)
 
@@ -68,6 +68,7 @@ def tools():
     with dspy.context(lm=forced, adapter=adapter):
         found = dspy.Predict(Call)(question="The weather in Paris?", tools=[dspy.Tool(weather)])
     check(found.calls.tool_calls[0].args["city"] in ("Paris", "Rome"), found)
+    return REMARK
 
 
 def logprobs():
