@@ -10,7 +10,9 @@ from semantic_kernel.connectors.ai import FunctionChoiceBehavior
 from semantic_kernel.connectors.ai.open_ai import (
     OpenAIChatCompletion,
     OpenAIChatPromptExecutionSettings,
+    OpenAITextCompletion,
     OpenAITextEmbedding,
+    OpenAITextPromptExecutionSettings,
 )
 from semantic_kernel.contents import ChatHistory
 from semantic_kernel.functions import kernel_function
@@ -66,9 +68,11 @@ def structured_output():
 
 
 def logprobs():
-    asked = settings(logprobs=True, top_logprobs=3)
-    answer = wait(model.get_chat_message_content(history, asked))
-    check(answer.metadata["logprobs"].content, answer.metadata)
+    asked = OpenAITextPromptExecutionSettings(max_tokens=16, logprobs=3)
+    texts = OpenAITextCompletion(ai_model_id=MODEL, async_client=client)
+    (answer,) = wait(texts.get_text_contents("1, 2,", asked))
+    check(answer.metadata["logprobs"].tokens, answer.metadata)
+    return "of completions; the settings of chats have no such field"
 
 
 def embeddings():
