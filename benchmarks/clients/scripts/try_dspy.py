@@ -8,7 +8,7 @@ from probe import KEY, MODEL, QUESTION, URL, check, run
 
 ASKED = {"api_key": KEY, "max_tokens": 96, "cache": False}
 REMARK = "with dspy.lm15.register_provider(..., supports=ModelSupport(response_schema=True, "
-REMARK += "function_calling=True)); DSPy sends no schema and no tools to a model that it does not know"
+REMARK += "function_calling=True)); else DSPy sends an unknown model no schema and no tools"
 access = AccessPolicy(provider="moonpool", base_url=f"{URL}/v1")
 dspy.lm15.register_provider(
     ProviderDefinition.chat(access, compat=OpenAIChatCompat()),
