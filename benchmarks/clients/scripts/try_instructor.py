@@ -11,7 +11,7 @@ plain = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY)
 asked = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
 
 
-class City(BaseModel):
+class ClosedCity(BaseModel):
     """A city. Instructor validates streamed answers strictly: it takes no text for an Enum."""
 
     model_config = ConfigDict(extra="forbid")
@@ -32,7 +32,7 @@ def chat():
 
 def structured_output():
     for mode, form in (
-        (instructor.Mode.JSON_SCHEMA, City),
+        (instructor.Mode.JSON_SCHEMA, ClosedCity),
         (instructor.Mode.JSON, AnyObject),
     ):
         client = instructor.from_openai(plain, mode=mode)
@@ -42,22 +42,24 @@ def structured_output():
 
 def tools():
     client = instructor.from_openai(plain, mode=instructor.Mode.TOOLS)
-    found = client.chat.completions.create(**asked, response_model=City, max_tokens=64)
-    check(isinstance(found, City), found)
+    found = client.chat.completions.create(**asked, response_model=ClosedCity, max_tokens=64)
+    check(isinstance(found, ClosedCity), found)
 
 
 def stream():
     client = instructor.from_openai(plain, mode=instructor.Mode.TOOLS)
-    partial = client.chat.completions.create_partial(**asked, response_model=City, max_tokens=64)
+    partial = client.chat.completions.create_partial(
+        **asked, response_model=ClosedCity, max_tokens=64
+    )
     check(list(partial)[-1].name, "no name")
 
 
 def responses():
     client = instructor.from_openai(plain, mode=instructor.Mode.RESPONSES_TOOLS)
     found = client.responses.create(
-        model=MODEL, input=QUESTION, response_model=City, max_output_tokens=64
+        model=MODEL, input=QUESTION, response_model=ClosedCity, max_output_tokens=64
     )
-    check(isinstance(found, City), found)
+    check(isinstance(found, ClosedCity), found)
 
 
 run(chat, stream, tools, structured_output, responses)

@@ -35,8 +35,8 @@ class Weather:
         return "sunny"
 
 
-def settings(**more):
-    return OpenAIChatPromptExecutionSettings(max_tokens=64, **more)
+def settings(max_tokens=64, **more):
+    return OpenAIChatPromptExecutionSettings(max_tokens=max_tokens, **more)
 
 
 def chat():
@@ -56,7 +56,7 @@ def tools():
     kernel, plugin = Kernel(), Weather()
     kernel.add_plugin(plugin, "weather")
     choice = FunctionChoiceBehavior.Required(auto_invoke=True)
-    asked = settings(function_choice_behavior=choice)
+    asked = settings(256, temperature=0.0, function_choice_behavior=choice)  # a call must end
     wait(model.get_chat_message_content(history, asked, kernel=kernel))
     check(plugin.called, "not called")
 
