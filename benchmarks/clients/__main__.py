@@ -54,6 +54,7 @@ def clients(names: tuple[str, ...], folder: Path, check: bool) -> None:
     if not chosen:
         known = ", ".join(client.name for client in read_clients())
         fail(f"there is no such client; there are {known}")
+    began = origin() | {"command": "python -m benchmarks.clients"}  # the files written change it
     folder = folder.expanduser().absolute()
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def clients(names: tuple[str, ...], folder: Path, check: bool) -> None:
             }
             for client in chosen:  # an end in between keeps the rows before it
                 found = merge([_row(client, folder, variables)])
-                found |= {"flags": FLAGS, "origin": origin()}
+                found |= {"flags": FLAGS, "origin": began}
                 write_json(str(RESULTS), found)
                 PAGE.write_text(page(found))
     except (ServerError, ModelError, TokenizerError, OSError, httpx.HTTPError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -133,8 +134,11 @@ def test_the_image_runs_moonpool_without_root_and_without_a_compiler() -> None:
                 assert (DEPLOY.parent / source).exists(), source
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint")
+HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="needs hadolint")
 def test_hadolint_accepts_the_containerfile() -> None:
-    line = ["hadolint", str(CONTAINER / "Containerfile")]
+    line = [str(HADOLINT), str(CONTAINER / "Containerfile")]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout

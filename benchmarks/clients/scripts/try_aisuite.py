@@ -1,7 +1,9 @@
 """Tries aisuite against the server."""
 
+import json
+
 import aisuite
-from probe import KEY, MODEL, QUESTION, URL, WEATHER_TOOL, check, run
+from probe import CITY_SCHEMA, KEY, MODEL, QUESTION, URL, WEATHER_TOOL, check, run
 
 client = aisuite.Client({"openai": {"base_url": f"{URL}/v1", "api_key": KEY}})
 asked = {
@@ -24,4 +26,17 @@ def tools():
     check(answer.choices[0].message.tool_calls, answer)
 
 
-run(chat, stream, tools)
+def structured_output():
+    form = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
+    answer = client.chat.completions.create(
+        **asked, response_format={"type": "json_schema", "json_schema": form}
+    )
+    check("size" in json.loads(answer.choices[0].message.content), answer)
+
+
+def logprobs():
+    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    check(answer.choices[0].logprobs.content, answer)
+
+
+run(chat, stream, tools, structured_output, logprobs)

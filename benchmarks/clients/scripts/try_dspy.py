@@ -7,12 +7,12 @@ from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefi
 from probe import KEY, MODEL, QUESTION, URL, check, run
 
 ASKED = {"api_key": KEY, "max_tokens": 96, "cache": False}
-REMARK = "with dspy.lm15.register_provider(..., supports=ModelSupport(response_schema=True)); "
-REMARK += "DSPy sends no schema to a model that it does not know"
+REMARK = "with dspy.lm15.register_provider(..., supports=ModelSupport(response_schema=True, "
+REMARK += "function_calling=True)); else DSPy sends an unknown model no schema and no tools"
 access = AccessPolicy(provider="moonpool", base_url=f"{URL}/v1")
 dspy.lm15.register_provider(
     ProviderDefinition.chat(access, compat=OpenAIChatCompat()),
-    supports=ModelSupport(response_schema=True),
+    supports=ModelSupport(response_schema=True, function_calling=True),
 )
 model = dspy.LM(f"moonpool/{MODEL}", **ASKED)
 
@@ -50,9 +50,35 @@ def stream():
     return REMARK
 
 
+class Call(dspy.Signature):
+    """Answer by a call of a tool."""
+
+    question: str = dspy.InputField()
+    tools: list[dspy.Tool] = dspy.InputField()
+    calls: dspy.ToolCalls = dspy.OutputField()
+
+
+def tools():
+    def weather(city: Literal["Paris", "Rome"]) -> str:
+        """The weather."""
+        return f"sunny in {city}"
+
+    forced = dspy.LM(f"moonpool/{MODEL}", **ASKED, tool_choice="required")
+    adapter = dspy.ChatAdapter(use_native_function_calling=True)
+    with dspy.context(lm=forced, adapter=adapter):
+        found = dspy.Predict(Call)(question="The weather in Paris?", tools=[dspy.Tool(weather)])
+    check(found.calls.tool_calls[0].args["city"] in ("Paris", "Rome"), found)
+    return REMARK
+
+
+def logprobs():
+    answer = dspy.LM(f"moonpool/{MODEL}", **ASKED, logprobs=True)(QUESTION)
+    check(answer[0]["logprobs"].content, answer)
+
+
 def embeddings():
     embedder = dspy.Embedder(f"openai/{MODEL}", api_base=f"{URL}/v1", api_key=KEY)
     check(len(embedder(["a cat", "a kitten"])) == 2, "embeddings")
 
 
-run(chat, stream, structured_output, embeddings)
+run(chat, stream, tools, structured_output, embeddings, logprobs)

@@ -52,4 +52,22 @@ def logprobs():
     check(answer.choices[0].logprobs.content, answer)
 
 
-run(chat, stream, tools, structured_output, embeddings, logprobs)
+def completions():
+    answer = litellm.text_completion(
+        model=f"text-completion-openai/{MODEL}", prompt="1, 2,", api_base=f"{URL}/v1", api_key=KEY
+    )
+    check(answer.choices[0].text, answer)
+
+
+def responses():
+    answer = litellm.responses(
+        model=f"openai/{MODEL}",
+        input=QUESTION,
+        max_output_tokens=24,
+        api_base=f"{URL}/v1",
+        api_key=KEY,
+    )
+    check(answer.output[-1].content[0].text, answer)
+
+
+run(chat, stream, tools, structured_output, embeddings, logprobs, completions, responses)

@@ -38,9 +38,15 @@ def structured_output():
     check(isinstance(found.raw, City), found)
 
 
+def logprobs():
+    asked = OpenAILike(**settings, is_chat_model=True, logprobs=True, top_logprobs=3)
+    answer = asked.chat([ChatMessage(role="user", content=QUESTION)])
+    check(answer.logprobs, answer)
+
+
 def embeddings():
     embedder = OpenAILikeEmbedding(model_name=MODEL, api_base=f"{URL}/v1", api_key=KEY)
     check(len(embedder.get_text_embedding_batch(["a cat", "a kitten"])) == 2, "embeddings")
 
 
-run(chat, stream, tools, structured_output, embeddings)
+run(chat, stream, tools, structured_output, embeddings, logprobs)

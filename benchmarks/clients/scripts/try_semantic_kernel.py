@@ -10,7 +10,9 @@ from semantic_kernel.connectors.ai import FunctionChoiceBehavior
 from semantic_kernel.connectors.ai.open_ai import (
     OpenAIChatCompletion,
     OpenAIChatPromptExecutionSettings,
+    OpenAITextCompletion,
     OpenAITextEmbedding,
+    OpenAITextPromptExecutionSettings,
 )
 from semantic_kernel.contents import ChatHistory
 from semantic_kernel.functions import kernel_function
@@ -33,8 +35,8 @@ class Weather:
         return "sunny"
 
 
-def settings(**more):
-    return OpenAIChatPromptExecutionSettings(max_tokens=64, **more)
+def settings(max_tokens=64, **more):
+    return OpenAIChatPromptExecutionSettings(max_tokens=max_tokens, **more)
 
 
 def chat():
@@ -54,7 +56,7 @@ def tools():
     kernel, plugin = Kernel(), Weather()
     kernel.add_plugin(plugin, "weather")
     choice = FunctionChoiceBehavior.Required(auto_invoke=True)
-    asked = settings(function_choice_behavior=choice)
+    asked = settings(256, temperature=0.0, function_choice_behavior=choice)  # a call must end
     wait(model.get_chat_message_content(history, asked, kernel=kernel))
     check(plugin.called, "not called")
 
@@ -65,10 +67,18 @@ def structured_output():
     check(City.model_validate_json(str(answer)), answer)
 
 
+def logprobs():
+    asked = OpenAITextPromptExecutionSettings(max_tokens=16, logprobs=3)
+    texts = OpenAITextCompletion(ai_model_id=MODEL, async_client=client)
+    (answer,) = wait(texts.get_text_contents("1, 2,", asked))
+    check(answer.metadata["logprobs"].tokens, answer.metadata)
+    return "of completions; the settings of chats have no such field"
+
+
 def embeddings():
     embedder = OpenAITextEmbedding(ai_model_id=MODEL, async_client=client)
     found = wait(embedder.generate_embeddings(["a cat", "a kitten"]))
     check(len(found) == 2, len(found))
 
 
-run(chat, stream, tools, structured_output, embeddings)
+run(chat, stream, tools, structured_output, embeddings, logprobs)

@@ -1,6 +1,8 @@
 """Tries smolagents against the server."""
 
-from probe import KEY, MODEL, QUESTION, URL, check, run
+import json
+
+from probe import CITY_SCHEMA, KEY, MODEL, QUESTION, URL, check, run
 from smolagents import OpenAIModel, tool
 
 model = OpenAIModel(model_id=MODEL, api_base=f"{URL}/v1", api_key=KEY, max_tokens=48)
@@ -30,4 +32,16 @@ def tools():
     check(answer.tool_calls, answer)
 
 
-run(chat, stream, tools)
+def structured_output():
+    form = {"name": "city", "schema": CITY_SCHEMA, "strict": True}
+    response_format = {"type": "json_schema", "json_schema": form}
+    answer = model.generate(question, response_format=response_format)
+    check("size" in json.loads(answer.content), answer)
+
+
+def logprobs():
+    answer = model.generate(question, logprobs=True, top_logprobs=3)
+    check(answer.raw.choices[0].logprobs.content, answer.raw)
+
+
+run(chat, stream, tools, structured_output, logprobs)

@@ -226,7 +226,8 @@ def max_tokens_of(
         )
     if max_tokens == 0:
         if not (isinstance(body, CompletionBody) and body.echo and not body.stream):
-            text = "'max_tokens' must be at least 1, except with 'echo'."
+            exception = ", except with 'echo'" if isinstance(body, CompletionBody) else ""
+            text = f"'max_tokens' must be at least 1{exception}."
             raise ApiError(text, param="max_tokens")
         max_tokens = 1  # the engine's least; `hide_output` leaves it out
     if (body.min_tokens or 0) > max_tokens:

@@ -73,11 +73,11 @@ class Tools:
         """Returns the JSON schema of the required calls."""
         assert self.must_call
         if self._named:
-            return self._functions[self._named]
+            return _closed(self._functions[self._named])
         definitions: dict[str, Any] = {}
         calls = []
         for name, parameters in self._functions.items():
-            own = dict(parameters)
+            own = _closed(parameters)
             definitions |= own.pop("$defs", {})
             fields = {"name": {"const": name}, "parameters": own}
             calls.append(
@@ -105,6 +105,27 @@ class Tools:
         if not self._may_call:
             return None
         return lambda next_id: _TaggedCalls(_Calls(self._functions, self._one, next_id))
+
+
+_SAY_MORE = {
+    *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"),
+    *("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "minProperties"),
+}
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Copies the schema of a function's parameters, without parameters that it does not name.
+
+    A schema that says nothing of others allows them. A small model then adds some without end.
+    """
+    named, required = parameters.get("properties"), parameters.get("required", [])
+    if not isinstance(named, dict) or not named or _SAY_MORE & parameters.keys():
+        return dict(parameters)
+    if not isinstance(required, list) or not all(
+        isinstance(r, str) and r in named for r in required
+    ):
+        return dict(parameters)
+    return parameters | {"additionalProperties": False}
 
 
 class _NamedCall:

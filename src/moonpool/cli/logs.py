@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 
@@ -19,6 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 LEVEL_VARIABLE = "MOONPOOL_LOG_LEVEL"
 FORMAT_VARIABLE = "MOONPOOL_LOG_FORMAT"
 AUTO = "auto"
+BAR_COLUMNS = 24
+CLEAR_REST = "\x1b[K"
 
 
 def choose_logging(telemetry: TelemetryConfig) -> None:
@@ -53,8 +57,11 @@ def set_up_logging(name: str) -> None:
         if value not in known or value == AUTO:
             names = ", ".join(each for each in known if each != AUTO)
             fail(f"{variable}={value!r} is unknown; use one of {names}")
-    handler = logging.StreamHandler()
+    drawn = form == "text" and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    handler = TerminalHandler(name) if drawn else logging.StreamHandler()
     handler.setFormatter(JsonFormatter(name) if form == "json" else TextFormatter(name))
+    if not drawn:
+        handler.addFilter(lambda record: not getattr(record, "only_drawn", False))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
@@ -71,6 +78,29 @@ class TextFormatter(logging.Formatter):
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
         return _instant(record)
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Lines of a terminal. A record with `done` and `total` is a bar, which the next record of any
+    process of this terminal replaces: a bar ends at its line's begin, and each record clears the
+    rest of its line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.terminator = f"{CLEAR_REST}\r" if hasattr(record, "total") else f"{CLEAR_REST}\n"
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        state = vars(record)
+        if "total" not in state:
+            return super().format(record)
+        filled = BAR_COLUMNS * state["done"] // state["total"]
+        bar = "#" * filled + "." * (BAR_COLUMNS - filled)
+        columns = shutil.get_terminal_size().columns
+        return f"{self._process} [{bar}] {record.getMessage()}"[: columns - 1]
 
 
 class JsonFormatter(logging.Formatter):

@@ -219,6 +219,30 @@ def test_a_call_that_is_required_needs_no_template_that_knows_tools() -> None:
     assert "--chat-template" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("more", "closed"),
+    [
+        ({}, True),
+        ({"required": ["city"]}, True),
+        ({"required": ["country"]}, False),  # else no call would be possible
+        ({"additionalProperties": True}, False),
+        ({"allOf": [{"properties": {"country": {"type": "string"}}}]}, False),
+        ({"properties": {}}, False),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_forced_call_adds_no_parameters_to_those_that_are_named(
+    more: dict[str, Any], closed: bool, named: bool
+) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}} | more
+    function = {"name": "weather", "parameters": parameters}
+    choice = {"type": "function", "function": {"name": "weather"}} if named else "required"
+    fields = {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+    schema = Tools(msgspec.convert({"messages": []} | fields, ChatBody)).schema()
+    own = schema if named else schema["items"]["anyOf"][0]["properties"]["parameters"]
+    assert own == parameters | ({"additionalProperties": False} if closed else {})
+
+
 @pytest.mark.parametrize("tail", [',\n {"name": "cl', ', {"name": "weather", "parameters": {', ","])
 @pytest.mark.parametrize("stream", [False, True])
 def test_whole_calls_at_the_front_of_a_cut_list_come_back(tail: str, stream: bool) -> None:

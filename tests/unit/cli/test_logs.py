@@ -1,10 +1,11 @@
-"""Log lines as text and as JSON, and where level and format come from."""
+"""Log lines as text and as JSON, a terminal's bar, and where level and format come from."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import subprocess
 import sys
 
 import pytest
@@ -58,3 +59,47 @@ def test_an_unknown_level_is_one_line(
         set_up_logging("head")
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and "MOONPOOL_LOG_LEVEL='loud'" in shown
+
+
+LOADS = """
+import logging, itertools
+from moonpool.cli.logs import set_up_logging
+from moonpool.engine.load_progress import reported
+set_up_logging("decode-0")
+clock = itertools.count()
+list(reported(range(4), lambda: 2 * next(clock)))
+logging.getLogger("moonpool").info("ready")
+"""
+
+
+def logged(on_terminal: bool, **variables: str) -> str:
+    """What a process that loads four layers, one in two seconds, writes to stderr."""
+    ours, theirs = os.openpty() if on_terminal else os.pipe()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"} | variables
+    try:
+        subprocess.run([sys.executable, "-c", LOADS], stderr=theirs, env=environment, check=True)
+        return os.read(ours, 65536).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_terminal_has_a_bar_that_the_next_line_replaces() -> None:
+    *bars, last = logged(on_terminal=True).removesuffix("\x1b[K\r\n").split("\x1b[K\r")
+    assert bars == [
+        f"decode-0 [{'#' * n * 6}{'.' * (4 - n) * 6}] loading weights: {n} of 4 layers"
+        for n in range(4)
+    ]
+    assert last.endswith("Z decode-0 INFO ready")
+    narrow = logged(on_terminal=True, COLUMNS="40").split("\x1b[K\r")
+    assert all(len(bar) == 39 for bar in narrow[:4])
+
+
+@pytest.mark.parametrize(
+    ("on_terminal", "variables"),
+    [(False, {}), (True, {"TERM": "dumb"}), (True, {"MOONPOOL_LOG_FORMAT": "json"})],
+)
+def test_a_log_has_lines_and_no_bar(on_terminal: bool, variables: dict[str, str]) -> None:
+    lines = logged(on_terminal, **variables).splitlines()
+    assert len(lines) == 2 and "loading weights: 2 of 4 layers" in lines[0] and "ready" in lines[1]
+    assert "\x1b" not in "".join(lines)
