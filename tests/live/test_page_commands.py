@@ -98,13 +98,13 @@ def test_a_command_serves(line: Line, folder: Path, monkeypatch: pytest.MonkeyPa
         assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("line", RUNS, ids=lambda line: line.text)
 def test_a_command_ends_well(line: Line, folder: Path, server: LocalServer) -> None:
     words = words_here(line, server.url, folder)
     if "--request" in words:
         words[words.index("--request") + 1] = ASKED_ID
-    done = run_command(*words, timeout_s=500, folder=folder)
+    done = run_command(*words, timeout_s=1400, folder=folder)
     if line.command == "compare":  # the profile is not of this server: the figures may be too far
         assert "hit ratio" in done.stdout and "not comparable" not in done.stderr, done.stderr
         return
