@@ -105,6 +105,7 @@ def test_the_services_of_compose_are_a_cluster() -> None:
     assert {"prefill", "decode"} <= set(roles)
     for name in set(services) - {"head"}:
         assert f"--head=head:{HEAD_PORT}" in services[name]["command"]
+        assert services[name]["deploy"] == {"mode": "replicated", "replicas": 2}
     assert services["head"]["ports"] == ["127.0.0.1:8000:8000"]
 
 
