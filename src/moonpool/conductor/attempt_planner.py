@@ -119,7 +119,7 @@ class AttemptPlanner:
         placement, footprint = planned.placement, planned.footprint
         # A prefill instance's own queue waits for room. On a mixed instance, a prefill without a
         # decode must not take the room that was booked for others.
-        mixed = self._instances[placement.prefill].info.role is Role.MIXED
+        mixed = self._instances[placement.prefill].role is Role.MIXED
         return Attempt(
             attempt_id=AttemptId(f"{tracked.request.request_id}/{self._life}{footprint.number}"),
             prefill=placement.prefill,

@@ -13,7 +13,7 @@ from moonpool.conductor.actions import (
     RequestArrived,
     Send,
 )
-from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
 from moonpool.config import ConductorConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
@@ -61,9 +61,12 @@ class Desk:
         num_blocks: int = 1000,
         chunk_tokens: int = 0,
         weights: Mapping[str, float] | None = None,
+        default_slo: Slo = DEFAULT_SLO,
         **config: Any,
     ) -> None:
-        self.conductor = Conductor(ConductorConfig(**config), tenant_weights=weights)
+        self.conductor = Conductor(
+            ConductorConfig(**config), default_slo=default_slo, tenant_weights=weights
+        )
         self.now = 0.0
         self.num_blocks = num_blocks
         self.chunk_tokens = chunk_tokens
