@@ -224,6 +224,8 @@ class AttemptPlanner:
         except PolicyError as error:
             return Rejection(500, POLICY_ERROR, str(error), 0.0)
         if rejection is None:
+            if context.expected is not None:
+                self._goodput.note_placed(context)
             return decision
         row, limit = self._instances[decision.prefill].row, config.load_limit
         if policies.admission is not None:

@@ -370,12 +370,6 @@ class RoleBalance:
         self._present.advance(now)
         return self._capacities(table, self._present.load).loads()
 
-    def present(self, now: float) -> LoadSums | None:
-        """The requests since the mix last changed. None before enough has been seen."""
-        self._present.advance(now)
-        load = self._present.load
-        return load if load.seen_s >= self._least_seen_s else None
-
     def demand(self, table: InstanceTable, now: float) -> Pools | None:
         """Demand in instances that would always be busy, of the window in which it is higher. None
         before enough has been seen; infinite for a pool without instances."""

@@ -27,7 +27,7 @@ from moonpool.conductor.actions import Announce, ConductorAction, Send
 from moonpool.conductor.autoscale import Autoscale
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_balance import Pools, RoleAdvice, RoleBalance
-from moonpool.conductor.roles.mixed_split import MixedSplit
+from moonpool.conductor.roles.mixed_split import assign_roles
 from moonpool.conductor.state import Drain, InstanceState
 from moonpool.config import ConductorConfig
 from moonpool.protocol.messages import SwitchRole
@@ -64,16 +64,15 @@ class RoleSwitching:
         serves_least = config.admission == "goodput"
         self._balance = RoleBalance(config.role_balance_window_s, slo, limit, serves_least)
         self._window_s = config.role_balance_window_s
-        self._split = MixedSplit(slo.tbt_s)
+        self._is_split = False  # mixed instances have separate roles
         if config.autoscale:
             self.autoscale = Autoscale(self._balance, config.autoscale_load, self._window_s)
-        self._has_mixed = False
         self._draining: dict[InstanceId, InstanceState] = {}
         self._next_check_s = 0.0
 
     @property
     def _tracks(self) -> bool:
-        return self.mode != "off" or self._has_mixed or self.autoscale is not None
+        return self.mode != "off" or self._is_split or self.autoscale is not None
 
     def note_arrival(
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
@@ -94,7 +93,7 @@ class RoleSwitching:
         return wanted + self.assign_roles() + self._tick_roles(now)
 
     def _tick_roles(self, now: float) -> list[ConductorAction]:
-        if self.mode == "off" and not self._has_mixed:
+        if self.mode == "off" and not self._is_split:
             return []
         if self._draining:
             states = list(self._draining.values())
@@ -103,14 +102,7 @@ class RoleSwitching:
             return []
         self._next_check_s = now + min(self._window_s / CHECKS_PER_WINDOW, CHECK_S)
         self._balance.note_running(self._running())
-        return [*self._consider_split(now), *self._check(now)]
-
-    def _consider_split(self, now: float) -> list[Announce]:
-        mixed, demand = self._mixed(), self._balance.present(now)
-        if not mixed or demand is None:
-            return []
-        self._split.consider(self._reservations.instance_table, mixed, demand, now)
-        return self.assign_roles()
+        return self._check(now)
 
     def begin(self, instance_id: InstanceId, role: Role, why: str, now: float) -> None:
         """Drains an instance that is to become a `role` one."""
@@ -163,20 +155,18 @@ class RoleSwitching:
         return RoleReport(self.mode, loads, self.advice, dict(self.num_switches), self.num_given_up)
 
     def _check(self, now: float) -> list[ConductorAction]:
-        if self.mode == "off" and not self._split.is_split:
-            return []
         table = self._reservations.instance_table
         losses = [(0, 0)] * len(table)
         for instance_id, state in self._reservations.instances.items():
             num_works = len(state.prefills) + len(state.decodes)
             losses[state.row] = (num_works, self._reservations.index.num_blocks(instance_id))
-        movable = self._mixed_rows() if self._split.is_split and self.mode != "switch" else None
+        movable = self._mixed_rows() if self._is_split and self.mode != "switch" else None
         before, self.advice = self.advice, self._balance.advise(table, losses, now, movable)
         advice = self.advice
         if advice is None:
             return []
         text = advice.describe(table.num_prefills, table.num_decodes)
-        if self.mode == "advise" and not self._split.is_split:
+        if self.mode == "advise" and not self._is_split:
             is_new = before is None or before.role is not advice.role
             return [self._announce(text)] if is_new else []
         if not self._balance.may_switch(now):
@@ -198,12 +188,11 @@ class RoleSwitching:
     def assign_roles(self) -> list[Announce]:
         """Decides whether mixed instances have separate roles, and gives them to those without.
         Must be called when instances have joined, were lost or leave."""
-        mixed, was_split = self._mixed(), self._split.is_split
-        self._has_mixed = bool(mixed)
-        self._split.assign(self._reservations.instance_table, mixed)
-        if self._split.is_split is was_split:
+        mixed, was_split = self._mixed(), self._is_split
+        self._is_split = assign_roles(self._reservations.instance_table, mixed)
+        if self._is_split is was_split:
             return []
-        if not self._split.is_split:
+        if not self._is_split:
             return [self._announce("mixed instances take both roles again")]
         num = sum(state.role is Role.PREFILL for state in mixed)
         return [

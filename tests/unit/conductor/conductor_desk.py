@@ -62,6 +62,7 @@ class Desk:
         chunk_tokens: int = 0,
         weights: Mapping[str, float] | None = None,
         default_slo: Slo = DEFAULT_SLO,
+        cost: FittedCost = COST,
         **config: Any,
     ) -> None:
         self.conductor = Conductor(
@@ -70,6 +71,7 @@ class Desk:
         self.now = 0.0
         self.num_blocks = num_blocks
         self.chunk_tokens = chunk_tokens
+        self.cost = cost
         for name in names:
             self.join(name)
 
@@ -85,7 +87,7 @@ class Desk:
             layout=LAYOUT,
             num_blocks=self.num_blocks,
             chunk_tokens=self.chunk_tokens,
-            cost=COST,
+            cost=self.cost,
             pid=1,
             host="x",
         )

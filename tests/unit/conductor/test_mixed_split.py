@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from moonpool.conductor.actions import Announce, DrainRequested, InstanceLost, Tick
-from moonpool.protocol.messages import ReserveDecode, StartPrefill, SwitchRole
-from moonpool.types import InstanceId, Role, Slo
+from moonpool.cost.fitted import FittedCost
+from moonpool.protocol.messages import (
+    AttemptId,
+    DecodeAccepted,
+    ReserveDecode,
+    RoleChanged,
+    StartPrefill,
+    SwitchRole,
+)
+from moonpool.types import FinishReason, InstanceId, Role, Slo
 from tests.unit.conductor.conductor_desk import Desk, of, sent
 
 TIGHT = Slo(ttft_s=30.0, tbt_s=0.03)
@@ -110,3 +118,27 @@ def test_instances_with_one_role_do_not_switch() -> None:
         d.handle(Tick())
     assert roles(d)[:3] == "pdd"
     assert roles(d)[3:] == "pp"
+
+
+@pytest.mark.parametrize(("fixed_s", "expected"), [(0.02, "mm"), (0.022, "pd")])
+def test_a_large_fixed_time_splits(fixed_s: float, expected: str) -> None:
+    """A quarter of a step that may take 85 ms."""
+    cost = FittedCost(prefill=(fixed_s, 0.0001, 0.0, 0.0), decode=(0.01, 0.0, 0.0))
+    assert roles(desk("m0", "m1", tbt_s=0.1, cost=cost)) == expected
+
+
+def test_last_answers_keep_their_slo_beside_no_prompt() -> None:
+    """d1 becomes a prefill instance; while it has an answer, prompts go elsewhere."""
+    d = desk("p0", "d0", "d1", role_balance="switch")
+    (first,) = sent(d.ask(max_tokens=100), ReserveDecode)
+    answering = InstanceId(first[0])
+    d.prefilled()
+    d.report(answering, DecodeAccepted(attempt_id=AttemptId("r/1")))
+    d.conductor.roles.begin(answering, Role.PREFILL, "a test", d.now)
+    d.handle(Tick())
+    d.report(answering, RoleChanged(role=Role.PREFILL))
+    names = {sent(d.ask(f"s{n}"), StartPrefill)[0][0] for n in range(4)}
+    assert names == {"p0"}
+    d.tokens(answering, 1, finish=FinishReason.STOP)
+    names = {sent(d.ask(f"t{n}"), StartPrefill)[0][0] for n in range(4)}
+    assert answering in names
