@@ -190,7 +190,7 @@ class RoleSwitching:
         Must be called when instances have joined, were lost or leave."""
         mixed, was_split = self._mixed(), self._is_split
         self._is_split = assign_roles(self._reservations.instance_table, mixed)
-        if self._is_split is was_split:
+        if self._is_split is was_split or not mixed:
             return []
         if not self._is_split:
             return [self._announce("mixed instances take both roles again")]

@@ -21,8 +21,8 @@ from moonpool.conductor.state import InstanceState
 from moonpool.types import Role
 
 FIXED_SHARE = 0.25
-"""Mixed instances have separate roles where the fixed time of a step is more than this share of
-what a step may take. The built-in A800 node has 19 ms of it, so that the TBT SLO is below 0.09 s."""
+"""Mixed instances have separate roles where the fixed time of a step is above this share of what
+a step may take. The built-in A800 node has 19 ms of it, which means a TBT SLO below 0.09 s."""
 
 
 def assign_roles(table: InstanceTable, mixed: Sequence[InstanceState]) -> bool:
