@@ -290,7 +290,8 @@ class ConductorConfig(Struct, frozen=True):
         bool,
         about(
             "Prefill long prompts in chunks inside a decode batch, where its TBT service level"
-            " still holds and the prefill instances would take twice as long."
+            " still holds and the prefill instances would take twice as long. Off: mixed"
+            " instances also keep both roles under a tight TBT service level."
         ),
     ] = True
     spare_copies_first: Annotated[

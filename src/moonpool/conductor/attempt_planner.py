@@ -119,7 +119,7 @@ class AttemptPlanner:
         placement, footprint = planned.placement, planned.footprint
         # A prefill instance's own queue waits for room. On a mixed instance, a prefill without a
         # decode must not take the room that was booked for others.
-        mixed = self._instances[placement.prefill].info.role is Role.MIXED
+        mixed = self._instances[placement.prefill].role is Role.MIXED
         return Attempt(
             attempt_id=AttemptId(f"{tracked.request.request_id}/{self._life}{footprint.number}"),
             prefill=placement.prefill,
@@ -224,6 +224,8 @@ class AttemptPlanner:
         except PolicyError as error:
             return Rejection(500, POLICY_ERROR, str(error), 0.0)
         if rejection is None:
+            if context.expected is not None:
+                self._goodput.note_placed(context)
             return decision
         row, limit = self._instances[decision.prefill].row, config.load_limit
         if policies.admission is not None:

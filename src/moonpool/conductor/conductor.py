@@ -207,6 +207,7 @@ class Conductor:
             self._on_instance_lost(info.instance_id, "it joined again", now)
         self._planner.set_layout(info.layout)
         self._resync(self.reservations.join(info))
+        self._actions += self.roles.assign_roles()
         self._lifecycle.waiting.note_joined(info.instance_id)
         self._lifecycle.place_waiting(now)
 
@@ -287,6 +288,7 @@ class Conductor:
         self._actions += self.roles.give_up(state, now)
         within_s = min(max(within_s, 0.0), MAX_WITHIN_S)
         self._actions += self.drains.begin(state, within_s, why, now, returns)
+        self._actions += self.roles.assign_roles()
         if returns:
             self._lifecycle.waiting.expect({instance_id: state.info.role})
 

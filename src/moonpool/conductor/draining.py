@@ -338,7 +338,7 @@ class Draining:
                 obstacle = obstacle or _Unavailable.NO_ROOM
                 continue
             empty = state.info.num_blocks - index.num_blocks(instance_id)
-            rank = (here, state.info.role.prefills, empty)
+            rank = (here, state.role.prefills, empty)
             if best is None or rank > best:
                 best, chosen, num_missing = rank, state, missing
         return chosen, num_missing, obstacle if chosen is None else None

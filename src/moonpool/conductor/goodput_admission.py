@@ -162,6 +162,22 @@ class GoodputModel:
         if self._learning and record.attempts == 1 and ttft_s is not None and predicted_s:
             self.ttft.note_first_token(ttft_s, predicted_s, record.slo.ttft_s)
 
+    def note_placed(self, context: AdmissionContext) -> None:
+        """A request is placed as the context says."""
+        placement, table = context.placement, context.table
+        on_decode = placement.decode is None and not table.prefills[placement.decoder_row]
+        self.prices.note_placed(self._pool_prefill_s(context), on_decode, context.now)
+
+    def _pool_prefill_s(self, context: AdmissionContext) -> float:
+        """The prefill's time, on a prefill instance where a decode instance computes the prompt:
+        beside decodes it lasts longer, but takes no more work."""
+        placement, table = context.placement, context.table
+        if placement.decode is not None or table.prefills[placement.decoder_row]:
+            return placement.prefill_s
+        alone_s = table.prefill_s(context.footprint.num_tokens, float(placement.hit_tokens))
+        alone_s = alone_s[table.prefills]
+        return min(float(alone_s.min(initial=placement.prefill_s)), placement.prefill_s)
+
     def expect(
         self, context: AdmissionContext, keys: Sequence[BlockKey], first: bool
     ) -> ExpectedGoodput:
@@ -275,7 +291,7 @@ class GoodputModel:
 
     def _own_prefill_s(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> float:
         """The prefill without what is expected to be computed for later requests."""
-        footprint, prefill_s = context.footprint, context.placement.prefill_s
+        footprint, prefill_s = context.footprint, self._pool_prefill_s(context)
         num_cached = context.placement.hit_tokens // footprint.block_tokens
         share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
         return share * prefill_s + (1.0 - share) * min(self._sharer_s.value, prefill_s)

@@ -169,6 +169,7 @@ def place(
     if table.remainders:
         possible = possible.copy()
         possible[table.remainders] &= has_room[table.remainders]
+        possible = _spares_last_answers(table, possible)
     able: Bools = table.decodes & has_room
     if avoid:
         possible = possible.copy()
@@ -197,6 +198,15 @@ def place(
         tbt_s = tbts_s.item(decoder)
     in_chunks = inline is not None and inline.in_chunks
     return _describe(context, scores, rank, best, decoder, tbt_s, int(num_possible), in_chunks)
+
+
+def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
+    """Leaves out instances whose last answers, from their time as decode instances, would break the
+    TBT SLO beside a prompt; not if there are no others."""
+    rows = np.array(table.remainders)
+    free: Bools = possible.copy()
+    free[rows] &= (table.booked_batch[rows] == 0) | table.chunk_fits(rows)
+    return free if np.count_nonzero(free) else possible
 
 
 def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:

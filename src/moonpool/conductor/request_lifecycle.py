@@ -483,9 +483,9 @@ class RequestLifecycle:
         )
         attempt = tracked.attempt
         state = None if attempt is None else self._instances.get(attempt.decoder)
-        decodes_only = state is not None and state.info.role is Role.DECODE
+        decodes_only = state is not None and state.role is Role.DECODE
         self._cost_estimator.note_answer(tracked.record, decodes_only)
-        mixed = state is not None and state.info.role is not Role.DECODE
+        mixed = state is not None and state.role is not Role.DECODE
         self._goodput.note_answer(tracked.record, tracked.predicted_step_s, mixed)
 
     def _unbook(self, tracked: TrackedRequest, now: float, abort: bool = True) -> None:

@@ -28,7 +28,7 @@ class Reservations:
     def join(self, info: InstanceInfo) -> InstanceState:
         row = self.index.add_instance(info.instance_id, info.incarnation, info.num_blocks)
         self.instance_table.join(row, info)
-        state = InstanceState(info, row)
+        state = InstanceState(info, row, info.role)
         self.instances[info.instance_id] = state
         return state
 
@@ -171,7 +171,7 @@ class Reservations:
         for instance_id, state in self.instances.items():
             row, load = state.row, loads[instance_id]
             assert table.ids[row] == instance_id
-            role, serves = state.info.role, state.drain is None
+            role, serves = state.role, state.drain is None
             assert table.prefills[row] == (serves and role.prefills)
             assert table.decodes[row] == (serves and role.decodes)
             assert load.prefills == set(state.prefills)

@@ -30,6 +30,8 @@ QUEUE_SHARE = 0.8
 GAIN = 4.0
 """The queue should come to that part within the SLO over `GAIN`. Rejecting early what the queue can
 hold is for nothing if the overload ends; rejecting late lets the queue fill with anything."""
+MOST_HELP = 0.5
+"""Work of decode instances on prompts that counts, over that of prefill instances."""
 BURST_SHARE = 0.2
 """A burst that ends within this part of the TTFT SLO is taken by the queue."""
 
@@ -42,6 +44,12 @@ class RequestNeed(NamedTuple):
     prefill_s: float
     decode_s: float  # what it adds to each step, times its duration over the mean duration
     alone_s: float = 0.0  # its whole prefill, whoever shares its blocks later
+
+
+class _Placed(NamedTuple):
+    at_s: float
+    prefill_s: float
+    on_decode: bool
 
 
 class ClusterCapacity(NamedTuple):
@@ -61,6 +69,7 @@ class ResourcePrices:
 
     def __init__(self) -> None:
         self._needs: deque[RequestNeed] = deque(maxlen=MAX_ARRIVALS)
+        self._placed: deque[_Placed] = deque(maxlen=MAX_ARRIVALS)
         self._prefill = self._decode = (
             0.0  # effective requests per second and per `RequestNeed.decode_s`
         )
@@ -71,6 +80,19 @@ class ResourcePrices:
 
     def note_arrival(self, need: RequestNeed) -> None:
         self._needs.append(need)
+
+    def note_placed(self, prefill_s: float, on_decode: bool, now: float) -> None:
+        """A prompt was placed, on a decode instance or not. `prefill_s`: on a prefill instance."""
+        self._placed.append(_Placed(now, prefill_s, on_decode))
+
+    def _help(self, now: float) -> float:
+        """The work on prompts that decode instances take, over that of the prefill instances."""
+        own_s = taken_s = 0.0
+        for placed in self._placed:
+            if placed.at_s >= now - WINDOW_S:
+                own_s += 0.0 if placed.on_decode else placed.prefill_s
+                taken_s += placed.prefill_s if placed.on_decode else 0.0
+        return min(taken_s / own_s, MOST_HELP) if own_s else 0.0
 
     def cost(self, need: RequestNeed, capacity: ClusterCapacity, now: float) -> tuple[float, float]:
         """How many effective requests the prefill and the decode of a request would displace."""
@@ -116,7 +138,7 @@ class ResourcePrices:
         worth, prefill_s, decode_s = needs[:, 1], needs[:, 2], needs[:, 3]
         self._worth, self._alone_s, self._elapsed_s = worth, needs[:, 4], elapsed_s
         pace = _pace(capacity.queue_s / slo_s)
-        supply_s = capacity.num_prefills * elapsed_s * pace
+        supply_s = capacity.num_prefills * (1.0 + self._help(now)) * elapsed_s * pace
         self._prefill = _price(worth - self._decode * decode_s, prefill_s, supply_s)
         pace = _pace(capacity.wait_s / slo_s)
         turnover = elapsed_s / max(capacity.lifetime_s, 1e-3)

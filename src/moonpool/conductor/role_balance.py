@@ -41,6 +41,7 @@ import numpy as np
 
 from moonpool.conductor.instance_table import Floats, InstanceTable
 from moonpool.conductor.roles.running_lengths import NUM_KINDS, LengthRange, RunningLengths, kind_of
+from moonpool.conductor.roles.served_share import Needs, RecentRequest, RecentRequests
 from moonpool.types import InstanceId, Role, Slo
 
 NUM_FADES = 32
@@ -95,6 +96,7 @@ class Pools(NamedTuple):
 
 
 ONE = Pools(1.0, 1.0)
+NO_NEEDS = Needs(np.zeros(0), np.zeros(0))
 _LEAST, _MOST = attrgetter("least"), attrgetter("most")
 
 
@@ -313,8 +315,11 @@ def _with_means(part: _Part, means: Sequence[float]) -> list[float]:
 class RoleBalance:
     """Tracks the demand, and advises switches when its ratio surely does not fit."""
 
-    def __init__(self, window_s: float, slo: Slo, load_limit: float = 1.0) -> None:
-        """`load_limit`: share of the SLO and of the memory that may be used."""
+    def __init__(
+        self, window_s: float, slo: Slo, load_limit: float = 1.0, serves_least: bool = False
+    ) -> None:
+        """`load_limit`: share of the SLO and of the memory that may be used. `serves_least`: under
+        overload the requests that need least are served (admission "goodput")."""
         self._window_s = window_s
         self._tbt_s = slo.tbt_s * load_limit
         self._load_limit = load_limit
@@ -324,6 +329,7 @@ class RoleBalance:
         self._present = PresentLoad(window_s, self._lengths)
         self._offered = OfferedLoad(window_s)
         self._lately = OfferedLoad(self._short_s)
+        self._recent = RecentRequests() if serves_least else None
         self._paused_until_s = 0.0
         self._last: tuple[float, Role] | None = None  # time and role of the last switches
         self._returned_s = -inf  # when roles last switched back
@@ -340,6 +346,10 @@ class RoleBalance:
             answer_tokens = max(min(most_tokens, expected), 0.0)
             offered.add(num_tokens - cached_tokens, cached_tokens, answer_tokens, now)
         self._present.add(num_tokens - cached_tokens, cached_tokens, most_tokens, now)
+        if self._recent is not None:
+            kind = kind_of(num_tokens, cached_tokens)
+            new_tokens = num_tokens - cached_tokens
+            self._recent.add(RecentRequest(now, new_tokens, cached_tokens, most_tokens, kind))
 
     def note_answer(self, num_prompt_tokens: int, cached_tokens: int, num_generated: int) -> None:
         """Learns from a complete answer."""
@@ -379,19 +389,26 @@ class RoleBalance:
         return now >= self._paused_until_s
 
     def advise(
-        self, table: InstanceTable, losses: Sequence[tuple[int, int]], now: float
+        self,
+        table: InstanceTable,
+        losses: Sequence[tuple[int, int]],
+        now: float,
+        movable: Sequence[int] | None = None,
     ) -> RoleAdvice | None:
         """The advice, if it is sure. `losses`: attempts under way and blocks cached, by row; the
-        instances that lose least switch first. The caller follows it, or asks again."""
+        instances that lose least switch first. `movable`: the rows that may; None: all. The caller
+        follows it, or asks again."""
         present = self._present
         present.advance(now)
         if present.load.seen_s < self._least_seen_s:
             return None
-        advice = _judge(self._capacities(table, present.load), table, losses, MARGIN)
+        capacities = self._capacities(table, present.load, movable=movable)
+        needs = self._needs(table)
+        advice = _judge(capacities, table, losses, MARGIN, needs)
         if advice is None:
             return None
         sure, margin = self._bar(advice.role, now)
-        if advice.then.worst > (1.0 - margin) * advice.now.worst:
+        if needs.load(*advice.then) > (1.0 - margin) * needs.load(*advice.now):
             return None
         less, more = present.load.errors()
         # The ratio of both demands is wrong by the root of the sum of both squares.
@@ -402,10 +419,19 @@ class RoleBalance:
             max(1.0 + signs[1] * more * more / whole, 0.0),
         )
         doubted = present.with_lengths(_MOST if advice.role is Role.PREFILL else _LEAST)
-        least = _judge(self._capacities(table, doubted, factors), table, losses, SURE_MARGIN)
+        capacities = self._capacities(table, doubted, factors, movable)
+        least = _judge(capacities, table, losses, SURE_MARGIN, needs)
         if least is None or least.role is not advice.role:
             return None
         return advice
+
+    def _needs(self, table: InstanceTable) -> Needs:
+        if self._recent is None:
+            return NO_NEEDS
+        lengths = self._lengths
+        return self._recent.needs(
+            table, self._present.since_s, lambda kind: max(lengths.of(kind).mean - 1.0, 0.0)
+        )
 
     def note_switch(self, role: Role, now: float) -> None:
         """An advice is followed."""
@@ -423,11 +449,17 @@ class RoleBalance:
         return SURE_TO_RETURN, MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN
 
     def _capacities(
-        self, table: InstanceTable, load: LoadSums, factors: Pools = ONE
+        self,
+        table: InstanceTable,
+        load: LoadSums,
+        factors: Pools = ONE,
+        movable: Sequence[int] | None = None,
     ) -> _PoolCapacities:
         decode_s = load.decode_s(table, self._tbt_s / table.tbt_tail, self._load_limit)
         prefill_s = load.prefill_s(table)
-        return _PoolCapacities(table, prefill_s * factors.prefill, decode_s * factors.decode)
+        return _PoolCapacities(
+            table, prefill_s * factors.prefill, decode_s * factors.decode, movable
+        )
 
 
 def _judge(
@@ -435,33 +467,63 @@ def _judge(
     table: InstanceTable,
     losses: Sequence[tuple[int, int]],
     margin: float,
+    needs: Needs,
 ) -> RoleAdvice | None:
-    """Switches for as long as each one reduces the load of the fuller pool (mutates)."""
+    """The switches that reduce the load of the fuller pool most, or under overload serve most
+    requests."""
     before = capacities.loads()
     if before.worst < LOADED:
         return None
-    role = before.short_of
-    rows = capacities.donors(role, losses)
-    best, best_number = before, 0
-    for number, row in enumerate(rows, start=1):
+    least = (1.0 - margin) * needs.load(*before)
+    best = None
+    roles = [before.short_of]
+    if len(needs.prefill) and before.worst > 1.0:
+        # More instances of the less loaded pool may serve more requests.
+        roles.append(Role.DECODE if roles[0] is Role.PREFILL else Role.PREFILL)
+    for role in roles:
+        rows, then = _switches(capacities, role, losses, needs)
+        if rows and needs.load(*then) <= least:
+            least = needs.load(*then)
+            best = RoleAdvice(tuple(table.ids[row] for row in rows), role, before, then)
+    return best
+
+
+def _switches(
+    capacities: _PoolCapacities, role: Role, losses: Sequence[tuple[int, int]], needs: Needs
+) -> tuple[list[int], Pools]:
+    """Rows that should switch to this role, for as long as each one helps, and the loads then."""
+    then = capacities.loads()
+    least = needs.load(*then)
+    moved: list[int] = []
+    for row in capacities.donors(role, losses):
         capacities.move(row, role)
         after = capacities.loads()
-        if after.worst >= best.worst:
+        load = needs.load(*after)
+        if load >= least:
+            capacities.move_back(row, role)
             break
-        best, best_number = after, number
+        moved.append(row)
+        then, least = after, load
         if after.worst < LOADED:
             break
-    if not best_number or best.worst > (1.0 - margin) * before.worst:
-        return None
-    return RoleAdvice(tuple(table.ids[row] for row in rows[:best_number]), role, before, best)
+    for row in moved:
+        capacities.move_back(row, role)
+    return moved, then
 
 
 class _PoolCapacities:
     """Capacities of both pools: sums over the instances of the inverse of the time that each
     would take alone."""
 
-    def __init__(self, table: InstanceTable, prefill_s: Floats, decode_s: Floats) -> None:
+    def __init__(
+        self,
+        table: InstanceTable,
+        prefill_s: Floats,
+        decode_s: Floats,
+        movable: Sequence[int] | None,
+    ) -> None:
         self._table = table
+        self._movable = movable
         self._prefills, self._decodes = table.prefills.tolist(), table.decodes.tolist()
         self._prefill_s: list[float] = np.maximum(prefill_s, TINY_S).tolist()
         self._decode_s: list[float] = np.maximum(decode_s, TINY_S).tolist()
@@ -487,6 +549,10 @@ class _PoolCapacities:
         self._prefill_capacity += sign / self._prefill_s[row]
         self._decode_capacity -= sign / self._decode_s[row]
 
+    def move_back(self, row: int, role: Role) -> None:
+        """Takes a move to this role back (mutates)."""
+        self.move(row, Role.DECODE if role is Role.PREFILL else Role.PREFILL)
+
     def donors(self, role: Role, losses: Sequence[tuple[int, int]]) -> list[int]:
         """Rows that could switch to this role, best first: by the ratio of their costs, then by
         what they lose. One instance must remain, and so must a single one with the most room."""
@@ -501,6 +567,8 @@ class _PoolCapacities:
         large = [row for row in pool if capacities.item(row) == largest]
         if len(large) == 1:
             rows = [row for row in rows if row != large[0]]
+        if self._movable is not None:
+            rows = [row for row in rows if row in self._movable]
         return self._ranked(rows, role, losses)[: max(num_spare, 0)]
 
     def _ranked(self, rows: list[int], role: Role, losses: Sequence[tuple[int, int]]) -> list[int]:

@@ -10,6 +10,9 @@ its prompts beside them in chunks that keep their TBT SLO, and is expected to be
 (`InstanceTable.remainders`). Its KVCache remains: blocks computed in one role are matched and used
 in the other. This is soft state: an instance joins with its present role, and a drain ends with the
 connection.
+
+Mixed instances that have separate roles (`roles.mixed_split`) switch in any mode, and without a
+command, as they take both kinds of work.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from moonpool.conductor.actions import Announce, ConductorAction, Send
 from moonpool.conductor.autoscale import Autoscale
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_balance import Pools, RoleAdvice, RoleBalance
+from moonpool.conductor.roles.mixed_split import assign_roles
 from moonpool.conductor.state import Drain, InstanceState
 from moonpool.config import ConductorConfig
 from moonpool.protocol.messages import SwitchRole
@@ -57,13 +61,18 @@ class RoleSwitching:
         self.autoscale: Autoscale | None = None
         self._reservations = reservations
         limit = 1.0 if config.admission == "none" else config.load_limit
-        self._balance = RoleBalance(config.role_balance_window_s, slo, limit)
+        serves_least = config.admission == "goodput"
+        self._balance = RoleBalance(config.role_balance_window_s, slo, limit, serves_least)
         self._window_s = config.role_balance_window_s
-        self._tracks = self.mode != "off" or config.autoscale
+        self._is_split = False  # mixed instances have separate roles
         if config.autoscale:
             self.autoscale = Autoscale(self._balance, config.autoscale_load, self._window_s)
         self._draining: dict[InstanceId, InstanceState] = {}
         self._next_check_s = 0.0
+
+    @property
+    def _tracks(self) -> bool:
+        return self.mode != "off" or self._is_split or self.autoscale is not None
 
     def note_arrival(
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
@@ -81,10 +90,10 @@ class RoleSwitching:
         wanted: list[ConductorAction] = []
         if self.autoscale is not None:
             wanted += self.autoscale.tick(self._reservations.instance_table, now)
-        return wanted + self._tick_roles(now)
+        return wanted + self.assign_roles() + self._tick_roles(now)
 
     def _tick_roles(self, now: float) -> list[ConductorAction]:
-        if self.mode == "off":
+        if self.mode == "off" and not self._is_split:
             return []
         if self._draining:
             states = list(self._draining.values())
@@ -106,8 +115,11 @@ class RoleSwitching:
 
     def on_role_changed(self, state: InstanceState, role: Role, now: float) -> list[Announce]:
         """The instance reports its present role, which is taken over."""
-        drain = state.drain
         state.info = msgspec.structs.replace(state.info, role=role)
+        return self._take_role(state, role, now)
+
+    def _take_role(self, state: InstanceState, role: Role, now: float) -> list[Announce]:
+        drain, state.role = state.drain, role
         if drain is not None and drain.becomes is None:
             return []  # it leaves, whatever its role
         self._return_to_service(state)
@@ -122,6 +134,9 @@ class RoleSwitching:
     def on_lost(self, state: InstanceState, now: float) -> list[Announce]:
         """Ends the drain of a lost instance. After another loss, gives up the drain if its pool has
         no instance left."""
+        return self._end_drains(state, now) + self.assign_roles()
+
+    def _end_drains(self, state: InstanceState, now: float) -> list[Announce]:
         if self._draining.pop(state.info.instance_id, None) is not None:
             self.num_given_up += 1
             self._balance.pause(now)
@@ -145,12 +160,13 @@ class RoleSwitching:
         for instance_id, state in self._reservations.instances.items():
             num_works = len(state.prefills) + len(state.decodes)
             losses[state.row] = (num_works, self._reservations.index.num_blocks(instance_id))
-        before, self.advice = self.advice, self._balance.advise(table, losses, now)
+        movable = self._mixed_rows() if self._is_split and self.mode != "switch" else None
+        before, self.advice = self.advice, self._balance.advise(table, losses, now, movable)
         advice = self.advice
         if advice is None:
             return []
         text = advice.describe(table.num_prefills, table.num_decodes)
-        if self.mode == "advise":
+        if self.mode == "advise" and not self._is_split:
             is_new = before is None or before.role is not advice.role
             return [self._announce(text)] if is_new else []
         if not self._balance.may_switch(now):
@@ -160,6 +176,31 @@ class RoleSwitching:
             self.begin(instance_id, advice.role, text, now)
         names = " and ".join(advice.instance_ids)
         return [self._announce(f"{text}; to become {advice.role}, these drain: {names}")]
+
+    def _mixed(self) -> list[InstanceState]:
+        """The instances that are mixed by themselves and stay."""
+        states = self._reservations.instances.values()
+        return [each for each in states if each.info.role is Role.MIXED and each.drain is None]
+
+    def _mixed_rows(self) -> list[int]:
+        return [state.row for state in self._mixed()]
+
+    def assign_roles(self) -> list[Announce]:
+        """Decides whether mixed instances have separate roles, and gives them to those without.
+        Must be called when instances have joined, were lost or leave."""
+        mixed, was_split = self._mixed(), self._is_split
+        self._is_split = assign_roles(self._reservations.instance_table, mixed)
+        if self._is_split is was_split or not mixed:
+            return []
+        if not self._is_split:
+            return [self._announce("mixed instances take both roles again")]
+        num = sum(state.role is Role.PREFILL for state in mixed)
+        return [
+            self._announce(
+                "the TBT SLO leaves too little room for prompts beside decodes:"
+                f" of {len(mixed)} mixed instances {num} prefill and {len(mixed) - num} decode"
+            )
+        ]
 
     def _running(self) -> Iterator[tuple[int, int, int]]:
         """Of each answer under way: tokens of the prompt, cached ones, and of the answer."""
@@ -177,6 +218,8 @@ class RoleSwitching:
         if state.prefilled:
             drain.commanded = True
             assert drain.becomes is not None
+            if state.info.role is Role.MIXED:
+                return [*self._take_role(state, drain.becomes, now)]
             return [Send(state.info.instance_id, SwitchRole(role=drain.becomes))]
         given_up = self._give_up_if_needed(state, now)
         if given_up:
@@ -190,21 +233,21 @@ class RoleSwitching:
         table = self._reservations.instance_table
         if state.drain is None or state.drain.commanded:
             return []
-        num_left = table.num_prefills if state.info.role is Role.PREFILL else table.num_decodes
+        num_left = table.num_prefills if state.role is Role.PREFILL else table.num_decodes
         if num_left:
             return []
-        return [self._give_up(state, f"it is the last {state.info.role} instance", now)]
+        return [self._give_up(state, f"it is the last {state.role} instance", now)]
 
     def _give_up(self, state: InstanceState, why: str, now: float) -> Announce:
         self.num_given_up += 1
         self._balance.pause(now)
         self._return_to_service(state)
-        return self._announce(f"{state.info.instance_id} stays a {state.info.role} instance: {why}")
+        return self._announce(f"{state.info.instance_id} stays a {state.role} instance: {why}")
 
     def _return_to_service(self, state: InstanceState) -> None:
         state.drain = None
         self._draining.pop(state.info.instance_id, None)
-        role = state.info.role
+        role = state.role
         self._reservations.instance_table.set_role(state.row, role.prefills, role.decodes)
 
     def _announce(self, text: str) -> Announce:

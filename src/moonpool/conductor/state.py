@@ -98,6 +98,7 @@ class InstanceState:
 
     info: InstanceInfo
     row: int
+    role: Role  # its own, or the one that a mixed instance is given (`roles.mixed_split`)
     prefills: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
     started: dict[AttemptId, Attempt] = field(
         default_factory=dict

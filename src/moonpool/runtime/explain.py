@@ -94,7 +94,7 @@ def describe_to_tenant(conductor: Conductor, tenant: str) -> dict[str, Any]:
         "instances": [
             {
                 "instance_id": state.info.instance_id,
-                "role": state.info.role.value,
+                "role": state.role.value,
                 "draining": None if state.drain is None else state.drain.reason,
             }
             for state in conductor.instances.values()
@@ -130,7 +130,7 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
     info, load = state.info, state.load
     described: dict[str, Any] = {
         "instance_id": info.instance_id,
-        "role": info.role.value,
+        "role": state.role.value,
         "draining": None if state.drain is None else state.drain.reason,
         "handed_over_blocks": conductor.drains.num_handed(info.instance_id),
         "host": info.host,

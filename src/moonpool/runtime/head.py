@@ -309,7 +309,7 @@ class Head:
             return "another head has replaced this one"
         if self._leaving:
             return "the server is stopping"
-        roles = [state.info.role for state in self.conductor.instances.values()]
+        roles = [state.role for state in self.conductor.instances.values()]
         if not any(role.prefills for role in roles):
             return "no prefill instance is up"
         return "" if any(role.decodes for role in roles) else "no decode instance is up"

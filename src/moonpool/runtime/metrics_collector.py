@@ -108,7 +108,7 @@ class MetricsCollector:
         )
         roles: dict[str, int] = {}
         for state in conductor.instances.values():
-            roles[state.info.role.value] = roles.get(state.info.role.value, 0) + 1
+            roles[state.role.value] = roles.get(state.role.value, 0) + 1
         self._metrics.set_instances(roles)
         self._metrics.set_pool_loads(conductor.loads(now)._asdict() if roles else {})
         balance = conductor.roles.report(now)

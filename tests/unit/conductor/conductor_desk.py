@@ -13,7 +13,7 @@ from moonpool.conductor.actions import (
     RequestArrived,
     Send,
 )
-from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
 from moonpool.config import ConductorConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
@@ -61,12 +61,17 @@ class Desk:
         num_blocks: int = 1000,
         chunk_tokens: int = 0,
         weights: Mapping[str, float] | None = None,
+        default_slo: Slo = DEFAULT_SLO,
+        cost: FittedCost = COST,
         **config: Any,
     ) -> None:
-        self.conductor = Conductor(ConductorConfig(**config), tenant_weights=weights)
+        self.conductor = Conductor(
+            ConductorConfig(**config), default_slo=default_slo, tenant_weights=weights
+        )
         self.now = 0.0
         self.num_blocks = num_blocks
         self.chunk_tokens = chunk_tokens
+        self.cost = cost
         for name in names:
             self.join(name)
 
@@ -82,7 +87,7 @@ class Desk:
             layout=LAYOUT,
             num_blocks=self.num_blocks,
             chunk_tokens=self.chunk_tokens,
-            cost=COST,
+            cost=self.cost,
             pid=1,
             host="x",
         )

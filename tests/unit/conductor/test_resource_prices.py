@@ -131,3 +131,24 @@ def test_no_more_are_delayed_than_could_be_served() -> None:
 
 def test_nobody_is_delayed_where_few_come() -> None:
     assert ResourcePrices().delay(0.0, 5.0, 1, 3.0) == 0.0
+
+
+def test_decode_instances_that_compute_prompts_add_to_the_capacity() -> None:
+    """A third of the prompts' work, placed on decode instances, serves half as much again."""
+    needs = arrivals(rate=6.0, prefill_s=1.0)
+
+    def price(on_decode: bool) -> float:
+        prices = ResourcePrices()
+        for index, need in enumerate(needs):
+            prices.note_arrival(need)
+            prices.note_placed(need.prefill_s, on_decode and index % 3 == 0, need.at_s)
+        return prices.cost(needs[-1], CAPACITY, needs[-1].at_s)[0] / needs[-1].prefill_s
+
+    helped, alone = price(True), price(False)
+    more = CAPACITY._replace(num_prefills=3)
+    prices = ResourcePrices()
+    for need in needs:
+        prices.note_arrival(need)
+    expected = prices.cost(needs[-1], more, needs[-1].at_s)[0] / needs[-1].prefill_s
+    assert helped < alone
+    assert helped == pytest.approx(expected, rel=0.05)

@@ -199,7 +199,7 @@ def _describe_instance(
 ) -> dict[str, Any]:
     described: dict[str, Any] = {
         "instance_id": state.info.instance_id,
-        "role": state.info.role.value,
+        "role": state.role.value,
         "draining": None if state.drain is None else state.drain.reason,
     }
     if not with_load:
@@ -232,7 +232,7 @@ def _loads(conductor: Conductor, state: InstanceState, now: float, slo: Slo) -> 
 
     The larger of both on an instance that prefills and decodes.
     """
-    table, row, role = conductor.instance_table, state.row, state.info.role
+    table, row, role = conductor.instance_table, state.row, state.role
     present = projected = 0.0
     if role.prefills:
         busy_s = max(table.busy_until_s.item(row) - now, 0.0)

@@ -1,0 +1,61 @@
+"""Gives mixed instances separate roles where the TBT SLO leaves too little room for prompts.
+
+A mixed instance computes prompts in chunks beside its decodes. A chunk is at least one tile, and
+each step has a fixed time. Under a tight TBT SLO this is most of what a step may take, or more.
+Then a prompt breaks the SLO of all answers on its instance, or hardly advances.
+
+So the mixed instances of a cluster become prefill and decode instances then, by their profiles,
+before there is any demand: a change under load costs the answers under way. The roles are the
+Conductor's alone. The instances take both kinds of work, and are told nothing. `role_balance` moves
+them between the roles by the demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.conductor.state import InstanceState
+from moonpool.types import Role
+
+FIXED_SHARE = 0.25
+"""Mixed instances have separate roles where the fixed time of a step is above this share of what
+a step may take. The built-in A800 node has 19 ms of it, which means a TBT SLO below 0.09 s."""
+
+
+def assign_roles(table: InstanceTable, mixed: Sequence[InstanceState]) -> bool:
+    """Sets the roles of the instances that are mixed by themselves (mutates their states and the
+    table). Draining ones must not be among them. Returns whether they have separate roles."""
+    if len(mixed) < 2 or not _should_split(table, mixed):
+        for state in mixed:
+            _set_role(table, state, Role.MIXED)
+        return False
+    for state in mixed:
+        if state.role is Role.MIXED:
+            _set_role(table, state, _smaller_pool(table))
+    if not table.num_prefills:
+        _set_role(table, mixed[0], Role.PREFILL)  # it takes the place of the last one
+    elif not table.num_decodes:
+        _set_role(table, mixed[0], Role.DECODE)
+    return True
+
+
+def _should_split(table: InstanceTable, mixed: Sequence[InstanceState]) -> bool:
+    rows = np.array([state.row for state in mixed])
+    tight = ~table.chunk_fits(rows) | (table.fixed_share(rows) > FIXED_SHARE)
+    return bool((tight & table.may_split(rows)).all())
+
+
+def _smaller_pool(table: InstanceTable) -> Role:
+    """The role that fewer instances have; mixed ones are yet to be given one."""
+    only_prefill = int(np.count_nonzero(table.prefills & ~table.decodes))
+    only_decode = int(np.count_nonzero(table.decodes & ~table.prefills))
+    return Role.PREFILL if only_prefill <= only_decode else Role.DECODE
+
+
+def _set_role(table: InstanceTable, state: InstanceState, role: Role) -> None:
+    if state.role is not role:
+        state.role = role
+        table.set_role(state.row, role.prefills, role.decodes)

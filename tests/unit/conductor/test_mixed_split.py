@@ -1,0 +1,144 @@
+"""Mixed instances have separate roles where no chunk fits beside their decodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moonpool.conductor.actions import Announce, DrainRequested, InstanceLost, Tick
+from moonpool.cost.fitted import FittedCost
+from moonpool.protocol.messages import (
+    AttemptId,
+    DecodeAccepted,
+    ReserveDecode,
+    RoleChanged,
+    StartPrefill,
+    SwitchRole,
+)
+from moonpool.types import FinishReason, InstanceId, Role, Slo
+from tests.unit.conductor.conductor_desk import Desk, of, sent
+
+TIGHT = Slo(ttft_s=30.0, tbt_s=0.03)
+"""A decode takes 11 ms, and a chunk of 32 tokens beside it 33 ms."""
+
+
+def desk(*names: str, tbt_s: float = TIGHT.tbt_s, **config: Any) -> Desk:
+    slo = Slo(ttft_s=30.0, tbt_s=tbt_s)
+    return Desk(*names, chunk_tokens=256, default_slo=slo, admission="none", **config)
+
+
+def roles(d: Desk) -> str:
+    """The first letters of the roles that the Conductor uses."""
+    return "".join(state.role.value[0] for state in d.conductor.instances.values())
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("m0",), "m"),
+        (("m0", "m1"), "pd"),
+        (("m0", "m1", "m2"), "pdp"),
+        (("p0", "d0", "m0", "m1"), "pdpd"),
+        (("p0", "p1", "d0", "m0", "m1"), "ppddp"),
+    ],
+)
+def test_mixed_instances_join_the_smaller_pool(names: tuple[str, ...], expected: str) -> None:
+    assert roles(desk(*names)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tbt_s", "expected"),
+    [
+        (0.012, "mm"),  # decodes alone break the SLO: nothing is gained
+        (0.037, "pd"),
+        (0.040, "mm"),  # 33 ms are less than 0.85 of it
+        (float("inf"), "mm"),
+    ],
+)
+def test_the_slo_decides(tbt_s: float, expected: str) -> None:
+    assert roles(desk("m0", "m1", tbt_s=tbt_s)) == expected
+
+
+def test_instances_that_do_not_size_chunks_stay_mixed() -> None:
+    assert roles(desk("m0", "m1", inline_chunks=False)) == "mm"
+
+
+def test_a_request_decodes_beside_no_prompt() -> None:
+    d = desk("m0", "m1")
+    actions = d.ask()
+    assert [name for name, _ in sent(actions, StartPrefill)] == ["m0"]
+    assert [name for name, _ in sent(actions, ReserveDecode)] == ["m1"]
+
+
+def test_the_survivor_of_two_takes_both_roles() -> None:
+    d = desk("m0", "m1")
+    said = of(d.handle(InstanceLost(InstanceId("m1"), "killed")), Announce)
+    assert roles(d) == "m"
+    assert "both roles again" in said[0].text
+    assert not sent(d.ask(), ReserveDecode)
+    said = of(d.join("m1"), Announce)
+    assert roles(d) == "pd"
+    assert "of 2 mixed instances 1 prefill and 1 decode" in said[0].text
+
+
+def test_a_pool_is_filled_after_a_loss() -> None:
+    d = desk("m0", "m1", "m2")
+    d.handle(InstanceLost(InstanceId("m1"), "killed"))
+    assert sorted(roles(d)) == ["d", "p"]
+
+
+def test_a_pool_is_filled_after_a_departure() -> None:
+    d = desk("m0", "m1", "m2")
+    d.handle(DrainRequested(InstanceId("m1"), 10.0, "a test"))
+    serving = [state.role for state in d.conductor.instances.values() if state.drain is None]
+    assert sorted(serving) == [Role.DECODE, Role.PREFILL]
+
+
+def test_mixed_instances_follow_the_demand_without_a_command() -> None:
+    """Long prompts with short answers: one decode instance is enough. `role_balance` is off."""
+    d = desk("m0", "m1", "m2", "m3", num_blocks=4000)
+    assert roles(d) == "pdpd"
+    commands: list[Any] = []
+    for number in range(600):
+        d.now += 0.1
+        if number % 10 == 0:
+            d.ask(f"r{number}", token_ids=tuple(range(2000)), max_tokens=2)
+        commands += sent(d.handle(Tick()), SwitchRole)
+    assert sorted(roles(d)) == ["d", "p", "p", "p"]
+    assert not commands
+
+
+def test_instances_with_one_role_do_not_switch() -> None:
+    d = desk("p0", "d0", "d1", "m0", "m1", num_blocks=4000)
+    for number in range(600):
+        d.now += 0.1
+        if number % 10 == 0:
+            d.ask(f"r{number}", token_ids=tuple(range(2000)), max_tokens=2)
+        d.handle(Tick())
+    assert roles(d)[:3] == "pdd"
+    assert roles(d)[3:] == "pp"
+
+
+@pytest.mark.parametrize(("fixed_s", "expected"), [(0.02, "mm"), (0.022, "pd")])
+def test_a_large_fixed_time_splits(fixed_s: float, expected: str) -> None:
+    """A quarter of a step that may take 85 ms."""
+    cost = FittedCost(prefill=(fixed_s, 0.0001, 0.0, 0.0), decode=(0.01, 0.0, 0.0))
+    assert roles(desk("m0", "m1", tbt_s=0.1, cost=cost)) == expected
+
+
+def test_last_answers_keep_their_slo_beside_no_prompt() -> None:
+    """d1 becomes a prefill instance; while it has an answer, prompts go elsewhere."""
+    d = desk("p0", "d0", "d1", role_balance="switch")
+    (first,) = sent(d.ask(max_tokens=100), ReserveDecode)
+    answering = InstanceId(first[0])
+    d.prefilled()
+    d.report(answering, DecodeAccepted(attempt_id=AttemptId("r/1")))
+    d.conductor.roles.begin(answering, Role.PREFILL, "a test", d.now)
+    d.handle(Tick())
+    d.report(answering, RoleChanged(role=Role.PREFILL))
+    names = {sent(d.ask(f"s{n}"), StartPrefill)[0][0] for n in range(4)}
+    assert names == {"p0"}
+    d.tokens(answering, 1, finish=FinishReason.STOP)
+    names = {sent(d.ask(f"t{n}"), StartPrefill)[0][0] for n in range(4)}
+    assert answering in names
