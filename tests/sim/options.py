@@ -75,6 +75,7 @@ class Options:
     num_upgrades: int = field(default=0, repr=False)  # of instances; 0: all are of one release
     head_is_old: bool = field(default=False, repr=False)  # the first head
     tenants: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # with their shares
+    splits_mixed: bool = field(default=False, repr=False)  # no chunk fits beside their decodes
 
     def shown(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -264,6 +265,14 @@ def _draw_tenants(options: Options) -> Options:
     )
 
 
+def _draw_split(options: Options) -> Options:
+    """In some runs, mixed instances have separate roles, which follow the load."""
+    rng = random.Random(repr(options) + "split")
+    if rng.random() >= 0.06 or options.engine == "vllm":
+        return options
+    return replace(options, splits_mixed=True, num_mixed=rng.randint(2, 4))
+
+
 def _draw_arenas(options: Options, rng: random.Random) -> Options:
     num_arenas, loss_rate = rng.choice((0, 0, 1, 2, 3)), rng.choice((0.0, 0.02, 0.1))
     segment_blocks = random.Random(repr(options)).choice((0, 0, 1, 2, 5))
@@ -305,5 +314,5 @@ def _busy_disks(options: Options, rng: random.Random) -> Options:
     )
 
 
-KINDS = (_draw_takeovers, _draw_vllm, _draw_pauses, _draw_upgrades, _draw_tenants)
+KINDS = (_draw_takeovers, _draw_vllm, _draw_pauses, _draw_upgrades, _draw_tenants, _draw_split)
 """Each draws for itself, so that a further one leaves other runs as they were."""

@@ -44,6 +44,7 @@ def test_seeds_that_failed_once(seed: int) -> None:
 
 
 CORNERS = {
+    "separate roles",
     "FetchBlocks",
     "early steps",
     "early steps by load",

@@ -24,7 +24,7 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
-from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
 from moonpool.config import ConductorConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
@@ -43,7 +43,7 @@ from moonpool.protocol.messages import (
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
-from moonpool.types import BlockKey, InstanceId, Request, RequestId, Role
+from moonpool.types import BlockKey, InstanceId, Request, RequestId, Role, Slo
 from moonpool.vllm.worker import _layout
 from tests.sim.clock import Clock, Link
 from tests.sim.disk import Disk, DiskDriver
@@ -63,6 +63,8 @@ from tests.sim.workload import SHORT_DEADLINE_S, make_workload
 MAX_EVENTS = 200_000
 FAULTS_END_S = 5.0
 TICK_S = 0.25
+TIGHT_SLO = Slo(ttft_s=30.0, tbt_s=0.05)
+"""A chunk of 32 tokens takes longer, and a decode does not."""
 ONCE_PER_WORK = (PrefillStarted, PrefillDone, DecodeAccepted, TransferDone, AttemptFailed)
 
 
@@ -133,6 +135,7 @@ class World:
         conductor = Conductor(
             life=str(self._num_heads) if self.options.keeps_streams else "",
             tenant_weights=dict(self.options.tenants),
+            default_slo=TIGHT_SLO if self.options.splits_mixed else DEFAULT_SLO,
             config=ConductorConfig(
                 admission=self.options.admission,  # type: ignore[arg-type]
                 placement=self.options.placement,  # type: ignore[arg-type]
@@ -248,6 +251,8 @@ class World:
         yields = arrived is not None and self.fairness.must_wait(arrived)
         actions = self.conductor.handle(event, self.clock.now)
         self.conductor.validate()
+        states = self.conductor.instances.values()
+        self.seen["separate roles"] += any(state.role is not state.info.role for state in states)
         if arrived is not None and yields and event.delivered is None:
             self.fairness.check_arrival(arrived, actions)
         for action in actions:

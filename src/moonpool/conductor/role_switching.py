@@ -93,11 +93,11 @@ class RoleSwitching:
         return wanted + self.assign_roles() + self._tick_roles(now)
 
     def _tick_roles(self, now: float) -> list[ConductorAction]:
-        if self.mode == "off" and not self._is_split:
-            return []
         if self._draining:
             states = list(self._draining.values())
             return [action for state in states for action in self._advance(state, now)]
+        if self.mode == "off" and not self._is_split:
+            return []
         if now < self._next_check_s:
             return []
         self._next_check_s = now + min(self._window_s / CHECKS_PER_WINDOW, CHECK_S)
@@ -188,8 +188,10 @@ class RoleSwitching:
     def assign_roles(self) -> list[Announce]:
         """Decides whether mixed instances have separate roles, and gives them to those without.
         Must be called when instances have joined, were lost or leave."""
-        mixed, was_split = self._mixed(), self._is_split
-        self._is_split = assign_roles(self._reservations.instance_table, mixed)
+        table, mixed, was_split = self._reservations.instance_table, self._mixed(), self._is_split
+        switching = self._draining.values()
+        num_switching = sum(state.info.role is Role.MIXED for state in switching)
+        self._is_split = assign_roles(table, mixed, num_switching)
         if self._is_split is was_split or not mixed:
             return []
         if not self._is_split:

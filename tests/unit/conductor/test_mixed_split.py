@@ -109,6 +109,25 @@ def test_mixed_instances_follow_the_demand_without_a_command() -> None:
     assert not commands
 
 
+def test_a_switch_of_one_of_two_ends() -> None:
+    """While it drains, a single mixed instance is in service."""
+    d = desk("p0", "d0", "m0", "m1")
+    d.conductor.roles.begin(InstanceId("m0"), Role.DECODE, "a test", d.now)
+    assert not of(d.handle(Tick()), SwitchRole)
+    assert roles(d) == "pddd"
+    assert all(state.drain is None for state in d.conductor.instances.values())
+
+
+def test_a_switch_ends_though_the_others_are_lost() -> None:
+    d = desk("p0", "d0", "m0", "m1")
+    d.conductor.roles.begin(InstanceId("m0"), Role.DECODE, "a test", d.now)
+    d.handle(InstanceLost(InstanceId("m1"), "killed"))
+    for _ in range(2):
+        d.handle(Tick())
+    assert roles(d) == "pdm"
+    assert all(state.drain is None for state in d.conductor.instances.values())
+
+
 def test_instances_with_one_role_do_not_switch() -> None:
     d = desk("p0", "d0", "d1", "m0", "m1", num_blocks=4000)
     for number in range(600):

@@ -25,10 +25,13 @@ FIXED_SHARE = 0.25
 a step may take. The built-in A800 node has 19 ms of it, which means a TBT SLO below 0.09 s."""
 
 
-def assign_roles(table: InstanceTable, mixed: Sequence[InstanceState]) -> bool:
+def assign_roles(
+    table: InstanceTable, mixed: Sequence[InstanceState], num_switching: int = 0
+) -> bool:
     """Sets the roles of the instances that are mixed by themselves (mutates their states and the
-    table). Draining ones must not be among them. Returns whether they have separate roles."""
-    if len(mixed) < 2 or not _should_split(table, mixed):
+    table). Draining ones must not be among them; `num_switching` of these are to get another role.
+    Returns whether mixed instances have separate roles."""
+    if not mixed or len(mixed) + num_switching < 2 or not _should_split(table, mixed):
         for state in mixed:
             _set_role(table, state, Role.MIXED)
         return False
