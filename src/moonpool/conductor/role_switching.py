@@ -196,13 +196,8 @@ class RoleSwitching:
             return []
         if not self._is_split:
             return [self._announce("mixed instances take both roles again")]
-        num = sum(state.role is Role.PREFILL for state in mixed)
-        return [
-            self._announce(
-                "the TBT SLO leaves too little room for prompts beside decodes:"
-                f" of {len(mixed)} mixed instances {num} prefill and {len(mixed) - num} decode"
-            )
-        ]
+        why = "the TBT SLO leaves too little room for prompts beside decodes"
+        return [self._announce(f"{why}: mixed instances have one role each")]
 
     def _running(self) -> Iterator[tuple[int, int, int]]:
         """Of each answer under way: tokens of the prompt, cached ones, and of the answer."""
