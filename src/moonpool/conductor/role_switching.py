@@ -152,7 +152,8 @@ class RoleSwitching:
 
     def report(self, now: float) -> RoleReport:
         loads = self._balance.loads(self._reservations.instance_table, now)
-        return RoleReport(self.mode, loads, self.advice, dict(self.num_switches), self.num_given_up)
+        mode = "switch" if self._is_split else self.mode  # mixed instances follow the demand
+        return RoleReport(mode, loads, self.advice, dict(self.num_switches), self.num_given_up)
 
     def _check(self, now: float) -> list[ConductorAction]:
         table = self._reservations.instance_table

@@ -106,6 +106,8 @@ def test_mixed_instances_follow_the_demand_without_a_command() -> None:
             d.ask(f"r{number}", token_ids=tuple(range(2000)), max_tokens=2)
         commands += sent(d.handle(Tick()), SwitchRole)
     assert sorted(roles(d)) == ["d", "p", "p", "p"]
+    report = d.conductor.roles.report(d.now)
+    assert (report.mode, report.num_switches) == ("switch", {Role.PREFILL: 1})
     assert not commands
 
 
