@@ -258,28 +258,13 @@ class InstanceTable:
 
     def chunk_fits(self, rows: Rows) -> Bools:
         """Whether a step of the booked decodes and one tile of a prompt keeps the TBT SLO, by the
-        profile. A mixed instance without decodes counts as one with a single decode."""
-        factor, tile = self.prefill_factor[rows], np.maximum(self.tile_tokens[rows], 1.0)
-        batch = np.maximum(self.booked_batch[rows], 1.0)
+        profile's times of prompts."""
+        batch, tile = self.booked_batch[rows], self.tile_tokens[rows]
         tokens = np.ceil((batch + LEAST_CHUNK_TOKENS) / tile) * tile - batch
-        chunk_s = (self.prefill_base_s[rows] + self.prefill_s_per_token[rows] * tokens) / factor
-        step_s = np.maximum(chunk_s, self.decode_base_s[rows]) + self.decodes_s(rows)
-        fits: Bools = step_s <= CHUNKED_STEP_SHARE * self._tbt_slo_s
+        chunk_s = self.prefill_base_s[rows] + self.prefill_s_per_token[rows] * tokens
+        chunk_s = np.maximum(chunk_s / self.prefill_factor[rows], self.decode_base_s[rows])
+        fits: Bools = chunk_s + self.decodes_s(rows) <= CHUNKED_STEP_SHARE * self._tbt_slo_s
         return fits
-
-    def fixed_share(self, rows: Rows) -> Floats:
-        """The fixed time of a prompt's chunk over what the TBT SLO leaves to a step, by the
-        profile."""
-        begin_s = self.prefill_base_s[rows] / self.prefill_factor[rows]
-        share: Floats = begin_s / (CHUNKED_STEP_SHARE * self._tbt_slo_s)
-        return share
-
-    def may_split(self, rows: Rows) -> Bools:
-        """Whether mixed instances may gain by separate roles: they size chunks by the TBT SLO, and
-        decodes alone keep it."""
-        decode_s = self.decode_base_s[rows] + self.decode_s_per_sequence[rows]
-        keeps: Bools = decode_s <= CHUNKED_STEP_SHARE * self._tbt_slo_s
-        return keeps & (self.chunk_tokens[rows] > 0) & self._sizes_chunks
 
     def decodes_s(self, rows: Rows) -> Floats:
         """What the booked decodes of `rows` add to the time of an empty step."""

@@ -64,6 +64,7 @@ class RoleSwitching:
         serves_least = config.admission == "goodput"
         self._balance = RoleBalance(config.role_balance_window_s, slo, limit, serves_least)
         self._window_s = config.role_balance_window_s
+        self._sizes_chunks, self._tbt_slo_s = config.inline_chunks, slo.tbt_s
         self._is_split = False  # mixed instances have separate roles
         if config.autoscale:
             self.autoscale = Autoscale(self._balance, config.autoscale_load, self._window_s)
@@ -161,7 +162,9 @@ class RoleSwitching:
         for instance_id, state in self._reservations.instances.items():
             num_works = len(state.prefills) + len(state.decodes)
             losses[state.row] = (num_works, self._reservations.index.num_blocks(instance_id))
-        movable = self._mixed_rows() if self._is_split and self.mode != "switch" else None
+        movable = None
+        if self._is_split and self.mode != "switch":
+            movable = [state.row for state in self._mixed()]
         before, self.advice = self.advice, self._balance.advise(table, losses, now, movable)
         advice = self.advice
         if advice is None:
@@ -183,16 +186,15 @@ class RoleSwitching:
         states = self._reservations.instances.values()
         return [each for each in states if each.info.role is Role.MIXED and each.drain is None]
 
-    def _mixed_rows(self) -> list[int]:
-        return [state.row for state in self._mixed()]
-
     def assign_roles(self) -> list[Announce]:
         """Decides whether mixed instances have separate roles, and gives them to those without.
         Must be called when instances have joined, were lost or leave."""
+        if not self._sizes_chunks:
+            return []
         table, mixed, was_split = self._reservations.instance_table, self._mixed(), self._is_split
         switching = self._draining.values()
         num_switching = sum(state.info.role is Role.MIXED for state in switching)
-        self._is_split = assign_roles(table, mixed, num_switching)
+        self._is_split = assign_roles(table, mixed, num_switching, self._tbt_slo_s)
         if self._is_split is was_split or not mixed:
             return []
         if not self._is_split:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moonpool.conductor.actions import Announce, DrainRequested, InstanceLost, Tick
@@ -62,6 +63,17 @@ def test_the_slo_decides(tbt_s: float, expected: str) -> None:
 
 def test_instances_that_do_not_size_chunks_stay_mixed() -> None:
     assert roles(desk("m0", "m1", inline_chunks=False)) == "mm"
+
+
+def test_load_does_not_change_it() -> None:
+    """With 60 answers under way no chunk fits, and without them it does."""
+    d = desk("m0", "m1", tbt_s=0.1, num_blocks=20_000)
+    for number in range(120):
+        d.ask(f"r{number}", max_tokens=100)
+        d.handle(Tick())
+    table = d.conductor.instance_table
+    assert not table.chunk_fits(np.arange(2)).any()
+    assert roles(d) == "mm"
 
 
 def test_a_request_decodes_beside_no_prompt() -> None:

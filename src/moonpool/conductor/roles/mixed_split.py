@@ -18,6 +18,8 @@ import numpy as np
 
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.state import InstanceState
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS
+from moonpool.protocol.messages import InstanceInfo
 from moonpool.types import Role
 
 FIXED_SHARE = 0.25
@@ -26,12 +28,13 @@ a step may take. The built-in A800 node has 19 ms of it, which means a TBT SLO b
 
 
 def assign_roles(
-    table: InstanceTable, mixed: Sequence[InstanceState], num_switching: int = 0
+    table: InstanceTable, mixed: Sequence[InstanceState], num_switching: int, tbt_slo_s: float
 ) -> bool:
     """Sets the roles of the instances that are mixed by themselves (mutates their states and the
     table). Draining ones must not be among them; `num_switching` of these are to get another role.
     Returns whether mixed instances have separate roles."""
-    if not mixed or len(mixed) + num_switching < 2 or not _should_split(table, mixed):
+    enough = len(mixed) + num_switching >= 2
+    if not mixed or not enough or not all(_is_tight(state.info, tbt_slo_s) for state in mixed):
         for state in mixed:
             _set_role(table, state, Role.MIXED)
         return False
@@ -45,10 +48,17 @@ def assign_roles(
     return True
 
 
-def _should_split(table: InstanceTable, mixed: Sequence[InstanceState]) -> bool:
-    rows = np.array([state.row for state in mixed])
-    tight = ~table.chunk_fits(rows) | (table.fixed_share(rows) > FIXED_SHARE)
-    return bool((tight & table.may_split(rows)).all())
+def _is_tight(info: InstanceInfo, tbt_slo_s: float) -> bool:
+    """Whether decodes alone keep the SLO and leave too little room for prompts, by the profile:
+    neither load nor what is learned may change it."""
+    begin_s, s_per_token, *_ = info.cost.prefill
+    empty_s, s_per_decode, _ = info.cost.decode
+    limit_s, tile = CHUNKED_STEP_SHARE * tbt_slo_s, info.cost.tile_tokens
+    if not info.chunk_tokens or empty_s + s_per_decode > limit_s:
+        return False  # it does not size chunks, or nothing is lost by them
+    chunk_tokens = -(-(LEAST_CHUNK_TOKENS + 1) // tile) * tile - 1  # beside one decode
+    step_s = max(begin_s + s_per_token * chunk_tokens, empty_s) + s_per_decode
+    return step_s > limit_s or begin_s > FIXED_SHARE * limit_s
 
 
 def _smaller_pool(table: InstanceTable) -> Role:
