@@ -1,12 +1,19 @@
-"""Rows of docs/benchmarks.md for one GGUF file by moonpool and by llama.cpp."""
+"""Rows of docs/benchmarks.md for one GGUF file by moonpool, llama.cpp and ik_llama.cpp."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-ENGINES = ("moonpool float32", "moonpool bfloat16", "llama.cpp")
-GGUF_HEADER = ("", *ENGINES, "float32 over llama.cpp", "bfloat16 over llama.cpp")
+OWN = ("moonpool float32", "moonpool bfloat16")
+ENGINES = (*OWN, "llama.cpp", "ik_llama.cpp")
+GGUF_HEADER = (
+    "",
+    *ENGINES,
+    "float32 over llama.cpp",
+    "bfloat16 over llama.cpp",
+    "bfloat16 over ik_llama.cpp",
+)
 
 
 def gguf_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -15,7 +22,8 @@ def gguf_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for threads, engines in found["threads"].items():
         for job in engines[ENGINES[0]]:
             rates = [_rate(engines.get(name, {}).get(job)) for name in ENGINES]
-            ratios = [_times(engines[name][job].get("times_llama_cpp")) for name in ENGINES[:2]]
+            ratios = [_times(engines[name][job].get("times_llama_cpp")) for name in OWN]
+            ratios.append(_times(engines[OWN[1]][job].get("times_ik_llama_cpp")))
             kind, _, number = job.rpartition("_")
             what = f"prefill of {number}" if kind == "prefill" else f"decode, batch {number}"
             yield (f"{model}: {what}, {threads} thread{'s' * (threads != '1')}", *rates, *ratios)
@@ -28,7 +36,7 @@ def gguf_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         if peer is not None:
             ratios[index] = f"{figures['ratio']:.4f} x"
         theirs = "-" if peer is None else f"{peer:.3f}"
-        yield (f"{model}: perplexity, KVCache in {kv}", *own, theirs, *ratios)
+        yield (f"{model}: perplexity, KVCache in {kv}", *own, theirs, "-", *ratios, "-")
 
 
 def _rate(figures: dict[str, Any] | None) -> str:

@@ -90,6 +90,11 @@ def formats(
     llama_python: Annotated[
         str | None, "Compare with llama-cpp-python of this Python, which also has numpy."
     ] = None,
+    ik_programs: Annotated[
+        Path | None,
+        "Compare with ik_llama.cpp: the folder of its llama-bench and llama-batched-bench.",
+        click.Path(exists=True, file_okay=False, path_type=Path),
+    ] = None,
     rounds: Annotated[
         int, "Rounds in which the engines run in turns, after one that does not count."
     ] = 7,
@@ -107,7 +112,7 @@ def formats(
 ) -> None:
     """Measure a GGUF file by moonpool and llama.cpp: time, read bandwidth and perplexity.
 
-    With --converted: quantized weights beside float32 in quality and bfloat16 in time.
+    ik_llama.cpp is compared in time only. With --converted: quantized weights beside float32 in quality and bfloat16 in time.
     """
     from benchmarks.suite.engine.formats import TEXT, bench_formats
     from benchmarks.suite.engine.gguf_engines import GgufBenchPlan, bench_gguf_engines
@@ -118,8 +123,8 @@ def formats(
         if converted:
             found = bench_formats(model, tokens, source, click.echo)
         else:
-            plan = GgufBenchPlan(rounds, threads)
-            found = bench_gguf_engines(model, tokens, source, llama_python, plan, click.echo)
+            plan = GgufBenchPlan(rounds, threads, llama_python, ik_programs)
+            found = bench_gguf_engines(model, tokens, source, plan, click.echo)
         return {"model": Path(model).name, **found}
 
     show(run, json_file)

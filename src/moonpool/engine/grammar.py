@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.engine.tokenizer import Vocabulary
 
 MAX_KEPT = 256
 """Matchers in the cache. With more answers at a time, some are read again for each token."""
@@ -40,13 +40,13 @@ Mask = NDArray[np.bool_]
 class Grammars:
     """The matchers of one model, whose answers end with one of `ends`. Used by one thread.
 
-    `open_tokenizer` is called at first use, or by `prepare`.
+    `open_vocabulary` is called at first use, or by `prepare`.
     """
 
     def __init__(
-        self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int, ends: Collection[int]
+        self, open_vocabulary: Callable[[], Vocabulary], vocab_size: int, ends: Collection[int]
     ) -> None:
-        self._open_tokenizer = open_tokenizer
+        self._open_vocabulary = open_vocabulary
         self._vocab_size = vocab_size
         self._ends = [end for end in ends if end < vocab_size]
         self._vocabulary: LLTokenizer | None = None
@@ -60,7 +60,7 @@ class Grammars:
         """
         if self._vocabulary is None and self._ends:
             self._vocabulary = _read_vocabulary(
-                self._open_tokenizer(), self._vocab_size, self._ends
+                self._open_vocabulary(), self._vocab_size, self._ends
             )
 
     def allowed(self, grammar: str, generated: Sequence[int]) -> Mask:
@@ -129,21 +129,24 @@ def _single_bytes() -> LLTokenizer:
     return LLTokenizer("byte")  # takes 2 ms
 
 
-class _Vocabulary:
-    """A tokenizer with llguidance's interface. Special tokens are not text and never allowed."""
+class _LlguidanceVocabulary:
+    """The tokens as `LLTokenizer` reads them. Special tokens are not text and never allowed.
 
+    Used instead of llguidance's `TokenizerWrapper`, which encodes a text at once.
+    """
+
+    is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-        self.special_token_ids = [i for i in tokenizer.special_token_ids if i < vocab_size]
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, ends: Sequence[int]) -> None:
+        self._vocabulary = vocabulary
+        self.tokens = [vocabulary.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = [i for i in vocabulary.special_token_ids if i < vocab_size]
         self.eos_token_id = ends[0]
 
-    def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False)
+    def __call__(self, text: str) -> Sequence[int]:
+        return self._vocabulary.encode(text, add_special_tokens=False)
 
 
-def _read_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> LLTokenizer:
-    vocabulary = _Vocabulary(tokenizer, vocab_size, ends)
-    return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=ends)
+def _read_vocabulary(vocabulary: Vocabulary, vocab_size: int, ends: list[int]) -> LLTokenizer:
+    return LLTokenizer(_LlguidanceVocabulary(vocabulary, vocab_size, ends), eos_token=ends)

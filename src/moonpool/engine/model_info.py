@@ -17,7 +17,7 @@ from moonpool.engine.model_folder import (
     sampling_defaults,
 )
 from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.engine.tokenizer import Tokenizer, Vocabulary
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
 from moonpool.types import Pooling
@@ -91,3 +91,13 @@ def open_tokenizer(source: str, vocab_size: int) -> Tokenizer:
 
         return gguf_tokenizer(path)
     return HfTokenizer(path)
+
+
+def open_vocabulary(source: str, vocab_size: int) -> Vocabulary:
+    """The tokens of that tokenizer, sooner where its file lists them. Raises `TokenizerError`."""
+    path = Path(source)
+    if path.suffix != GGUF_SUFFIX:
+        return open_tokenizer(source, vocab_size)
+    from moonpool.engine.gguf.tokenizer import GgufVocabulary  # needs torch
+
+    return GgufVocabulary(path)

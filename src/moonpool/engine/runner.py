@@ -20,11 +20,12 @@ from torch import Tensor
 
 from moonpool.config import Quantization
 from moonpool.engine import native
-from moonpool.engine.builtin import LoadedModel, open_tokenizer
+from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.cuda.host_sync import HostGpuSync
 from moonpool.engine.device import Model, choose_device_ops, with_graphs
 from moonpool.engine.grammar import Grammars
 from moonpool.engine.model import DecoderModel
+from moonpool.engine.model_info import open_vocabulary
 from moonpool.engine.ops import KvCache, Ops, SplitOps
 from moonpool.engine.parallel.tensor_model import ShardedModel
 from moonpool.engine.pooling import pool, pooled_rows
@@ -254,9 +255,9 @@ class _OtherRows:
 
 
 def grammars_of(model: LoadedModel) -> Grammars:
-    """The matchers for structured output. They open the model's tokenizer at first use."""
+    """The matchers for structured output. They read the model's vocabulary at first use."""
     spec = model.spec
-    reader = partial(open_tokenizer, model.tokenizer, spec.vocab_size)
+    reader = partial(open_vocabulary, model.tokenizer, spec.vocab_size)
     return Grammars(reader, spec.vocab_size, spec.eos_token_ids)
 
 

@@ -27,13 +27,26 @@ class ChatTemplateError(ValueError):
     """The chat template does not compile, or does not accept the messages; the message says why."""
 
 
-class Tokenizer(Protocol):
+class Vocabulary(Protocol):
+    """What each token of a model stands for."""
+
+    special_token_ids: frozenset[int]
+    """Tokens without text."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+        """The token ids of `text`."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, possibly part of a character."""
+        ...
+
+
+class Tokenizer(Vocabulary, Protocol):
     """Text to token ids and back, for one model."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    special_token_ids: frozenset[int]
-    """Tokens without text."""
     tool_template: str
     """The source of the chat template that is used for requests with tools."""
 
@@ -52,10 +65,6 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens. Invalid bytes become U+FFFD."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token (for `logprobs`), possibly part of a character."""
         ...
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:

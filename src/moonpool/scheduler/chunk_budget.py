@@ -103,18 +103,19 @@ def token_budget(
     limit_s: float,
     tile_tokens: int,
     most_tokens: int,
+    least_chunk_tokens: int = LEAST_CHUNK_TOKENS,
 ) -> int:
     """Returns the tokens of the next step, decodes included.
 
     The result is the largest number of whole tiles whose chunk takes at most `limit_s`. It is at
     most `most_tokens`. It is never less than the smallest number of tiles that gives a chunk
-    `LEAST_CHUNK_TOKENS`.
+    `least_chunk_tokens`.
 
     `step_s(n)` is the time of a step of n prefill tokens and all decodes. Where it decreases with
     n, the result meets the limit, but need not be the largest: this function searches by bisection.
     """
     assert tile_tokens > 0 and most_tokens > 0 and num_decodes >= 0
-    least = -(-(num_decodes + LEAST_CHUNK_TOKENS) // tile_tokens)
+    least = -(-(num_decodes + least_chunk_tokens) // tile_tokens)
     if least * tile_tokens >= most_tokens:
         return most_tokens
     if step_s(most_tokens - num_decodes) <= limit_s:

@@ -25,6 +25,8 @@ STEP_SHARE = 0.35
 FLOOD = 4
 """Prompts of others that together are at most so many times as long are computed as if alone: they
 are no flood, and each step more delays them."""
+LEAST_TOKENS = 32
+"""A chunk in any case: shorter ones would make all tenants wait for the fixed time of steps."""
 MAX_TENANTS = 256
 
 
@@ -120,4 +122,5 @@ class ContendedChunks:
         def step_s(num_tokens: int) -> float:
             return self._cost.step_s([Chunk(num_tokens, start, 0, False)], 0, 0)
 
-        return token_budget(step_s, num_decodes, limit_s, self._cost.tile_tokens, most)
+        tile = self._cost.tile_tokens
+        return token_budget(step_s, num_decodes, limit_s, tile, most, LEAST_TOKENS)

@@ -19,6 +19,7 @@ from benchmarks.suite.engine.gguf_engines import (
     decode_bytes,
     weight_bytes,
 )
+from benchmarks.suite.engine.ik_peer import IkPrograms
 from moonpool.engine.builtin import open_model
 from moonpool.engine.gguf.reader import read_gguf
 
@@ -53,14 +54,14 @@ def test_decode_of_a_mixture_reads_the_chosen_experts(tmp_path: Path) -> None:
     assert weights.read_by(model.spec, 1) == weights.common + weights.experts / 2  # 2 of 4
     assert weights.read_by(model.spec, 2) == weights.common + weights.experts * 3 / 4
     plan = GgufBenchPlan(rounds=1, threads=(1,))
-    found = bench_gguf_engines(str(path), 64, TEXT, None, plan, print)
+    found = bench_gguf_engines(str(path), 64, TEXT, plan, print)
     assert found["weight_bytes"] == sum(weights)
 
 
 def test_every_engine_and_job_has_a_rate_of_each_round(tiny: Path) -> None:
     said: list[str] = []
     plan = GgufBenchPlan(rounds=2, threads=(1,))
-    found = bench_gguf_engines(str(tiny), 64, TEXT, None, plan, said.append)
+    found = bench_gguf_engines(str(tiny), 64, TEXT, plan, said.append)
     engines = found["threads"]["1"]
     assert set(engines) == {"moonpool float32", "moonpool bfloat16"}
     for jobs in engines.values():
@@ -76,6 +77,59 @@ def test_every_engine_and_job_has_a_rate_of_each_round(tiny: Path) -> None:
 
 
 def test_a_peer_that_does_not_run_is_told_in_one_line(tiny: Path) -> None:
-    plan = GgufBenchPlan(rounds=1, threads=(1,))
+    plan = GgufBenchPlan(rounds=1, threads=(1,), llama_python=sys.executable)
     with pytest.raises(BenchError, match=r"llama\.cpp ended: .*llama_cpp"):
-        bench_gguf_engines(str(tiny), 64, TEXT, sys.executable, plan, lambda _: None)
+        bench_gguf_engines(str(tiny), 64, TEXT, plan, lambda _: None)
+
+
+BENCH = """#!/bin/sh
+echo "system_info of this program"
+echo '[{"n_prompt": 512, "avg_ns": 2000000000}]'
+"""
+BATCHED = """#!/bin/sh
+while [ "$1" != -npl ]; do shift; done
+echo "|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |"
+echo "|   256 |      8 |    $2 |    264 |    1.000 |   256.00 |    0.800 |    20.00 |    1.800 |   146.67 |"
+"""  # noqa: E501
+
+
+def _programs(folder: Path, bench: str, batched: str) -> Path:
+    for name, text in (("llama-bench", bench), ("llama-batched-bench", batched)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_ik_llama_cpp_is_timed_by_what_its_programs_print(tiny: Path, tmp_path: Path) -> None:
+    folder = _programs(tmp_path, BENCH, BATCHED)
+    plan = GgufBenchPlan(rounds=1, threads=(1,), ik_programs=folder)
+    found = bench_gguf_engines(str(tiny), 64, TEXT, plan, lambda _: None)
+    engines = found["threads"]["1"]
+    theirs = engines["ik_llama.cpp"]
+    assert theirs["prefill_512"]["seconds"] == [2.0]
+    assert theirs["decode_1"]["seconds"] == [1 / 20]
+    assert theirs["decode_8"]["seconds"] == [8 / 20]  # 20 tokens a second of all eight
+    ours = engines["moonpool bfloat16"]["prefill_512"]
+    assert ours["times_ik_llama_cpp"] == 2.0 / ours["seconds"][0]
+    assert all(len(row) == len(GGUF_HEADER) for row in gguf_rows({"model": "x", **found}))
+
+
+@pytest.mark.parametrize(
+    ("bench", "said"),
+    [
+        ("#!/bin/sh\necho out of memory >&2; exit 3", "llama-bench failed: out of memory"),
+        ("#!/bin/sh\necho nothing", "llama-bench printed no figures: 'nothing"),
+        ("#!/none", "llama-bench does not start: No such file"),
+    ],
+)
+def test_programs_that_print_no_figures_are_told_in_one_line(
+    tiny: Path, tmp_path: Path, bench: str, said: str
+) -> None:
+    programs = IkPrograms(_programs(tmp_path, bench, BATCHED), tiny, 256, 8)
+    with pytest.raises(BenchError, match=said):
+        programs.time_s("prefill_512", 1)
+
+
+def test_a_folder_without_the_programs_is_told_in_one_line(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="has no llama-bench: build ik_llama.cpp with"):
+        IkPrograms(tmp_path, tiny, 256, 8)

@@ -21,12 +21,14 @@ from moonpool.types import FinishReason, InstanceId, Role, Slo
 from tests.unit.conductor.conductor_desk import Desk, of, sent
 
 TIGHT = Slo(ttft_s=30.0, tbt_s=0.03)
-"""A decode takes 11 ms, and a chunk of 32 tokens beside it 33 ms."""
+TILED = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.01, 0.001, 0.0), tile_tokens=32)
+"""A decode takes 11 ms, and a tile with a chunk of 31 tokens beside it 32 ms."""
 
 
-def desk(*names: str, tbt_s: float = TIGHT.tbt_s, **config: Any) -> Desk:
+def desk(*names: str, tbt_s: float = TIGHT.tbt_s, cost: FittedCost = TILED, **config: Any) -> Desk:
     slo = Slo(ttft_s=30.0, tbt_s=tbt_s)
-    return Desk(*names, chunk_tokens=256, default_slo=slo, admission="none", **config)
+    config |= {"default_slo": slo, "admission": "none", "cost": cost}
+    return Desk(*names, chunk_tokens=256, **config)
 
 
 def roles(d: Desk) -> str:
@@ -53,7 +55,7 @@ def test_mixed_instances_join_the_smaller_pool(names: tuple[str, ...], expected:
     [
         (0.012, "mm"),  # decodes alone break the SLO: nothing is gained
         (0.037, "pd"),
-        (0.040, "mm"),  # 33 ms are less than 0.85 of it
+        (0.040, "mm"),  # 32 ms are less than 0.85 of it
         (float("inf"), "mm"),
     ],
 )
@@ -61,14 +63,19 @@ def test_the_slo_decides(tbt_s: float, expected: str) -> None:
     assert roles(desk("m0", "m1", tbt_s=tbt_s)) == expected
 
 
+def test_without_tiles_a_small_chunk_fits() -> None:
+    cost = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.01, 0.001, 0.0))
+    assert roles(desk("m0", "m1", tbt_s=0.037, cost=cost)) == "mm"
+
+
 def test_instances_that_do_not_size_chunks_stay_mixed() -> None:
     assert roles(desk("m0", "m1", inline_chunks=False)) == "mm"
 
 
 def test_load_does_not_change_it() -> None:
-    """With 60 answers under way no chunk fits, and without them it does."""
+    """With 100 answers under way no chunk fits, and without them it does."""
     d = desk("m0", "m1", tbt_s=0.1, num_blocks=20_000)
-    for number in range(120):
+    for number in range(200):
         d.ask(f"r{number}", max_tokens=100)
         d.handle(Tick())
     table = d.conductor.instance_table

@@ -71,7 +71,7 @@ def test_prompts_end_before_the_switch_and_none_is_added() -> None:
 
 def answering_prefill_instance() -> Desk:
     """d0 has become a prefill instance while it still has the answer of "r"."""
-    d = desk("p0", "d0", "d1", num_blocks=2000)
+    d = desk("p0", "d0", "d1", num_blocks=2000, chunk_tokens=256)
     assert sent(d.ask("r", max_tokens=100), ReserveDecode)[0][0] == "d0"
     d.prefilled()
     d.decoding()
@@ -97,7 +97,7 @@ def test_prompts_beside_answers_are_expected_to_take_longer() -> None:
     table = d.conductor.instance_table
     rows = [d.conductor.instances[InstanceId(name)].row for name in ("p0", "d0")]
     alone_s, beside_s = table.prefill_s(100, 0.0)[rows]
-    assert beside_s > 1.02 * alone_s
+    assert beside_s > 1.005 * alone_s
     d.tokens("d0", 1, finish=FinishReason.STOP)
     alone_s, beside_s = table.prefill_s(100, 0.0)[rows]
     assert beside_s == alone_s

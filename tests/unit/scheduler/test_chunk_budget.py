@@ -136,13 +136,14 @@ def test_chunks_shrink_as_the_context_grows() -> None:
 
 def test_an_slo_that_cannot_be_met_leaves_the_least_chunk() -> None:
     bench = decoding(Bench(), tbt_s=1e-6)
-    bench.start("new", 100, 99.0)
+    bench.start("new", 102, 99.0)
     bench.end_step()
     sizes = []
     while bench.shares().get("new", 1) > 1:
         sizes.append(bench.shares()["new"])
         bench.end_step()
-    assert sizes == [LEAST_CHUNK_TOKENS] * 3 + [100 - 3 * LEAST_CHUNK_TOKENS]
+    whole, rest = divmod(102, LEAST_CHUNK_TOKENS)
+    assert sizes == [LEAST_CHUNK_TOKENS] * whole + [rest]
 
 
 def test_slow_steps_are_learned_from() -> None:

@@ -32,7 +32,8 @@ def test_without_tiles_the_largest_budget_that_fits() -> None:
 def test_decodes_that_leave_no_time_leave_the_least_chunk() -> None:
     assert token_budget(linear(1.0, 1e-3), 10, 0.1, 1, 512) == 10 + LEAST_CHUNK_TOKENS
     assert token_budget(linear(1.0, 1e-3), 10, 0.1, 128, 512) == 128
-    assert token_budget(linear(1.0, 1e-3), 100, 0.1, 128, 512) == 256, "28 tokens are too few"
+    assert token_budget(linear(1.0, 1e-3), 100, 0.1, 128, 512) == 128, "28 tokens are enough"
+    assert token_budget(linear(1.0, 1e-3), 126, 0.1, 128, 512) == 256, "2 tokens are too few"
 
 
 def test_a_configured_limit_below_a_tile_is_kept() -> None:
