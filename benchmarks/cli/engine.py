@@ -112,7 +112,8 @@ def formats(
 ) -> None:
     """Measure a GGUF file by moonpool and llama.cpp: time, read bandwidth and perplexity.
 
-    ik_llama.cpp is compared in time only. With --converted: quantized weights beside float32 in quality and bfloat16 in time.
+    ik_llama.cpp is compared in time only. With --converted: quantized weights beside float32 in
+    quality and bfloat16 in time.
     """
     from benchmarks.suite.engine.formats import TEXT, bench_formats
     from benchmarks.suite.engine.gguf_engines import GgufBenchPlan, bench_gguf_engines

@@ -71,6 +71,21 @@ def test_mixed_instances_keep_their_slos_under_overload(tmp_path: Path) -> None:
     assert ours > 2.5 * effective(path, "none", *flags)
 
 
+def test_mixed_instances_without_tiles_keep_the_tbt_slo(tmp_path: Path) -> None:
+    """As on a CPU: a chunk of 32 tokens takes most of what a step may take, and a few decodes
+    beside it the rest. So chunks must be smaller."""
+    path, cost = tmp_path / "chats.jsonl", tmp_path / "cost.json"
+    cost.write_text('{"prefill": [0.04, 0.005, 0, 0], "decode": [0.045, 0.006, 0]}')
+    rows = [
+        {"timestamp": 1600 * at, "input_length": 512, "output_length": 128, "hash_ids": [at]}
+        for at in range(100)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--cost", str(cost), "--mixed", "2", "--slo-ttft", "30", "--slo-tbt", "0.24")
+    for policy in ("goodput", "none"):
+        assert effective(path, policy, *flags) >= 95, policy
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("profile", ["conversation", "toolagent", "l-eval"])
 @pytest.mark.parametrize("cluster", ["4P+2D", "2P+4D"])

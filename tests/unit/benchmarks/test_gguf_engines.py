@@ -131,5 +131,5 @@ def test_programs_that_print_no_figures_are_told_in_one_line(
 
 
 def test_a_folder_without_the_programs_is_told_in_one_line(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="has no llama-bench: build ik_llama.cpp with"):
+    with pytest.raises(BenchError, match="has no llama-bench: build ik_llama"):
         IkPrograms(tmp_path, tiny, 256, 8)
