@@ -64,6 +64,8 @@ class TimedPeer(Protocol):
     """Another engine that runs the same steps."""
 
     name: str
+    is_warm: bool
+    """Whether its first timing is as good as the next."""
 
     def time_s(self, job: str, threads: int) -> float:
         """Seconds of one step. Raises BenchError."""
@@ -74,6 +76,7 @@ class LlamaProcess:
     """The process of `gguf_peer.py`, asked one thing at a time."""
 
     name = PEER
+    is_warm = False
 
     def __init__(self, python: str, path: Path) -> None:
         plan = {"context": CONTEXT, "batches": BATCHES, "prefill": PREFILL, "steps": STEPS}
@@ -260,6 +263,8 @@ def _seconds(
                     if number:
                         found[threads][variant.name][job].append(seconds)
                 for peer in peers:
+                    if not number and peer.is_warm:
+                        continue
                     seconds = peer.time_s(job, threads)
                     if number:
                         found[threads][peer.name][job].append(seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.errors import BenchError
 
@@ -21,6 +22,7 @@ class IkPrograms:
     """Times steps as `gguf_engines` names them: prefill_512, decode_1, decode_8."""
 
     name = NAME
+    is_warm = True
 
     def __init__(self, folder: Path, path: Path, context: int, steps: int) -> None:
         """`folder` has the two programs. Raises BenchError."""
@@ -48,7 +50,8 @@ class IkPrograms:
             *("-p", tokens, "-n", 0, "-r", 1, "-t", threads, "-rtr", 1, "-o", "json"),
         )
         try:
-            return float(json.loads(said[said.index("[") :])[0]["avg_ns"]) / 1e9
+            figures, _ = json.JSONDecoder().raw_decode(said[said.index("[\n") :])
+            return float(figures[0]["avg_ns"]) / 1e9
         except (ValueError, KeyError, IndexError, TypeError):
             raise BenchError(f"{PREFILL_PROGRAM} printed no figures: {said[-200:]!r}") from None
 
@@ -59,15 +62,19 @@ class IkPrograms:
             *("-c", batch * (self._context + self._steps), "-t", threads),
         )
         for line in said.splitlines():
-            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-            if len(cells) == 10 and cells[2] == str(batch):
+            cells = [cell.strip() for cell in line.partition("|")[2].split("|")]
+            if len(cells) == 11 and cells[2] == str(batch):
                 return batch / float(cells[7])  # of tokens a second of all sequences
         raise BenchError(f"{DECODE_PROGRAM} printed no figures: {said[-200:]!r}")
 
     def _run(self, program: str, *flags: str | int) -> str:
-        command = [str(self._folder / program), "-m", str(self._path), *map(str, flags)]
+        """What it printed, on either stream. It leaves a log file in the current folder."""
+        command = [self._folder.resolve() / program, "-m", self._path.resolve(), *map(str, flags)]
         try:
-            ended = subprocess.run(command, capture_output=True, timeout=RUN_S, check=False)
+            with TemporaryDirectory() as folder:
+                ended = subprocess.run(
+                    command, capture_output=True, timeout=RUN_S, check=False, cwd=folder
+                )
         except OSError as error:
             raise BenchError(f"{program} does not start: {error.strerror}") from None
         except subprocess.TimeoutExpired:
@@ -75,4 +82,4 @@ class IkPrograms:
         if ended.returncode:
             lines = ended.stderr.decode(errors="replace").strip().splitlines()
             raise BenchError(f"{program} failed: {lines[-1] if lines else 'it said nothing'}")
-        return ended.stdout.decode(errors="replace")
+        return (ended.stdout + b"\n" + ended.stderr).decode(errors="replace")
