@@ -16,8 +16,13 @@ GGUF_HEADER = (
 )
 
 
-def gguf_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rates by threads and job, then perplexity by the KVCache's number format."""
+def gguf_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Of each file: rates by threads and job, then perplexity by the KVCache's number format."""
+    for found in results:
+        yield from _file_rows(found)
+
+
+def _file_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     model = found["model"].removesuffix(".gguf")
     for threads, engines in found["threads"].items():
         for job in engines[ENGINES[0]]:
