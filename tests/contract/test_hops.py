@@ -153,6 +153,7 @@ def test_a_late_reader_detects_a_block_reused_after_the_lease() -> None:
 # Leases
 
 
+@pytest.mark.long
 @PLAIN
 def test_a_reader_slower_than_the_lease_renews_it(
     make_node: MakeNode, monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,7 @@ def same(found: list[Outcome], expected: list[Outcome]) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ops_name", ["native", "reference"])
 def test_held_blocks_stay_few_and_bits_stay_equal(ops_name: str, tmp_path: Path) -> None:
     save(CASES["mistral-window"], tmp_path)

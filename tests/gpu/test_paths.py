@@ -73,6 +73,7 @@ def outcomes(cluster: MiniCluster, way: str = "") -> list[Outcome]:
     return [cluster.outcomes[f"{i}{way}"] for i in range(len(PROMPTS))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_tokens", [7, 50])
 def test_chunked_in_a_crowd_with_a_cache(
     build: Lab, alone: list[Outcome], chunk_tokens: int
@@ -101,6 +102,7 @@ def test_split_into_prefill_and_decode(
     assert cluster.corrupt_blocks == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("holder", ["p", "d"])
 def test_prefix_from_another_instance(build: Lab, alone: list[Outcome], holder: str) -> None:
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
@@ -114,6 +116,7 @@ def test_prefix_from_another_instance(build: Lab, alone: list[Outcome], holder: 
     assert sum(o.fetched_tokens for o in outcomes(cluster, " again")) > 300
 
 
+@pytest.mark.long
 def test_damaged_slices_are_computed_again(
     build: Lab, alone: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     assert pair.lost.empty()
 
 
+@pytest.mark.long
 def test_several_steps_at_once_have_the_tokens_of_one_process(pair: Pair) -> None:
     steps = steps_of(random.Random(5), 8)
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -131,6 +131,7 @@ def others_notice_nothing(server: LocalServer, client: httpx.Client) -> Iterator
     assert rss_bytes(head) - before < SLACK_BYTES
 
 
+@pytest.mark.long
 def test_ten_thousand_idle_connections_and_a_request(server: LocalServer) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     links = [connected(server) for _ in range(min(NUM_IDLE, soft - 500))]
@@ -269,6 +270,7 @@ def test_huge_numbers_are_refused_by_name(client: httpx.Client) -> None:
             assert answer.status_code in (200, 400), (field, number[:20], answer.text)
 
 
+@pytest.mark.long
 def test_streams_that_nobody_reads_and_requests_that_trickle(server: LocalServer) -> None:
     body = json.dumps({"prompt": [7] * 9, "max_tokens": 300, "stream": True, "n": 4}).encode()
     links = [connected(server) for _ in range(120)]

@@ -66,6 +66,7 @@ def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_instances_leave_and_their_cache_stays(server: LocalServer) -> None:
     desk = Desk(server)
     first = desk.ask(PROMPT)["choices"][0]["text"]

@@ -67,6 +67,7 @@ def test_forms_and_dimensions(http: httpx.Client) -> None:
     assert "encoding_format" in refused(http, input="a", encoding_format="int8")
 
 
+@pytest.mark.long
 def test_a_large_body_and_answers_beside_it(http: httpx.Client, cluster: LocalServer) -> None:
     """Bodies above 64 KiB are read by another process; chats run beside them."""
     texts = [f"{i} " + "word " * 60 for i in range(300)]

@@ -144,6 +144,7 @@ def test_attention_workers_with_fp8_and_other_partitions(
     check(serving(checkpoint(family), *WAYS["attention workers"], *more), alone(family, *fp8))
 
 
+@pytest.mark.long
 def test_too_many_workers_by_head_are_one_line(checkpoint: Callable[[str], Path]) -> None:
     by_head = ("--attention-partition", "head")
     flags = serving(checkpoint("deepseek_v2"), *WAYS["attention workers"], *by_head)

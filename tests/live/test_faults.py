@@ -114,6 +114,7 @@ def children_of(pid: int) -> list[int]:
     return children
 
 
+@pytest.mark.long
 def test_ctrl_c_while_starting_leaves_nothing() -> None:
     command = [sys.executable, "-m", "moonpool", "serve", "--port", str(free_port())]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -200,6 +201,7 @@ def layout_of(pid: int) -> str:
     return line.split()[0]
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_a_second_after_the_fork_server_is_forked_from_the_spare() -> None:
     body = LONG | {"max_tokens": 3000}
     with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:

@@ -98,6 +98,7 @@ def test_an_openai_client_gets_what_it_parses(server: LocalServer) -> None:
     assert text in ("positive", "negative")
 
 
+@pytest.mark.long
 def test_many_at_once_beside_answers_without_a_form(server: LocalServer) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         body = {"prompt": UNSEEN * 9, "max_tokens": 900, "seed": 5, "n": 6, "temperature": 2}

@@ -36,6 +36,7 @@ def parts() -> Iterator[Parts]:
     made.end()
 
 
+@pytest.mark.long
 def test_a_head_that_stood_still_kills_no_worker_and_cuts_no_answer(parts: Parts) -> None:
     line = ["serve", MODEL, "--prefill", "1", "--decode", "1", *SMALL, "--port", str(parts.port)]
     parts.start_script(IMPATIENT, *line)

@@ -36,6 +36,7 @@ def served_certificate(port: int) -> str:
     return ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
 
 
+@pytest.mark.long
 def test_a_head_serves_https_and_takes_a_changed_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_model_is_downloaded_once_and_served(name: str, hub: Hub) -> None:
     assert text_of(name, hub.environment) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["org/tiny:other.gguf", "org/none:tiny.gguf", "org/none"])
 def test_what_the_hub_has_not_is_one_line(name: str, hub: Hub) -> None:
     line = [sys.executable, "-m", "moonpool", "serve", name, *SMALL, "--port", "0"]

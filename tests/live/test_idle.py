@@ -8,6 +8,7 @@ import pytest
 from benchmarks.suite.live.idle import bench_idle
 
 
+@pytest.mark.long
 def test_an_idle_cluster_of_a_toy_model_takes_little_memory_and_sleeps() -> None:
     said: list[str] = []
     found = bench_idle("moonpool/induction", 1, 1, [], 5.0, said.append)

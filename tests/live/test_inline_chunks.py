@@ -28,6 +28,7 @@ def complete(client: httpx.Client, number: int, salt: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_long_prompts_run_on_the_decode_instance_too() -> None:
     more = ["--max-num-batched-tokens", str(CHUNK_TOKENS), "--slo-ttft", "60", "--slo-tbt", "5"]
     with (

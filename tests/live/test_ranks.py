@@ -44,6 +44,7 @@ def server() -> Iterator[LocalServer]:
         yield server
 
 
+@pytest.mark.long
 def test_the_degrees_do_not_change_a_bit(server: LocalServer, reverse: LocalServer) -> None:
     """Of long prompts in chunks, streamed from two ranks to one and from one to two; then from the
     cache: logprobs, too, are the same numbers."""
@@ -88,6 +89,7 @@ def test_embeddings_of_ranks(server: LocalServer, reverse: LocalServer, http: ht
         assert ours["embedding"] == pytest.approx(alone["embedding"], abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_killed_rank_takes_its_instance_and_costs_no_answer(reverse: LocalServer) -> None:
     with httpx.Client(base_url=reverse.url, timeout=60) as client:
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]

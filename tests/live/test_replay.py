@@ -27,6 +27,7 @@ def run(command: str, folder: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_the_same_trace_live_and_simulated(cluster: LocalServer, tmp_path: Path) -> None:
     rows = generate(BUILT_IN["conversation"], num_requests=40, seed=2)
     write_trace(rows, tmp_path / "t.jsonl")

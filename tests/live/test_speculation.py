@@ -87,6 +87,7 @@ def test_a_draft_model(guessed: LocalServer, http: httpx.Client) -> None:
     check(guessed.url, http)
 
 
+@pytest.mark.long
 def test_a_draft_model_killed_in_the_middle(guessed: LocalServer, http: httpx.Client) -> None:
     expected = answers(http, LONG)[0][0]["text"]
     with httpx.Client(base_url=guessed.url, timeout=120) as client:
@@ -105,6 +106,7 @@ def test_a_stream_brings_the_same_text(split: LocalServer, http: httpx.Client) -
     assert texts[0] == texts[1] and texts[0]
 
 
+@pytest.mark.long
 def test_killed_in_the_middle(split: LocalServer, http: httpx.Client) -> None:
     expected = answers(http, LONG)[0][0]["text"]
     with httpx.Client(base_url=split.url, timeout=120) as client:

@@ -20,6 +20,7 @@ SPOILT = [
 ]
 
 
+@pytest.mark.long
 def test_a_restarted_server_reads_its_disk_though_its_step_times_are_spoilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_stages_answer_as_one_process_does(server: LocalServer, http: httpx.Clie
         assert not sum(c.get(name, 0) for c in counters), name
 
 
+@pytest.mark.long
 def test_a_killed_stage_takes_its_instance_and_costs_no_answer(server: LocalServer) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]

@@ -82,6 +82,7 @@ class Terminal:
         os.close(self.number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", [b"q", b"\x03"])
 def test_the_view_follows_the_cluster_and_a_key_ends_it(
     cluster: LocalServer, http: httpx.Client, key: bytes

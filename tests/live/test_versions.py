@@ -49,6 +49,7 @@ def worker(parts: Parts, role: str, name: str) -> list[str]:
     return ["worker", "--role", role, "--head", head, "--name", name]
 
 
+@pytest.mark.long
 def test_a_worker_of_the_release_before_serves_and_one_far_away_is_refused(parts: Parts) -> None:
     parts.start_head()
     parts.start_script(FORMER, *worker(parts, "decode", "old"))

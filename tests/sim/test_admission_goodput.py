@@ -51,6 +51,7 @@ def test_without_overload_nothing_is_rejected(tmp_path: Path) -> None:
     assert effective(path, "goodput", "--speed", "0.5", "--prefill", "4", "--decode", "4") == 150
 
 
+@pytest.mark.long
 def test_long_answers_fill_the_steps_up_to_their_slo(tmp_path: Path) -> None:
     """Agents answer at length: their steps are short when they begin, and full later. Who takes
     that for slow steps leaves an eighth of each step empty."""

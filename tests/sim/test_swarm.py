@@ -103,6 +103,7 @@ def test_runs_reach_every_corner() -> None:
     assert seen["outcome length"] + seen["outcome stop"] > seen["RequestArrived"] / 2
 
 
+@pytest.mark.long
 def test_equal_seeds_give_equal_runs() -> None:
     """Nothing may depend on the order of a set, or a run could not be repeated."""
     program = (

@@ -61,6 +61,7 @@ def test_there_is_an_example_of_each_kind() -> None:
         assert num_lines <= 30, f"{name} has {num_lines} lines"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS[1:], ids=lambda command: command[-1])
 def test_the_commands_of_the_page_run_with_the_policy(folder: Path, command: list[str]) -> None:
     flag, name = command[-2:]

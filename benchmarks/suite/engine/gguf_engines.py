@@ -248,7 +248,7 @@ def _seconds(
     say: Say,
 ) -> dict[int, dict[str, dict[str, list[float]]]]:
     """Seconds of one step by threads, engine and job, a number per round."""
-    names = [engine.name for engine in (*variants, *peers)]
+    names = [variant.name for variant in variants] + [peer.name for peer in peers]
     found: dict[int, dict[str, dict[str, list[float]]]] = {
         threads: {name: {job: [] for job in JOBS} for name in names} for threads in plan.threads
     }

@@ -69,7 +69,8 @@ class IkPrograms:
 
     def _run(self, program: str, *flags: str | int) -> str:
         """What it printed, on either stream. It leaves a log file in the current folder."""
-        command = [self._folder.resolve() / program, "-m", self._path.resolve(), *map(str, flags)]
+        paths = (self._folder.resolve() / program, "-m", self._path.resolve())
+        command = [str(word) for word in (*paths, *flags)]
         try:
             with TemporaryDirectory() as folder:
                 ended = subprocess.run(

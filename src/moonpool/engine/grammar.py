@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from moonpool.engine.tokenizer import Vocabulary
@@ -129,10 +129,10 @@ def _single_bytes() -> LLTokenizer:
     return LLTokenizer("byte")  # takes 2 ms
 
 
-class _LlguidanceVocabulary:
+class _LlguidanceVocabulary(TokenizerWrapper):
     """The tokens as `LLTokenizer` reads them. Special tokens are not text and never allowed.
 
-    Used instead of llguidance's `TokenizerWrapper`, which encodes a text at once.
+    The constructor does not call llguidance's, which encodes a text.
     """
 
     is_tokenizer_wrapper = True
@@ -144,8 +144,8 @@ class _LlguidanceVocabulary:
         self.special_token_ids = [i for i in vocabulary.special_token_ids if i < vocab_size]
         self.eos_token_id = ends[0]
 
-    def __call__(self, text: str) -> Sequence[int]:
-        return self._vocabulary.encode(text, add_special_tokens=False)
+    def __call__(self, text: str) -> list[int]:
+        return list(self._vocabulary.encode(text, add_special_tokens=False))
 
 
 def _read_vocabulary(vocabulary: Vocabulary, vocab_size: int, ends: list[int]) -> LLTokenizer:

@@ -70,6 +70,7 @@ def test_another_process_reads_every_body_alike(monkeypatch: pytest.MonkeyPatch)
     assert {status for status, _ in here[0]} == {200, 400, 404}
 
 
+@pytest.mark.long
 def test_the_loop_turns_while_a_huge_body_is_read_and_its_deadline_holds() -> None:
     huge = json.dumps({"tokens": [7] * 3_000_000}).encode()
 

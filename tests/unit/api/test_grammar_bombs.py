@@ -97,6 +97,7 @@ def test_a_grammar_that_only_looks_large_is_served(name: str) -> None:
     assert len(head.requests) == 1
 
 
+@pytest.mark.long
 def test_the_loop_turns_while_grammars_are_compiled_and_each_is_compiled_once() -> None:
     async def check() -> int:
         checks, turns = GrammarCheck(), 0

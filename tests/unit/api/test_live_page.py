@@ -43,6 +43,7 @@ def test_a_page_is_self_contained_and_open(path: str) -> None:
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
 
 
+@pytest.mark.long
 def test_events_need_a_key_and_show_its_tenant() -> None:
     assert ask("/cluster/events").status_code == 401
     assert ask("/cluster/events", "k-other").status_code == 401
@@ -109,6 +110,7 @@ def test_viewers_share_frames_are_bounded_and_leave_nothing() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_a_real_connection_gets_frame_after_frame() -> None:
     head = ScriptedHead()
     head.most_views = 2

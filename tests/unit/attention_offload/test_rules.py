@@ -154,6 +154,7 @@ def check(model: LoadedModel, rings: bool, by_head: bool = False) -> None:
             assert tokens_of(engine, table, length) == tokens_of(alone, table, length)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rings", [False, True], ids=["socket", "rings"])
 @pytest.mark.parametrize("name", WITH_RULES)
 def test_by_request_and_by_segment(name: str, rings: bool, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_the_load_is_the_least_work_over_the_time() -> None:
     assert len({workload.words["cluster"] for workload in found}) > 2
 
 
+@pytest.mark.long
 def test_figures_are_those_of_simulate(tmp_path: Path) -> None:
     """A row can be repeated by `moonpool simulate` with the kept trace and the row's flags."""
     figures = tmp_path / "figures.json"

@@ -47,6 +47,7 @@ def test_decode_reads_all_weights_and_each_context(tiny: Path) -> None:
     assert added == 256 * 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim
 
 
+@pytest.mark.long
 def test_decode_of_a_mixture_reads_the_chosen_experts(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_random_gguf("tiny-mixture", "Q4_K_M", path)

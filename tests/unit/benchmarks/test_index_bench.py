@@ -30,6 +30,7 @@ def test_what_is_over_a_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not bench_index(600, 3, lambda text: None)["rows"][0]["within_limits"]
 
 
+@pytest.mark.long
 def test_a_run_that_breaks_says_which() -> None:
     with pytest.raises(BenchError, match="600 blocks, 0 instances: "):
         bench_index(600, 0, lambda text: None)

@@ -23,6 +23,7 @@ def test_an_abrupt_day_shifts_at_each_phase() -> None:
     assert abrupt_day(3, 5, 300.0) == day != abrupt_day(4, 5, 300.0)
 
 
+@pytest.mark.long
 def test_shifts_are_followed_and_roles_do_not_swing() -> None:
     told: list[str] = []
     found = decided_days(range(20_000, 20_003), 4, 400.0, told.append)

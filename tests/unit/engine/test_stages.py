@@ -162,6 +162,7 @@ def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
     assert pair.stages.step(step).tokens == pair.one.step(step).tokens
 
 
+@pytest.mark.long
 def test_a_lost_stage_ends_running_steps_and_is_reported_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,7 @@ from moonpool.profiling.transfer_speed import TransferBenchError, bench_transfer
 SIZE = 64 << 10
 
 
+@pytest.mark.long
 def test_every_way_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "ARENA_BYTES", 32 * SIZE)
     said: list[str] = []

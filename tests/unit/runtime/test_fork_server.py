@@ -215,6 +215,7 @@ async def forked(code):
 """
 
 
+@pytest.mark.long
 def test_a_fork_server_that_has_ended_is_replaced_each_time() -> None:
     found = run_head(
         RENEWING
@@ -277,6 +278,7 @@ await fork_server.close()
     assert not any(map(is_alive, everyone)), "closed, or killed because it was stopped"
 
 
+@pytest.mark.long
 def test_a_dead_spare_is_replaced_and_both_together_by_a_new_interpreter() -> None:
     found = run_head(
         WITH_SPARE

@@ -20,6 +20,7 @@ from moonpool.runtime.packets import PacketSocket, packet_pair
 from moonpool.runtime.supervisor_link import SupervisorLink
 
 
+@pytest.mark.long
 def test_a_conductor_that_raises_ends_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Conductor.handle
 

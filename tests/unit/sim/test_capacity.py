@@ -137,6 +137,7 @@ def test_hit_ratios_by_policy_and_capacity_are_the_known_ones(policy: str) -> No
         assert ratios.by_block == pytest.approx(ratios.by_prefix, abs=0.003)
 
 
+@pytest.mark.long
 @needs_trace
 def test_belady_shows_the_head_room() -> None:
     assert belady_hit_ratio(conversation(), 5_859) == pytest.approx(0.353, abs=0.001)

@@ -44,6 +44,7 @@ def test_the_page_names_every_example() -> None:
             assert len(code) <= MAX_LINES, name
 
 
+@pytest.mark.long
 def test_own_placement(folder: Path) -> None:
     shown = run(folder, "own_placement.py", "trace.jsonl")
     hits = dict(re.findall(r"^(\S+) .* ([\d.]+)% of prompt tokens", shown, re.M))
