@@ -64,7 +64,7 @@ MAX_EVENTS = 200_000
 FAULTS_END_S = 5.0
 TICK_S = 0.25
 TIGHT_SLO = Slo(ttft_s=30.0, tbt_s=0.05)
-"""A chunk of 32 tokens takes longer, and a decode does not."""
+"""A tile of 32 tokens takes longer, and a decode does not."""
 ONCE_PER_WORK = (PrefillStarted, PrefillDone, DecodeAccepted, TransferDone, AttemptFailed)
 
 
@@ -85,6 +85,7 @@ class World:
         self.cost = FittedCost(
             prefill=(0.001, 0.002, 0.0, 0.0001),
             decode=(0.005, 0.002, 0.0001),
+            tile_tokens=32 if opts.splits_mixed else 1,
             transfer_latency_s=0.0001 if opts.transfer_is_cheap else 10.0,
             ssd_read_bytes_per_s=(1e9 if opts.loading_is_cheap else 1.0) if opts.num_slots else 0.0,
         )
