@@ -492,7 +492,7 @@ SECTIONS = (
         "GGUF beside llama.cpp",
         "Tokens a second of one GGUF file by all engines, which ran in turns. In brackets: the"
         " share of the machine's read bandwidth that decode reaches over the bytes that it must"
-        " read. Ratios are medians over rounds, of moonpool's rate to llama.cpp's. The last rows"
+        " read. Ratios are medians over rounds, of moonpool's rate to a peer's. The last rows"
         " are the perplexity of one text.",
         ("gguf-smollm2",),
         GGUF_HEADER,

@@ -44,8 +44,6 @@ from moonpool.engine.spec import ModelError, ModelSpec
 
 STEPS = 8
 JOBS = (f"prefill_{PREFILL}", *(f"decode_{batch}" for batch in BATCHES))
-KV_BYTES = {"moonpool float32": 4}
-"""Of one number in KVCache. All others have 2: float16 is the default of llama.cpp."""
 ANSWER_S = 900.0
 PEER = "llama.cpp"
 
@@ -315,19 +313,20 @@ def _figures(
     say: Say,
     threads: int,
 ) -> dict[str, Any]:
+    peers = [name for name in seconds if not name.startswith("moonpool")]
     found: dict[str, Any] = {}
     for name, jobs in seconds.items():
         own: dict[str, Any] = {}
+        kv_bytes = 4 if name == "moonpool float32" else 2  # llama.cpp's default is float16
         for job, times in jobs.items():
             kind, _, number = job.rpartition("_")
             figures = {"seconds": times, "tokens_per_s": int(number) / median(times)}
             if kind == "decode":
-                must = decode_bytes(spec, weights, int(number), KV_BYTES.get(name, 2))
+                must = decode_bytes(spec, weights, int(number), kv_bytes)
                 figures["read_share"] = must / median(times) / read
-            for peer in seconds if name.startswith("moonpool") else ():
-                if not peer.startswith("moonpool"):
-                    pairs = zip(seconds[peer][job], times, strict=True)
-                    figures[times_key(peer)] = median(theirs / ours for theirs, ours in pairs)
+            for peer in peers if name not in peers else ():
+                pairs = zip(seconds[peer][job], times, strict=True)
+                figures[times_key(peer)] = median(theirs / ours for theirs, ours in pairs)
             own[job] = figures
         found[name] = own
         rates = ", ".join(f"{job} {own[job]['tokens_per_s']:,.1f}" for job in own)

@@ -145,7 +145,7 @@ class _LlguidanceVocabulary(TokenizerWrapper):
         self.eos_token_id = ends[0]
 
     def __call__(self, text: str) -> list[int]:
-        return list(self._vocabulary.encode(text, add_special_tokens=False))
+        return self._vocabulary.encode(text, add_special_tokens=False)
 
 
 def _read_vocabulary(vocabulary: Vocabulary, vocab_size: int, ends: list[int]) -> LLTokenizer:

@@ -33,7 +33,7 @@ class Vocabulary(Protocol):
     special_token_ids: frozenset[int]
     """Tokens without text."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
         ...
 
@@ -57,10 +57,6 @@ class Tokenizer(Vocabulary, Protocol):
 
     def use_chat_template(self, source: str) -> None:
         """Replaces the chat template. Raises `ChatTemplateError`."""
-        ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -7,8 +7,8 @@ bytes of all tokens in a fifth of the time that the whole tokenizer takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,16 @@ class GgufVocabulary:
             for number, token in enumerate(words.tokens)
         ]
         self.special_token_ids = frozenset(one["id"] for one in words.added() if one["special"])
-        self._open = partial(gguf_tokenizer, path)
+        self._path = path
 
     @cached_property
     def _tokenizer(self) -> HfTokenizer:
-        return self._open()
+        return gguf_tokenizer(self._path)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokens[token_id] if token_id < len(self._tokens) else b""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens)
 
 
