@@ -10,9 +10,10 @@ steps. Nothing is fitted to the workload of a later comparison.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from statistics import fmean, median
 from time import monotonic
@@ -36,6 +37,7 @@ DECODES = (
     *((4, 64), (4, 512), (6, 128), (8, 256), (16, 128)),
 )
 DECODE_TOKENS = 24
+WARM_ROUNDS = 5
 REPEATS = 3
 MOST_REPEATS = 6
 SLOW_PROBE_S = 2.0
@@ -117,6 +119,7 @@ class LiveProfiler:
         self._rng = Random(7)
         self._vocab = 256
         self._instances: list[dict[str, Any]] = []
+        self._least_start_s = inf  # from the placement to the report that a prefill has begun
 
     async def measure(self) -> LiveProfile:
         """Raises ProfileError, ConnectionFailedError."""
@@ -127,8 +130,8 @@ class LiveProfiler:
         workers = owned // max(self._num_decoders, 1)
         own_tokens = state.get("attention_own_tokens", 0)
         self._vocab = (await self._get("/server_info"))["model"]["vocab_size"]
-        for _ in range(2):
-            await self._probe_together(self._num_entries, 256, 8)  # warm
+        for _ in range(WARM_ROUNDS):
+            await self._probe_together(self._num_entries, 256, 8)
         prefills = [await self._prefill(n, 0) for n in self._fitting(PROMPTS)]
         for tokens, cached in CACHED:
             if tokens <= self._longest_tokens:
@@ -281,6 +284,8 @@ class LiveProfiler:
         receiver.on_end()
         if receiver.error_code or not receiver.instants_s:
             raise ProfileError(f"a probe failed: {receiver.error_message or 'no tokens came'}")
+        start_s = receiver.timings_s.get("queue_and_fetch", inf)
+        self._least_start_s = min(self._least_start_s, start_s)
         return _Timed(record, receiver.timings_s, tuple(receiver.instants_s))
 
     async def _probe_together(self, count: int, prompt: int, answer: int) -> list[_Timed]:
@@ -295,7 +300,7 @@ class LiveProfiler:
             await self._probe(prefix, 1)
         for _ in range(REPEATS):
             timed = await self._probe(prefix + self._prompt(tokens - cached), 1)
-            times_s.append(timed.stages_s["prefill"])
+            times_s.append(_prefill_s(timed.stages_s, self._least_start_s))
             found = timed.record.cached_tokens
             if times_s[-1] > SLOW_PROBE_S:
                 break
@@ -388,7 +393,7 @@ class LiveProfiler:
             times_s = []
             for _ in range(REPEATS):
                 timed = await self._probe_together(len(self._instances), tokens, 1)
-                times_s += [t.stages_s["prefill"] for t in timed]
+                times_s += [_prefill_s(t.stages_s, self._least_start_s) for t in timed]
             return median(times_s) / alone.seconds
         count = BACKGROUND_BATCH * self._num_decoders
         async with self._background(count, 64, BACKGROUND_TOKENS):
@@ -434,6 +439,16 @@ def _common_step_s(timed: Sequence[_Timed]) -> float | None:
             return None
         found.append((kept[-1] - kept[0]) / (len(kept) - 1))
     return fmean(found)
+
+
+def _prefill_s(stages_s: Mapping[str, float], least_start_s: float) -> float:
+    """Returns the time of a prefill on an idle instance, where prefills begin `least_start_s` after
+    their placement.
+
+    On a busy machine, the reports of its begin and its end may reach the head together. Its time
+    then lies before the first report, which is late.
+    """
+    return stages_s["prefill"] + stages_s["queue_and_fetch"] - least_start_s
 
 
 def _front_s(timed: _Timed) -> float:

@@ -1,10 +1,16 @@
-"""The step time that answers of a live cluster have in common."""
+"""Times of steps and prefills that a client of a live cluster derives."""
 
 from __future__ import annotations
 
 import pytest
 
-from moonpool.profiling.live_profile import DECODE_TOKENS, NO_SLO, _common_step_s, _Timed
+from moonpool.profiling.live_profile import (
+    DECODE_TOKENS,
+    NO_SLO,
+    _common_step_s,
+    _prefill_s,
+    _Timed,
+)
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId
 
@@ -29,3 +35,10 @@ def test_tokens_that_come_in_one_bunch_have_no_step() -> None:
     """A head that is delayed delivers them so: a step of no time would be divided by."""
     bunch = timed([1.0] * 40)
     assert _common_step_s([bunch, bunch]) is None
+
+
+def test_a_prefill_whose_reports_come_together_has_its_time() -> None:
+    prompt = {"queue_and_fetch": 0.002, "prefill": 0.040}
+    together = {"queue_and_fetch": 0.0418, "prefill": 0.0002}
+    assert _prefill_s(prompt, 0.002) == pytest.approx(0.040)
+    assert _prefill_s(together, 0.002) == pytest.approx(0.040)
