@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from moonpool.config import SloConfig
 from moonpool.plan.assess import Assessment, NeighbourFound, PlanGoal
 from moonpool.plan.candidate import Candidate, tokens
+from moonpool.plan.room import Room
 from moonpool.plan.search import ClusterPlan
 from moonpool.plan.trial import Cause, Outcome
 from moonpool.types import Struct
@@ -124,6 +125,8 @@ def sentence(
         text += " The requests share no prefixes: the pool only holds those that run."
     if plan.sure is not None and plan.sure.candidate != choice.candidate:
         text += f" To be {goal.confidence:.0%} sure, buy {_named(plan.sure)}."
+    if plan.rooms:
+        text += f" {_room(plan.rooms)}"
     binds = binding(choice, fewer)
     if binds:
         text += f" {binds.capitalize()} is what binds."
@@ -139,6 +142,24 @@ def _named(found: Assessment) -> str:
     if one.ssd_tokens:
         text += f" and {tokens(one.ssd_tokens * one.num_instances)} of SSD"
     return f"{text}, for {found.usd_per_h:,.2f} USD/h"
+
+
+def _room(found: Sequence[Room]) -> str:
+    """What the choice, the first, bears beyond the trace, beside the next one at its price."""
+    choice, *others = found
+    if choice.missed is None:
+        text = f"It keeps the SLOs at {choice.kept:g} times the trace's speed"
+    elif choice.kept > 1.0:
+        text = (
+            f"It keeps the SLOs at {choice.kept:g} times the trace's speed, not at"
+            f" {choice.missed:g} times"
+        )
+    else:
+        text = f"It misses the SLOs at {choice.missed:g} times the trace's speed"
+    if others:
+        text += f"; of the others at this price, {others[0].candidate.counts} keeps them at"
+        text += f" {others[0].kept:g} times"
+    return f"{text}."
 
 
 def _broken(broken: InstanceLossEffect, wanted: float) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from math import inf
+from math import inf, isclose
 from typing import Any
 
 import msgspec
@@ -39,6 +39,7 @@ from moonpool.plan.assess import Assessment, Assessor, NeighbourFound, StoppedEr
 from moonpool.plan.bounds import Bounds
 from moonpool.plan.candidate import Candidate, neighbours, stepped
 from moonpool.plan.demand import Prepared
+from moonpool.plan.room import Room, rooms
 from moonpool.plan.settings import cheapest_settings, grown, least_cache, with_any_chunk
 from moonpool.plan.trial import Outcome
 from moonpool.types import Struct
@@ -53,8 +54,11 @@ LEAST_GAIN = 0.01
 """An arrangement that can save no more than this share of the price is not simulated."""
 SEARCH_SHARE = 0.75
 """Share of the allowed runs and time for all that comes before draws."""
+MOST_LEVEL = 4
+"""Other arrangements at the price of the best that are simulated."""
 SURE_CANDIDATES = 8
 SURE_DEAREST = 2.0
+SETTINGS = (*("cache_tokens", "ssd_tokens", "eviction", "chunk_tokens", "placement", "admission"),)
 FIRST_LOADS = (0.5, 1.3)
 """Loads by arithmetic at which an arrangement is expected to keep and to miss the SLOs, until some
 are known."""
@@ -84,6 +88,7 @@ class ClusterPlan(Struct, frozen=True):
     runs: float
     stopped: str
     num_left: int = 0
+    rooms: tuple[Room, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -117,6 +122,7 @@ class Planner:
         self._open: list[Arrangement] = []
         self._loads: dict[str, tuple[float, float]] = {}  # like FIRST_LOADS, by layout
         self._kept: list[Candidate] = []  # the cheapest of each arrangement that keeps the SLOs
+        self._rooms: tuple[Room, ...] = ()
 
     def plan(self) -> ClusterPlan:
         """Runs all stages. Raises ConfigError."""
@@ -128,6 +134,7 @@ class Planner:
             self._tune()
             self._improve()
             self._settle()
+            self._level()
         except StoppedError as error:
             stopped = str(error)
         except KeyboardInterrupt:
@@ -339,6 +346,9 @@ class Planner:
             )
             if self._price(least) < self._most * (1 - LEAST_GAIN):
                 cheapest_settings(one, self._look, self._price, self._steps, self._wanted)
+        self._try_cheaper_neighbours()
+
+    def _try_cheaper_neighbours(self) -> None:
         done: Candidate | None = None
         while self._best is not None and self._best != done:
             done = self._best
@@ -346,6 +356,36 @@ class Planner:
             cheaper = [one for one in around if self._price(one) < self._most]
             if cheaper:
                 self._look(cheaper)
+
+    # Equal prices
+
+    def _level(self) -> None:
+        """Takes the cluster with the most room of those at the price of the best."""
+        self._stage = "clusters at the same price"
+        done: Candidate | None = None
+        while self._best is not None and self._best != done:
+            others = self._others_at_price(self._best)
+            outcomes = zip(others, self._look(others), strict=True)
+            level = [one for one, outcome in outcomes if outcome.share >= self._wanted]
+            found = rooms([self._best, *level], self._assessor.look_faster, self._wanted)
+            self._rooms = tuple(found)
+            self._best = done = found[0].candidate
+            self._try_cheaper_neighbours()
+
+    def _others_at_price(self, best: Candidate) -> list[Candidate]:
+        """Returns arrangements with the settings of the best, those with the least load first."""
+        alike = {name: getattr(best, name) for name in SETTINGS}
+        starts = [msgspec.structs.replace(start, **alike) for start in self._prepared.starts]
+        listed = arrangements(starts, self._prepared.layout, best.num_instances)
+        chunks = self._chunks
+        same = (
+            msgspec.structs.replace(one, chunk_tokens=chunks.get(one.layout, one.chunk_tokens))
+            for one in listed
+            if isclose(self._price(one), self._price(best))
+        )
+        same = (one for one in same if one != best)
+        by_load = sorted(possible(same, self._bounds, self._wanted), key=lambda found: found[1])
+        return [one for one, _ in by_load[:MOST_LEVEL]]
 
     def _look_around(self, choice: Candidate) -> None:
         self._assessor.doing = "neighbours"
@@ -411,7 +451,15 @@ class Planner:
         left = [each for each in left if each.one not in self._visited]
         mixes = self._mixes(assessed)
         return ClusterPlan(
-            choice, sure, tuple(around), mixes, tuple(assessed), assessor.runs, stopped, len(left)
+            choice,
+            sure,
+            tuple(around),
+            mixes,
+            tuple(assessed),
+            assessor.runs,
+            stopped,
+            len(left),
+            self._rooms,
         )
 
     def _mixes(self, assessed: Sequence[Assessment]) -> tuple[MixFound, ...]:

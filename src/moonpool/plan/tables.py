@@ -178,6 +178,10 @@ def figures_of(
             {"change": one.change} | _assessment(one.assessment, goal.wanted)
             for one in plan.neighbours
         ],
+        "rooms": [
+            {"cluster": one.candidate.counts, "kept": one.kept, "missed": one.missed}
+            for one in plan.rooms
+        ],
         "front": [_assessment(one, goal.wanted) for one in plan.front()],
         "assessed": len(plan.assessed),
         "shares_prefixes": prepared.shares_prefixes,

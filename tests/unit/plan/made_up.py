@@ -52,6 +52,7 @@ class MadeUpWorkforce:
                 self.num_run += 1
                 prefill, decode = self._truth(trial.config)
                 draw = Random(f"{trial.seed}").random() if trial.seed else 0.0
+                prefill, decode = prefill / trial.speed, decode / trial.speed
                 self._known[trial] = outcome(prefill - self._noise * draw, decode)
                 tell(1)
         return [self._known[trial] for trial in trials]

@@ -150,6 +150,26 @@ def test_the_hardware_is_what_gives_most_for_its_price(b: float, kind: NodeKind)
     assert found.choice.candidate.kind == kind
 
 
+def test_of_clusters_at_one_price_the_one_with_the_most_room_is_named() -> None:
+    """Four instances are needed. 2P+2D have half as much again, mixed ones just enough."""
+
+    def of(config: Config) -> tuple[float, float]:
+        cluster = config.cluster
+        mixed = 0.0 if cluster.prefill else 0.35 * cluster.mixed
+        return (cluster.prefill + mixed) / 1.3, (cluster.decode + mixed) / 1.2
+
+    found, _ = planned(MadeUpWorkforce(of), priced(), (A,))
+    assert found.choice is not None
+    assert found.choice.candidate.counts == "2P+2D"
+    by_name = {room.candidate.counts: room for room in found.rooms}
+    assert found.rooms[0].candidate == found.choice.candidate
+    assert by_name["2P+2D"].kept == 1.5
+    assert by_name["2P+2D"].missed == 2.0
+    assert by_name["4M"].kept == 1.1
+    words = sentence(found, [], BASE.slo, PlanGoal(), True)
+    assert "It keeps the SLOs at 1.5 times the trace's speed, not at 2 times" in words
+
+
 def test_dear_dram_buys_less_of_it() -> None:
     sizes = []
     for dram in (0.0, 0.05):

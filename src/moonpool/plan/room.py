@@ -1,0 +1,39 @@
+"""Which of several clusters at one price bears the most load beyond that of the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moonpool.plan.candidate import Candidate
+from moonpool.plan.trial import Outcome
+from moonpool.types import Struct
+
+SPEEDS = (1.1, 1.25, 1.5, 2.0, 3.0)
+"""Multiples of the trace's speed that are tried one after the other."""
+FasterLook = Callable[[Sequence[Candidate], float], list[Outcome]]
+
+
+class Room(Struct, frozen=True):
+    """A cluster keeps the SLOs at `kept` times the trace's speed, and misses them at `missed`
+    (None: it was not simulated that fast)."""
+
+    candidate: Candidate
+    kept: float
+    missed: float | None
+
+
+def rooms(contenders: Sequence[Candidate], look: FasterLook, wanted: float) -> list[Room]:
+    """Returns the contenders, which keep the SLOs at the trace's speed, by their room; of equal
+    ones the first comes first."""
+    found: list[Room] = []
+    left, kept = list(contenders), 1.0
+    for speed in SPEEDS:
+        outcomes = look(left, speed)
+        holds = [outcome.share >= wanted for outcome in outcomes]
+        lost = [one for one, held in zip(left, holds, strict=True) if not held]
+        found = [*(Room(one, kept, speed) for one in lost), *found]
+        left = [one for one, held in zip(left, holds, strict=True) if held]
+        if not left:
+            return found
+        kept = speed
+    return [*(Room(one, kept, None) for one in left), *found]
