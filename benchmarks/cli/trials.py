@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +11,7 @@ import click
 
 from benchmarks.cli.annotated import PeerPython, options
 from benchmarks.cli.output import measure
-from moonpool.cli.options import json_option
-from moonpool.cli.output import fail
+from moonpool.cli.output import check_folders, fail
 
 SYSTEM_NAMES = ("moonpool", "vllm", "vllm-offload", "vllm-lmcache", "vllm-mooncake", "llama.cpp")
 
@@ -18,7 +19,6 @@ SYSTEM_NAMES = ("moonpool", "vllm", "vllm-offload", "vllm-lmcache", "vllm-moonca
 @click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @options
-@json_option
 def trials(
     *,
     systems: Annotated[
@@ -38,11 +38,16 @@ def trials(
     timeout_s: Annotated[float, "Of one answer.", "--timeout"] = 60.0,
     seed: Annotated[int, "Seed of the prompts.", click.INT] = 0,
     model: Path,
-    json_file: str | None,
+    json_file: Annotated[
+        str | None,
+        "Keep all figures in this file; a later command adds other systems.",
+        "--json",
+        click.Path(dir_okay=False),
+    ] = None,
 ) -> None:
     """Try moonpool, vLLM with and without stores, and llama.cpp for wrong answers. MODEL is a
     checkpoint's folder."""
-    from benchmarks.suite.live.trials import TrialTargets, bench_trials
+    from benchmarks.suite.live.trials import TrialTargets, added_to, bench_trials
     from moonpool.cli.trial import trial_lines
     from moonpool.profiling.live_cluster import run_on_uvloop
     from moonpool.trial.run import TrialPlan, run_trial
@@ -62,10 +67,15 @@ def trials(
         )
         return run_on_uvloop(run_trial(plan))
 
-    found = measure(
-        lambda: bench_trials(targets, systems, try_one, lambda text: click.echo(text, err=True)),
-        json_file,
-    )
+    check_folders(json_file)
+    file = None if json_file is None else Path(json_file)
+    kept = json.loads(file.read_text()) if file is not None and file.is_file() else {}
+
+    def run() -> dict[str, Any]:
+        tell = partial(click.echo, err=True)
+        return added_to(kept, bench_trials(targets, systems, try_one, tell))
+
+    found = measure(run, json_file)
     if not found["servers"]:
         fail("no system could be started: " + "; ".join(found["absent"].values()))
     for line in trial_lines([figures | {"url": n} for n, figures in found["servers"].items()]):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import httpx
-import msgspec
 
 from benchmarks.suite.live.vllm_server import VllmServer
 from benchmarks.suite.live.vllm_shapes import VllmTarget, start_peer
@@ -69,7 +68,19 @@ def bench_trials(
         except (ServerError, ServerUnfitError, DisturbanceError, httpx.HTTPError, OSError) as error:
             absent[system] = " ".join(str(error).split())[:300]
             say(f"{WORDS[system]}: left out: {absent[system]}")
-    return {"servers": servers, "absent": absent, "targets": msgspec.to_builtins(targets)}
+    names = {"model": Path(targets.model).name, "gguf": Path(targets.gguf).name}
+    return {"servers": servers, "absent": absent, "targets": names | {"cores": targets.cores}}
+
+
+def added_to(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """`found` with the systems of `kept`, of the same targets, that were not tried again."""
+    if kept.get("targets") != found["targets"]:
+        return found
+    servers = kept["servers"] | found["servers"]
+    absent = kept["absent"] | found["absent"]
+    absent = {system: why for system, why in absent.items() if system not in found["servers"]}
+    servers = {system: one for system, one in servers.items() if system not in found["absent"]}
+    return found | {"servers": servers, "absent": absent}
 
 
 @contextmanager

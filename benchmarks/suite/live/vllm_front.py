@@ -60,6 +60,14 @@ class VllmFront:
             text = await found.read()
             return web.Response(body=text, status=found.status, content_type=JSON)
 
+    async def reset(self, request: Any) -> Any:
+        """Of all: the answer is that of the last one that refuses, if any does."""
+        status = 200
+        for url in self.targets:
+            async with self.session.post(url + request.path) as found:
+                status = max(status, found.status)
+        return web.Response(status=status)
+
     async def _begin_prefill(self, path: str, body: Any, name: dict[str, str]) -> Any:
         """What to ask the decoder, and the prefill under way."""
         if not self.engine_id:
@@ -110,6 +118,7 @@ def main() -> None:
     app.cleanup_ctx.append(front.open)
     app.router.add_post("/v1/completions", front.answer)
     app.router.add_post("/v1/chat/completions", front.answer)
+    app.router.add_post("/reset_prefix_cache", front.reset)
     for path in ("/v1/models", "/health"):
         app.router.add_get(path, front.ask)
     web.run_app(app, host="127.0.0.1", port=int(port), print=None)

@@ -71,6 +71,7 @@ def start_peer(peer: VllmTarget, cluster: LiveCluster, longest_tokens: int) -> I
             boot = [f"http://127.0.0.1:{port}"]
         elif peer.shape == "pool":
             beside["MOONCAKE_CONFIG_PATH"] = stack.enter_context(_store(peer.python))
+            beside["VLLM_SERVER_DEV_MODE"] = "1"  # it then has /reset_prefix_cache
         urls = [
             stack.enter_context(
                 _server(peer, cluster, longest_tokens, own, _transfer(peer.shape, role), beside)

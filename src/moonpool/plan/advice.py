@@ -121,12 +121,12 @@ def sentence(
         low, high = choice.interval.low, choice.interval.high
         text += f"; another sample like it has {low:.1%} to {high:.1%}"
     text += "."
+    if plan.rooms:
+        text += f" {_room(plan.rooms)}"
     if not shares_prefixes:
         text += " The requests share no prefixes: the pool only holds those that run."
     if plan.sure is not None and plan.sure.candidate != choice.candidate:
         text += f" To be {goal.confidence:.0%} sure, buy {_named(plan.sure)}."
-    if plan.rooms:
-        text += f" {_room(plan.rooms)}"
     binds = binding(choice, fewer)
     if binds:
         text += f" {binds.capitalize()} is what binds."

@@ -11,7 +11,13 @@ import pytest
 
 from benchmarks.cli.trials import SYSTEM_NAMES
 from benchmarks.reliability_page import fuzz_section, mutant_section, trial_section
-from benchmarks.suite.live.trials import SYSTEMS, TrialTargets, bench_trials, connector_of
+from benchmarks.suite.live.trials import (
+    SYSTEMS,
+    TrialTargets,
+    added_to,
+    bench_trials,
+    connector_of,
+)
 from moonpool.profiling.live_cluster import run_on_uvloop
 from moonpool.trial.run import TrialPlan, run_trial
 
@@ -34,6 +40,16 @@ def test_a_system_that_cannot_start_is_left_out_with_the_reason(tmp_path: Path) 
     assert found["servers"] == {}
     assert found["absent"]["vllm"] == "no --peer-python was given"
     assert "llama_cpp.server" in found["absent"]["llama.cpp"]
+
+
+def test_a_later_command_adds_systems_of_the_same_model() -> None:
+    kept = {"targets": {"model": "m"}, "servers": {"vllm": 1}, "absent": {"llama.cpp": "no file"}}
+    found = {"targets": {"model": "m"}, "servers": {"llama.cpp": 2}, "absent": {}}
+    both = added_to(kept, found)
+    assert both["servers"] == {"vllm": 1, "llama.cpp": 2}
+    assert both["absent"] == {}
+    assert added_to(kept, found | {"targets": {"model": "other"}})["servers"] == {"llama.cpp": 2}
+    assert added_to({}, found) == found
 
 
 def test_connectors_are_what_vllm_parses() -> None:
