@@ -64,7 +64,8 @@ def bench_trials(
         say(f"{WORDS[system]}: starts")
         try:
             with start_system(system, targets) as url:
-                servers[system] = try_one(url, system not in CANNOT_RESET)
+                figures = try_one(url, system not in CANNOT_RESET)
+            servers[system] = figures | {"model": Path(figures["model"]).name}
         except (ServerError, ServerUnfitError, DisturbanceError, httpx.HTTPError, OSError) as error:
             absent[system] = " ".join(str(error).split())[:300]
             say(f"{WORDS[system]}: left out: {absent[system]}")
