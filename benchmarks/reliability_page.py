@@ -158,7 +158,7 @@ def trial_section(found: dict[str, Any]) -> str:
         "`moonpool bench trials` looks for wrong answers of each system on one machine, in quiet",
         "and under load, with forked prefixes, evictions, cache resets, and clients that leave.",
         "An answer that load changes is not wrong if rounding explains it.",
-        "[Live runs](live.md#wrong-answers) says how that is told, and which of the systems can use",
+        "[Live runs](live.md#wrong-answers) says how that is told, and which systems can use",
         "their stores without a GPU.",
         "",
         "| system | answers | other text under load | wrong | foreign text | cut, hung | proven |",
