@@ -72,6 +72,9 @@ def test_it_says_what_to_buy_and_why(answer: tuple[dict[str, Any], str]) -> None
         assert neighbour["change"] in text
     costs = [one["usd_per_h"] for one in found["front"]]
     assert costs == sorted(costs)
+    room = found["rooms"][0]
+    assert room["cluster"] == found["choice"]["cluster"]
+    assert f"It keeps the SLOs at {room['kept']:g} times the trace's speed" in found["advice"]
 
 
 def test_the_configuration_has_what_the_plan_says(
