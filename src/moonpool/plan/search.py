@@ -383,7 +383,8 @@ class Planner:
             for one in listed
             if isclose(self._price(one), self._price(best))
         )
-        same = (one for one in same if one != best)
+        known = best.counts, best.hardware
+        same = (one for one in same if (one.counts, one.hardware) != known)
         by_load = sorted(possible(same, self._bounds, self._wanted), key=lambda found: found[1])
         return [one for one, _ in by_load[:MOST_LEVEL]]
 
