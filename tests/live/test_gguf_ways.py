@@ -18,7 +18,7 @@ from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import SMALL
 from tests.live.family_checkpoints import POSITIONS, WAYS
-from tests.live.test_families import LONG, Tokens, answers, check
+from tests.live.test_families import LONG, Tokens, answers, check, shards_of
 
 FILES = {
     "qwen3": ("qwen3", Case("Qwen3", {"head_dim": 32})),
@@ -47,13 +47,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def alone(file: Callable[[str], Path]) -> Callable[[str], tuple[Tokens, Tokens, object]]:
-    """What one process without cache answers, and a long answer."""
+def alone(file: Callable[[str], Path]) -> Callable[..., tuple[Tokens, Tokens, object]]:
+    """What one instance without cache answers, and a long answer."""
 
     @cache
-    def found(name: str) -> tuple[Tokens, Tokens, object]:
+    def found(name: str, *more: str) -> tuple[Tokens, Tokens, object]:
         with LocalServer(
-            [*serving(file(name)), "--mixed", "1", "--no-enable-prefix-caching"]
+            [*serving(file(name)), "--mixed", "1", "--no-enable-prefix-caching", *more]
         ) as up:
             long = fresh.post(f"{up.url}/v1/completions", json=LONG, timeout=120).json()
             return *answers(up), long["choices"][0]["token_ids"]
@@ -79,11 +79,11 @@ def test_the_tokens_are_those_of_one_process(
     name: str,
     way: str,
     file: Callable[[str], Path],
-    alone: Callable[[str], tuple[Tokens, Tokens, object]],
+    alone: Callable[..., tuple[Tokens, Tokens, object]],
     tmp_path: Path,
 ) -> None:
     """From the cache too, with a grammar, and through the death of the decode instance."""
     flags = [*serving(file(name)), *MORE_WAYS[way]]
     if "--ssd-tokens" in flags:
         flags += ["--ssd-folder", str(tmp_path)]
-    check(flags, alone(name))
+    check(flags, alone(name, *shards_of(way)))

@@ -35,6 +35,7 @@ def test_an_idle_cluster_of_a_toy_model_takes_little_memory_and_sleeps() -> None
 
 @pytest.mark.long
 def test_a_pool_of_a_chosen_size_is_taken_whole() -> None:
-    found = bench_idle("moonpool/induction", 1, 1, ["--kv-tokens", "16384"], 1.0, lambda line: None)
+    flags = ["--kv-tokens", "16384", "--dtype", "float32"]
+    found = bench_idle("moonpool/induction", 1, 1, flags, 1.0, lambda line: None)
     taken = [row["kvcache_mib"] for row in found["processes"] if "-0" in row["process"]]
     assert len(taken) == 2 and min(taken) >= 160
