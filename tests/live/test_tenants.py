@@ -51,3 +51,28 @@ def test_a_flood_of_one_tenant_leaves_places_for_another(tmp_path: Path) -> None
     assert statuses[200] > 5
     assert statuses[429] + statuses[503] > 20, "the flood was no flood"
     assert set(cluster["instances"][0]) == {"instance_id", "role", "draining"}
+
+
+def test_limits_of_a_key_file_hold_at_a_server(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-bulk bulk priority=5 requests_per_s=0.3 cache=0.25\nsk-op admin\n")
+    line = [MODEL, "--prefill", "1", "--decode", "1", "--api-key-file", str(keys)]
+    with LocalServer([*line, "--kv-tokens", "2048", "--block-size", "16"]) as server:
+        bulk = httpx.Client(
+            base_url=server.url, timeout=60, headers={"authorization": "Bearer sk-bulk"}
+        )
+        better = bulk.post("/v1/completions", json=SMALL_BODY | {"priority": 1})
+        first = [bulk.post("/v1/completions", json=SMALL_BODY) for _ in range(3)]
+        operator = httpx.Client(
+            base_url=server.url, timeout=60, headers={"authorization": "Bearer sk-op"}
+        )
+        other = operator.post("/v1/completions", json=SMALL_BODY | {"priority": -3})
+        metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+    assert [answer.status_code for answer in first] == [200, 200, 429]
+    assert first[0].json()["choices"] == first[1].json()["choices"]
+    assert first[2].json()["error"]["code"] == "rate_limit"
+    assert 1 <= int(first[2].headers["retry-after"]) <= 4
+    assert (better.status_code, better.json()["error"]["param"]) == (400, "priority")
+    assert other.status_code == 200
+    rejected = [line for line in metrics.splitlines() if "requests_rejected_total{" in line]
+    assert any('reason="rate_limit"' in line and line.endswith(" 1.0") for line in rejected)

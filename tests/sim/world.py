@@ -136,6 +136,7 @@ class World:
         conductor = Conductor(
             life=str(self._num_heads) if self.options.keeps_streams else "",
             tenant_weights=dict(self.options.tenants),
+            tenant_caches={"b": 0.25, "c": 0.05},
             default_slo=TIGHT_SLO if self.options.splits_mixed else DEFAULT_SLO,
             config=ConductorConfig(
                 admission=self.options.admission,  # type: ignore[arg-type]

@@ -46,7 +46,8 @@ def run_aiperf(
     """Figures of one run under our names; `folder` has the tokeniser. Raises ServerError."""
     model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
     with tempfile.TemporaryDirectory() as place:
-        words = arguments(url, model, folder, shape, basis, load, seconds, seed, place)
+        whole = str(Path(folder).resolve())  # a relative one would be an id of the hub
+        words = arguments(url, model, whole, shape, basis, load, seconds, seed, place)
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         environment.pop("PYTHONPATH", None)
         try:
@@ -61,8 +62,7 @@ def run_aiperf(
         except subprocess.TimeoutExpired:
             raise ServerError(f"aiperf did not end in {LIMIT_S:.0f} s") from None
         if done.returncode:
-            last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            raise ServerError(f"aiperf failed: {' '.join(last)}")
+            raise ServerError(f"aiperf failed: {_reason(done.stdout + done.stderr)}")
         found = next(iter(Path(place).rglob(RESULT)), None)
         if found is None:
             raise ServerError(f"aiperf left no {RESULT}")
@@ -70,6 +70,12 @@ def run_aiperf(
             return aiperf_figures(msgspec.json.decode(found.read_bytes()), seconds)
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise ServerError(f"aiperf's {RESULT} is not as expected: {error!r}") from None
+
+
+def _reason(output: bytes) -> str:
+    """The first line that it logged as an error, or its last one."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    return next((line for line in lines if " ERROR " in line), (lines or ["it said nothing"])[-1])
 
 
 def arguments(

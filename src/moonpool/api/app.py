@@ -46,6 +46,7 @@ from moonpool.api.keys import KeyRing
 from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.openapi import openapi_document
+from moonpool.api.rate_limits import RateLimits
 
 logger = logging.getLogger(__name__)
 MAX_BODIES_BYTES = 256 << 20
@@ -67,8 +68,8 @@ def make_app(
     bodies = bodies or BodyReader(frontend, options)
     memory = BodyMemory(max(MAX_BODIES_BYTES, 4 * options.max_body_bytes))
     active = ActiveCalls()
-    generator = Generator(frontend, options, bodies, active)
-    embedder = Embedder(frontend, options, bodies, active)
+    shared = frontend, options, bodies, active, RateLimits(options.limits, frontend)
+    generator, embedder = Generator(*shared), Embedder(*shared)
     inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
     live_page = LivePage(frontend)

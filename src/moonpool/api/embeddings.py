@@ -16,6 +16,7 @@ from moonpool.api.body_pool import BodyReader
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import limits_of, tenant_of
 from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.rate_limits import RateLimits
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
 
 MAX_RUNNING = 32
@@ -44,11 +45,17 @@ class Embedder:
     """Serves the endpoint through one frontend."""
 
     def __init__(
-        self, frontend: Frontend, options: ApiOptions, bodies: BodyReader, active: ActiveCalls
+        self,
+        frontend: Frontend,
+        options: ApiOptions,
+        bodies: BodyReader,
+        active: ActiveCalls,
+        rates: RateLimits,
     ):
         self._frontend = frontend
         self._options = options
         self._bodies = bodies
+        self._rates = rates
         self._names = options.names(frontend.card)
         self._active = active
 
@@ -56,6 +63,9 @@ class Embedder:
         arrived_s = self._frontend.now()
         slo, timeout_s = limits_of(context, self._frontend)
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
+        is_resumed = context.kept is not None and context.kept.is_resumed
+        if not is_resumed:
+            self._rates.begin(context.tenant, arrived_s)
         max_tokens = self._frontend.card.max_model_tokens
         arrived_s, _ = context.keep_call(raw, arrived_s, max_tokens)
         left_s = arrived_s + timeout_s - self._frontend.now()
@@ -63,9 +73,12 @@ class Embedder:
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
         adapter = self._frontend.card.adapter_of(body.model)
-        delivered = () if context.kept is not None and context.kept.is_resumed else None
+        if not is_resumed:
+            self._rates.spend(context.tenant, sum(map(len, call.prompts)))
+        delivered = () if is_resumed else None
         deadline_s = arrived_s + timeout_s
-        limits = _Limits(tenant, adapter, slo, deadline_s, body.priority or 0, delivered)
+        priority = self._rates.priority(context.tenant, body.priority, context.is_admin)
+        limits = _Limits(tenant, adapter, slo, deadline_s, priority, delivered)
         with self._active.begin(context) as (_, scoped), context.kept_refusals():
             async with context.watch():
                 found = await self._run(scoped, call.prompts, limits)

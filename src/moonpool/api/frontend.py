@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from moonpool.api.keys import TenantLimits
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
 
@@ -119,6 +120,10 @@ class Frontend(Protocol):
         """Returns the most used prefixes first. Waits a moment for the instances' reports."""
         ...
 
+    def note_refused(self, reason: str) -> None:
+        """Counts a call that the HTTP layer refused before it became requests."""
+        ...
+
     def drop_cached_blocks(self) -> None:
         """Lets all instances forget the cached blocks that no request holds."""
         ...
@@ -163,6 +168,7 @@ class ApiOptions:
     api_keys: Mapping[str, str] = field(default_factory=dict)
     admins: frozenset[str] = frozenset()
     """Tenants that see the whole cluster. Without API keys everyone does."""
+    limits: Mapping[str, TenantLimits] = field(default_factory=dict)  # by tenant
     served_names: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # whose web pages may call the API; "*": all
     max_body_bytes: int = 32 << 20

@@ -26,6 +26,7 @@ from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.preparation import PreparedCall
+from moonpool.api.rate_limits import RateLimits
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.resume.event_ids import (
     EventPosition,
@@ -79,6 +80,7 @@ class _Call:
     position: EventPosition | None  # what its client has of the response; None: it wants no ids
     has: tuple[int, ...] | None  # tokens of each choice that its client has; None: it does not say
     known: Sequence[Delivered] = ()  # from a connection that broke
+    is_new: bool = True  # it does not continue an answer
     is_drawn_anew: bool = False  # the client has an answer, and its seed is unknown
 
 
@@ -86,11 +88,17 @@ class Generator:
     """Serves the generating endpoints through one frontend."""
 
     def __init__(
-        self, frontend: Frontend, options: ApiOptions, bodies: BodyReader, active: ActiveCalls
+        self,
+        frontend: Frontend,
+        options: ApiOptions,
+        bodies: BodyReader,
+        active: ActiveCalls,
+        rates: RateLimits,
     ):
         self._frontend = frontend
         self._options = options
         self._bodies = bodies
+        self._rates = rates
         self._names = options.names(frontend.card)
         self._chat_shape = ChatShape(frontend.tokenizer)
         self._completion_shape = CompletionShape(frontend.tokenizer)
@@ -136,15 +144,16 @@ class Generator:
             digest = digest_of(path, raw)
         continued = await self._continued(context, digest, position, bool(has and any(has)))
         facts, known, num_returns = continued
+        is_new = facts is None and not (context.kept is not None and context.kept.is_resumed)
+        if is_new:
+            self._rates.begin(context.tenant, arrived_s)
         max_tokens = self._frontend.card.max_model_tokens
         arrived_s, facts = context.keep_call(raw, arrived_s, max_tokens, facts, digest, num_returns)
         left_s = arrived_s + timeout_s - self._frontend.now()
         prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
-        is_new = continued[0] is None and not (context.kept is not None and context.kept.is_resumed)
         is_drawn_anew = is_new and prepared.body.seed is None
-        return _Call(
-            context, prepared, arrived_s, slo, timeout_s, facts, position, has, known, is_drawn_anew
-        )
+        told = (facts, position, has, known, is_new, is_drawn_anew)
+        return _Call(context, prepared, arrived_s, slo, timeout_s, *told)
 
     async def _continued(
         self, context: HttpContext, digest: bytes, position: EventPosition | None, resumes: bool
@@ -207,7 +216,32 @@ class Generator:
                 await self._answer_at_once(call, choices, answer, shape)
 
     def _run(self, call: _Call, choices: Sequence[Choice]) -> AsyncGenerator[Delta, None]:
-        return run_choices(choices, self._frontend, call.context.kept, call.known)
+        deltas = run_choices(choices, self._frontend, call.context.kept, call.known)
+        if not self._rates.counts(call.context.tenant):
+            return deltas
+        return self._metered(call, deltas)
+
+    async def _metered(
+        self, call: _Call, deltas: AsyncGenerator[Delta, None]
+    ) -> AsyncGenerator[Delta, None]:
+        """Counts the tokens of the prompts and of the answers as they come. A call that is refused
+        costs nothing, and what was known of an answer that goes on was counted before."""
+        tenant = call.context.tenant
+        num_prompt_tokens = sum(map(len, call.prepared.prompts)) if call.is_new else 0
+        self._rates.spend(tenant, num_prompt_tokens)
+        num_counted: dict[int, int] = {}  # by choice
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    choice = delta.choice
+                    num_new = choice.num_tokens - len(choice.delivered or ())
+                    self._rates.spend(tenant, num_new - num_counted.get(choice.index, 0))
+                    num_counted[choice.index] = num_new
+                    yield delta
+        except RequestRefused:
+            if not num_counted:
+                self._rates.spend(tenant, -num_prompt_tokens)
+            raise
 
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
@@ -227,6 +261,8 @@ class Generator:
         ending = ending_of(body, card)
         tenant = tenant_of(call.context.tenant, body.cache_salt)
         seed = call.facts.seed if body.seed is None else body.seed
+        context = call.context
+        priority = self._rates.priority(context.tenant, body.priority, context.is_admin)
         choices: list[Choice] = []
         header = call.context.headers.get(b"traceparent", b"")
         trace = read_traceparent(header, self._options.exports_traces)
@@ -247,7 +283,7 @@ class Generator:
                     deadline_s=call.arrived_s + call.timeout_s,
                     tenant=tenant,
                     adapter=card.adapter_of(body.model),
-                    priority=body.priority or 0,
+                    priority=priority,
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                     trace=trace if trace is None or not index else beside(trace),
                 )

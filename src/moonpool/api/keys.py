@@ -1,11 +1,11 @@
-"""API keys: where they come from, whom they name, and what their holders may see.
+"""API keys: where they come from, whom they name, and what their holders may see and have.
 
 Keys belong in a file or in the environment: a command line shows in `ps`. A file has a key on each
-line, then optionally the tenant's name and its share:
+line, then optionally the tenant's name and its limits (`TenantLimits`), in any order:
 
-    # key                tenant   share
-    sk-4f1c2e...         search   2
-    sha256:9f86d081...   chat
+    # key                tenant   limits
+    sk-4f1c2e...         search   share=2 priority=-1
+    sha256:9f86d081...   chat     requests_per_s=5 tokens_per_s=2000 cache=0.25
     sk-operator-...      admin
 
 A key may stand as "sha256:" and its digest (`printf %s "$KEY" | sha256sum`), so that the file does
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 KEYS_VARIABLE = "MOONPOOL_API_KEY"
 """API keys in the environment, separated by commas or spaces."""
@@ -29,6 +31,7 @@ ADMIN = "admin"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_SHARE = 1000.0
+MAX_PRIORITY = 1_000_000
 _HASHED = "sha256:"
 
 
@@ -37,11 +40,47 @@ class KeyFileError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What a tenant may have; the names are those of a key file.
+
+    `share`: of an overloaded cluster's tokens, relative to 1. `cache`: of an instance's KVCache in
+    memory, and of that on its SSD; blocks above it are evicted first. `priority`: that of requests
+    without one, and the best that a request may ask for (the lowest value is served first). The
+    rates are means; up to `rate_limits.BURST_S` of them may come at once.
+    """
+
+    share: float = 1.0
+    cache: float = 1.0
+    priority: int = 0
+    requests_per_s: float = math.inf
+    tokens_per_s: float = math.inf  # of prompts and answers
+
+    @property
+    def has_rates(self) -> bool:
+        return min(self.requests_per_s, self.tokens_per_s) < math.inf
+
+
+NO_LIMITS = TenantLimits()
+
+
+@dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """`tenants` maps a key to its tenant, `shares` a tenant to its weight."""
+    """`tenants` maps a key to its tenant, `limits` a tenant to what it may have."""
 
     tenants: Mapping[str, str] = field(default_factory=dict)
-    shares: Mapping[str, float] = field(default_factory=dict)
+    limits: Mapping[str, TenantLimits] = field(default_factory=dict)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Returns the shares by tenant, where they are not 1."""
+        found = {tenant: limits.share for tenant, limits in self.limits.items()}
+        return {tenant: share for tenant, share in found.items() if share != 1.0}
+
+    @property
+    def cache_shares(self) -> dict[str, float]:
+        """Returns the shares of caches by tenant, where they are not 1."""
+        found = {tenant: limits.cache for tenant, limits in self.limits.items()}
+        return {tenant: share for tenant, share in found.items() if share != 1.0}
 
     @property
     def admins(self) -> frozenset[str]:
@@ -70,17 +109,17 @@ def read_keys(given: tuple[str, ...], path: str, environment: Mapping[str, str])
 def collect_keys(given: tuple[str, ...], file_text: str, admin_key: str) -> ApiKeys:
     """Joins keys of the configuration, of a key file and of the operator. Raises KeyFileError."""
     tenants = {key: f"key{number}" for number, key in enumerate(given)}
-    shares: dict[str, float] = {}
+    limits: dict[str, TenantLimits] = {}
     for number, line in enumerate(file_text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        tenant, share = _read_line(words, f"key{len(tenants)}", number)
+        tenant, found = _read_line(words, f"key{len(tenants)}", number)
         if words[0] in tenants:
             raise KeyFileError(f"line {number} repeats the key of tenant {tenants[words[0]]!r}")
         tenants[words[0]] = tenant
-        if share is not None:
-            shares[tenant] = share
+        if found:  # a tenant's keys share its limits
+            limits[tenant] = replace(limits.get(tenant, NO_LIMITS), **found)
     if admin_key:
         if admin_key in tenants:
             raise KeyFileError("the operator's key is also a tenant's key")
@@ -90,24 +129,49 @@ def collect_keys(given: tuple[str, ...], file_text: str, admin_key: str) -> ApiK
             raise KeyFileError("a key must be ASCII text without spaces")
         if key.startswith(_HASHED) and not _DIGEST.fullmatch(key):
             raise KeyFileError("a hashed key is sha256: and 64 hexadecimal digits")
-    return ApiKeys(tenants, shares)
+    return ApiKeys(tenants, limits)
 
 
-def _read_line(words: list[str], default: str, number: int) -> tuple[str, float | None]:
-    if len(words) > 3:
-        raise KeyFileError(f"line {number} must have a key, a tenant and a share, not more")
+def _read_line(words: list[str], default: str, number: int) -> tuple[str, dict[str, Any]]:
     tenant = words[1] if len(words) > 1 else default
     if not _NAME.fullmatch(tenant):
         raise KeyFileError(f"line {number}: a tenant's name has letters, digits, '.', '_' and '-'")
-    if len(words) < 3:
-        return tenant, None
+    found: dict[str, Any] = {}
+    for place, word in enumerate(words[2:]):
+        name, equals, text = word.partition("=")
+        if not equals and not place:  # the share may stand without its name
+            name, text = "share", word
+        try:
+            value = _read_limit(name, text)
+        except ValueError as error:
+            raise KeyFileError(f"line {number}: {error}") from None
+        if name in found:
+            raise KeyFileError(f"line {number} has {name} twice")
+        found[name] = value
+    return tenant, found
+
+
+def _read_limit(name: str, text: str) -> float | int:
+    """Raises ValueError with a reason for people."""
     try:
-        share = float(words[2])
+        value = float(text)
     except ValueError:
-        share = 0.0
-    if not 0 < share <= MAX_SHARE:
-        raise KeyFileError(f"line {number}: a share is a number above 0, at most {MAX_SHARE:g}")
-    return tenant, share
+        value = math.nan
+    match name:
+        case "share" if not 0 < value <= MAX_SHARE:
+            raise ValueError(f"a share is a number above 0, at most {MAX_SHARE:g}")
+        case "cache" if not 0 < value <= 1:
+            raise ValueError("cache is a share of each instance's KVCache, above 0 and at most 1")
+        case "priority":
+            if not abs(value) <= MAX_PRIORITY or value != int(value):
+                raise ValueError(f"a priority is a whole number, at most {MAX_PRIORITY} either way")
+            return int(value)
+        case "requests_per_s" | "tokens_per_s" if not 0 < value < math.inf:
+            raise ValueError(f"{name} is a number above 0")
+        case "share" | "cache" | "requests_per_s" | "tokens_per_s":
+            return value
+    known = "share, cache, priority, requests_per_s and tokens_per_s"
+    raise ValueError(f"after key and tenant come limits as NAME=NUMBER; the names are {known}")
 
 
 class KeyRing:

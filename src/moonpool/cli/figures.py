@@ -51,6 +51,7 @@ def _tenants(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for number, name in enumerate(most):
         found = tenants[name]
         share = f"{found['effective']:,} of {found['requests']:,} effective"
+        share += f", hits {found['hit_ratio']:.0%}"
         label = "" if number else "tenants"
         yield label, f"{name or '(none)'}: {share}, TTFT {_spread(found['ttft_s'], 1.0, 's')}"
     if len(tenants) > len(most):

@@ -131,6 +131,12 @@ RUN_OPTIONS = (
     help="Share of an overloaded cluster for this tenant of the trace; all others have 1.",
 )
 @click.option(
+    "--tenant-cache",
+    multiple=True,
+    metavar="NAME=SHARE",
+    help="Most of each instance's cache that this tenant may have while others need room.",
+)
+@click.option(
     "--beliefs",
     "beliefs_file",
     type=click.Path(dir_okay=False),
@@ -163,6 +169,7 @@ def simulate(
     scale: Fraction,
     slow: tuple[str, ...],
     tenant_share: tuple[str, ...],
+    tenant_cache: tuple[str, ...],
     drain: tuple[str, ...],
     restart: tuple[str, ...],
     json_file: str | None,
@@ -185,6 +192,7 @@ def simulate(
     settings = RunSettings(
         slow=_read_factors(slow, "--slow", "FACTOR, such as prefill-0=2"),
         tenant_share=_read_factors(tenant_share, "--tenant-share", "SHARE, such as sales=2"),
+        tenant_cache=_read_factors(tenant_cache, "--tenant-cache", "SHARE, such as bulk=0.2", 1.0),
         drain=_read_instants(drain, "--drain"),
         restart=_read_instants(restart, "--restart"),
         scale_tokens=scale,
@@ -248,7 +256,9 @@ def _read_instants(values: tuple[str, ...], option: str) -> dict[str, float]:
     return instants
 
 
-def _read_factors(values: tuple[str, ...], option: str, form: str) -> dict[str, float]:
+def _read_factors(
+    values: tuple[str, ...], option: str, form: str, most: float = 100.0
+) -> dict[str, float]:
     factors: dict[str, float] = {}
     for value in values:
         name, _, text = value.rpartition("=")
@@ -256,8 +266,8 @@ def _read_factors(values: tuple[str, ...], option: str, form: str) -> dict[str, 
             factor = float(text)
         except ValueError:
             factor = 0.0
-        if not name or not 0.01 <= factor <= 100.0:
-            fail(f"{option} {value}: must be NAME={form}, from 0.01 to 100")
+        if not name or not 0.01 <= factor <= most:
+            fail(f"{option} {value}: must be NAME={form}, from 0.01 to {most:g}")
         factors[name] = factor
     return factors
 

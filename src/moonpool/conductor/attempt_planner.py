@@ -276,6 +276,7 @@ def _spec(
         adapter=request.adapter,
         priority=request.priority,
         share=tracked.share,
+        cache_share=tracked.cache_share,
     )
 
 

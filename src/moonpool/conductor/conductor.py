@@ -81,11 +81,13 @@ class Conductor:
         default_slo: Slo = DEFAULT_SLO,
         policies: Policies | None = None,
         tenant_weights: Mapping[str, float] | None = None,
+        tenant_caches: Mapping[str, float] | None = None,
     ) -> None:
         """`life`: part of all attempt ids, which tells them from those of an earlier Conductor of
         this cluster. `default_slo`: the unit of `loads`. `policies`: those that the config names by
         module and class (see `moonpool.policy_loading`). `tenant_weights`: shares of an overloaded
-        cluster by tenant, 1 for the others."""
+        cluster by tenant, 1 for the others. `tenant_caches`: shares of each instance's cache that
+        tenants may have, 1 for the others."""
         policies = policies or Policies()
         assert policies.placement is not None or config.placement in PLACEMENTS
         assert policies.admission is not None or config.admission in ADMISSIONS
@@ -127,6 +129,7 @@ class Conductor:
             config.max_attempts,
             self._actions,
             tenant_weights or {},
+            dict(tenant_caches or {}),
             self._prefetching,
             self.replication,
         )

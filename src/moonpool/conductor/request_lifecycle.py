@@ -93,11 +93,13 @@ class RequestLifecycle:
         max_attempts: int,
         actions: list[ConductorAction],
         tenant_weights: Mapping[str, float],
+        tenant_caches: Mapping[str, float],
         prefetching: Prefetching | None = None,
         replication: Replication | None = None,
     ) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.shares = FairShare(tenant_weights)
+        self._tenant_caches = tenant_caches
         self.waiting = WaitingRequests(self.shares)
         self._has_room = False  # an answer has ended since the last look at waiting requests
         self.mean_ttft_s = RunningMean(0.0)  # predicted
@@ -141,6 +143,7 @@ class RequestLifecycle:
         self.requests[request.request_id] = tracked
         tenant = payer_of(request.tenant)
         tracked.share = self.shares.weight(tenant)
+        tracked.cache_share = self._tenant_caches.get(tenant, 1.0)
         self.shares.see(tenant, now)
         tracked.competes = self.shares.compete(now)
         if delivered is None and self.shares.must_yield(tenant, now):

@@ -63,6 +63,7 @@ class TrackedRequest:
     keys: Sequence[BlockKey] = ()
     attempt: Attempt | None = None
     share: float = 1.0  # of its tenant
+    cache_share: float = 1.0  # likewise
     competes: bool = False  # with those of other tenants, when it arrived
     num_attempts: int = 0
     num_decisions: int = 0  # on its admission

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from moonpool.kvcache.cache_shares import CacheShareEviction
 from moonpool.kvcache.eviction import EvictionPolicy
 from moonpool.types import BlockId, BlockKey
 
@@ -52,6 +53,16 @@ class ReplicaAwareEviction:
     def forget_marks(self) -> None:
         """Takes all marks (mutates)."""
         self.mark(sorted(self._spare), spare=False)
+
+    def assign(self, block_ids: Sequence[BlockId], tenant: str, share: float) -> None:
+        """`CacheShareEviction.assign`, if such a policy is beneath (mutates)."""
+        if isinstance(self._policy, CacheShareEviction):
+            self._policy.assign(block_ids, tenant, share)
+
+    def owner_of(self, block_id: BlockId) -> tuple[str, float] | None:
+        """`CacheShareEviction.owner_of`; None if there is no such policy."""
+        shared = self._policy
+        return shared.owner_of(block_id) if isinstance(shared, CacheShareEviction) else None
 
     def is_spare(self, block_id: BlockId) -> bool:
         """Whether the block is marked as spare."""
@@ -162,6 +173,8 @@ class ReplicaAwareEviction:
             if parent is not None and not self._is_loose(block_id):
                 num_tight[parent] += 1
         assert num_tight == self._num_tight
+        if isinstance(self._policy, CacheShareEviction):
+            self._policy.validate()
         evictable = {block_id for block_id in cached if block_id in self._policy}
         assert set(self._loose) == {block_id for block_id in evictable if self._is_loose(block_id)}
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from moonpool.config import SsdAdmission
 from moonpool.kvcache.block_pool import BlockPool
+from moonpool.kvcache.cache_shares import CacheShareEviction
 from moonpool.kvcache.eviction import make_eviction
 from moonpool.types import BlockId, BlockKey
 
@@ -34,7 +35,8 @@ class SsdTier:
         self, num_slots: int, num_blocks: int, admission: SsdAdmission, eviction: str
     ) -> None:
         """`num_blocks` is the size of the DRAM pool above this tier."""
-        self.slots = BlockPool(num_slots, make_eviction(eviction, num_slots))
+        self._shares = CacheShareEviction(make_eviction(eviction, num_slots), num_slots)
+        self.slots = BlockPool(num_slots, self._shares)
         self.error = ""  # why the tier is lost; "" while it is not
         self.paused = ""  # why the disk is not used for now; "" while it responds
         self._admits_all = admission == "always"
@@ -113,11 +115,21 @@ class SsdTier:
         """Whether the block is in this tier."""
         return self.slots.find(key) is not None
 
-    def fill(self, slot: BlockId, key: BlockKey, depth: int) -> bool:
-        """Gives a written slot the key of its block (mutates). Returns False if the tier is lost,
-        or if another slot got the same block meanwhile."""
+    def fill(
+        self,
+        slot: BlockId,
+        key: BlockKey,
+        depth: int,
+        owner: tuple[str, float] | None = None,
+    ) -> bool:
+        """Gives a written slot the key of its block (mutates). `owner`: as `owner_of` of an
+        eviction policy has it. Returns False if the tier is lost, or if another slot got the same
+        block meanwhile."""
         self._ghosts.pop(key, None)
-        return not self.lost and self.slots.cache_block(slot, key, depth)
+        filled = not self.lost and self.slots.cache_block(slot, key, depth)
+        if filled and owner is not None:
+            self._shares.assign((slot,), *owner)
+        return filled
 
     def lose(self, error: str) -> None:
         """The disk's content is gone: takes all keys (mutates). Holds end as usual."""
@@ -130,5 +142,6 @@ class SsdTier:
     def validate(self) -> None:
         """Asserts that the slots are consistent and the ghosts bounded."""
         self.slots.validate()
+        self._shares.validate()
         assert len(self._ghosts) <= self._max_ghosts
         assert not (self.lost and self.slots.num_cached)

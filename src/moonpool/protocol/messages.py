@@ -53,6 +53,7 @@ class AttemptSpec(Struct, frozen=True):
     adapter: str = ""  # as in `Request`
     priority: int = 0  # as in `Request`
     share: float = 1.0  # of the tenant, relative to others
+    cache_share: float = 1.0  # of the instance's cache, that the tenant may have
 
 
 class PrefixSource(Struct, frozen=True):

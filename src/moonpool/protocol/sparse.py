@@ -1,7 +1,8 @@
 """The form of a message for a peer of the version before, which refuses fields that it lacks.
 
 Fields with their default value are left out. So a setting or field that a version adds reaches such
-a peer only if it is in use, and the peer then refuses the message.
+a peer only if it is in use, and the peer then refuses the message. Those that it can do without are
+always left out.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from typing import Any
 
 import msgspec
 
+DISPENSABLE = frozenset({"cache_share"})
+"""Fields since protocol 11 without which a peer serves the request as well."""
+
 
 def without_defaults(value: Any) -> Any:
-    """Returns what encodes to the message without fields that have their default value."""
+    """Returns what encodes to the message without fields that have their default value, or that
+    are dispensable."""
     if isinstance(value, msgspec.Struct):
         form = value.__struct_config__
         if form.array_like:
@@ -22,7 +27,7 @@ def without_defaults(value: Any) -> Any:
             found[form.tag_field] = form.tag
         for field in msgspec.structs.fields(value):
             own = getattr(value, field.name)
-            if own != _default(field):
+            if own != _default(field) and field.name not in DISPENSABLE:
                 found[field.encode_name] = without_defaults(own)
         return found
     if isinstance(value, list | tuple):

@@ -246,7 +246,14 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         adapters=_adapter_cards(config, model),
     )
     try:
-        head = Head(config, card, tokenizer, secret, tenant_shares=keys.shares)
+        head = Head(
+            config,
+            card,
+            tokenizer,
+            secret,
+            tenant_shares=keys.shares,
+            tenant_caches=keys.cache_shares,
+        )
         return head, model.tokenizer
     except ConfigError as error:
         raise ClusterError(str(error)) from None
@@ -301,6 +308,7 @@ def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
     return ApiOptions(
         api_keys=keys.tenants,
         admins=keys.admins,
+        limits=keys.limits,
         served_names=(config.model.served_name,) if config.model.served_name else (),
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,

@@ -104,6 +104,7 @@ class Head:
         secret: bytes,
         now: Callable[[], float] = time.monotonic,
         tenant_shares: Mapping[str, float] | None = None,
+        tenant_caches: Mapping[str, float] | None = None,
     ) -> None:
         self.config = config
         self.card = card
@@ -125,6 +126,7 @@ class Head:
             default_slo=self.default_slo,
             policies=policies,
             tenant_weights=self._tenant_weights,
+            tenant_caches=tenant_caches,
         )
         self._live = LiveView(self.conductor, self._post, now)
         self._events = EventLog(config.api.event_log_bytes)
@@ -270,6 +272,9 @@ class Head:
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         return await self._live.hot.collect(num_prefixes)
+
+    def note_refused(self, reason: str) -> None:
+        self._metrics.observe_rejected(reason)
 
     def drop_cached_blocks(self) -> None:
         self._post(CacheDropRequested())

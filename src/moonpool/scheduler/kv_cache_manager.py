@@ -39,6 +39,7 @@ from moonpool.attention_offload.pools.partitions import PartitionedPool, Partiti
 from moonpool.attention_offload.pools.segments import SegmentedPool
 from moonpool.attention_offload.pools.sequence_allocator import OneArena, SequenceAllocator
 from moonpool.kvcache.block_pool import BlockPool
+from moonpool.kvcache.cache_shares import CacheShareEviction
 from moonpool.kvcache.eviction import make_eviction
 from moonpool.kvcache.replica_aware import ReplicaAwareEviction
 from moonpool.kvcache.ssd_tier import SsdTier
@@ -48,7 +49,7 @@ from moonpool.protocol.messages import BlocksChanged, BlocksSnapshot, MarkReplic
 from moonpool.scheduler.continuations import Continuations
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.request_state import RequestState
-from moonpool.types import BlockId, BlockKey
+from moonpool.types import BlockId, BlockKey, payer_of
 
 
 class KVCacheManager:
@@ -70,7 +71,8 @@ class KVCacheManager:
         self.spares: ReplicaAwareEviction | PartitionedReplicaAwareness
 
         def policy(size: int) -> ReplicaAwareEviction:
-            return ReplicaAwareEviction(make_eviction(config.eviction, size))
+            shared = CacheShareEviction(make_eviction(config.eviction, size), size)
+            return ReplicaAwareEviction(shared)
 
         if arenas:
             parted = PartitionedPool(arenas, policy)
@@ -182,6 +184,7 @@ class KVCacheManager:
         request.block_ids = cached + blocks
         if self._reused is not None:
             self._reused += cached
+        self._assign(request, cached)
         request.num_cached_blocks = len(cached)
         request.num_computed = request.num_scheduled = len(cached) * self.layout.block_tokens
         return len(cached)
@@ -229,8 +232,16 @@ class KVCacheManager:
         if start < end:
             self.pool.cache_run(request.block_ids[start:end], request.keys[start:end], start)
             request.num_cached_blocks = end
+            self._assign(request, request.block_ids[start:end])
             if self.continuations is not None:
                 self.continuations.note(request.keys, request.tokens, start, end)
+
+    def _assign(self, request: RequestState, block_ids: Sequence[BlockId]) -> None:
+        """Counts cached blocks of a tenant that has a share of the cache."""
+        share = request.attempt.cache_share
+        if share < 1.0:
+            cached = [b for b in block_ids if self.pool.key_of(b) is not None]
+            self.spares.assign(cached, payer_of(request.attempt.tenant), share)
 
     def release_unseen(self, request: RequestState) -> None:
         """Ends the request's holds on blocks that none of its later tokens sees, because all layers

@@ -56,6 +56,7 @@ class _Store:
     keys: tuple[BlockKey, ...]
     depths: tuple[int, ...]
     slots: tuple[BlockId, ...]
+    owners: tuple[tuple[str, float] | None, ...]  # tenants with a share of the cache
     ahead: bool  # its blocks stay in DRAM
 
 
@@ -205,7 +206,8 @@ class Demotion:
             store_id = str(self._num_stores)
             keys = tuple(_known(pool.key_of(b)) for b in written)
             depths = tuple(pool.depth_of(b) for b in written)
-            self._stores[store_id] = _Store(keys, depths, tuple(slots), ahead)
+            owners = tuple(map(self._kv_cache.spares.owner_of, written))
+            self._stores[store_id] = _Store(keys, depths, tuple(slots), owners, ahead)
             self._writing.update(keys)
             self._num_storing += len(written)
             self._num_copying += len(written) if ahead else 0
@@ -236,7 +238,7 @@ class Demotion:
         void = [] if event.hung else list(store.slots[num_stored:])
         for index in range(num_stored):
             slot, key = store.slots[index], store.keys[index]
-            if not tier.fill(slot, key, store.depths[index]):
+            if not tier.fill(slot, key, store.depths[index], store.owners[index]):
                 void.append(slot)
         if event.hung:  # the disk could still overwrite what is written to these slots next
             tier.slots.release_some(owner, store.slots[:num_stored])

@@ -126,12 +126,22 @@ class Timeline:
 class TenantFigures:
     """What the requests of one tenant got."""
 
-    __slots__ = ("num_completed", "num_effective", "num_requests", "output_tokens", "ttft_s")
+    __slots__ = (
+        "hit_tokens",
+        "input_tokens",
+        "num_completed",
+        "num_effective",
+        "num_requests",
+        "output_tokens",
+        "ttft_s",
+    )
 
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_completed = 0
         self.num_effective = 0
+        self.input_tokens = 0
+        self.hit_tokens = 0
         self.output_tokens = 0
         self.ttft_s = Histogram()
 
@@ -141,6 +151,7 @@ class TenantFigures:
             "completed": self.num_completed,
             "effective": self.num_effective,
             "output_tokens": self.output_tokens,
+            "hit_ratio": rounded(self.hit_tokens / max(self.input_tokens, 1)),
             "ttft_s": self.ttft_s.summary(),
         }
 
@@ -210,6 +221,8 @@ class Collector:
         if record.outcome in COMPLETED and record.ttft_s is not None:
             figures.num_completed += 1
             figures.num_effective += record.effective
+            figures.input_tokens += record.num_prompt_tokens
+            figures.hit_tokens += record.cached_tokens
             figures.output_tokens += record.num_generated_tokens
             figures.ttft_s.add(record.ttft_s)
 

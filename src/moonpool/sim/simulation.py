@@ -85,6 +85,7 @@ class Simulation:
         restarts: Mapping[str, float] | None = None,
         boot_s: float = 0.0,
         tenant_shares: Mapping[str, float] | None = None,
+        tenant_caches: Mapping[str, float] | None = None,
         objects: Objects = MappingProxyType({}),
         on_end: Callable[[RequestRecord], None] | None = None,
     ) -> None:
@@ -93,9 +94,9 @@ class Simulation:
         `capped`: requests limit their answers to the true length, as a replay does. `drains` gives
         the times at which instances drain and leave; `restarts` likewise, and an empty instance of
         the same name joins afterwards. `boot_s`: until an instance that autoscale starts has
-        joined. `tenant_shares`: of an overloaded cluster, relative to 1. `objects` are policies
-        themselves, by config key. `on_end` gets the record of each request that has ended. Raises
-        ConfigError for unknown instance names.
+        joined. `tenant_shares`: of an overloaded cluster, relative to 1. `tenant_caches`: most of
+        each instance's cache. `objects` are policies themselves, by config key. `on_end` gets the
+        record of each request that has ended. Raises ConfigError for unknown instance names.
         """
         self.config = config
         self.hardware = hardware
@@ -107,7 +108,7 @@ class Simulation:
         load_eviction(config.pool.eviction, objects)
         policies = load_policies(config.conductor, objects)
         self.conductor = Conductor(
-            config.for_conductor(), "", self._slo, policies, tenant_weights=tenant_shares
+            config.for_conductor(), "", self._slo, policies, tenant_shares, tenant_caches
         )
         self._on_end = on_end
         self.collector = Collector()
@@ -129,8 +130,7 @@ class Simulation:
         self._num_prompt_tokens: dict[RequestId, int] = {}
         self._arrivals: Iterator[Arrival] = iter(())
         self._num_arrived = 0
-        self._more = True
-        self._ticking = False
+        self._more, self._ticking = True, False
         self._add_nodes()
         self._check_names([*(slow or {}), *(drains or {}), *(restarts or {})])
         count = config.cluster

@@ -36,7 +36,8 @@ class RunSettings(Struct, frozen=True):
 
     `slow`, `drain` and `restart` are by name of an instance. `capped_answers`: clients cap each
     answer at the length it has. `boot_s`: until an instance that autoscale starts can serve.
-    `tenant_share`: a tenant's share of an overloaded cluster, relative to 1.
+    `tenant_share`: a tenant's share of an overloaded cluster, relative to 1. `tenant_cache`: most
+    of each instance's cache that a tenant may have.
     """
 
     speed: float = 1.0
@@ -50,6 +51,7 @@ class RunSettings(Struct, frozen=True):
     drain: Mapping[str, float] = {}
     restart: Mapping[str, float] = {}
     tenant_share: Mapping[str, float] = {}
+    tenant_cache: Mapping[str, float] = {}
     beliefs_file: str | None = None
     layer_wise: bool = True
     capped_answers: bool = False
@@ -60,7 +62,7 @@ class RunSettings(Struct, frozen=True):
         """The part `run` of the figures: all but the number of requests, which stands beside."""
         named = {name: getattr(self, name) for name in self.__struct_fields__}
         del named["requests"]
-        for name in ("slow", "drain", "restart", "tenant_share"):
+        for name in ("slow", "drain", "restart", "tenant_share", "tenant_cache"):
             named[name] = [f"{key}={value:g}" for key, value in named[name].items()]
         return named | {"scale_tokens": str(self.scale_tokens)}
 
@@ -98,6 +100,7 @@ def run_simulation(
         drains=settings.drain,
         restarts=settings.restart,
         tenant_shares=settings.tenant_share,
+        tenant_caches=settings.tenant_cache,
         recorded=read_beliefs(settings.beliefs_file),
         capped=settings.capped_answers,
         boot_s=settings.boot_s,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,7 @@ class ScriptedHead:
         self.aborted: list[str] = []
         self.drained: list[tuple[str, float]] = []
         self._kept: list[AsyncGenerator[Output, None]] = []
+        self.refused: Counter[str] = Counter()
         self.is_healthy = True
         self.num_drops = self.num_upgrades = 0
         self.num_views = 0
@@ -89,6 +91,9 @@ class ScriptedHead:
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
         return [{"key": "ab", "hits": 3}] * min(num_prefixes, 5)
+
+    def note_refused(self, reason: str) -> None:
+        self.refused[reason] += 1
 
     def drop_cached_blocks(self) -> None:
         self.num_drops += 1

@@ -11,13 +11,25 @@ import pytest
 from scripted_head import ScriptedHead, call
 
 from moonpool.api.frontend import ApiOptions
-from moonpool.api.keys import ApiKeys, KeyFileError, KeyRing, collect_keys, read_keys
+from moonpool.api.keys import (
+    ApiKeys,
+    KeyFileError,
+    KeyRing,
+    TenantLimits,
+    collect_keys,
+    read_keys,
+)
 
 FILE = """
 # key   tenant  share
 sk-1    search  2
 sk-2
 sk-3    chat    # a comment
+"""
+LIMITED = """
+sk-1    search  share=2 priority=-1
+sk-2    bulk    requests_per_s=0.5 tokens_per_s=2000 cache=0.25
+sk-3    bulk    3 priority=5
 """
 OPTIONS = ApiOptions(
     api_keys={"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}, admins=frozenset({"admin"})
@@ -45,6 +57,16 @@ def test_keys_of_all_sources_are_joined() -> None:
     assert keys.admins == {"admin"}
 
 
+def test_keys_of_one_tenant_share_its_limits() -> None:
+    keys = collect_keys((), LIMITED, "operator")
+    assert keys.limits == {
+        "search": TenantLimits(share=2.0, priority=-1),
+        "bulk": TenantLimits(3.0, 0.25, 5, 0.5, 2000.0),
+    }
+    assert keys.shares == {"search": 2.0, "bulk": 3.0}
+    assert keys.cache_shares == {"bulk": 0.25}
+
+
 def test_who_is_the_operator() -> None:
     assert ApiKeys().admins == frozenset()
     assert collect_keys(("one",), "", "").admins == {"key0"}, "one key is the operator's"
@@ -59,7 +81,17 @@ def test_who_is_the_operator() -> None:
         ("k a much", "line 1: a share"),
         ("k a nan", "line 1: a share"),
         ("k a/b", "line 1: a tenant's name"),
-        ("k a 1 2", "line 1 must have"),
+        ("k a 1 2", "line 1: after key and tenant come limits as NAME=NUMBER"),
+        ("k a share=1 share=2", "line 1 has share twice"),
+        ("k a 1 share=2", "line 1 has share twice"),
+        ("k a shares=2", "line 1: after key and tenant"),
+        ("k a cache=1.5", "line 1: cache is a share"),
+        ("k a cache=0", "line 1: cache is a share"),
+        ("k a priority=0.5", "line 1: a priority is a whole number"),
+        ("k a priority=nan", "line 1: a priority is a whole number"),
+        ("k a priority=1e9", "line 1: a priority is a whole number"),
+        ("k a requests_per_s=-1", "line 1: requests_per_s is a number above 0"),
+        ("k a requests_per_s=inf", "line 1: requests_per_s is a number above 0"),
         ("k\n\nk", "line 3 repeats"),
         ("kéy", "ASCII"),
         ("sha256:12", "64 hexadecimal"),
@@ -81,7 +113,7 @@ def test_the_server_reads_file_and_environment(
     found = read_keys((), str(path), os.environ)
     assert set(found.tenants) == {"sk-1", "sk-2", "sk-3", "env-1", "env-2", "op"}
     path.write_text("a b c d")
-    with pytest.raises(KeyFileError, match="line 1 must have"):
+    with pytest.raises(KeyFileError, match="line 1: a share"):
         read_keys((), str(path), os.environ)
     with pytest.raises(KeyFileError, match="cannot read the API keys"):
         read_keys((), str(tmp_path / "none"), os.environ)

@@ -7,10 +7,10 @@ import pytest
 
 from moonpool.config import AttentionConfig, Config, PoolConfig
 from moonpool.protocol.frames import DownFrame, Joined, Setup, Stop
-from moonpool.protocol.messages import Abort
+from moonpool.protocol.messages import Abort, AttemptId, AttemptSpec, StartPrefill
 from moonpool.protocol.sparse import without_defaults
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.types import InstanceId
+from moonpool.types import InstanceId, SamplingParams, Slo
 
 CONFIG = Config()
 ADDRESS = PeerAddress(
@@ -43,3 +43,20 @@ def test_fields_with_their_default_are_left_out() -> None:
     assert found["pool"] == {"block_tokens": 32}
     assert "sharing" not in found
     assert "release" not in without_defaults(Joined(info=3))  # type: ignore[arg-type]
+
+
+def test_a_share_of_the_cache_does_not_reach_a_peer_that_lacks_it() -> None:
+    work = AttemptSpec(
+        attempt_id=AttemptId("r/1"),
+        token_ids=(1, 2),
+        num_prompt_tokens=2,
+        sampling=SamplingParams(max_tokens=1),
+        slo=Slo(ttft_s=1.0, tbt_s=1.0),
+        tenant="bulk",
+        use_cache=True,
+        timeout_s=9.0,
+        share=2.0,
+        cache_share=0.25,
+    )
+    found = without_defaults(StartPrefill(work=work))
+    assert "cache_share" not in found["work"] and found["work"]["share"] == 2.0

@@ -113,10 +113,35 @@ def test_a_larger_share_serves_more_of_a_tenant(tmp_path: Path) -> None:
     assert more["tenants"]["a"]["completed"] > 1.5 * more["tenants"]["b"]["completed"]
 
 
+def test_a_share_of_the_cache_leaves_the_others_their_hits(tmp_path: Path) -> None:
+    rows = []
+    for n in range(24):  # the same prompt again and again, and others that are never used again
+        rows.append((n * 60_000, 8_000, list(range(16)), "small"))
+        for k in range(1, 11):
+            first = 100_000 * n + 1000 * k
+            rows.append((n * 60_000 + k * 5000, 8_000, list(range(first, first + 16)), "bulk"))
+    texts = [line(at, tokens, ids, tenant=name) for at, tokens, ids, name in rows]
+    trace = write(tmp_path / "t.jsonl", *texts)
+    flags = ("--kv-tokens", "40000", "--eviction", "lru", "--admission", "none")
+    without, _ = simulate(tmp_path, trace, *flags)
+    capped, output = simulate(tmp_path, trace, *flags, "--tenant-cache", "bulk=0.5")
+    assert capped["run"]["tenant_cache"] == ["bulk=0.5"]
+    assert without["tenants"]["small"]["hit_ratio"] < 0.3
+    assert capped["tenants"]["small"]["hit_ratio"] > 0.85
+    assert "small: 24 of 24 effective, hits 9" in output
+
+
 def test_without_tenants_there_are_no_figures_of_them(tmp_path: Path) -> None:
     trace = write(tmp_path / "t.jsonl", line(0, 600, [0, 1]), line(5, 600, [0, 2]))
     figures, output = simulate(tmp_path, trace)
     assert "tenants" not in figures and "tenants" not in output
+
+
+def test_a_share_of_the_cache_is_at_most_all(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", line(0, 600, [0, 1]))
+    command = ["simulate", "--trace", str(trace), "--tenant-cache", "a=1.5"]
+    run = CliRunner().invoke(cli, command)
+    assert run.exit_code != 0 and "from 0.01 to 1" in run.output
 
 
 def test_a_share_is_a_number(tmp_path: Path) -> None:

@@ -332,6 +332,15 @@ class PartitionedReplicaAwareness:
         for policy in self._pool.policies():
             policy.forget_marks()
 
+    def assign(self, block_ids: Sequence[BlockId], tenant: str, share: float) -> None:
+        for block_id in block_ids:
+            policy, own = self._pool.policy_of(block_id)
+            policy.assign([own], tenant, share)
+
+    def owner_of(self, block_id: BlockId) -> tuple[str, float] | None:
+        policy, own = self._pool.policy_of(block_id)
+        return policy.owner_of(own)
+
     def is_spare(self, block_id: BlockId) -> bool:
         policy, own = self._pool.policy_of(block_id)
         return policy.is_spare(own)

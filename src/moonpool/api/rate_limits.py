@@ -1,0 +1,102 @@
+"""Rates of tenants: calls and tokens a second, by buckets that fill up with time.
+
+A bucket holds what BURST_S bring. A call takes one from the bucket of calls. Tokens are known when
+they come, so a call needs a bucket of tokens that is not empty; its prompt and its answer then take
+what they are, and may leave a debt. Time is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moonpool.api.errors import ApiError
+from moonpool.api.frontend import Frontend, RequestRefused
+from moonpool.api.keys import NO_LIMITS, TenantLimits
+
+BURST_S = 10.0
+"""What a tenant did not use for so long may come at once."""
+RATE_LIMIT = "rate_limit"
+"""The reason of a refusal because a tenant's calls or tokens are used up."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    rate: float
+    least: float  # a call needs more than this
+    level: float
+    at_s: float = 0.0
+
+    @property
+    def capacity(self) -> float:
+        return max(self.rate * BURST_S, 1.0)
+
+    def wait_s(self, now: float) -> float:
+        """Returns when a call may come; 0 if now."""
+        self.level = min(self.level + (now - self.at_s) * self.rate, self.capacity)
+        self.at_s = now
+        lacking = self.least - self.level
+        return max(lacking / self.rate, 0.0)
+
+
+class RateLimits:
+    """The buckets of the tenants that have limits. Those of all others are not kept."""
+
+    def __init__(self, limits: Mapping[str, TenantLimits], frontend: Frontend) -> None:
+        self._limits = limits
+        self._frontend = frontend
+        self._calls = _buckets({name: one.requests_per_s for name, one in limits.items()}, 1.0)
+        self._tokens = _buckets({name: one.tokens_per_s for name, one in limits.items()}, 0.0)
+
+    def begin(self, tenant: str, now: float) -> None:
+        """A call of the tenant has come. Raises RequestRefused (429) with the time to wait."""
+        calls, tokens = self._calls.get(tenant), self._tokens.get(tenant)
+        waits = {
+            "calls": 0.0 if calls is None else calls.wait_s(now),
+            "tokens": 0.0 if tokens is None else tokens.wait_s(now),
+        }
+        what = max(waits, key=lambda name: waits[name])
+        if waits[what] > 0.0:
+            bucket = calls if what == "calls" else tokens
+            assert bucket is not None
+            unit = "requests" if what == "calls" else "tokens"
+            text = (
+                f"This API key has used up its {bucket.rate:g} {unit} per second. Send the request"
+                f" again in {max(math.ceil(waits[what]), 1)} s."
+            )
+            self._frontend.note_refused(RATE_LIMIT)
+            raise RequestRefused(429, RATE_LIMIT, text, waits[what])
+        if calls is not None:
+            calls.level -= 1.0
+
+    def counts(self, tenant: str) -> bool:
+        """Whether the tenant's tokens are counted."""
+        return tenant in self._tokens
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        """Tokens of the tenant's prompts or answers; below 0: of a prompt that was refused."""
+        bucket = self._tokens.get(tenant)
+        if bucket is not None:
+            bucket.level -= num_tokens
+
+    def priority(self, tenant: str, asked: int | None, is_admin: bool) -> int:
+        """Returns the priority of a tenant's request. Raises ApiError if it asked for a better one
+        than its key has; the operator may ask for any."""
+        best = self._limits.get(tenant, NO_LIMITS).priority
+        if asked is None:
+            return best
+        if asked < best and not is_admin:
+            text = f"'priority' must be at least {best} for this API key. A lower one is better."
+            raise ApiError(text, param="priority")
+        return asked
+
+
+def _buckets(rates: Mapping[str, float], least: float) -> dict[str, _Bucket]:
+    found = {}
+    for tenant, rate in rates.items():
+        if rate < math.inf:
+            bucket = _Bucket(rate, least, 0.0)
+            bucket.level = bucket.capacity
+            found[tenant] = bucket
+    return found
