@@ -18,7 +18,7 @@ class ApiConfig(Struct, frozen=True):
     api_key_file: Annotated[
         str,
         about(
-            "File with a bearer key on each line, then optionally its tenant and share.",
+            "File with a bearer key on each line, then optionally its tenant and limits.",
             "--api-key-file",
             metavar="FILE",
         ),
@@ -32,6 +32,14 @@ class ApiConfig(Struct, frozen=True):
         about(
             "Key of the certificate (PEM); in the certificate's file unless given.",
             "--ssl-keyfile",
+            metavar="FILE",
+        ),
+    ] = ""
+    ssl_ca_certs: Annotated[
+        str,
+        about(
+            "Serve only clients with a certificate that this authority (PEM) has signed.",
+            "--ssl-ca-certs",
             metavar="FILE",
         ),
     ] = ""

@@ -57,11 +57,12 @@ def check_values(config: Config) -> None:
     _check_kv_dtype(config)
     _check_vllm(config)
     _check_policies(config)
-    require(
-        bool(config.api.ssl_certfile) or not config.api.ssl_keyfile,
-        "api.ssl_certfile",
-        "given with api.ssl_keyfile",
-    )
+    for name in ("ssl_keyfile", "ssl_ca_certs"):
+        require(
+            bool(config.api.ssl_certfile) or not getattr(config.api, name),
+            "api.ssl_certfile",
+            f"given with api.{name}",
+        )
     _check_tls(config)
     for key in config.api.api_keys:
         require(

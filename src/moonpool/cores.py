@@ -146,12 +146,27 @@ def _numbers(path: Path) -> tuple[int, ...]:
         return ()
 
 
+_VECTORS = (("avx512f", "AVX-512"), ("avx2", "AVX2"), ("asimd", "NEON"))
+_FORMATS = (("avx512_bf16", "bfloat16"), ("bf16", "bfloat16"), ("i8mm", "i8mm"))
+
+
 def cpu_name() -> str:
-    """The CPU model as the operating system reports it."""
+    """The CPU model as the operating system reports it, with the instructions that matter to the
+    kernels: clouds give unlike CPUs one name."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or "unknown CPU"
+        return name_cpu(Path("/proc/cpuinfo").read_text())
+    except OSError:  # not Linux
+        return platform.processor() or "unknown CPU"
+
+
+def name_cpu(cpuinfo: str) -> str:
+    """`cpu_name` from the text of /proc/cpuinfo."""
+    found: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, text = line.partition(":")
+        found.setdefault(name.strip(), text.strip())
+    model = found.get("model name") or platform.processor() or "unknown CPU"
+    flags = set((found.get("flags") or found.get("Features") or "").split())
+    vectors = next((word for flag, word in _VECTORS if flag in flags), "")
+    formats = [word for flag, word in _FORMATS if flag in flags]
+    return f"{model} ({', '.join(filter(None, [vectors, *formats]))})" if vectors else model

@@ -58,6 +58,21 @@ LATENT: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
 }
+GLM: dict[str, Any] = {
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+GRANITE4: dict[str, Any] = {
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 96,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 3.0,
+}
 CASES = {
     "llama": Case("Llama"),
     "llama-tied": Case("Llama", {"tie_word_embeddings": True}),
@@ -211,6 +226,59 @@ CASES = {
     ),
     "olmo2": Case("Olmo2", {"head_dim": 16, "pad_token_id": 0, "num_key_value_heads": 1}),
     "olmo2-two-kv-heads": Case("Olmo2", {"head_dim": 32, "pad_token_id": 0}),
+    "olmo3": Case(
+        "Olmo3",
+        {
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "num_hidden_layers": 5,
+            "sliding_window": 19,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "olmoe": Case("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "olmoe-renormalised": Case(
+        "Olmoe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 33,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "exaone4": Case("Exaone4", {"num_hidden_layers": 5, "sliding_window": 21}),
+    "exaone4-full": Case(
+        "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ),
+    "exaone4-in-window": Case("Exaone4", {"num_hidden_layers": 4, "sliding_window": 4096}),
+    "seed-oss": Case("SeedOss", {"head_dim": 32}),
+    "seed-oss-biases": Case(
+        "SeedOss",
+        {"head_dim": 48, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "glm4-moe": Case(
+        "Glm4Moe",
+        {
+            **GLM,
+            "head_dim": 48,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "glm4-moe-air": Case("Glm4Moe", {**GLM, "n_shared_experts": 2, "norm_topk_prob": False}),
+    "glm4-moe-lite": Case(
+        "Glm4MoeLite",
+        {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"}
+        | {"q_lora_rank": 40, "n_shared_experts": 1, "routed_scaling_factor": 1.8},
+    ),
     "granite": Case(
         "Granite",
         {
@@ -220,6 +288,30 @@ CASES = {
             "logits_scaling": 3.0,
             "tie_word_embeddings": True,
         },
+    ),
+    "granite-moe": Case(
+        "GraniteMoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "granite4": Case(
+        "GraniteMoeHybrid",
+        {
+            **GRANITE4,
+            "layer_types": ["attention"] * 3,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite4-without-rope": Case(
+        "GraniteMoeHybrid",
+        {**GRANITE4, "layer_types": ["attention"] * 3, "position_embedding_type": "nope"},
     ),
     "gemma": Case("Gemma", {"head_dim": 80, "num_key_value_heads": 1, "vocab_size": 301}),
     "gemma2": Case(

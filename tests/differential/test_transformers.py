@@ -20,7 +20,7 @@ from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
-from tests.differential.checkpoints import CASES, save
+from tests.differential.checkpoints import CASES, SIZE, save
 from tests.differential.plans import Lab, make_ops
 
 transformers = pytest.importorskip("transformers")
@@ -122,6 +122,77 @@ def test_the_text_part_of_a_model_that_sees_images(prefix: str, tmp_path: Path) 
     text = json.loads((tmp_path / "config.json").read_text())
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(outer))
+    theirs = _theirs(model)
+    ours = _ours(tmp_path, "float32", "reference")[1]
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 3, 3],
+            }
+        },
+        {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    ),
+    "mistral3": ("Mistral3", {"head_dim": 32, "model_type": "mistral", "sliding_window": None}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_model_that_sees_images_answers_texts(name: str, tmp_path: Path) -> None:
+    """The whole model of transformers, to which only a text is given."""
+    kind, text, vision = SEEING[name]
+    config_class = getattr(transformers, f"{kind}Config")
+    if name == "mistral3":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision = {"model_type": "pixtral", "intermediate_size": 32, **sizes}
+    config = config_class(text_config={**SIZE, **text}, vision_config=vision)
+    config.tie_word_embeddings = False
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).to(torch.float32)
+    model.save_pretrained(tmp_path)
+    theirs = _theirs(model)
+    ours = _ours(tmp_path, "float32", "reference")[1]
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+def test_an_older_checkpoint_that_sees_images(tmp_path: Path) -> None:
+    """Qwen2-VL as it was published: one flat config, and the tensors for images beside."""
+    model = save(CASES["qwen2"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"visual.blocks.0.norm1.weight": torch.ones(3)}, tmp_path / "model.safetensors"
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "vision_config": {"depth": 32},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = _theirs(model)
     ours = _ours(tmp_path, "float32", "reference")[1]
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.api.connection.tls import TlsError, TlsFiles
+from moonpool.api.connection.tls import CLIENT_CERT_VARIABLE, TlsError, TlsFiles
 from moonpool.demo.local_server import ServerError, free_port
 from moonpool.replay.http_client import HttpClient
 from tests.forked.commands import ForkedCommand, run_command
@@ -74,6 +74,63 @@ def test_a_head_serves_https_and_takes_a_changed_certificate(
     assert f"at https://127.0.0.1:{port}" in (tmp_path / "log").read_text()
 
 
+def signed(folder: Path, name: str, authority: tuple[str, str]) -> tuple[str, str]:
+    """Makes a certificate of 127.0.0.1 that the authority signs. Returns its file and its key's."""
+    cert, key, request = (str(folder / f"{name}.{kind}") for kind in ("pem", "key", "csr"))
+    names = folder / f"{name}.ext"
+    names.write_text("subjectAltName=IP:127.0.0.1")
+    ask = f"{OPENSSL} req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN={name}"
+    sign = f"{OPENSSL} x509 -req -days 2 -CAcreateserial -CA {authority[0]} -CAkey {authority[1]}"
+    for line in (
+        f"{ask} -keyout {key} -out {request}",
+        f"{sign} -in {request} -extfile {names} -out {cert}",
+    ):
+        subprocess.run(line.split(), check=True, capture_output=True, timeout=60)
+    return cert, key
+
+
+@pytest.mark.long
+def test_only_clients_of_the_authority_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = certificate(tmp_path, "authority")
+    stranger = certificate(tmp_path, "stranger")
+    cert, key = signed(tmp_path, "server", authority)
+    own = signed(tmp_path, "client", authority)
+    port, ca = free_port(), authority[0]
+    monkeypatch.setenv("MOONPOOL_CLUSTER_SECRET", "ab" * 32)
+    line = ["head", MODEL, "--port", str(port), "--head-port", str(free_port())]
+    line += ["--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", ca]
+    url = f"https://127.0.0.1:{port}"
+    with (tmp_path / "log").open("w") as log:
+        head = ForkedCommand(line, log.fileno(), log.fileno())
+        try:
+            context = ssl.create_default_context(cafile=ca)
+            context.load_cert_chain(*own)
+            with httpx.Client(base_url=url, verify=context) as client:
+                assert _models(client, head).json()["data"][0]["id"] == MODEL
+            for chain in (None, stranger):
+                other = ssl.create_default_context(cafile=ca)
+                if chain is not None:
+                    other.load_cert_chain(*chain)
+                with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+                    httpx.get(f"{url}/live", verify=other, timeout=30)
+            asked = ("status", url, "--ca-file", ca)
+            lacking = run_command(*asked)
+            assert lacking.returncode == 1 and len(lacking.stderr.splitlines()) == 1
+            both = tmp_path / "both.pem"
+            both.write_text(Path(own[0]).read_text() + Path(own[1]).read_text())
+            monkeypatch.setenv(CLIENT_CERT_VARIABLE, str(both))
+            assert "503" not in run_command(*asked).stderr
+            assert asyncio.run(live_status(port, ca)) == 200
+            monkeypatch.setenv(CLIENT_CERT_VARIABLE, own[0])
+            named = run_command(*asked)
+            assert named.returncode == 1 and f"{CLIENT_CERT_VARIABLE}={own[0]}" in named.stderr
+        finally:
+            head.terminate()
+            head.wait(60)
+
+
 async def live_status(port: int, ca_file: str) -> int:
     """Returns the status that the load generator's client gets."""
     client = HttpClient(f"https://127.0.0.1:{port}", ca_file=ca_file)
@@ -101,6 +158,11 @@ def test_files_that_do_not_fit_are_named_in_one_line(tmp_path: Path) -> None:
     for pair, named in (((none, ""), none), ((cert, none), none), ((cert, other_key), other_key)):
         with pytest.raises(TlsError, match=named) as found:
             TlsFiles(*pair)
+        assert "\n" not in str(found.value)
+    cert, key = certificate(tmp_path)
+    for authority in (none, key):
+        with pytest.raises(TlsError, match=f"--ssl-ca-certs {authority}") as found:
+            TlsFiles(cert, key, authority)
         assert "\n" not in str(found.value)
 
 

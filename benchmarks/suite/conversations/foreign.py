@@ -48,8 +48,9 @@ def run_aiperf(
     with tempfile.TemporaryDirectory() as place:
         whole = str(Path(folder).resolve())  # a relative one would be an id of the hub
         words = arguments(url, model, whole, shape, basis, load, seconds, seed, place)
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        environment.pop("PYTHONPATH", None)
+        # AIPerf takes a local folder for an id of the hub where these are set.
+        unset = ("PYTHONPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        environment = {name: text for name, text in os.environ.items() if name not in unset}
         try:
             done = subprocess.run(
                 [aiperf_command(python), "profile", *words],

@@ -60,7 +60,7 @@ def _check_references(file: str, found: Config) -> None:
         load_policies(found.conductor)
         read_keys(found.api.api_keys, found.api.api_key_file, os.environ)
         if found.api.ssl_certfile:
-            TlsFiles(found.api.ssl_certfile, found.api.ssl_keyfile)
+            TlsFiles(found.api.ssl_certfile, found.api.ssl_keyfile, found.api.ssl_ca_certs)
         if found.tls.certfile:
             PeerTls(found.tls.certfile, found.tls.keyfile, found.tls.ca_certs)
     except (ConfigError, KeyFileError, TlsError, PeerTlsError) as error:

@@ -86,6 +86,7 @@ _SHARED_KEYS = (
     "api.api_key_file",
     "api.ssl_certfile",
     "api.ssl_keyfile",
+    "api.ssl_ca_certs",
     "api.allowed_origins",
     "api.request_timeout_s",
     "api.drain_seconds",

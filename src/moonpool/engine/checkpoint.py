@@ -36,7 +36,7 @@ FOREIGN_SUFFIXES = {".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", 
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
 # Tensors that some exporters add and the engine does not need.
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^visual\.")  # the latter see images
 NAMED_AT_MOST = 5
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 log = logging.getLogger(__name__)

@@ -138,8 +138,10 @@ def stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name, shape in tensor_shapes(spec).items():
         place = StoredTensor(name, shape, _whole)
-        if family.fused and ".layers." in name:
+        if family.fused == "phi" and ".layers." in name:
             place = _fused(spec, name) or place
+        if family.fused == "shared" and ".mlp." in name:
+            place = _shared_mlp(spec, name)
         if family.experts is not None and ".mlp." in name:
             place = _expert(spec, name, shape, family.experts.stored)
         found[name] = place._replace(name=_prefixed(place.name, spec.prefix))
@@ -147,7 +149,9 @@ def stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
 
 
 def _prefixed(name: str, prefix: str) -> str:
-    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+    if name.startswith("model."):
+        return prefix + name.removeprefix("model.")
+    return f"language_model.{name}" if prefix == "language_model.model." else name
 
 
 def stored_shapes(spec: ModelSpec) -> dict[str, Shape]:
@@ -183,6 +187,17 @@ def _fused(spec: ModelSpec, name: str) -> StoredTensor | None:
     return StoredTensor(f"{prefix}.{fused}.weight", shape, partial(_rows, first, end))
 
 
+def _shared_mlp(spec: ModelSpec, name: str) -> StoredTensor:
+    """Granite 4: the MLP of a model without experts is what others have beside them."""
+    layer, _, rest = name.partition(".mlp.")
+    inter, hidden = spec.intermediate_size, spec.hidden_size
+    if rest.startswith("down_proj"):
+        return StoredTensor(f"{layer}.shared_mlp.output_linear.weight", (hidden, inter), _whole)
+    first = 0 if rest.startswith("gate_proj") else inter
+    take = partial(_rows, first, first + inter)
+    return StoredTensor(f"{layer}.shared_mlp.input_linear.weight", (2 * inter, hidden), take)
+
+
 _W123 = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -192,6 +207,8 @@ def _expert(spec: ModelSpec, name: str, shape: Shape, stored: str) -> StoredTens
     words = rest.split(".")  # router.weight, or experts.3.gate_proj.weight
     if stored == "stacked" and words[0] == "experts":
         return _stacked(spec, f"{layer}.mlp.experts", *words[1:])
+    if stored == "halves":
+        return _halves(spec, f"{layer}.block_sparse_moe", shape, words)
     if words[0] == "router" and stored != "stacked":
         kind = words[1].replace("correction", "e_score_correction_bias")
         mlp = "block_sparse_moe" if stored == "w123" else "mlp"
@@ -214,3 +231,20 @@ def _stacked(spec: ModelSpec, prefix: str, expert: str, module: str, kind: str) 
     sizes = (2 * inter,) if suffix else (hidden, 2 * inter)
     name = f"{prefix}.gate_up_proj{suffix}"
     return StoredTensor(name, (count, *sizes), lambda t: t[own][..., turn::2].t())
+
+
+def _halves(spec: ModelSpec, prefix: str, shape: Shape, words: list[str]) -> StoredTensor:
+    """Granite's mixtures: all experts in one tensor, [out, in] each, gate before up."""
+    assert spec.experts is not None
+    if words[0] == "router":
+        return StoredTensor(f"{prefix}.router.layer.weight", shape, _whole)
+    inter, hidden, count = spec.experts.intermediate_size, spec.hidden_size, spec.experts.count
+    own, module = int(words[1]), words[2]
+    if module == "down_proj":
+        name = f"{prefix}.output_linear.weight"
+        return StoredTensor(name, (count, hidden, inter), lambda stored: stored[own])
+    first = 0 if module == "gate_proj" else inter
+    name = f"{prefix}.input_linear.weight"
+    return StoredTensor(
+        name, (count, 2 * inter, hidden), lambda stored: stored[own, first : first + inter]
+    )

@@ -123,7 +123,8 @@ async def _begin(link: SupervisorLink, head: Head, config: Config, inherited: In
 def _tls(config: Config) -> TlsFiles | None:
     api = config.api
     try:
-        return TlsFiles(api.ssl_certfile, api.ssl_keyfile) if api.ssl_certfile else None
+        files = api.ssl_certfile, api.ssl_keyfile, api.ssl_ca_certs
+        return TlsFiles(*files) if api.ssl_certfile else None
     except TlsError as error:
         raise ClusterError(str(error)) from None
 

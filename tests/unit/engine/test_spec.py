@@ -87,7 +87,7 @@ def test_layers_have_the_windows_that_the_family_gives_them(
     ("change", "says"),
     [
         ({"architectures": ["Gemma4ForCausalLM"]}, "Gemma4F.*nearest that is served is Gemma"),
-        ({"architectures": ["Olmo3ForCausalLM"]}, "Olmo3.*nearest that is served is Olmo2"),
+        ({"architectures": ["Olmo4ForCausalLM"]}, "Olmo4.*nearest that is served is Olmo"),
         ({"architectures": None, "model_type": "bert"}, "bert.*LlamaForCausalLM"),
         (
             {
@@ -120,6 +120,36 @@ def test_layers_have_the_windows_that_the_family_gives_them(
         ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', not a number"),
         ({"eos_token_id": [1, "x"]}, "eos_token_id is"),
         ({"head_dim": 24}, "head_dim 24; only multiples of 16"),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba"] * 2},
+            "layers of state spaces",
+        ),
+        (
+            {
+                "architectures": ["GraniteMoeHybridForCausalLM"],
+                "layer_types": ["attention"] * 2,
+                "num_local_experts": 8,
+            },
+            "num_local_experts is not 0",
+        ),
+        (
+            {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0},
+            "clip_qkv is not null",
+        ),
+        (
+            {"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLX"},
+            "has not only L and G",
+        ),
+        (
+            {
+                "architectures": ["Glm4MoeForCausalLM"],
+                "mlp_layer_types": ["dense"],
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+            },
+            "mlp_layer_types names no kind",
+        ),
     ],
 )
 def test_refusals_say_what_is_wrong(change: dict[str, Any], says: str) -> None:
@@ -152,3 +182,17 @@ def test_a_gemma_that_sees_images_is_read_by_its_text_part() -> None:
     assert spec.windows == (1024,) * 5 + (0,) + (1024,) * 5 + (0,)
     assert (spec.rope.kind, spec.rope.factor, spec.rope.theta) == ("linear", 8.0, 1e6)
     assert spec.local_rope is not None and spec.local_rope.theta == 1e4
+
+
+def test_a_pattern_of_letters_says_which_layers_have_the_window() -> None:
+    changes = {
+        "architectures": ["Exaone4ForCausalLM"],
+        "num_hidden_layers": 6,
+        "sliding_window": 64,
+        "sliding_window_pattern": "LLG",
+    }
+    spec = parse_config({**BASE, **changes})
+    assert spec.windows == (64, 64, 0, 64, 64, 0)
+    assert spec.no_rope == (2, 5), "layers that see all have no RoPE"
+    spec = parse_config({**BASE, **changes, "sliding_window": None, "sliding_window_pattern": None})
+    assert (spec.windows, spec.no_rope) == ((), ())

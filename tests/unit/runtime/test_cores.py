@@ -15,6 +15,7 @@ from moonpool.cores import (
     Core,
     CoreShare,
     format_cores,
+    name_cpu,
     parse_cores,
     pin_thread,
     read_cores,
@@ -162,3 +163,19 @@ def test_two_nodes_as_the_kernel_describes_them(
     assert [share.engine for share in shares] == [(0, 1, 2), (4, 5, 6)]
     assert set(shares[0].others) == {3, 8, 9, 10, 11}
     assert set(shares[1].others) == {7, 12, 13, 14, 15}
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        (
+            "model name\t: EPYC\nflags\t\t: fpu avx2 avx512f avx512_bf16\n",
+            "EPYC (AVX-512, bfloat16)",
+        ),
+        ("model name\t: EPYC\nflags\t\t: fpu avx2\n\nmodel name\t: other\n", "EPYC (AVX2)"),
+        ("model name\t: old\nflags\t\t: fpu sse2\n", "old"),
+        ("model name\t: N1\nFeatures\t: fp asimd bf16 i8mm\n", "N1 (NEON, bfloat16, i8mm)"),
+    ],
+)
+def test_a_cpu_is_named_with_the_instructions_that_matter(cpuinfo: str, name: str) -> None:
+    assert name_cpu(cpuinfo) == name

@@ -9,6 +9,10 @@ import ssl
 log = logging.getLogger("moonpool")
 
 
+CLIENT_CERT_VARIABLE = "MOONPOOL_CLIENT_CERT"
+"""A PEM file with the certificate and key of commands that ask a server by HTTPS."""
+
+
 class TlsError(ValueError):
     """Certificate or key cannot be used; one line says which file and why."""
 
@@ -16,9 +20,10 @@ class TlsError(ValueError):
 class TlsFiles:
     """A certificate chain and its key (PEM). `context` serves connections with them."""
 
-    def __init__(self, certfile: str, keyfile: str = "") -> None:
-        """An empty `keyfile` means that the key is in `certfile`. Raises TlsError."""
-        self._certfile, self._keyfile = certfile, keyfile
+    def __init__(self, certfile: str, keyfile: str = "", ca_certs: str = "") -> None:
+        """An empty `keyfile` means that the key is in `certfile`. With `ca_certs`, a client must
+        show a certificate that one of these authorities has signed. Raises TlsError."""
+        self._certfile, self._keyfile, self._ca_certs = certfile, keyfile, ca_certs
         self._seen = self._stamps()
         self.context = self._load()
 
@@ -30,7 +35,7 @@ class TlsFiles:
         self._seen = seen
         try:
             self._load()  # a context of its own: half of a new pair must not be taken
-            self.context.load_cert_chain(self._certfile, self._keyfile or None, _no_password)
+            self._load_into(self.context)
         except (TlsError, OSError, ValueError) as error:
             log.warning("the former certificate stays in use: %s", error)
         else:
@@ -39,7 +44,7 @@ class TlsFiles:
     def _stamps(self) -> list[tuple[int, int, int]]:
         """Returns inode, modification time in ns and size of each file; zeros where none is."""
         stamps = []
-        for path in filter(None, (self._certfile, self._keyfile)):
+        for path in filter(None, (self._certfile, self._keyfile, self._ca_certs)):
             try:
                 stat = os.stat(path)
                 stamps.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
@@ -48,7 +53,11 @@ class TlsFiles:
         return stamps
 
     def _load(self) -> ssl.SSLContext:
-        for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
+        for flag, path in (
+            ("--ssl-certfile", self._certfile),
+            ("--ssl-keyfile", self._keyfile),
+            ("--ssl-ca-certs", self._ca_certs),
+        ):
             try:
                 if path:
                     with open(path, "rb"):
@@ -57,12 +66,25 @@ class TlsFiles:
                 raise TlsError(f"cannot read {flag} {path}: {error.strerror}") from None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self._certfile, self._keyfile or None, _no_password)
+            self._load_into(context)
+        except TlsError:
+            raise
         except (OSError, ValueError) as error:
             where = f"{self._certfile} with --ssl-keyfile {self._keyfile or self._certfile}"
             text = f"cannot use --ssl-certfile {where}: {error}; give PEM files that fit each other"
             raise TlsError(text) from None
         return context
+
+    def _load_into(self, context: ssl.SSLContext) -> None:
+        """Raises TlsError for authorities, OSError and ValueError for certificate and key."""
+        if self._ca_certs:
+            try:
+                context.load_verify_locations(self._ca_certs)
+            except OSError as error:  # ssl.SSLError is one
+                text = f"cannot use --ssl-ca-certs {self._ca_certs}: {error}; give a PEM file"
+                raise TlsError(text) from None
+            context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self._certfile, self._keyfile or None, _no_password)
 
 
 def _no_password() -> str:
@@ -71,11 +93,20 @@ def _no_password() -> str:
 
 
 def trusting_context(ca_file: str = "") -> ssl.SSLContext:
-    """Returns a client's context, which trusts `ca_file` (PEM), or without it the system's.
+    """Returns a client's context, which trusts `ca_file` (PEM), or without it the system's. It
+    shows the certificate of CLIENT_CERT_VARIABLE to a server that asks for one.
 
     Raises TlsError.
     """
     try:
-        return ssl.create_default_context(cafile=ca_file or None)
+        context = ssl.create_default_context(cafile=ca_file or None)
     except OSError as error:
         raise TlsError(f"cannot use --ca-file {ca_file}: {error.strerror or error}") from None
+    own = os.environ.get(CLIENT_CERT_VARIABLE, "")
+    try:
+        if own:
+            context.load_cert_chain(own, None, _no_password)
+    except (OSError, ValueError) as error:
+        text = f"cannot use {CLIENT_CERT_VARIABLE}={own}: {error}; it needs certificate and key"
+        raise TlsError(text) from None
+    return context

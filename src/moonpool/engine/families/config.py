@@ -26,6 +26,8 @@ ACTIVATIONS = {
     "clamped": ("silu", "swish"),  # with swiglu_limit and swiglu_alpha
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
 }
+ALL_HEADS = ("llama", "phi3", "granite", "granitemoe", "granitemoehybrid", "olmoe")
+"""Families whose older configs leave out the number of KV heads."""
 _ENDING = re.compile(r"(ForCausalLM|ForConditionalGeneration|_text)$")
 
 
@@ -49,6 +51,9 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
         factors["score_scale"] = latent_scale(latent, rope)
     # gpt-oss, which has sinks, has biases unless its config denies them.
     asks_bias = bool(config.get("attention_bias", family.sinks)) and family.biases == "option"
+    o_bias = bool(family.o_bias_key and config.get(family.o_bias_key, False))
+    if family.o_bias_key == "attention_bias":
+        o_bias = asks_bias
     return ModelSpec(
         family=name,
         vocab_size=positive(config, "vocab_size"),
@@ -57,15 +62,17 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=positive(config, "intermediate_size"),
+        intermediate_size=positive(
+            config, "shared_intermediate_size" if family.fused == "shared" else "intermediate_size"
+        ),
         max_positions=limit,
         rms_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope,
         tie_embeddings=bool(config.get("tie_word_embeddings", family.root_embedding)),
         qkv_bias=family.biases == "qkv" or asks_bias,
-        o_bias=asks_bias,
+        o_bias=o_bias,
         mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
-        qk_norm=family.qk_norm,
+        qk_norm=_qk_norm(config, family),
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=family.activation,
@@ -80,7 +87,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
         eos_token_ids=_eos(config),
         notes=notes,
         latent=latent,
-        further_layers=config.get("num_nextn_predict_layers") or 0 if family.latent else 0,
+        further_layers=config.get("num_nextn_predict_layers") or 0,
         **factors,  # type: ignore[arg-type]
     )
 
@@ -90,7 +97,7 @@ def _family(config: Mapping[str, Any]) -> str:
     if not isinstance(architectures, list):
         raise ModelError(f"config.json: architectures is {architectures!r}, not a list of names")
     served = {family.architecture: name for name, family in FAMILIES.items()}
-    served |= {family.inside: name for name, family in FAMILIES.items() if family.inside}
+    served |= {inside: name for name, family in FAMILIES.items() for inside in family.inside}
     for architecture in architectures:
         if architecture in served:
             return served[architecture]
@@ -112,7 +119,7 @@ def _text_config(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]
     inner = mapping(config, "text_config") if family.inside else {}
     if not inner:
         return {**dict(family.defaults), **config}
-    outer = ("bos_token_id", "eos_token_id", "quantization_config")
+    outer = ("bos_token_id", "eos_token_id", "quantization_config", "tie_word_embeddings")
     own = {key: config[key] for key in outer if config.get(key) is not None}
     return {**dict(family.defaults), **inner, **own}
 
@@ -123,8 +130,7 @@ def _heads(config: Mapping[str, Any], name: str, hidden_size: int) -> tuple[int,
     if FAMILIES[name].latent:
         latent = read_latent(config)
         return num_heads, 1, latent.rank + latent.rope_dim
-    # Older configs of these leave it out.
-    all_heads = num_heads if name in ("llama", "phi3", "granite") else None
+    all_heads = num_heads if name in ALL_HEADS else None
     num_kv_heads = positive(config, "num_key_value_heads", default=all_heads)
     if num_heads % num_kv_heads:
         raise ModelError(
@@ -132,6 +138,11 @@ def _heads(config: Mapping[str, Any], name: str, hidden_size: int) -> tuple[int,
             f"num_key_value_heads {num_kv_heads}"
         )
     return num_heads, num_kv_heads, _head_dim(config, hidden_size // num_heads)
+
+
+def _qk_norm(config: Mapping[str, Any], family: Family) -> str:
+    asked = not family.qk_norm_key or bool(config.get(family.qk_norm_key, False))
+    return family.qk_norm if asked else ""
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
@@ -151,10 +162,25 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0) and not family.partial_rope:
         raise ModelError(f"config.json: partial_rotary_factor is {partial}; only 1.0 is supported")
+    if family.attention_only:
+        _refuse_hybrid(config)
+    if config.get("clip_qkv") is not None:
+        raise ModelError("config.json: clip_qkv is not null; clipped q, k and v are not supported")
     if config.get("use_bidirectional_attention"):
         raise ModelError(
             "config.json: use_bidirectional_attention is true; only causal attention is supported"
         )
+
+
+def _refuse_hybrid(config: Mapping[str, Any]) -> None:
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or set(map(str, kinds)) - {"attention", "full_attention"}:
+        raise ModelError(
+            "config.json: layer_types has layers of state spaces (mamba); only models of attention"
+            " layers are supported"
+        )
+    if config.get("num_local_experts"):
+        raise ModelError("config.json: num_local_experts is not 0; its experts are not supported")
 
 
 def _factors(config: Mapping[str, Any], family: Family, hidden_size: int) -> dict[str, float]:
@@ -208,19 +234,31 @@ def _sliding(config: Mapping[str, Any], family: Family, num_layers: int) -> list
         if unknown:
             raise ModelError(f"config.json: layers of type {unknown.pop()!r} are not supported")
         return [kind == "sliding_attention" for kind in types]
-    if family.rope_skips:
+    if family.rope_skips == "listed":
         without = _no_rope(config, family, num_layers)
         return [layer in without for layer in range(num_layers)]
     if family.window == "option":
         first = config.get("max_window_layers", 28)
         return [layer >= first for layer in range(num_layers)]
     every = config.get("sliding_window_pattern") or family.full_every
+    if isinstance(every, str):  # such as LLLG, over and over; the last layer sees all
+        if set(every) - {"L", "G"}:
+            raise ModelError(f"config.json: sliding_window_pattern {every!r} has not only L and G")
+        kinds = [every[layer % len(every)] == "L" for layer in range(num_layers)]
+        return [*kinds[:-1], False]
     return [not every or (layer + 1) % every > 0 for layer in range(num_layers)]
 
 
 def _no_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    if family.attention_only and config.get("position_embedding_type", "rope") != "rope":
+        return tuple(range(num_layers))
     if not family.rope_skips:
         return ()
+    if family.rope_skips == "full":
+        if config.get("sliding_window", family.window_default) is None:
+            return ()
+        slides = _sliding(config, family, num_layers)
+        return tuple(layer for layer, does in enumerate(slides) if not does)
     interval = positive(config, "no_rope_layer_interval", default=4)
     rotated = whole_numbers(config, "no_rope_layers")
     if rotated is None:

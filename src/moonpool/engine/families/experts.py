@@ -56,6 +56,11 @@ def _groups(config: Mapping[str, Any], family: Experts) -> tuple[int, int, str]:
 
 
 def _dense_layers(config: Mapping[str, Any], family: Experts, num_layers: int) -> tuple[int, ...]:
+    kinds = config.get("mlp_layer_types")
+    if family.dense and kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise ModelError(f"config.json: mlp_layer_types names no kind for each of {num_layers}")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if family.dense == "first":
         if config.get("moe_layer_freq", 1) != 1:
             raise ModelError("config.json: moe_layer_freq is not 1; only 1 is supported")

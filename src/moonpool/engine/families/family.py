@@ -18,7 +18,7 @@ class Experts:
     correction: bool = False  # a bias that counts in the choice only
     biases: bool = False  # of the router and the experts
     dense: Literal["", "first", "step"] = ""  # which layers have an MLP
-    stored: Literal["modules", "w123", "stacked"] = "modules"
+    stored: Literal["modules", "w123", "stacked", "halves"] = "modules"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +26,21 @@ class Family:
     """One family. The defaults are Llama's."""
 
     architecture: str  # as `architectures` in config.json names it
-    inside: str = ""  # an architecture of text and images whose `text_config` is of this family
-    defaults: tuple[tuple[str, int], ...] = ()  # what its configs leave out
+    inside: tuple[str, ...] = ()  # architectures of text and images whose text is of this family
+    defaults: tuple[tuple[str, float], ...] = ()  # what its configs leave out
     norms: Literal["pre", "post", "both"] = "pre"  # before attention and MLP, after them, or both
     norm_offset: float = 0.0  # added to norm weights: Gemma stores weights minus 1
     qk_norm: Literal["", "head", "all"] = ""  # of q and k: per head, or over all heads
+    qk_norm_key: str = ""  # the config's key that asks for it; "": it is always there
     biases: Literal["none", "qkv", "option"] = "option"  # "option": by `attention_bias`
+    o_bias_key: str = "attention_bias"  # the same of attention's output; "": it has none
     mlp_bias: bool = False  # whether `mlp_bias` counts
     activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
-    rope_skips: bool = False  # some layers have no RoPE, by `no_rope_layers`
+    rope_skips: Literal["", "listed", "full"] = ""  # layers without RoPE: those that
+    # `no_rope_layers` names, or those without a window where others have one
     partial_rope: bool = False  # whether `partial_rotary_factor` counts
     local_theta: float = 0.0  # of layers with a window, where they have a RoPE of their own
+    local_unscaled: bool = False  # layers with a window have the RoPE of the others, unscaled
     window: Literal["never", "option", "always"] = "never"  # "option": by `use_sliding_window`
     window_default: int | None = None
     full_every: int = 0  # every n-th layer has no window; 0: all have it
@@ -48,4 +52,6 @@ class Family:
     sinks: bool = False  # a score per head that takes weight from all tokens
     latent: bool = False  # attention over one latent per token (MLA)
     experts: Experts | None = None
-    fused: bool = False  # stored with q, k and v in one tensor, and gate and up in another
+    fused: Literal["", "phi", "shared"] = ""  # stored with q, k and v in one tensor, and gate and
+    # up in another; or the latter alone, as `shared_mlp`
+    attention_only: bool = False  # a hybrid family, of which models without state spaces are served

@@ -10,6 +10,8 @@ from moonpool.engine.families.values import mapping, number
 from moonpool.engine.spec import ModelError, RopeSpec
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+OLMO_THETA = 5e5
+"""The base of a config that names none."""
 
 
 def full_rope(
@@ -25,6 +27,8 @@ def full_rope(
     rotary_dim = _rotary_dim(config, rope, family, head_dim)
     if family.partial_rope and (kind in ("longrope", "su") or "short_factor" in rope):
         return _longrope(config, rope, theta, rotary_dim or head_dim, max_positions)
+    if kind == "mrope":  # of images: the three positions of a text's token are equal
+        kind = "default"
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported, only {', '.join(ROPE_KINDS)}")
     if kind == "default":
@@ -58,17 +62,22 @@ def local_rope(config: Mapping[str, Any], family: Family) -> RopeSpec | None:
 
     Raises ModelError.
     """
-    if not family.local_theta:
+    if not family.local_theta and not family.local_unscaled:
         return None
     rope = mapping(mapping(config, "rope_parameters"), "sliding_attention")
     kind = rope.get("rope_type", "default")
     if kind != "default":
         raise ModelError(f"rope scaling {kind!r} of sliding layers is not supported")
-    theta = number(config, "rope_local_base_freq", family.local_theta)
+    if family.local_unscaled:
+        theta = number(config, "rope_theta", OLMO_THETA)
+    else:
+        theta = number(config, "rope_local_base_freq", family.local_theta)
     return RopeSpec(number(rope, "rope_theta", theta))
 
 
 def _default_theta(family: Family) -> float:
+    if family.local_unscaled:
+        return OLMO_THETA
     return 1e6 if family.local_theta else 1e4
 
 

@@ -1,0 +1,63 @@
+"""The families with a mixture of experts, one description each: how it differs from Llama."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moonpool.engine.families.dense import GRANITE, MISTRAL, QWEN3
+from moonpool.engine.families.family import Experts, Family
+
+_DEEPSEEK2 = Family(
+    architecture="DeepseekV2ForCausalLM", latent=True,
+    experts=Experts(count="n_routed_experts", renormalise=False, groups="max", dense="first"),
+)  # fmt: skip
+_DEEPSEEK3 = replace(
+    _DEEPSEEK2, architecture="DeepseekV3ForCausalLM",
+    experts=Experts(
+        count="n_routed_experts", scores="sigmoid", groups="top2", correction=True, dense="first"
+    ),
+)  # fmt: skip
+_GLM4 = Family(
+    architecture="Glm4MoeForCausalLM", qk_norm="head", qk_norm_key="use_qk_norm", o_bias_key="",
+    partial_rope=True, experts=_DEEPSEEK3.experts,
+    defaults=(
+        ("partial_rotary_factor", 0.5), ("first_k_dense_replace", 1), ("n_shared_experts", 1)
+    ),
+)  # fmt: skip
+
+MIXTURES: dict[str, Family] = {
+    "mixtral": replace(
+        MISTRAL, architecture="MixtralForCausalLM", inside=(), window_default=None,
+        experts=Experts(
+            count="num_local_experts", inter="intermediate_size", renormalise=True, stored="w123"
+        ),
+    ),
+    "qwen3_moe": replace(
+        QWEN3, architecture="Qwen3MoeForCausalLM", inside=(), experts=Experts(dense="step")
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM", qk_norm="all", experts=Experts(inter="intermediate_size")
+    ),
+    "granitemoe": replace(
+        GRANITE, architecture="GraniteMoeForCausalLM",
+        experts=Experts(
+            count="num_local_experts", inter="intermediate_size", scores="chosen", stored="halves"
+        ),
+    ),
+    "deepseek_v2": _DEEPSEEK2,
+    "deepseek_v3": _DEEPSEEK3,  # Kimi K2 too
+    "glm4_moe": _GLM4,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK3, architecture="Glm4MoeLiteForCausalLM",
+        defaults=(("first_k_dense_replace", 1), ("n_shared_experts", 1)),
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM", window="always", window_default=128, full_every=2,
+        sinks=True, activation="clamped",
+        experts=Experts(
+            count="num_local_experts", inter="intermediate_size", scores="chosen",
+            biases=True, stored="stacked",
+        ),
+    ),
+}  # fmt: skip
+"""By the `model_type` of their configs."""
