@@ -15,7 +15,8 @@ from moonpool.engine.builtin import open_model
 from moonpool.engine.tensors import tensor_shapes
 from tests.unit.engine.gguf_files import GgufDraft, Stored, byte_vocabulary
 
-ROTATES_NEIGHBOURS = ("llama", "granite", "smollm3")
+SIGMOIDS = ("deepseek_v3", "glm4_moe_lite")
+ROTATES_NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3")
 LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -47,7 +48,10 @@ RENAMED = {
     "gemma2": AROUND,
     "gemma3": AROUND,
     "olmo2": AROUND,
+    "exaone4": AROUND,
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
 }
 METADATA = {
     "context_length": "max_position_embeddings",
@@ -111,9 +115,11 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     values["head_dim"] = (
         config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     )
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "glm4moe"):
         values["num_experts"] = config["n_routed_experts"]
+    if architecture == "deepseek2":
         values["num_key_value_heads"] = 1
+        values.setdefault("first_k_dense_replace", 1)
     words = byte_vocabulary()
     words += [f"<{i}>" for i in range(config["vocab_size"] - len(words))]
     found: dict[str, Any] = {"general.architecture": architecture}
@@ -142,6 +148,17 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         for key, name in METADATA.items()
         if values.get(name) is not None
     }
+    if architecture in ("olmo2", "exaone4") and config.get("sliding_window"):
+        kinds = config["layer_types"]
+        found[f"{architecture}.attention.sliding_window_pattern"] = [
+            kind == "sliding_attention" for kind in kinds
+        ]
+    if architecture == "glm4moe":
+        found |= {
+            "glm4moe.expert_gating_func": 2,
+            "glm4moe.expert_weights_scale": float(config["routed_scaling_factor"]),
+            "glm4moe.expert_weights_norm": config["norm_topk_prob"],
+        }
     return found | _latent(config) if architecture == "deepseek2" else found
 
 
@@ -154,10 +171,10 @@ def _latent(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.key_length_mla": config["qk_nope_head_dim"] + rope,
         "attention.value_length_mla": config["v_head_dim"],
         "rope.dimension_count": rope,
-        "expert_gating_func": 2 if config["model_type"] == "deepseek_v3" else 1,
+        "expert_gating_func": 2 if config["model_type"] in SIGMOIDS else 1,
         "expert_weights_scale": float(config["routed_scaling_factor"]),
     }
-    if config["model_type"] == "deepseek_v3" and config["norm_topk_prob"]:
+    if config["model_type"] in SIGMOIDS and config["norm_topk_prob"]:
         found["expert_weights_norm"] = True
     factor = config["rope_parameters"].get("mscale_all_dim")
     if factor is not None:

@@ -57,6 +57,18 @@ FILES: dict[str, tuple[str, Case]] = {
     "phi4-mini": ("phi3", CASES["phi4-mini"]),
     "olmo2": ("olmo2", Case("Olmo2", {**CASES["olmo2"].changes, "num_key_value_heads": 2})),
     "granite": ("granite", CASES["granite"]),
+    "granite-moe": ("granitemoe", CASES["granite-moe"]),
+    "olmo3": ("olmo2", CASES["olmo3"]),
+    "olmoe": ("olmoe", CASES["olmoe"]),
+    "exaone4": ("exaone4", CASES["exaone4"]),
+    "exaone4-full": ("exaone4", CASES["exaone4-full"]),
+    "seed-oss": ("seed_oss", CASES["seed-oss"]),
+    "seed-oss-biases": (
+        "seed_oss",
+        Case("SeedOss", {"head_dim": 48, "attention_bias": True, "attention_out_bias": True}),
+    ),
+    "glm4-moe": ("glm4moe", CASES["glm4-moe"]),
+    "glm4-moe-air": ("glm4moe", CASES["glm4-moe-air"]),
     "smollm3": (
         "smollm3", Case("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     ),
@@ -70,6 +82,7 @@ for _name in ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2"):
 FILES["moonlight"] = ("deepseek2", Case("DeepseekV3", {
     **CASES["kimi-k2"].changes, "q_lora_rank": None, "rope_interleave": True,
 }))  # fmt: skip
+FILES["glm4-moe-lite"] = ("deepseek2", CASES["glm4-moe-lite"])
 MIXTURES = ("mixtral", "qwen3moe", "gpt-oss")
 Opened = Callable[[str], tuple[Path, Path, Any]]
 

@@ -21,6 +21,7 @@ _BOTH_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_POST_NORM = {"post_attention_layernorm": "post_attention_norm"}
 _SCALES = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
@@ -36,6 +37,9 @@ class Architecture:
 
     model: str = ""  # the class in Hugging Face's config; "": only mixtures are read
     mixture: str = ""  # the class of files that have experts; "": they are not read
+    windowed: str = ""  # the class of files that have a window, if it is another
+    renormalises: bool = True  # the weights of the chosen experts sum to 1
+    names_scores: bool = False  # the metadata say how experts are chosen, as DeepSeek's do
     swapped: bool = False  # rows of q and k are in the order of a rotation of neighbours
     names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors
     numbers: Mapping[str, str] = field(default_factory=dict)  # keys of the config: of the metadata
@@ -63,12 +67,20 @@ ARCHITECTURES = {
         numbers=_SOFT_CAPS | {"rope_local_base_freq": "rope.freq_base_swa"},
     ),
     "phi3": Architecture(model="Phi3ForCausalLM", fused=True, partial_rope=True),
-    "olmo2": Architecture(model="Olmo2ForCausalLM", names=_BOTH_NORMS),
+    "olmo2": Architecture(
+        model="Olmo2ForCausalLM", windowed="Olmo3ForCausalLM", names=_BOTH_NORMS
+    ),
+    "olmoe": Architecture(mixture="OlmoeForCausalLM", renormalises=False),
+    "exaone4": Architecture(model="Exaone4ForCausalLM", names=_BOTH_NORMS),
+    "seed_oss": Architecture(model="SeedOssForCausalLM", names=_POST_NORM),
     "granite": Architecture(model="GraniteForCausalLM", swapped=True, numbers=_SCALES),
+    "granitemoe": Architecture(mixture="GraniteMoeForCausalLM", swapped=True, numbers=_SCALES),
+    "glm4moe": Architecture(
+        mixture="Glm4MoeForCausalLM", names=_POST_NORM, partial_rope=True, names_scores=True
+    ),
     "smollm3": Architecture(model="SmolLM3ForCausalLM", swapped=True),
     "gpt-oss": Architecture(
-        mixture="GptOssForCausalLM", truncates_yarn=False,
-        names={"post_attention_layernorm": "post_attention_norm"},
+        mixture="GptOssForCausalLM", truncates_yarn=False, names=_POST_NORM
     ),
     # The metadata tell V2 from V3.
     "deepseek2": Architecture(mixture="DeepseekV2ForCausalLM", latent=True),

@@ -56,7 +56,7 @@ def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
     if ROPE_FACTORS in file.tensors:
         spec = replace(spec, rope=_rope_with_factors(file, spec))
     places = _places(file, spec)
-    _check_tensors(file, places)
+    _check_tensors(file, spec, places)
     weights = GgufWeights(file, spec, places, dtype)
     return GgufModel(spec, weights, _fingerprint(file, spec), pooling_of(file))
 
@@ -132,13 +132,18 @@ def _rope_with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
     return replace(spec.rope, kind="longrope", factors=tuple(factors), attention_factor=1.0)
 
 
-def _check_tensors(file: GgufFile, places: Mapping[str, Place]) -> None:
+def _check_tensors(file: GgufFile, spec: ModelSpec, places: Mapping[str, Place]) -> None:
     shapes = {place.name: place.stored_shape for place in places.values()}
     missing = [name for name in shapes if name not in file.tensors]
     if missing:
         raise ModelError(f"{file.path} lacks tensors: {_listed(missing)}")
     known = {*shapes, ROPE_FACTORS, *UNUSED}
-    unexpected = [n for n in file.tensors if n not in known and not is_spare(n, file)]
+    further = tuple(f"blk.{spec.num_layers + i}." for i in range(spec.further_layers))
+    unexpected = [
+        name
+        for name in file.tensors
+        if name not in known and not is_spare(name, file) and not name.startswith(further)
+    ]
     if unexpected:
         raise ModelError(f"{file.path} has tensors of no known use: {_listed(unexpected)}")
     for name, shape in shapes.items():

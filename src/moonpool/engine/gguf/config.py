@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from moonpool.engine.gguf.architectures import Architecture, architecture_of
-from moonpool.engine.gguf.latent import latent_config
+from moonpool.engine.gguf.latent import latent_config, routed_experts
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.gguf.values import ArchitectureValues
 from moonpool.engine.spec import ModelError
@@ -26,7 +26,10 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     """What `config.json` would say. Raises `ModelError`."""
     own = architecture_of(file)
     values = ArchitectureValues(file)
-    layers = values.count("block_count")
+    further = 0 if own.latent else values.count("nextn_predict_layers", 0, least=0)
+    layers = values.count("block_count") - further
+    if layers < 1:
+        raise ModelError(f"{file.path} claims {further} layers for further tokens, and no others")
     if layers > len(file.tensors):
         raise ModelError(f"{file.path} claims {layers} layers, but has {len(file.tensors)} tensors")
     context = values.count("context_length")
@@ -50,12 +53,16 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "rope_theta": values.number("rope.freq_base", 10000.0),
         "sliding_window": values.optional("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
+        "num_nextn_predict_layers": further,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_token_ids(file),
     }
     config |= _own_numbers(own, values, layers, hidden // heads, head_dim)
+    config |= _windows(own, values, layers)
     config |= _mixture(own, values, file)
     if own.latent:
         config |= latent_config(values, file)
@@ -86,8 +93,20 @@ def _own_numbers(
         is_big = own.big_layers == layers
         found["query_pre_attn_scalar"] = wide_head if is_big else head_dim
     rotated = values.count("rope.dimension_count", head_dim)
-    if own.partial_rope and rotated != head_dim:
+    if own.partial_rope:
         found["partial_rotary_factor"] = rotated / head_dim
+    return found
+
+
+def _windows(own: Architecture, values: ArchitectureValues, layers: int) -> dict[str, Any]:
+    """Which layers have the window, where a file says it for each."""
+    if not values.optional("attention.sliding_window"):
+        return {}
+    found: dict[str, Any] = {"architectures": [own.windowed]} if own.windowed else {}
+    pattern = values.optional("attention.sliding_window_pattern")
+    if hasattr(pattern, "tolist"):
+        kinds = ("full_attention", "sliding_attention")
+        found["layer_types"] = [kinds[bool(slides)] for slides in pattern.tolist()[:layers]]
     return found
 
 
@@ -109,14 +128,16 @@ def _mixture(own: Architecture, values: ArchitectureValues, file: GgufFile) -> d
             "use a newer file of this model"
         )
     width = values.count("expert_feed_forward_length", values.count("feed_forward_length"))
-    return {
+    chosen = routed_experts(values, file) if own.names_scores else {}
+    dense = values.count("feed_forward_length") if own.names_scores else width
+    return chosen | {
         "architectures": [own.mixture],
         "num_experts": values.count("expert_count"),
         "num_local_experts": values.count("expert_count"),
         "num_experts_per_tok": values.count("expert_used_count"),
         "moe_intermediate_size": width,
-        "intermediate_size": width,
-        "norm_topk_prob": True,
+        "intermediate_size": dense,
+        "norm_topk_prob": chosen.get("norm_topk_prob", own.renormalises),
     }
 
 

@@ -47,11 +47,12 @@ def latent_config(values: ArchitectureValues, file: GgufFile) -> dict[str, Any]:
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": key - rope,
         "v_head_dim": value,
-        **_experts(values, file),
+        **routed_experts(values, file),
     }
 
 
-def _experts(values: ArchitectureValues, file: GgufFile) -> dict[str, Any]:
+def routed_experts(values: ArchitectureValues, file: GgufFile) -> dict[str, Any]:
+    """How a file says which experts are chosen. Raises `ModelError`."""
     dense = values.count("leading_dense_block_count", 0, least=0)
     count = values.count("expert_count")
     scores = values.optional("expert_gating_func")
