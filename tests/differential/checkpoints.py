@@ -251,6 +251,22 @@ CASES = {
             "num_key_value_heads": 4,
         },
     ),
+    "ernie4.5": Case("Ernie4_5", {"head_dim": 32, "tie_word_embeddings": True}),
+    "ernie4.5-biases": Case("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "glm4": Case("Glm4", {"head_dim": 32, "pad_token_id": 0}),
+    "glm4-without-biases": Case(
+        "Glm4",
+        {
+            "head_dim": 48,
+            "pad_token_id": 0,
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
     "exaone4": Case("Exaone4", {"num_hidden_layers": 5, "sliding_window": 21}),
     "exaone4-full": Case(
         "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}

@@ -16,7 +16,7 @@ from moonpool.engine.tensors import tensor_shapes
 from tests.unit.engine.gguf_files import GgufDraft, Stored, byte_vocabulary
 
 SIGMOIDS = ("deepseek_v3", "glm4_moe_lite")
-ROTATES_NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3")
+ROTATES_NEIGHBOURS = ("llama", "granite", "granitemoe", "smollm3", "ernie4_5", "glm4")
 LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -49,6 +49,7 @@ RENAMED = {
     "gemma3": AROUND,
     "olmo2": AROUND,
     "exaone4": AROUND,
+    "glm4": AROUND,
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
@@ -213,21 +214,24 @@ def _renamed(
         else:
             short_name = names[part]
             if architecture in ROTATES_NEIGHBOURS and short_name in heads:
-                count = heads[short_name]
-                tensor = tensor.reshape(count, 2, -1, *tensor.shape[1:]).swapaxes(1, 2)
-                tensor = tensor.reshape(-1, *tensor.shape[3:])
+                by_head = tensor.unflatten(0, (heads[short_name], -1))
+                rope = config.get("rope_parameters") or {}
+                rotated = int(by_head.shape[1] * rope.get("partial_rotary_factor", 1))
+                pairs = by_head[:, :rotated].unflatten(1, (2, -1)).swapaxes(1, 2).flatten(1, 2)
+                tensor = torch.cat((pairs, by_head[:, rotated:]), dim=1).flatten(0, 1)
             out[f"blk.{layer}.{short_name}.{kind}"] = tensor
     out |= {name: torch.stack(parts) for name, parts in experts.items()}
-    return _fused(out) if architecture == "phi3" else out
+    return _fused(out, architecture) if architecture in ("phi3", "glm4") else out
 
 
-def _fused(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Phi: q, k and v in one tensor, gate and up in another."""
+def _fused(found: dict[str, Tensor], architecture: str) -> dict[str, Tensor]:
+    """Gate and up in one tensor; of Phi also q, k and v."""
     out = dict(found)
     for layer in range(sum(name.endswith("attn_q.weight") for name in found)):
         prefix = f"blk.{layer}."
-        parts = [out.pop(f"{prefix}attn_{part}.weight") for part in "qkv"]
-        out[f"{prefix}attn_qkv.weight"] = torch.cat(parts)
+        if architecture == "phi3":
+            parts = [out.pop(f"{prefix}attn_{part}.weight") for part in "qkv"]
+            out[f"{prefix}attn_qkv.weight"] = torch.cat(parts)
         gate = out.pop(f"{prefix}ffn_gate.weight")
         out[f"{prefix}ffn_up.weight"] = torch.cat([gate, out[f"{prefix}ffn_up.weight"]])
     return out

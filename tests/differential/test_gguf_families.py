@@ -67,6 +67,9 @@ FILES: dict[str, tuple[str, Case]] = {
         "seed_oss",
         Case("SeedOss", {"head_dim": 48, "attention_bias": True, "attention_out_bias": True}),
     ),
+    "ernie4.5": ("ernie4_5", CASES["ernie4.5"]),
+    "glm4": ("glm4", CASES["glm4"]),
+    "glm4-without-biases": ("glm4", CASES["glm4-without-biases"]),
     "glm4-moe": ("glm4moe", CASES["glm4-moe"]),
     "glm4-moe-air": ("glm4moe", CASES["glm4-moe-air"]),
     "smollm3": (

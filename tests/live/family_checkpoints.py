@@ -32,6 +32,8 @@ CASE_OF: dict[str, Case] = {
     "olmo3": CASES["olmo3"],
     "olmoe": CASES["olmoe"],
     "exaone4": CASES["exaone4"],
+    "ernie4_5": CASES["ernie4.5"],
+    "glm4": CASES["glm4"],
     "seed_oss": CASES["seed-oss"],
     "glm4_moe": CASES["glm4-moe"],
     "glm4_moe_lite": CASES["glm4-moe-lite"],

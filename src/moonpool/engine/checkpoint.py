@@ -23,7 +23,7 @@ from torch import Tensor
 from moonpool.engine.families.config import parse_config
 from moonpool.engine.model_folder import WORD_PATTERNS, find_folder, read_config, read_json
 from moonpool.engine.quantized.checkpoints import FURTHER, Scheme, expert_matrix, read_scheme
-from moonpool.engine.quantized.matrix import Matrix, plain
+from moonpool.engine.quantized.matrix import Matrix, plain, reordered
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import Shape, StoredTensor, stored_shapes, stored_tensors
 
@@ -100,7 +100,10 @@ class CheckpointWeights:
             return self._plain(name, place.take(stored))
         if self._scheme.kind == "mxfp4":
             return expert_matrix(name, place.name, self._read, self._dtype)
-        return self._scheme.matrix(place.name, place.shape, self._read, self._dtype)
+        stored_rows = self._scheme.matrix(place.name, place.shape, self._read, self._dtype)
+        own = place.take(torch.arange(place.shape[0]).unsqueeze(1)).flatten()
+        whole = len(own) == place.shape[0] and bool((own.diff() == 1).all())
+        return stored_rows if whole else reordered(stored_rows, own)
 
     def _read(self, name: str) -> Tensor:
         """A tensor as it is stored. Raises KeyError."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from moonpool.engine.families.table import FAMILIES
@@ -138,14 +139,29 @@ def stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name, shape in tensor_shapes(spec).items():
         place = StoredTensor(name, shape, _whole)
-        if family.fused == "phi" and ".layers." in name:
-            place = _fused(spec, name) or place
+        if family.fused in ("qkv", "gate_up") and ".layers." in name:
+            place = _fused(spec, name, family.fused) or place
         if family.fused == "shared" and ".mlp." in name:
             place = _shared_mlp(spec, name)
         if family.experts is not None and ".mlp." in name:
             place = _expert(spec, name, shape, family.experts.stored)
+        if family.neighbours and name.split(".")[-2] in ("q_proj", "k_proj"):
+            place = place._replace(take=partial(_halves_first, spec))
+        for ours, theirs in family.stored_names:
+            if name.endswith(f".{ours}.weight"):
+                place = place._replace(name=name.replace(f".{ours}.", f".{theirs}."))
         found[name] = place._replace(name=_prefixed(place.name, spec.prefix))
     return found
+
+
+def _halves_first(spec: ModelSpec, stored: Tensor) -> Tensor:
+    """q or k of a family that rotates neighbours, as one that rotates halves: scores are sums over
+    a head's elements in any order."""
+    rotated = spec.rope.rotary_dim or spec.head_dim
+    heads = stored.unflatten(0, (-1, spec.head_dim))
+    pairs = heads[:, :rotated].unflatten(1, (-1, 2))
+    both = (pairs[:, :, 0], pairs[:, :, 1], heads[:, rotated:])
+    return torch.cat(both, dim=1).flatten(0, 1)
 
 
 def _prefixed(name: str, prefix: str) -> str:
@@ -167,8 +183,8 @@ def _rows(first: int, end: int, stored: Tensor) -> Tensor:
     return stored[first:end]
 
 
-def _fused(spec: ModelSpec, name: str) -> StoredTensor | None:
-    """The part of Phi's `qkv_proj` or `gate_up_proj`; None for other tensors."""
+def _fused(spec: ModelSpec, name: str, fused: str) -> StoredTensor | None:
+    """The part of `gate_up_proj`, or of Phi's `qkv_proj`; None for other tensors."""
     prefix, _, module = name.removesuffix(".weight").rpartition(".")
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inter = spec.intermediate_size
@@ -180,7 +196,7 @@ def _fused(spec: ModelSpec, name: str) -> StoredTensor | None:
         "gate_proj": (*gate_up, 0, inter),
         "up_proj": (*gate_up, inter, 2 * inter),
     }
-    if module not in parts:
+    if module not in parts or (fused == "gate_up" and not name.endswith(_GATE_UP)):
         return None
     fused, rows, first, end = parts[module]
     shape = (rows, spec.hidden_size)
@@ -198,6 +214,7 @@ def _shared_mlp(spec: ModelSpec, name: str) -> StoredTensor:
     return StoredTensor(f"{layer}.shared_mlp.input_linear.weight", (2 * inter, hidden), take)
 
 
+_GATE_UP = ("gate_proj.weight", "up_proj.weight")
 _W123 = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 

@@ -18,6 +18,8 @@ from moonpool.engine.quantized.matrix import QuantizedMatrix
 from moonpool.engine.quantized.rounding import rounded_to_int4
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.spec import ModelError
+from moonpool.engine.tensors import tensor_shapes
+from tests.differential.checkpoints import Case, save
 
 NAME = "random:hidden=64,layers=1,heads=4,kv_heads=2,inter=96,vocab=300"
 GROUP = 32
@@ -133,6 +135,40 @@ def test_weights_are_those_of_the_format(tmp_path: Path, case: str) -> None:
         assert torch.allclose(weights.load(name), weight, rtol=1e-5, atol=1e-6), name
         assert isinstance(weights.matrix(name), QuantizedMatrix) == ("fp8" not in case)
     assert isinstance(weights.matrix("lm_head.weight"), Tensor)
+
+
+FUSED = {
+    "phi3": Case("Phi3", {"pad_token_id": 0, "intermediate_size": 96}),
+    "glm4": Case("Glm4", {"pad_token_id": 0, "intermediate_size": 96, "head_dim": 32}),
+    "ernie4.5": Case("Ernie4_5", {"intermediate_size": 96, "head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("case", ["awq", "packed", "fp8 rows"])
+@pytest.mark.parametrize("family", FUSED)
+def test_parts_of_stored_tensors_are_those_of_plain_weights(
+    tmp_path: Path, family: str, case: str
+) -> None:
+    """Families that store several linears in one tensor, or rows in another order."""
+    pack, config = CASES[case]
+    plain_folder, folder = tmp_path / "plain", tmp_path / "packed"
+    save(FUSED[family], plain_folder)
+    save(FUSED[family], folder)
+    exact_tensors = load_file(plain_folder / "model.safetensors")
+    tensors = dict(exact_tensors)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        parts, exact_tensors[name] = pack(name, tensors.pop(name))
+        tensors |= {name.removesuffix("weight") + key: part for key, part in parts.items()}
+    save_file(exact_tensors, plain_folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
+    own = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**own, "quantization_config": config}))
+    expected, found = (open_model(str(f), "float32") for f in (plain_folder, folder))
+    for name in tensor_shapes(expected.spec):
+        weight = expected.weights.load(name)
+        assert torch.allclose(found.weights.load(name), weight, rtol=1e-5, atol=1e-6), name
+        is_packed = isinstance(found.weights.matrix(name), QuantizedMatrix)
+        assert is_packed == (name.endswith("_proj.weight") and "fp8" not in case)
 
 
 def test_the_fingerprint_sees_the_packed_weights(tmp_path: Path) -> None:

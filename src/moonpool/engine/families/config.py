@@ -118,7 +118,8 @@ def _text_config(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]
     """The text part of a config of text and images, with what the family's configs leave out."""
     inner = mapping(config, "text_config") if family.inside else {}
     if not inner:
-        return {**dict(family.defaults), **config}
+        named = {ours: config[theirs] for ours, theirs in family.aliases if theirs in config}
+        return {**dict(family.defaults), **config, **named}
     outer = ("bos_token_id", "eos_token_id", "quantization_config", "tie_word_embeddings")
     own = {key: config[key] for key in outer if config.get(key) is not None}
     return {**dict(family.defaults), **inner, **own}

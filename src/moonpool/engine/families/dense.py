@@ -37,7 +37,7 @@ DENSE: dict[str, Family] = {
         architecture="SmolLM3ForCausalLM", mlp_bias=True, rope_skips="listed", window="option"
     ),
     "phi3": Family(
-        architecture="Phi3ForCausalLM", biases="none", fused="phi", partial_rope=True,
+        architecture="Phi3ForCausalLM", biases="none", fused="qkv", partial_rope=True,
         window="always",
     ),
     "olmo2": _OLMO2,
@@ -52,6 +52,21 @@ DENSE: dict[str, Family] = {
     "seed_oss": Family(
         architecture="SeedOssForCausalLM", o_bias_key="attention_out_bias", mlp_bias=True,
         defaults=(("attention_bias", True), ("num_key_value_heads", 8), ("head_dim", 128)),
+    ),
+    "ernie4_5": Family(
+        architecture="Ernie4_5ForCausalLM", neighbours=True, mlp_bias=True,
+        aliases=(("attention_bias", "use_bias"), ("mlp_bias", "use_bias")),
+        defaults=(("tie_word_embeddings", True), ("rms_norm_eps", 1e-5)),
+    ),
+    "glm4": Family(
+        architecture="Glm4ForCausalLM", norms="both", o_bias_key="", partial_rope=True,
+        neighbours=True, fused="gate_up",
+        defaults=(("attention_bias", True), ("partial_rotary_factor", 0.5)),
+        stored_names=(
+            ("post_attention_layernorm", "post_self_attn_layernorm"),
+            ("pre_feedforward_layernorm", "post_attention_layernorm"),
+            ("post_feedforward_layernorm", "post_mlp_layernorm"),
+        ),
     ),
     "granite": GRANITE,
     "granitemoehybrid": replace(  # Granite 4

@@ -28,6 +28,7 @@ class Family:
     architecture: str  # as `architectures` in config.json names it
     inside: tuple[str, ...] = ()  # architectures of text and images whose text is of this family
     defaults: tuple[tuple[str, float], ...] = ()  # what its configs leave out
+    aliases: tuple[tuple[str, str], ...] = ()  # keys of Llama's configs: what its configs call them
     norms: Literal["pre", "post", "both"] = "pre"  # before attention and MLP, after them, or both
     norm_offset: float = 0.0  # added to norm weights: Gemma stores weights minus 1
     qk_norm: Literal["", "head", "all"] = ""  # of q and k: per head, or over all heads
@@ -52,6 +53,8 @@ class Family:
     sinks: bool = False  # a score per head that takes weight from all tokens
     latent: bool = False  # attention over one latent per token (MLA)
     experts: Experts | None = None
-    fused: Literal["", "phi", "shared"] = ""  # stored with q, k and v in one tensor, and gate and
-    # up in another; or the latter alone, as `shared_mlp`
+    fused: Literal["", "qkv", "gate_up", "shared"] = ""  # stored with gate and up in one tensor,
+    # with q, k and v in another too, or as `shared_mlp`
+    stored_names: tuple[tuple[str, str], ...] = ()  # of a layer's norms: ours, and the stored ones
+    neighbours: bool = False  # RoPE rotates neighbours, not halves: rows of q and k are reordered
     attention_only: bool = False  # a hybrid family, of which models without state spaces are served

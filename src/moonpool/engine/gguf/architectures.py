@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.spec import ModelError, ModelSpec
@@ -44,7 +44,7 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors
     numbers: Mapping[str, str] = field(default_factory=dict)  # keys of the config: of the metadata
     baked_norms: bool = False  # what the family adds to the weights of norms is in the file
-    fused: bool = False  # q, k and v are one tensor, and gate and up another
+    fused: Literal["", "qkv", "gate_up"] = ""  # gate and up are one tensor, and q, k and v too
     partial_rope: bool = False
     big_layers: int = 0  # a model of so many layers scales scores by hidden size over heads
     truncates_yarn: bool = True
@@ -66,13 +66,17 @@ ARCHITECTURES = {
         model="Gemma3ForCausalLM", names=_BOTH_NORMS, baked_norms=True, big_layers=62,
         numbers=_SOFT_CAPS | {"rope_local_base_freq": "rope.freq_base_swa"},
     ),
-    "phi3": Architecture(model="Phi3ForCausalLM", fused=True, partial_rope=True),
+    "phi3": Architecture(model="Phi3ForCausalLM", fused="qkv", partial_rope=True),
     "olmo2": Architecture(
         model="Olmo2ForCausalLM", windowed="Olmo3ForCausalLM", names=_BOTH_NORMS
     ),
     "olmoe": Architecture(mixture="OlmoeForCausalLM", renormalises=False),
     "exaone4": Architecture(model="Exaone4ForCausalLM", names=_BOTH_NORMS),
     "seed_oss": Architecture(model="SeedOssForCausalLM", names=_POST_NORM),
+    "ernie4_5": Architecture(model="Ernie4_5ForCausalLM", swapped=True),
+    "glm4": Architecture(
+        model="Glm4ForCausalLM", swapped=True, names=_BOTH_NORMS, fused="gate_up", partial_rope=True
+    ),
     "granite": Architecture(model="GraniteForCausalLM", swapped=True, numbers=_SCALES),
     "granitemoe": Architecture(mixture="GraniteMoeForCausalLM", swapped=True, numbers=_SCALES),
     "glm4moe": Architecture(
@@ -158,7 +162,7 @@ def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> Pla
         rows = prod(shape[:-1])
         return Place(stored, (spec.experts.count, *shape), shape, int(expert) * rows)
     if own.fused and kind == "weight":
-        found = _fused(spec, part)
+        found = _fused(spec, part, own.fused)
         if found is not None:
             stored, first, rows = found
             return Place(f"{prefix}{stored}.weight", (rows, shape[1]), shape, first)
@@ -166,10 +170,12 @@ def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> Pla
     return Place(f"{prefix}{stored}.{kind}", shape, shape)
 
 
-def _fused(spec: ModelSpec, part: str) -> tuple[str, int, int] | None:
+def _fused(spec: ModelSpec, part: str, fused: str) -> tuple[str, int, int] | None:
     """The tensor that has this linear among others, its first row, and all rows of it."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inter = spec.intermediate_size
+    if fused == "gate_up" and part.startswith("self_attn."):
+        return None
     return {
         "self_attn.q_proj": ("attn_qkv", 0, q + 2 * kv),
         "self_attn.k_proj": ("attn_qkv", q, q + 2 * kv),

@@ -81,6 +81,7 @@ class GgufWeights:
         self._heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
         self._swapped = architecture_of(file).swapped
         self._latent = spec.latent
+        self._rotated = spec.rope.rotary_dim or spec.head_dim
 
     def release(self) -> None:
         """Drops the pages that were read. What was returned is read from the file again."""
@@ -116,8 +117,9 @@ class GgufWeights:
         count = place.shape[0]
         # Stored are the pairs that rotate together; the model has all first elements, then all
         # second ones, of each head.
-        rows = torch.arange(count).view(self._heads[part], -1, 2)
-        return rows.transpose(1, 2).reshape(-1)
+        rows = torch.arange(count).view(self._heads[part], -1)
+        pairs = rows[:, : self._rotated].unflatten(1, (-1, 2))
+        return torch.cat((pairs[..., 0], pairs[..., 1], rows[:, self._rotated :]), 1).reshape(-1)
 
 
 def _rope_with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
