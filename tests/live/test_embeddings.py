@@ -45,10 +45,15 @@ def test_a_cached_prefix_changes_no_bit(http: httpx.Client) -> None:
     """The second prompt continues the first, over several blocks and chunks."""
     prompt = random.Random(4).choices(range(256), k=400)
     whole = ask(http, input=prompt, cache_salt="whole")
-    first = ask(http, input=prompt[:200], cache_salt="parts")
-    then = ask(http, input=prompt, cache_salt="parts")
-    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert then["usage"]["prompt_tokens_details"]["cached_tokens"] >= 192
+    for attempt in range(8):  # on a busy machine, another instance may be faster without the prefix
+        salt = f"parts-{attempt}"
+        first = ask(http, input=prompt[:200], cache_salt=salt)
+        then = ask(http, input=prompt, cache_salt=salt)
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        if then["usage"]["prompt_tokens_details"]["cached_tokens"] >= 192:
+            break
+    else:
+        raise AssertionError("no prompt found its prefix in the cache")
     assert then["data"] == whole["data"]
 
 

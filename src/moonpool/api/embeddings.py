@@ -73,13 +73,16 @@ class Embedder:
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
         adapter = self._frontend.card.adapter_of(body.model)
-        if not is_resumed:
-            self._rates.spend(context.tenant, sum(map(len, call.prompts)))
         delivered = () if is_resumed else None
         deadline_s = arrived_s + timeout_s
         priority = self._rates.priority(context.tenant, body.priority, context.is_admin)
         limits = _Limits(tenant, adapter, slo, deadline_s, priority, delivered)
-        with self._active.begin(context) as (_, scoped), context.kept_refusals():
+        num_tokens = 0 if is_resumed else sum(map(len, call.prompts))
+        with (
+            self._rates.prompts(context.tenant, num_tokens),
+            self._active.begin(context) as (_, scoped),
+            context.kept_refusals(),
+        ):
             async with context.watch():
                 found = await self._run(scoped, call.prompts, limits)
         await context.respond(200, self._response(body, call.prompts, found))

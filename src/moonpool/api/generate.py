@@ -224,13 +224,12 @@ class Generator:
     async def _metered(
         self, call: _Call, deltas: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[Delta, None]:
-        """Counts the tokens of the prompts and of the answers as they come. A call that is refused
-        costs nothing, and what was known of an answer that goes on was counted before."""
+        """Counts the tokens of the prompts and of the answers as they come. What was known
+        of an answer that goes on was counted before."""
         tenant = call.context.tenant
         num_prompt_tokens = sum(map(len, call.prepared.prompts)) if call.is_new else 0
-        self._rates.spend(tenant, num_prompt_tokens)
         num_counted: dict[int, int] = {}  # by choice
-        try:
+        with self._rates.prompts(tenant, num_prompt_tokens):
             async with aclosing(deltas):
                 async for delta in deltas:
                     choice = delta.choice
@@ -238,10 +237,6 @@ class Generator:
                     self._rates.spend(tenant, num_new - num_counted.get(choice.index, 0))
                     num_counted[choice.index] = num_new
                     yield delta
-        except RequestRefused:
-            if not num_counted:
-                self._rates.spend(tenant, -num_prompt_tokens)
-            raise
 
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:

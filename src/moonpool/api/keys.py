@@ -55,10 +55,6 @@ class TenantLimits:
     requests_per_s: float = math.inf
     tokens_per_s: float = math.inf  # of prompts and answers
 
-    @property
-    def has_rates(self) -> bool:
-        return min(self.requests_per_s, self.tokens_per_s) < math.inf
-
 
 NO_LIMITS = TenantLimits()
 

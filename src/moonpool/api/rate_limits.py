@@ -8,7 +8,8 @@ what they are, and may leave a debt. Time is the caller's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moonpool.api.errors import ApiError
@@ -52,30 +53,38 @@ class RateLimits:
     def begin(self, tenant: str, now: float) -> None:
         """A call of the tenant has come. Raises RequestRefused (429) with the time to wait."""
         calls, tokens = self._calls.get(tenant), self._tokens.get(tenant)
-        waits = {
-            "calls": 0.0 if calls is None else calls.wait_s(now),
-            "tokens": 0.0 if tokens is None else tokens.wait_s(now),
-        }
-        what = max(waits, key=lambda name: waits[name])
-        if waits[what] > 0.0:
-            bucket = calls if what == "calls" else tokens
-            assert bucket is not None
-            unit = "requests" if what == "calls" else "tokens"
-            text = (
-                f"This API key has used up its {bucket.rate:g} {unit} per second. Send the request"
-                f" again in {max(math.ceil(waits[what]), 1)} s."
-            )
+        waits = [
+            (bucket.wait_s(now), unit, bucket.rate)
+            for unit, bucket in (("requests", calls), ("tokens", tokens))
+            if bucket is not None
+        ]
+        wait_s, unit, rate = max(waits, default=(0.0, "", 0.0))
+        if wait_s > 0.0:
             self._frontend.note_refused(RATE_LIMIT)
-            raise RequestRefused(429, RATE_LIMIT, text, waits[what])
+            text = (
+                f"This API key has used up its {rate:g} {unit} per second. Send the request again"
+                f" in {max(math.ceil(wait_s), 1)} s."
+            )
+            raise RequestRefused(429, RATE_LIMIT, text, wait_s)
         if calls is not None:
             calls.level -= 1.0
+
+    @contextmanager
+    def prompts(self, tenant: str, num_tokens: int) -> Iterator[None]:
+        """Counts the tokens of a call's prompts, unless the call is refused within it."""
+        self.spend(tenant, num_tokens)
+        try:
+            yield
+        except RequestRefused:
+            self.spend(tenant, -num_tokens)
+            raise
 
     def counts(self, tenant: str) -> bool:
         """Whether the tenant's tokens are counted."""
         return tenant in self._tokens
 
     def spend(self, tenant: str, num_tokens: int) -> None:
-        """Tokens of the tenant's prompts or answers; below 0: of a prompt that was refused."""
+        """Counts tokens of the tenant; below 0: gives them back."""
         bucket = self._tokens.get(tenant)
         if bucket is not None:
             bucket.level -= num_tokens

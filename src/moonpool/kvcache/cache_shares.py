@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.kvcache.eviction import EvictionPolicy
+from moonpool.kvcache.wrapped_eviction import WrappedEviction
 from moonpool.types import BlockId, BlockKey
 
 MAX_REFUSED = 32
@@ -34,15 +35,15 @@ class _Part:
         return self.num_cached - self.limit
 
 
-class CacheShareEviction:
+class CacheShareEviction(WrappedEviction):
     """An `EvictionPolicy` around another one, for a pool of `num_blocks` blocks."""
 
     def __init__(self, policy: EvictionPolicy, num_blocks: int) -> None:
-        self._policy = policy
+        super().__init__(policy)
         self._num_blocks = num_blocks
         self._parts: dict[str, _Part] = {}
         self._part_of: dict[BlockId, _Part] = {}  # of cached blocks of tenants with a share
-        self._former: dict[BlockId, tuple[str, float]] = {}  # until the block is stored again
+        self._owner_of: dict[BlockId, tuple[str, float]] = {}  # until the block is stored again
 
     def assign(self, block_ids: Iterable[BlockId], tenant: str, share: float) -> None:
         """These held, cached blocks are the tenant's, whose share of the pool is this (mutates)."""
@@ -52,34 +53,23 @@ class CacheShareEviction:
         part.limit = int(share * self._num_blocks)
         for block_id in block_ids:
             assert block_id not in self._policy, "only held blocks"
-            former = self._part_of.get(block_id)
-            if former is not part:
-                if former is not None:
-                    former.num_cached -= 1
+            if block_id not in self._part_of:
                 self._part_of[block_id] = part
                 part.num_cached += 1
-            self._former[block_id] = tenant, share
+            self._owner_of[block_id] = tenant, share
 
     def owner_of(self, block_id: BlockId) -> tuple[str, float] | None:
         """The tenant of a block and its share, if it has one. A block that lost its key keeps its
         owner until it has another key."""
-        return self._former.get(block_id)
-
-    def num_cached(self, tenant: str) -> int:
-        """The tenant's cached blocks, held or not, as far as they were assigned."""
-        part = self._parts.get(tenant)
-        return 0 if part is None else part.num_cached
+        return self._owner_of.get(block_id)
 
     def store(
         self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
     ) -> None:
-        if self._former:
+        if self._owner_of:
             for block_id in block_ids:
-                self._former.pop(block_id, None)
+                self._owner_of.pop(block_id, None)
         self._policy.store(block_ids, keys, depths)
-
-    def touch(self, block_ids: Sequence[BlockId]) -> None:
-        self._policy.touch(block_ids)
 
     def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
         if self._part_of:
@@ -112,22 +102,6 @@ class CacheShareEviction:
             self._end(block_id)
         return popped + chosen
 
-    def evict(self, block_id: BlockId) -> bool:
-        gone = self._policy.evict(block_id)
-        if gone:
-            self._end(block_id)
-        return gone
-
-    def forget(self, block_id: BlockId) -> None:
-        self._policy.forget(block_id)
-        self._end(block_id)
-
-    def __len__(self) -> int:
-        return len(self._policy)
-
-    def __contains__(self, block_id: object) -> bool:
-        return block_id in self._policy
-
     def validate(self) -> None:
         """Asserts that the counts are those of the blocks."""
         for part in self._parts.values():
@@ -150,7 +124,6 @@ class CacheShareEviction:
         return popped
 
     def _end(self, block_id: BlockId) -> None:
-        """Ends what is counted of a block that lost its key."""
         part = self._part_of.pop(block_id, None)
         if part is not None:
             part.num_cached -= 1

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from moonpool.kvcache.cache_shares import CacheShareEviction
 from moonpool.kvcache.eviction import EvictionPolicy
+from moonpool.kvcache.wrapped_eviction import WrappedEviction
 from moonpool.types import BlockId, BlockKey
 
 LIFE = 1 << 32
@@ -26,11 +27,11 @@ the block got or lost a key, so it is odd in units of LIFE while the block is ca
 NO_LIFE = -1
 
 
-class ReplicaAwareEviction:
+class ReplicaAwareEviction(WrappedEviction):
     """An `EvictionPolicy` around another one."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
+        super().__init__(policy)
         self._clock = 0  # number of releases of blocks so far
         self._spare: set[BlockId] = set()
         self._loose: OrderedDict[BlockId, None] = OrderedDict()  # evictable ones
@@ -95,9 +96,6 @@ class ReplicaAwareEviction:
         self._spare.difference_update(block_ids)
         self._policy.store(block_ids, keys, depths)
 
-    def touch(self, block_ids: Sequence[BlockId]) -> None:
-        self._policy.touch(block_ids)
-
     def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
         self._clock += len(block_ids)
         clock, let_go_at = self._clock, self._let_go_at
@@ -137,31 +135,12 @@ class ReplicaAwareEviction:
                 refused.append(block_id)
         chosen = self._policy.pop(num_blocks - len(popped))
         for block_id in chosen:
-            self._loose.pop(block_id, None)
             self._end(block_id)
         for block_id in reversed(refused):  # they are still loose, and still first
             if block_id in self._policy and self._is_loose(block_id):
                 self._loose[block_id] = None
                 self._loose.move_to_end(block_id, last=False)
         return popped + chosen
-
-    def evict(self, block_id: BlockId) -> bool:
-        gone = self._policy.evict(block_id)
-        if gone:
-            self._loose.pop(block_id, None)
-            self._end(block_id)
-        return gone
-
-    def forget(self, block_id: BlockId) -> None:
-        self._loose.pop(block_id, None)
-        self._policy.forget(block_id)
-        self._end(block_id)
-
-    def __len__(self) -> int:
-        return len(self._policy)
-
-    def __contains__(self, block_id: object) -> bool:
-        return block_id in self._policy
 
     def validate(self) -> None:
         """Asserts that the loose blocks are those that follow from the marks and the prompts."""
@@ -222,6 +201,7 @@ class ReplicaAwareEviction:
     def _end(self, block_id: BlockId) -> None:
         """Ends the life of a block that lost its key. `is_spare` stays as it was until the block
         has another key."""
+        self._loose.pop(block_id, None)
         if not self._is_loose(block_id):
             self._count_tight(block_id, -1)
         self._parent[block_id] = NO_LIFE

@@ -60,6 +60,17 @@ def test_tokens_are_paid_when_they_come() -> None:
     limits.begin("ann", 20.1)
 
 
+def test_prompts_of_a_refused_call_are_given_back() -> None:
+    limits = limited(tokens_per_s=1)
+    limits.begin("ann", 0.0)
+    with pytest.raises(RequestRefused, match="busy"), limits.prompts("ann", 500):
+        raise RequestRefused(429, "ttft_slo", "busy")
+    limits.begin("ann", 0.0)
+    with limits.prompts("ann", 500):
+        pass
+    assert refusal_s(limits, 0.0) == pytest.approx(490.0)
+
+
 def test_other_tenants_are_not_limited() -> None:
     limits = limited(requests_per_s=0.1, tokens_per_s=1)
     for _ in range(100):

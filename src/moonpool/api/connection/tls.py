@@ -36,7 +36,7 @@ class TlsFiles:
         try:
             self._load()  # a context of its own: half of a new pair must not be taken
             self._load_into(self.context)
-        except (TlsError, OSError, ValueError) as error:
+        except TlsError as error:
             log.warning("the former certificate stays in use: %s", error)
         else:
             log.info("new connections use the changed certificate %s", self._certfile)
@@ -65,18 +65,11 @@ class TlsFiles:
             except OSError as error:
                 raise TlsError(f"cannot read {flag} {path}: {error.strerror}") from None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            self._load_into(context)
-        except TlsError:
-            raise
-        except (OSError, ValueError) as error:
-            where = f"{self._certfile} with --ssl-keyfile {self._keyfile or self._certfile}"
-            text = f"cannot use --ssl-certfile {where}: {error}; give PEM files that fit each other"
-            raise TlsError(text) from None
+        self._load_into(context)
         return context
 
     def _load_into(self, context: ssl.SSLContext) -> None:
-        """Raises TlsError for authorities, OSError and ValueError for certificate and key."""
+        """Raises TlsError."""
         if self._ca_certs:
             try:
                 context.load_verify_locations(self._ca_certs)
@@ -84,7 +77,12 @@ class TlsFiles:
                 text = f"cannot use --ssl-ca-certs {self._ca_certs}: {error}; give a PEM file"
                 raise TlsError(text) from None
             context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(self._certfile, self._keyfile or None, _no_password)
+        try:
+            context.load_cert_chain(self._certfile, self._keyfile or None, _no_password)
+        except (OSError, ValueError) as error:
+            where = f"{self._certfile} with --ssl-keyfile {self._keyfile or self._certfile}"
+            text = f"cannot use --ssl-certfile {where}: {error}; give PEM files that fit each other"
+            raise TlsError(text) from None
 
 
 def _no_password() -> str:

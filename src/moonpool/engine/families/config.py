@@ -51,7 +51,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
         factors["score_scale"] = latent_scale(latent, rope)
     # gpt-oss, which has sinks, has biases unless its config denies them.
     asks_bias = bool(config.get("attention_bias", family.sinks)) and family.biases == "option"
-    o_bias = bool(family.o_bias_key and config.get(family.o_bias_key, False))
+    o_bias = bool(config.get(family.o_bias_key, False))
     if family.o_bias_key == "attention_bias":
         o_bias = asks_bias
     return ModelSpec(

@@ -43,7 +43,7 @@ DENSE: dict[str, Family] = {
     "olmo2": _OLMO2,
     "olmo3": replace(
         _OLMO2, architecture="Olmo3ForCausalLM", window="always", window_default=4096,
-        full_every=4, local_unscaled=True,
+        full_every=4, local_unscaled=True, defaults=(("rope_theta", 5e5),),
     ),
     "exaone4": replace(
         _OLMO2, architecture="Exaone4ForCausalLM", biases="none", qk_norm="head",

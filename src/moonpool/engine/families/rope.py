@@ -10,8 +10,6 @@ from moonpool.engine.families.values import mapping, number
 from moonpool.engine.spec import ModelError, RopeSpec
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-OLMO_THETA = 5e5
-"""The base of a config that names none."""
 
 
 def full_rope(
@@ -69,15 +67,13 @@ def local_rope(config: Mapping[str, Any], family: Family) -> RopeSpec | None:
     if kind != "default":
         raise ModelError(f"rope scaling {kind!r} of sliding layers is not supported")
     if family.local_unscaled:
-        theta = number(config, "rope_theta", OLMO_THETA)
+        theta = number(config, "rope_theta", _default_theta(family))
     else:
         theta = number(config, "rope_local_base_freq", family.local_theta)
     return RopeSpec(number(rope, "rope_theta", theta))
 
 
 def _default_theta(family: Family) -> float:
-    if family.local_unscaled:
-        return OLMO_THETA
     return 1e6 if family.local_theta else 1e4
 
 
