@@ -2,8 +2,10 @@
 
 `python -m benchmarks.walk [ROOT]` prints them as JSON. A server with one mixed instance starts
 under a profile hook. After a first request, the hook records which functions of the package run
-while nothing happens, and which others run during a second request. Files of the latter count. With
-the root of another checkout, it measures that one.
+while nothing happens, and which others run during a second request. Files of the latter count:
+`prompt` has those that run before the model's forward begins, `head` and `worker` all of the two
+processes, with what brings the answer back. With the root of another checkout, it measures that
+one.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.checkout import ROOT
 
 HOOK = """
-import atexit, os, signal, sys, threading
-seen, place = set(), os.environ["WALK_FOLDER"]
+import os, signal, sys, threading, time
+seen, place = {}, os.environ["WALK_FOLDER"]
 def note(frame, event, argument):
     name = frame.f_code.co_filename
     if event == "call" and "/moonpool/" in name:
-        seen.add(name.split("/moonpool/", 1)[1] + ":" + frame.f_code.co_qualname)
+        name = name.split("/moonpool/", 1)[1] + ":" + frame.f_code.co_qualname
+        seen.setdefault(name, time.monotonic())
 def dump(number, frame):
     with open(f"{place}/{os.getpid()}", "w") as file:
-        file.write("\\n".join(seen))
+        file.write("\\n".join(f"{name} {at_s}" for name, at_s in seen.items()))
     seen.clear()
 if not os.environ.get("WALK_OFF"):
     signal.signal(signal.SIGUSR2, dump)
@@ -39,12 +43,13 @@ if not os.environ.get("WALK_OFF"):
     sys.setprofile(note)
 """
 MODEL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=64,vocab=300"
+FORWARD = "engine/model.py:"
 UP_S = 120.0
 IDLE_S = 3.0
 
 
 def walk(root: Path) -> dict[str, list[str]]:
-    """Returns the files by process title: those of the head and those of the worker."""
+    """Returns the files of the head, those of the worker, and those before the model's forward."""
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "sitecustomize.py").write_text(HOOK)
         port = _free_port()
@@ -70,19 +75,28 @@ def _record(port: int, place: Path, supervisor: int) -> dict[str, list[str]]:
     idle = _functions(place, processes)
     _chat(port)
     served = _functions(place, processes)
-    return {
-        name: sorted({one.split(":")[0] for one in served[name] - idle[name]}) for name in processes
+    called = {
+        name: {f: at for f, at in served[name].items() if f not in idle[name]} for name in processes
     }
+    forward_s = min(at for f, at in called["worker"].items() if f.startswith(FORWARD))
+    before = {f for found in called.values() for f, at in found.items() if at <= forward_s}
+    return {name: _files(found) for name, found in called.items()} | {"prompt": _files(before)}
 
 
-def _functions(place: Path, processes: dict[str, int]) -> dict[str, set[str]]:
-    """Returns the functions that ran since the last call, as `file:function`."""
+def _files(functions: Iterable[str]) -> list[str]:
+    return sorted({one.split(":")[0] for one in functions})
+
+
+def _functions(place: Path, processes: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Returns the functions that ran since the last call, as `file:function`, and when first."""
     for pid in processes.values():
         (place / str(pid)).unlink(missing_ok=True)
         os.kill(pid, signal.SIGUSR2)
     time.sleep(1.0)
+    lines = {name: (place / str(pid)).read_text().splitlines() for name, pid in processes.items()}
     return {
-        name: set((place / str(pid)).read_text().splitlines()) for name, pid in processes.items()
+        name: {function: float(at_s) for function, at_s in (one.rsplit(" ", 1) for one in found)}
+        for name, found in lines.items()
     }
 
 
@@ -132,6 +146,5 @@ def _free_port() -> int:
 
 if __name__ == "__main__":
     found = walk(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
-    files = {name for names in found.values() for name in names}
     counts = {name: len(names) for name, names in found.items()}
-    sys.stdout.write(json.dumps({"files": len(files), **counts, "names": found}, indent=1) + "\n")
+    sys.stdout.write(json.dumps({**counts, "names": found}, indent=1) + "\n")

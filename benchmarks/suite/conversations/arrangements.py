@@ -66,6 +66,12 @@ class LiveArrangement(Struct, frozen=True):
         """Whether what it reports as cached was cached, and not just fetched from its prefill."""
         return self.shape != "pair"
 
+    @property
+    def forgets(self) -> bool:
+        """Whether a reset leaves it as it was when it started: it learns nothing, and keeps no
+        blocks elsewhere."""
+        return self.shape in ("one", "two", "pair")
+
     def cluster(self, machine: Machine, slo: Slo) -> LiveCluster:
         return LiveCluster(
             model=machine.model,

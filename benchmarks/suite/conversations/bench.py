@@ -6,7 +6,7 @@ client, and the basis of a model and workload is measured once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from benchmarks.suite.conversations.basis import Say, SessionBasis, Start, measu
 from benchmarks.suite.conversations.foreign import run_aiperf
 from benchmarks.suite.conversations.player import play_sessions, run_figures
 from benchmarks.suite.conversations.sessions import SessionShape, arriving_sessions, sessions_at
+from benchmarks.suite.live.vllm_shapes import reset_prefix_cache
 from moonpool.demo.local_server import ServerError
 from moonpool.profiling.live_cluster import run_on_uvloop
 
@@ -114,10 +115,8 @@ def bench_conversations(
                 or not _has(runs.rows, [model, shape.name, arrangement.name, load, plan.client])
             ]
             try:
-                for load in loads:
-                    # A server of its own: nothing that an earlier load left is cached or learned.
-                    with start(arrangement, machine, basis.slo) as url:
-                        row = _run(url, machine, shape, basis, arrangement, load, plan)
+                for load, url in _servers(arrangement, loads, machine, basis, start):
+                    row = _run(url, machine, shape, basis, arrangement, load, plan)
                     row |= {"model": model, "workload": shape.name, "client": plan.client}
                     runs.add(row, plan.origin)
                     say(row_words(row))
@@ -126,6 +125,23 @@ def bench_conversations(
                     raise
                 say(f"{arrangement.name:<22} left out: {error}")
     return {"bases": msgspec.to_builtins(runs.bases), "rows": runs.rows}
+
+
+def _servers(
+    arrangement: LiveArrangement,
+    loads: Sequence[float],
+    machine: Machine,
+    basis: SessionBasis,
+    start: Start,
+) -> Iterator[tuple[float, str]]:
+    """The loads, each with the URL of a server that knows nothing of the others."""
+    groups = [loads] if arrangement.forgets and loads else [[load] for load in loads]
+    for group in groups:
+        with start(arrangement, machine, basis.slo) as url:
+            for load in group:
+                if load != group[0]:
+                    reset_prefix_cache(url)
+                yield load, url
 
 
 def _has(rows: Iterable[dict[str, Any]], wanted: list[Any]) -> bool:

@@ -61,12 +61,12 @@ class VllmFront:
             return web.Response(body=text, status=found.status, content_type=JSON)
 
     async def reset(self, request: Any) -> Any:
-        """Of all: the answer is that of the last one that refuses, if any does."""
-        status = 200
-        for url in self.targets:
+        """Of all: it is a success where each has one."""
+        success = True
+        for url in filter(None, (self.prefill, *self.targets)):
             async with self.session.post(url + request.path) as found:
-                status = max(status, found.status)
-        return web.Response(status=status)
+                success &= found.status == 200 and (await found.json())["success"]
+        return web.json_response({"success": success})
 
     async def _begin_prefill(self, path: str, body: Any, name: dict[str, str]) -> Any:
         """What to ask the decoder, and the prefill under way."""

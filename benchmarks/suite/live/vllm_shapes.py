@@ -11,10 +11,14 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Literal, get_args
+
+import httpx
 
 from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer, vllm_environment
 from moonpool.cores import format_cores, parse_cores
@@ -31,6 +35,7 @@ WORDS: dict[Shape, str] = {
     "pool": "2 vLLM, Mooncake Store",
 }
 FRONT = Path(__file__).with_name("vllm_front.py")
+RESET_S, RESET_PAUSE_S = 120.0, 1.0
 STORE_BYTES = 1 << 30
 """That each of two adds to the Mooncake Store."""
 
@@ -62,7 +67,8 @@ def start_peer(peer: VllmTarget, cluster: LiveCluster, longest_tokens: int) -> I
     if not half:
         raise ServerError(f"{WORDS[peer.shape]} needs two cores; --peer-cores has {peer.cores}")
     with ExitStack() as stack:
-        roles, beside = ("kv_both", "kv_both"), {}
+        roles: tuple[str, str] = ("kv_both", "kv_both")
+        beside: dict[str, str] = {}
         kind, boot = "turns", []
         if peer.shape == "pair":
             roles, kind = ("kv_producer", "kv_consumer"), "pair"
@@ -71,7 +77,6 @@ def start_peer(peer: VllmTarget, cluster: LiveCluster, longest_tokens: int) -> I
             boot = [f"http://127.0.0.1:{port}"]
         elif peer.shape == "pool":
             beside["MOONCAKE_CONFIG_PATH"] = stack.enter_context(_store(peer.python))
-            beside["VLLM_SERVER_DEV_MODE"] = "1"  # it then has /reset_prefix_cache
         urls = [
             stack.enter_context(
                 _server(peer, cluster, longest_tokens, own, _transfer(peer.shape, role), beside)
@@ -100,7 +105,24 @@ def _server(
         options["--num-gpu-blocks-override"] = peer.kv_tokens // int(options["--block-size"])
     flags += ("--enforce-eager",) if peer.eager else ()
     on = format_cores(cores)
+    environment = {"VLLM_SERVER_DEV_MODE": "1"} | dict(environment or {})  # has the reset
     return VllmServer(peer.python, cluster.model, on, options, flags, environment)
+
+
+def reset_prefix_cache(url: str, wait_s: float = RESET_S) -> None:
+    """Of a started vLLM, once the answers under way have ended. A Mooncake Store keeps its blocks.
+    Raises ServerError."""
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            found = httpx.post(f"{url}/reset_prefix_cache", timeout=wait_s)
+            if found.status_code == HTTPStatus.OK and found.json()["success"]:
+                return
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            raise ServerError(f"vLLM did not reset its prefix cache: {error}") from None
+        if time.monotonic() > until_s:
+            raise ServerError(f"vLLM had not reset its prefix cache after {wait_s:g} s")
+        time.sleep(RESET_PAUSE_S)
 
 
 def _transfer(shape: Shape, role: str) -> tuple[str, ...]:
