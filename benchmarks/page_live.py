@@ -40,12 +40,14 @@ def start_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def admission_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of simulated effective requests of each admission policy."""
     for row in found["rows"]:
-        effective, bound = row["effective"], row["bound"]
+        effective, bound, best = row["effective"], row["bound"], row["best_schedule"]
+        goodput = effective["goodput"]
         yield (
             f"{row['workload']}, {row['speed']:g} x",
             f"{bound:,} of {row['requests']:,}",
+            f"{best:,}",
             *(f"{effective[name]:,}" for name in ("none", "baseline", "early", "predictive")),
-            f"{effective['goodput']:,} ({effective['goodput'] / max(bound, 1):.0%})",
+            f"{goodput:,} ({goodput / max(bound, 1):.0%}, {goodput / max(best, 1):.0%})",
         )
 
 

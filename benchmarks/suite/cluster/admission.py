@@ -1,8 +1,8 @@
 """Effective requests of every admission policy, beside what knowing the future could serve.
 
-Each row is one workload on one simulated cluster at one load. `moonpool oracle` runs all policies
-and computes a bound that no schedule exceeds. Generated workloads have seeds that no other figure
-of the project uses; recorded traces are named by the caller.
+Each row is one workload on one simulated cluster at one load. `moonpool oracle` runs all policies,
+computes a bound that no schedule exceeds, and searches for the best schedule. Generated workloads
+have seeds that no other figure of the project uses; recorded traces are named by the caller.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ class _Job(NamedTuple):
     flags: tuple[str, ...]
     speed: float
     requests: int
+    runs: int  # of the search for the best schedule
     result: Path
 
 
 def compare_admissions(
-    cases: Sequence[AdmissionCase], requests: int, folder: Path, processes: int
+    cases: Sequence[AdmissionCase], requests: int, runs: int, folder: Path, processes: int
 ) -> Iterator[dict[str, Any]]:
     """Yields one row per case and speed. `folder` takes traces and results. Raises RuntimeError
     with the message of a failed run."""
@@ -88,7 +89,7 @@ def compare_admissions(
         trace = _trace_of(case, requests, folder)
         for speed in case.speeds:
             result = folder / f"{len(jobs)}.json"
-            jobs.append(_Job(case.name, trace, case.flags, speed, requests, result))
+            jobs.append(_Job(case.name, trace, case.flags, speed, requests, runs, result))
     with ThreadPoolExecutor(processes) as pool:
         yield from pool.map(_run, jobs)
 
@@ -105,13 +106,14 @@ def _trace_of(case: AdmissionCase, requests: int, folder: Path) -> str:
 
 def _run(job: _Job) -> dict[str, Any]:
     run = ("--trace", job.trace, "--requests", str(job.requests), "--speed", str(job.speed))
-    _moonpool("oracle", *run, *job.flags, "--runs", "1", "--json", str(job.result))
+    _moonpool("oracle", *run, *job.flags, "--runs", str(job.runs), "--json", str(job.result))
     found = json.loads(job.result.read_text())
     return {
         "workload": job.name,
         "speed": job.speed,
         "requests": found["requests"],
         "bound": found["bound"],
+        "best_schedule": found["best_schedule"],
         "effective": {name: one["effective"] for name, one in found["policies"].items()},
     }
 
