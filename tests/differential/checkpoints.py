@@ -64,6 +64,20 @@ GLM: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
 }
+DELTA: dict[str, Any] = {
+    "head_dim": 48,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+SHARED: dict[str, Any] = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 48,
+}
 GRANITE4: dict[str, Any] = {
     "num_local_experts": 0,
     "num_experts_per_tok": 0,
@@ -224,6 +238,22 @@ CASES = {
             "rope_parameters": {**YARN, "truncate": False},
         },
     ),
+    "qwen2-moe": Case("Qwen2Moe", {**SHARED, "mlp_only_layers": [1]}),
+    "qwen3.5": Case("Qwen3_5Text", DELTA),
+    "qwen3.5-wide": Case(
+        "Qwen3_5Text",
+        {
+            **DELTA,
+            "num_hidden_layers": 5,
+            "linear_num_value_heads": 2,
+            "linear_value_head_dim": 80,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2,
+        },
+    ),
+    "qwen3.5-moe": Case("Qwen3_5MoeText", {**DELTA, **SHARED}),
+    "qwen3-next": Case("Qwen3Next", {**DELTA, **SHARED, "mlp_only_layers": [1]}),
     "olmo2": Case("Olmo2", {"head_dim": 16, "pad_token_id": 0, "num_key_value_heads": 1}),
     "olmo2-two-kv-heads": Case("Olmo2", {"head_dim": 32, "pad_token_id": 0}),
     "olmo3": Case(

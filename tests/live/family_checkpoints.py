@@ -14,7 +14,7 @@ from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.model import DecoderModel
 from moonpool.engine.parallel.tensor_model import check_shards
-from moonpool.engine.reference import ReferenceOps
+from moonpool.engine.reference import ReferenceSplitOps
 from moonpool.engine.spec import ModelError
 from tests.differential.checkpoints import CASES, Case, save
 
@@ -26,6 +26,10 @@ CASE_OF: dict[str, Case] = {
     "qwen2": CASES["qwen2"],
     "qwen3": CASES["qwen3"],
     "qwen3_moe": CASES["qwen3-moe-sparse"],
+    "qwen2_moe": CASES["qwen2-moe"],
+    "qwen3_5_text": CASES["qwen3.5"],
+    "qwen3_next": CASES["qwen3-next"],
+    "qwen3_5_moe_text": CASES["qwen3.5-moe"],
     "smollm3": CASES["smollm3"],
     "phi3": CASES["phi3-window"],
     "olmo2": CASES["olmo2"],
@@ -88,13 +92,20 @@ WAYS: dict[str, list[str]] = {
 """Way -> the arrangement that is served. All have prefill and decode apart, and a prefix cache."""
 
 
+def flags_of(family: str, way: str) -> list[str]:
+    """The flags of a way, without guesses for a family that cannot take them back."""
+    flags = WAYS[way]
+    at = flags.index("--speculative-config") if "--speculative-config" in flags else None
+    return flags[:at] if at is not None and FAMILIES[family].delta else flags
+
+
 def refusal(model: LoadedModel, way: str) -> str:
     """Why a model is not served on a way, as the instance says when it starts; "": it is."""
     try:
         if way == "ranks":
             check_shards(model.spec, 2)
         elif way == "attention workers":
-            remote = RemoteOps(ReferenceOps(), [None, None], WorkerBlockRanges((8, 8)))
+            remote = RemoteOps(ReferenceSplitOps(), [None, None], WorkerBlockRanges((8, 8)))
             DecoderModel(model.spec, model.weights, remote)
     except ModelError as error:
         return str(error)

@@ -111,6 +111,7 @@ class RemoteOps:
         self.add_rms_norm = local.add_rms_norm
         self.glu = local.glu
         self.soft_cap = local.soft_cap
+        self.delta_rule = local.delta_rule
         self._local = local
         self._channels = list(channels)
         self._placement = placement

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.engine.ops import Linear, Ops, QkNorm
+from moonpool.engine.exponential import sigmoid
+from moonpool.engine.ops import AttendArgs, Linear, Ops, QkNorm, RopeTable
 from moonpool.engine.packing import PlacedWeights, norm_weight, packed
 from moonpool.engine.quantized.matrix import reordered
 from moonpool.engine.spec import ModelSpec
@@ -19,7 +20,9 @@ class HeadsAttention:
     def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:
         self._ops = ops
         self._eps = spec.rms_eps
-        self._qkv = packed(weights, ops, [f"{prefix}.{part}_proj" for part in "qkv"], spec.qkv_bias)
+        self._gated = spec.gated_heads
+        parts = "qkvg" if spec.gated_heads else "qkv"
+        self._qkv = packed(weights, ops, [f"{prefix}.{part}_proj" for part in parts], spec.qkv_bias)
         self._output = packed(weights, ops, [f"{prefix}.o_proj"], spec.o_bias)
         self._widths = [
             heads * spec.head_dim
@@ -44,7 +47,8 @@ class HeadsAttention:
         self._own_k = slice(shard * own_k, (shard + 1) * own_k)
 
     def qkv(self, normed: Tensor) -> Tensor:
-        """[T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim]."""
+        """[T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim], with gates [T, (2 * heads + 2 *
+        kv_heads) * head_dim]."""
         qkv = self._qkv(normed)
         if self._whole_norms is None:
             return qkv
@@ -54,6 +58,24 @@ class HeadsAttention:
             for part, weight in zip((q, k), self._whole_norms, strict=True)
         )
         return torch.cat((q[:, self._own_q], k[:, self._own_k], v), dim=1)
+
+    def store(self, qkv: Tensor, rope: RopeTable, args: AttendArgs) -> Tensor:
+        """Rotates q and k, writes k and v into their blocks, returns q [T, heads, head_dim]. Gates
+        follow as heads of their own."""
+        if not self._gated:
+            return self._ops.rope_store(qkv, rope, self.qk_norm, args)
+        width = sum(self._widths)
+        q = self._ops.rope_store(qkv[:, :width], rope, self.qk_norm, args)
+        return torch.cat((q, qkv[:, width:].view_as(q)), dim=1)
+
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
+        """What `store` returned -> [T, heads * head_dim]."""
+        if not self._gated:
+            return self._ops.attend(q, args)
+        q, gates = q.chunk(2, dim=1)
+        out = self._ops.attend(q, args)
+        gated: Tensor = out.float() * sigmoid(gates.flatten(1).float())
+        return gated.to(out.dtype)
 
     def project(self, attention: Tensor) -> Tensor:
         """[T, heads * head_dim] -> [T, hidden]."""
@@ -121,6 +143,14 @@ class LatentAttention:
         out[:, -1, :rope] = key[:, :rope]
         out[:, -1, rope:] = self._ops.rms_norm(key[:, rope:].contiguous(), self._norm, LATENT_EPS)
         return out.flatten(1)
+
+    def store(self, qkv: Tensor, rope: RopeTable, args: AttendArgs) -> Tensor:
+        """As `HeadsAttention.store`."""
+        return self._ops.rope_store(qkv, rope, None, args)
+
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
+        """As `HeadsAttention.attend`."""
+        return self._ops.attend(q, args)
 
     def project(self, attention: Tensor) -> Tensor:
         """[T, heads * rank] -> [T, hidden]."""

@@ -219,6 +219,7 @@ def _step(engine: MeasuredEngine, batch: int, new: int, context: int) -> list[St
             start=context,
             block_ids=[BlockId(next(ids) % engine.num_blocks) for _ in range(blocks)],
             draw=_GREEDY,
+            any_content=True,
         )
         for i in range(batch)
     ]

@@ -25,7 +25,8 @@ from moonpool.engine.model_folder import WORD_PATTERNS, find_folder, read_config
 from moonpool.engine.quantized.checkpoints import FURTHER, Scheme, expert_matrix, read_scheme
 from moonpool.engine.quantized.matrix import Matrix, plain, reordered
 from moonpool.engine.spec import ModelError, ModelSpec
-from moonpool.engine.tensors import Shape, StoredTensor, stored_shapes, stored_tensors
+from moonpool.engine.stored import Shape, StoredTensor
+from moonpool.engine.tensors import stored_shapes, stored_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,7 +37,8 @@ FOREIGN_SUFFIXES = {".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", 
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
 # Tensors that some exporters add and the engine does not need.
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^visual\.")  # the latter see images
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^visual\.|^mtp\.")
+# `visual` sees images, and `mtp` predicts further tokens.
 NAMED_AT_MOST = 5
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 log = logging.getLogger(__name__)
@@ -59,7 +61,8 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     scheme = read_scheme(config)
     spec = parse_config({k: v for k, v in config.items() if k != "quantization_config"})
     files = _tensor_files(folder)
-    spec = replace(spec, prefix=_prefix(files))
+    joined = any(name.endswith(".mlp.experts.gate_up_proj") for name in files)
+    spec = replace(spec, prefix=_prefix(files), joined_experts=joined)
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     shapes = _shapes(spec, scheme, files, headers)
     packed = frozenset() if scheme is None else scheme.dtypes
@@ -113,7 +116,9 @@ class CheckpointWeights:
 
     def _plain(self, name: str, tensor: Tensor) -> Tensor:
         # A choice between experts must not turn on a rounded bias.
-        dtype = torch.float32 if name.endswith(".correction") else self._dtype
+        # Nor should a decay, which counts in every later token, be rounded.
+        exact = name.endswith((".correction", ".A_log", ".dt_bias"))
+        dtype = torch.float32 if exact else self._dtype
         # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
         return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moonpool.engine.attention import HeadsAttention, LatentAttention
+from moonpool.engine.delta import DeltaAttention
 from moonpool.engine.mlp import ExpertsMlp, GatedMlp
 from moonpool.engine.ops import AttendRule, Ops, RopeTable
 from moonpool.engine.packing import PlacedWeights, Weights, norm_weight
 from moonpool.engine.spec import ModelSpec
 from moonpool.engine.tensors import NORMS
 
+Attention = HeadsAttention | LatentAttention | DeltaAttention
 Mlp = GatedMlp | ExpertsMlp
 
 
@@ -20,7 +22,7 @@ Mlp = GatedMlp | ExpertsMlp
 class Layer:
     """One layer's packed weights. Norm weights are [hidden] float32; None: no norm there."""
 
-    attention: HeadsAttention | LatentAttention
+    attention: Attention
     mlp: Mlp
     rope: RopeTable
     rule: AttendRule
@@ -54,13 +56,12 @@ def pack_layer(
     def norm(name: str | None, of: str = prefix) -> Tensor | None:
         return None if name is None else norm_weight(spec, weights, f"{of}.{name}.weight")
 
-    attention = HeadsAttention if spec.latent is None else LatentAttention
     if layer == spec.num_layers - 1:
         next_norm = norm("norm", "model")
     else:
         next_norm = norm(names.before_attention, f"model.layers.{layer + 1}")
     return Layer(
-        attention=attention(spec, weights, ops, f"{prefix}.self_attn"),
+        attention=_pack_attention(spec, weights, ops, layer),
         mlp=_pack_mlp(spec, weights, ops, layer),
         rope=rope,
         rule=attend_rule(spec, weights, layer),
@@ -69,6 +70,14 @@ def pack_layer(
         after_mlp=norm(names.after_mlp),
         next_norm=next_norm,
     )
+
+
+def _pack_attention(spec: ModelSpec, weights: PlacedWeights, ops: Ops, layer: int) -> Attention:
+    prefix = f"model.layers.{layer}"
+    if layer in spec.delta_layers:
+        return DeltaAttention(spec, weights, ops, f"{prefix}.linear_attn")
+    attention = HeadsAttention if spec.latent is None else LatentAttention
+    return attention(spec, weights, ops, f"{prefix}.self_attn")
 
 
 def _pack_mlp(spec: ModelSpec, weights: PlacedWeights, ops: Ops, layer: int) -> Mlp:

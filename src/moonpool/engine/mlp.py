@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.engine.ops import Gate, Ops
+from moonpool.engine.exponential import sigmoid
+from moonpool.engine.ops import Gate, Linear, Ops
 from moonpool.engine.packing import PlacedWeights, packed
 from moonpool.engine.routing import route
 from moonpool.engine.spec import ModelSpec
@@ -47,8 +48,12 @@ class ExpertsMlp:
             for expert in own.own_experts
         }
         self._shared: GatedMlp | None = None
+        self._shared_gate: Linear | None = None
         if own.shared_size:
             self._shared = GatedMlp(spec, weights, ops, f"{prefix}.shared_experts", False)
+        if own.shared_gate:
+            gate = weights.load(f"{prefix}.shared_gate.weight").float()
+            self._shared_gate = ops.exact_linear(gate, None)
 
     def __call__(self, normed: Tensor) -> Tensor:
         chosen, weights = route(self._router(normed.float()), self._experts, self._correction)
@@ -57,7 +62,10 @@ class ExpertsMlp:
         for slot in range(1, self._experts.per_token):
             total = total + parts[:, slot].float() * weights[:, slot : slot + 1]
         if self._shared is not None:
-            total = total + self._shared(normed).float()
+            added = self._shared(normed).float()
+            if self._shared_gate is not None:
+                added = added * sigmoid(self._shared_gate(normed.float()))
+            total = total + added
         out: Tensor = total.to(normed.dtype)
         return out
 

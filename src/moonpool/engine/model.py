@@ -160,18 +160,20 @@ class DecoderModel:
         return self._layers[layer].attention.qkv(normed)
 
     def store(self, layer: int, qkv: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
-        """Rotates q and k, writes k and v into their blocks, returns q [T, heads, head_dim].
+        """Writes what later rows need of these into their blocks; returns what `attend` takes.
 
-        qkv: [T, (heads + 2 * kv_heads) * head_dim].
+        qkv: [T, (heads + 2 * kv_heads) * head_dim] -> q [T, heads, head_dim], but as the layer's
+        attention has it: with gates, or without K and V.
         """
         own = self._layers[layer]
         args = AttendArgs(self.heads, cache, layer, meta, self._scale, own.rule)
-        return self._ops.rope_store(qkv, own.rope, own.attention.qk_norm, args)
+        return own.attention.store(qkv, own.rope, args)
 
     def attend(self, layer: int, q: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
-        """q [T, heads, head_dim] -> [T, heads * head_dim]."""
-        rule = self._layers[layer].rule
-        return self._ops.attend(q, AttendArgs(self.heads, cache, layer, meta, self._scale, rule))
+        """What `store` returned, such as q [T, heads, head_dim] -> [T, heads * head_dim]."""
+        own = self._layers[layer]
+        args = AttendArgs(self.heads, cache, layer, meta, self._scale, own.rule)
+        return own.attention.attend(q, args)
 
     def output(self, layer: int, attention: Tensor, residual: Tensor) -> Tensor:
         """The second dense half; updates `residual` in place.
@@ -262,12 +264,16 @@ class DecoderModel:
         last = self.spec.num_layers - 1
         self.adapter_rows.begin(meta)
         for layer in self.layers:
-            q = self.store(layer, self.qkv(layer, normed), cache, meta)
+            qkv = self.qkv(layer, normed)
+            continues = layer in self.spec.delta_layers  # from a state, which `store` reads
+            if continues and before_attend is not None:
+                before_attend(layer)
+            q = self.store(layer, qkv, cache, meta)
             if on_layer is not None:
                 on_layer(layer)
             if layer == last and wanted is None:
                 return None
-            if before_attend is not None:
+            if not continues and before_attend is not None:
                 before_attend(layer)
             attention = self.attend(layer, q, cache, meta)
             if layer == last and wanted is not None and len(wanted) < meta.num_rows:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moonpool.config import Quantization
 from moonpool.engine.quantized.matrix import Matrix
+from moonpool.engine.spec import DeltaSpec
 from moonpool.protocol.block_layout import BlockLayout
 
 SPAN = 256
@@ -51,6 +52,8 @@ class StepMeta:
     num_sequences: int
     adapters: tuple[int, ...] = ()
     """The LoRA adapter of each sequence, by its place from 1 on, 0 for none; (): none has one."""
+    unchecked: bool = False
+    """Whether blocks before the rows may hold anything: in a measurement, or as they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,29 @@ class AttendRule(NamedTuple):
 
 
 PLAIN = AttendRule()
+
+
+class StateError(ValueError):
+    """A block does not hold the state of linear attention that a step continues from."""
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of the gated delta rule (`engine.delta`), all float32."""
+
+    taps: Tensor  # [taps, channels] of the convolution, the newest token's last
+    decay: Tensor  # [value_heads], above 0
+    step_bias: Tensor  # [value_heads]
+    norm: Tensor  # [value_dim], of the norm of each value head
+    eps: float
+
+
+class DeltaArgs(NamedTuple):
+    """Whose states a step continues, and where they are."""
+
+    spec: DeltaSpec
+    cache: KvCache
+    layer: int
+    meta: StepMeta
 
 
 class AttendArgs(NamedTuple):
@@ -208,6 +234,17 @@ class Ops(Protocol):
         """Causal attention of each row over its sequence's KVCache, the row's own token included.
 
         q [T, num_heads, head_dim] -> [T, num_heads * value_dim]. Scores and sums in float32.
+        """
+        ...
+
+    def delta_rule(self, x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
+        """Continues each sequence's state over its rows, and writes it into the blocks of its last
+        row and of all that they fill. x [T, spec.width] -> [T, spec.values].
+
+        Per row, with silu after the convolution, unit q and k, and q times key_dim ** -0.5:
+        state *= exp(-decay * softplus(a + step_bias)); state += k (v - k state)^T * sigmoid(b);
+        out = norm(q state) * silu(z). In float32, row after row, so that chunks change no bit.
+        Raises StateError.
         """
         ...
 

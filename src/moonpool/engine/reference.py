@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moonpool.config import Quantization
+from moonpool.engine.delta_reference import delta_rows
+from moonpool.engine.exponential import exp
 from moonpool.engine.int8 import Int8Linear
 from moonpool.engine.ops import (
     PLAIN,
@@ -21,6 +23,8 @@ from moonpool.engine.ops import (
     SILU,
     AttendArgs,
     AttendRule,
+    DeltaArgs,
+    DeltaWeights,
     Gate,
     HeadShape,
     Linear,
@@ -38,8 +42,6 @@ ROW_TILE = 16
 KEY_TILE = 128
 EMPTY = -1e30  # best score of a row without keys: -inf minus itself would be NaN
 GELU = 2 * (2 / torch.pi) ** 0.5  # gelu(x) is about x * sigmoid(GELU * (x + 0.044715 x^3))
-LN2 = (0.693359375, -2.12194440e-4)  # high and low part
-EXP_TERMS = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
 State = tuple[Tensor, Tensor, Tensor]  # highest score, sum of weights, output times that sum
@@ -134,6 +136,9 @@ class ReferenceOps:
             attention = SequenceAttention(k.float(), v.float(), heads, scale, rule)
             out[first:last] = attention.rows(q[first:last], context)
         return out.flatten(1)
+
+    def delta_rule(self, x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
+        return delta_rows(x, weights, args)
 
 
 class _TiledLinear:
@@ -273,25 +278,10 @@ def _soft_cap(x: Tensor, cap: float) -> Tensor:
     return (2 / (1 + exp(x * (-2 / cap))) - 1) * cap
 
 
-def exp(x: Tensor) -> Tensor:
-    """exp of float32 with relative error 1e-7, exactly 0 below -87, finite above 88.
-
-    The bits of torch's elementwise functions depend on an element's place in the tensor (vector
-    body or scalar tail) and on the thread count. Single multiplications and additions round alike
-    everywhere.
-    """
-    kept = x.clamp(-87.0, 88.0)
-    powers = (kept * 1.4426950408889634).round_()
-    rest = kept - powers * LN2[0] - powers * LN2[1]
-    terms = rest * 1.9875691500e-4
-    for term in EXP_TERMS:
-        terms = (terms + term) * rest
-    scale = ((powers.int() + 127) << 23).view(torch.float32)
-    return torch.where(x < -87.0, 0.0, (terms * rest + rest + 1.0) * scale)
-
-
 class ReferenceSplitOps(ReferenceOps):
     """`SplitOps` in plain torch."""
+
+    without = frozenset({"linear attention"})  # a state is not divided among processes
 
     def rope(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.engine.reference import exp
+from moonpool.engine.exponential import exp
 from moonpool.engine.spec import ExpertSpec
 
 

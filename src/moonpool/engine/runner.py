@@ -22,6 +22,7 @@ from moonpool.config import Quantization
 from moonpool.engine import native
 from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.cuda.host_sync import HostGpuSync
+from moonpool.engine.delta import with_room
 from moonpool.engine.device import Model, choose_device_ops, with_graphs
 from moonpool.engine.grammar import Grammars
 from moonpool.engine.model import DecoderModel
@@ -264,7 +265,8 @@ def grammars_of(model: LoadedModel) -> Grammars:
 def make_layout(
     model: LoadedModel, block_tokens: int, ops: Ops | None = None, num_shards: int = 1
 ) -> BlockLayout:
-    """The layout of the blocks that this model fills.
+    """The layout of the blocks that this model fills. Those of a model with linear attention are
+    larger than `block_tokens` where a state needs the room.
 
     With `ops` it includes the name of their arithmetic, which instances that share blocks must have
     in common. It includes the number of shards, since sums over shards differ in their last bits.
@@ -288,7 +290,7 @@ def make_layout(
         kv_dtype=model.kv_dtype,
     )
     check_layout(layout)
-    return layout
+    return with_room(model.spec, layout)
 
 
 def choose_ops(dtype: str, device: str = "cpu", quantization: Quantization = "none") -> Ops:

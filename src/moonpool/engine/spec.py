@@ -10,6 +10,7 @@ from typing import Any
 
 LARGEST = dict.fromkeys(("num_hidden_layers", "num_layers"), 4096)
 LARGEST_SIZE = 1 << 24
+STATE_HEAD = 16  # floats before a state: the first is the number of its tokens, as int32
 """No model is near these. A larger number would fill the memory before any weight is read."""
 
 
@@ -51,6 +52,39 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Linear attention by the gated delta rule (Gated DeltaNet): a state of one size per sequence,
+    in place of K and V per token. Each key head serves `value_heads / key_heads` value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # of each head
+    value_dim: int  # of each head
+    taps: int  # tokens that the convolution over q, k and v sees, the row's own included
+
+    @property
+    def channels(self) -> int:
+        """The elements of q, k and v together, which the convolution passes over."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """The elements of v, and of what the rule returns."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        """The elements of a projected row: q, k, v, the gate z, and b and a of each value head."""
+        return self.channels + self.values + 2 * self.value_heads
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state, as `engine.delta` keeps it in a block."""
+        floats = self.values * self.key_dim + self.channels * (self.taps - 1)
+        return 4 * (STATE_HEAD + floats)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSpec:
     """A mixture of experts: each row's MLP is the weighted sum of the experts chosen for it."""
 
@@ -66,6 +100,7 @@ class ExpertSpec:
     correction: bool = False  # a bias that counts in the choice, not in the weights
     biases: bool = False  # of the router and the experts
     shared_size: int = 0  # intermediate size of an MLP that all rows pass besides
+    shared_gate: bool = False  # what it adds is weighted by a sigmoid of each row
     dense_layers: tuple[int, ...] = ()  # the layers with an MLP instead
     own: tuple[int, int] | None = None  # the experts first .. end - 1 of one shard; None: all
 
@@ -116,8 +151,12 @@ class ModelSpec:
     sinks: bool = False  # a score per head that takes weight from all tokens
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None  # with num_kv_heads 1 and head_dim rope_dim + rank
+    delta: DeltaSpec | None = None  # of `delta_layers`, which have a state in place of K and V
+    delta_layers: tuple[int, ...] = ()
+    gated_heads: bool = False  # attention's output times the sigmoid of a gate, by element
     head_share: tuple[int, int] = (0, 1)  # of a shard: its number, and how many share the heads
     prefix: str = "model."  # of the stored names of all tensors but the LM head
+    joined_experts: bool = False  # the checkpoint has all experts of a layer in one tensor
     further_layers: int = 0  # of the checkpoint, which predict further tokens; not used
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -126,13 +165,19 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """The number of elements in all weights; tied weights count once."""
-        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.hidden_size
+        heads = (3 if self.gated_heads else 2) * self.num_heads + 2 * self.num_kv_heads
+        attention = heads * self.head_dim * self.hidden_size
         if self.latent is not None:
             attention = self._latent_parameters(self.latent)
         mlp = sum(self._mlp_parameters(layer) for layer in range(self.num_layers))
         embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
         norms = (2 * self.num_layers + 1) * self.hidden_size
-        return self.num_layers * attention + mlp + embeddings + norms
+        linear = 0
+        if self.delta is not None:
+            linear = (self.delta.width + self.delta.values) * self.hidden_size
+        num_linear = len(self.delta_layers)
+        attentions = (self.num_layers - num_linear) * attention + num_linear * linear
+        return attentions + mlp + embeddings + norms
 
     def _latent_parameters(self, latent: LatentSpec) -> int:
         width = self.num_heads * (latent.nope_dim + latent.rope_dim)
@@ -152,7 +197,8 @@ class ModelSpec:
     def computed_fields(self) -> dict[str, Any]:
         """The fields that change results. They are part of the model's fingerprint."""
         computed = asdict(self)
-        for name in ("bos_token_id", "eos_token_ids", "notes", "max_positions", "prefix"):
+        stored = ("prefix", "joined_experts")  # where its weights are
+        for name in ("bos_token_id", "eos_token_ids", "notes", "max_positions", *stored):
             del computed[name]
         del computed["head_share"]  # whole models are named
         return computed
@@ -166,6 +212,7 @@ class ModelSpec:
             "latent attention": self.latent is not None,
             "a mixture of experts": self.experts is not None,
             "partial RoPE": self.rope.rotary_dim > 0 or bool(self.no_rope),
+            "linear attention": self.delta is not None,
         }
         return tuple(name for name, has in found.items() if has)
 

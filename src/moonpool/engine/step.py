@@ -98,6 +98,7 @@ def plan_rows(
         num_rows=num_rows,
         num_sequences=len(entries),
         adapters=_adapters(entries, adapters),
+        unchecked=any(entry.any_content or entry.arriving is not None for entry in entries),
     )
     return Rows(torch.from_numpy(token_ids), meta, bounds[1:] - 1)
 

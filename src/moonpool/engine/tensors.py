@@ -6,17 +6,16 @@ several of them as one tensor; `stored_tensors` says which part of which.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moonpool.engine.delta_tensors import stored_delta
 from moonpool.engine.families.table import FAMILIES
-from moonpool.engine.spec import LatentSpec, ModelSpec
-
-Shape = tuple[int, ...]
+from moonpool.engine.spec import DeltaSpec, LatentSpec, ModelSpec
+from moonpool.engine.stored import Shape, StoredTensor, rows, whole
 
 
 class NormNames(NamedTuple):
@@ -34,14 +33,6 @@ NORMS = {
     "post": NormNames(None, _SECOND, None, "post_feedforward_layernorm"),
     "both": NormNames(_FIRST, _SECOND, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
-
-
-class StoredTensor(NamedTuple):
-    """Where a checkpoint has a tensor: a view of the tensor `name`, which has `shape`."""
-
-    name: str
-    shape: Shape
-    take: Callable[[Tensor], Tensor]
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
@@ -87,6 +78,21 @@ def _feed_forward_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
         shapes |= _mlp_shapes(hidden, experts.intermediate_size, experts.biases, prefix)
     if experts.shared_size:
         shapes |= _mlp_shapes(hidden, experts.shared_size, False, "mlp.shared_experts")
+    if experts.shared_gate:
+        shapes["mlp.shared_gate.weight"] = (1, hidden)
+    return shapes
+
+
+def _delta_shapes(spec: ModelSpec, delta: DeltaSpec) -> dict[str, Shape]:
+    prefix, hidden, heads = "linear_attn.", spec.hidden_size, delta.value_heads
+    widths = {"qkv": delta.channels, "z": delta.values, "b": heads, "a": heads}
+    shapes: dict[str, Shape] = {
+        f"{prefix}in_proj_{part}.weight": (width, hidden) for part, width in widths.items()
+    }
+    shapes[f"{prefix}conv1d.weight"] = (delta.channels, delta.taps)
+    shapes[f"{prefix}A_log"] = shapes[f"{prefix}dt_bias"] = (heads,)
+    shapes[f"{prefix}norm.weight"] = (delta.value_dim,)
+    shapes[f"{prefix}out_proj.weight"] = (hidden, delta.values)
     return shapes
 
 
@@ -114,16 +120,20 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     if norms.before_attention:
         shapes[f"{norms.before_attention}.weight"] = (hidden,)
-    if spec.latent is not None:
+    if spec.delta is not None and layer in spec.delta_layers:
+        shapes |= _delta_shapes(spec, spec.delta)
+    elif spec.latent is not None:
         shapes |= _latent_shapes(spec, spec.latent)
     else:
         for part, width in (("q", q), ("k", kv), ("v", kv)):
             shapes |= _Linear(width, hidden, spec.qkv_bias).shapes(f"self_attn.{part}_proj")
+        if spec.gated_heads:
+            shapes["self_attn.g_proj.weight"] = (q, hidden)
         shapes |= _Linear(hidden, q, spec.o_bias).shapes("self_attn.o_proj")
     shapes |= _feed_forward_shapes(spec, layer)
     if spec.sinks:
         shapes["self_attn.sinks"] = (spec.num_heads,)
-    if spec.qk_norm:
+    if spec.qk_norm and layer not in spec.delta_layers:
         widths = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (q, kv)
         shapes["self_attn.q_norm.weight"] = (widths[0],)
         shapes["self_attn.k_norm.weight"] = (widths[1],)
@@ -138,13 +148,17 @@ def stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
     family = FAMILIES[spec.family]
     found: dict[str, StoredTensor] = {}
     for name, shape in tensor_shapes(spec).items():
-        place = StoredTensor(name, shape, _whole)
+        place = StoredTensor(name, shape, whole)
         if family.fused in ("qkv", "gate_up") and ".layers." in name:
             place = _fused(spec, name, family.fused) or place
         if family.fused == "shared" and ".mlp." in name:
             place = _shared_mlp(spec, name)
         if family.experts is not None and ".mlp." in name:
-            place = _expert(spec, name, shape, family.experts.stored)
+            stored = family.experts.stored
+            joined = spec.joined_experts and stored == "modules"
+            place = _expert(spec, name, shape, "joined" if joined else stored)
+        if family.delta:
+            place = stored_delta(spec, place, family.delta == "joined")
         if family.neighbours and name.split(".")[-2] in ("q_proj", "k_proj"):
             place = place._replace(take=partial(_halves_first, spec))
         for ours, theirs in family.stored_names:
@@ -175,14 +189,6 @@ def stored_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return {place.name: place.shape for place in stored_tensors(spec).values()}
 
 
-def _whole(stored: Tensor) -> Tensor:
-    return stored
-
-
-def _rows(first: int, end: int, stored: Tensor) -> Tensor:
-    return stored[first:end]
-
-
 def _fused(spec: ModelSpec, name: str, fused: str) -> StoredTensor | None:
     """The part of `gate_up_proj`, or of Phi's `qkv_proj`; None for other tensors."""
     prefix, _, module = name.removesuffix(".weight").rpartition(".")
@@ -198,9 +204,9 @@ def _fused(spec: ModelSpec, name: str, fused: str) -> StoredTensor | None:
     }
     if module not in parts or (fused == "gate_up" and not name.endswith(_GATE_UP)):
         return None
-    fused, rows, first, end = parts[module]
-    shape = (rows, spec.hidden_size)
-    return StoredTensor(f"{prefix}.{fused}.weight", shape, partial(_rows, first, end))
+    fused, size, first, end = parts[module]
+    shape = (size, spec.hidden_size)
+    return StoredTensor(f"{prefix}.{fused}.weight", shape, partial(rows, first, end))
 
 
 def _shared_mlp(spec: ModelSpec, name: str) -> StoredTensor:
@@ -208,9 +214,9 @@ def _shared_mlp(spec: ModelSpec, name: str) -> StoredTensor:
     layer, _, rest = name.partition(".mlp.")
     inter, hidden = spec.intermediate_size, spec.hidden_size
     if rest.startswith("down_proj"):
-        return StoredTensor(f"{layer}.shared_mlp.output_linear.weight", (hidden, inter), _whole)
+        return StoredTensor(f"{layer}.shared_mlp.output_linear.weight", (hidden, inter), whole)
     first = 0 if rest.startswith("gate_proj") else inter
-    take = partial(_rows, first, first + inter)
+    take = partial(rows, first, first + inter)
     return StoredTensor(f"{layer}.shared_mlp.input_linear.weight", (2 * inter, hidden), take)
 
 
@@ -226,13 +232,18 @@ def _expert(spec: ModelSpec, name: str, shape: Shape, stored: str) -> StoredTens
         return _stacked(spec, f"{layer}.mlp.experts", *words[1:])
     if stored == "halves":
         return _halves(spec, f"{layer}.block_sparse_moe", shape, words)
+    if stored == "joined" and words[0] == "experts":
+        return _joined(spec, f"{layer}.mlp.experts", int(words[1]), words[2])
+    if words[0] in ("shared_experts", "shared_gate") and spec.experts and spec.experts.shared_gate:
+        theirs = words[0].replace("experts", "expert").replace("gate", "expert_gate")
+        return StoredTensor(f"{layer}.mlp.{theirs}.{'.'.join(words[1:])}", shape, whole)
     if words[0] == "router" and stored != "stacked":
         kind = words[1].replace("correction", "e_score_correction_bias")
         mlp = "block_sparse_moe" if stored == "w123" else "mlp"
-        return StoredTensor(f"{layer}.{mlp}.gate.{kind}", shape, _whole)
+        return StoredTensor(f"{layer}.{mlp}.gate.{kind}", shape, whole)
     if stored == "w123" and words[0] == "experts":
         name = f"{layer}.block_sparse_moe.experts.{words[1]}.{_W123[words[2]]}.weight"
-    return StoredTensor(name, shape, _whole)
+    return StoredTensor(name, shape, whole)
 
 
 def _stacked(spec: ModelSpec, prefix: str, expert: str, module: str, kind: str) -> StoredTensor:
@@ -254,14 +265,29 @@ def _halves(spec: ModelSpec, prefix: str, shape: Shape, words: list[str]) -> Sto
     """Granite's mixtures: all experts in one tensor, [out, in] each, gate before up."""
     assert spec.experts is not None
     if words[0] == "router":
-        return StoredTensor(f"{prefix}.router.layer.weight", shape, _whole)
+        return StoredTensor(f"{prefix}.router.layer.weight", shape, whole)
+    return _joined(
+        spec, prefix, int(words[1]), words[2], ("input_linear.weight", "output_linear.weight")
+    )
+
+
+def _joined(
+    spec: ModelSpec,
+    prefix: str,
+    own: int,
+    module: str,
+    names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+) -> StoredTensor:
+    """All experts in one tensor, [out, in] each, gate before up. `names`: of the two tensors."""
+    assert spec.experts is not None
     inter, hidden, count = spec.experts.intermediate_size, spec.hidden_size, spec.experts.count
-    own, module = int(words[1]), words[2]
     if module == "down_proj":
-        name = f"{prefix}.output_linear.weight"
-        return StoredTensor(name, (count, hidden, inter), lambda stored: stored[own])
+        return StoredTensor(
+            f"{prefix}.{names[1]}", (count, hidden, inter), lambda stored: stored[own]
+        )
     first = 0 if module == "gate_proj" else inter
-    name = f"{prefix}.input_linear.weight"
     return StoredTensor(
-        name, (count, 2 * inter, hidden), lambda stored: stored[own, first : first + inter]
+        f"{prefix}.{names[0]}",
+        (count, 2 * inter, hidden),
+        lambda stored: stored[own, first : first + inter],
     )

@@ -53,6 +53,10 @@ GPU_SHARE = 0.8
 """The share of a GPU's free memory for weights and KVCache. The rest is for the steps' tensors."""
 WARM_UP_S = 20.0
 MIB = 1 << 20
+NO_DRAFTS = (
+    "a model with linear attention cannot take back the state of a wrong guess: leave out"
+    " --speculative-config"
+)
 
 
 class BootError(Exception):
@@ -102,6 +106,8 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
             log.info("loading %s", own.name)
             model = open_model(own.name, own.dtype, own.lora_modules, own.kv_cache_dtype)
         check_device(setup.engine.device)
+        if setup.engine.speculative_config is not None and model.spec.delta is not None:
+            raise BootError(NO_DRAFTS)
         check_ranks(model, place.degree.num_ranks, setup.engine.num_shards)
         if setup.attention:
             return _offloading_engine(setup, place, model, threads)
@@ -157,6 +163,8 @@ def boot_draft(setup: Setup, role: Role, built: BuiltEngine) -> BootedDraft | No
     log.info("loading the draft model %s", settings.model)
     try:
         model = open_model(settings.model, setup.model.dtype)
+        if model.spec.delta is not None:
+            raise BootError(f"the draft model {settings.model} has linear attention: use another")
         ops = choose_ops(model.dtype, quantization=settings.quantization)
         layout = make_layout(model, setup.pool.block_tokens, ops)
         num_blocks = draft_blocks(settings, layout, built.arena.layout, _num_pool_blocks(built))
@@ -253,6 +261,9 @@ def _local_engine(
         raise BootError("ranks have no stages: use --pipeline-parallel-size 1")
     ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
     layout = make_layout(model, setup.pool.block_tokens, ops, num_shards)
+    if layout.block_tokens > setup.pool.block_tokens:
+        text = "blocks of %d tokens: a state of linear attention needs their room"
+        log.info(text, layout.block_tokens)
     several, nixl = degree.num_processes > 1, setup.network.nixl
     memory = _open_kept(setup, place)
     num_blocks = memory.num_blocks(layout) if memory is not None else None

@@ -73,6 +73,8 @@ class StepEntry(NamedTuple):
     """The sum of the hidden states of the earlier steps, as the engine returned it."""
     num_drafts: int = 0
     """The last so many of the new tokens are guesses. A token is drawn from the row before each."""
+    any_content: bool = False
+    """What the blocks before `start` hold does not matter: the step is a measurement."""
     draft_task: DraftTask | None = None
     """The draft model's work for this entry; its guesses follow the new tokens."""
 

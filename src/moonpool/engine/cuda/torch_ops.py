@@ -15,9 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonpool.engine.ops import SILU, AttendArgs, Gate, Linear, QkNorm, RopeTable, StepMeta
+from moonpool.engine.ops import (
+    SILU,
+    AttendArgs,
+    DeltaArgs,
+    DeltaWeights,
+    Gate,
+    Linear,
+    QkNorm,
+    RopeTable,
+    StepMeta,
+)
 from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
+from moonpool.engine.spec import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,7 @@ class TorchOps:
             "attention sinks",
             "a mixture of experts",
             "latent attention",
+            "linear attention",
         }
     )
 
@@ -132,6 +144,10 @@ class TorchOps:
         key_rows(cache, layer)[blocks, positions % block_tokens] = _rotate(k, cos, sin)
         value_rows(cache, layer)[blocks, positions % block_tokens] = v
         return _rotate(q, cos, sin)
+
+    def delta_rule(self, x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
+        """Always raises ModelError: GPUs compute no linear attention yet."""
+        raise ModelError("a model with linear attention needs --device cpu")
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         _, cache, layer, meta, scale, _ = args

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moonpool.engine.families.delta import delta_layers, read_delta
 from moonpool.engine.families.experts import read_experts
 from moonpool.engine.families.family import Family
 from moonpool.engine.families.latent import latent_scale, read_latent
@@ -87,6 +88,9 @@ def parse_config(config: Mapping[str, Any]) -> ModelSpec:
         eos_token_ids=_eos(config),
         notes=notes,
         latent=latent,
+        delta=read_delta(config) if family.delta else None,
+        delta_layers=delta_layers(config, num_layers) if family.delta else (),
+        gated_heads=bool(family.delta),
         further_layers=config.get("num_nextn_predict_layers") or 0,
         **factors,  # type: ignore[arg-type]
     )

@@ -19,6 +19,14 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM", inside=("Qwen3VLForConditionalGeneration",), qk_norm="head",
     window="option",
 )  # fmt: skip
+QWEN3_5 = Family(
+    architecture="Qwen3_5ForCausalLM", inside=("Qwen3_5ForConditionalGeneration",),
+    qk_norm="head", norm_offset=1.0, biases="none", partial_rope=True, delta="apart",
+    defaults=(
+        ("partial_rotary_factor", 0.25), ("head_dim", 256), ("num_key_value_heads", 4),
+        ("max_position_embeddings", 32768),
+    ),
+)  # fmt: skip
 _OLMO2 = Family(architecture="Olmo2ForCausalLM", norms="post", qk_norm="all")
 GRANITE = Family(
     architecture="GraniteForCausalLM", mlp_bias=True, scale_key="attention_multiplier",
@@ -33,6 +41,7 @@ DENSE: dict[str, Family] = {
         inside=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     ),
     "qwen3": QWEN3,
+    "qwen3_5_text": QWEN3_5,
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM", mlp_bias=True, rope_skips="listed", window="option"
     ),

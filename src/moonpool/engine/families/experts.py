@@ -29,6 +29,9 @@ def read_experts(config: Mapping[str, Any], family: Experts, num_layers: int) ->
         raise ModelError(
             f"config.json: {groups} groups of {count} experts have fewer than two experts each"
         )
+    shared = inter * (config.get("n_shared_experts") or 0) if family.groups else 0
+    if family.shared:
+        shared = positive(config, family.shared)
     return ExpertSpec(
         count=count,
         per_token=per_token,
@@ -41,7 +44,8 @@ def read_experts(config: Mapping[str, Any], family: Experts, num_layers: int) ->
         group_score=score,
         correction=family.correction,
         biases=family.biases,
-        shared_size=inter * (config.get("n_shared_experts") or 0) if family.groups else 0,
+        shared_size=shared,
+        shared_gate=bool(family.shared),
         dense_layers=_dense_layers(config, family, num_layers),
     )
 

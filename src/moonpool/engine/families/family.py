@@ -12,6 +12,7 @@ class Experts:
 
     count: str = "num_experts"  # the config's key
     inter: str = "moe_intermediate_size"  # the config's key
+    shared: str = ""  # the config's key of the size of a gated MLP that all rows pass besides
     scores: Literal["softmax", "chosen", "sigmoid"] = "softmax"  # "chosen": softmax of the chosen
     renormalise: bool | None = None  # whether weights sum to 1; None: by `norm_topk_prob`
     groups: Literal["", "max", "top2"] = ""  # experts are in groups, judged by this
@@ -52,6 +53,8 @@ class Family:
     multipliers: bool = False  # factors of embedding, residual and logits
     sinks: bool = False  # a score per head that takes weight from all tokens
     latent: bool = False  # attention over one latent per token (MLA)
+    delta: Literal["", "apart", "joined"] = ""  # layers of linear attention (Gated DeltaNet), and
+    # whether their projections are stored apart or joined by key head
     experts: Experts | None = None
     fused: Literal["", "qkv", "gate_up", "shared"] = ""  # stored with gate and up in one tensor,
     # with q, k and v in another too, or as `shared_mlp`

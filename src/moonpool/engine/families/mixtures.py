@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moonpool.engine.families.dense import GRANITE, MISTRAL, QWEN3
+from moonpool.engine.families.dense import GRANITE, MISTRAL, QWEN3, QWEN3_5
 from moonpool.engine.families.family import Experts, Family
 
 _DEEPSEEK2 = Family(
@@ -34,6 +34,21 @@ MIXTURES: dict[str, Family] = {
     ),
     "qwen3_moe": replace(
         QWEN3, architecture="Qwen3MoeForCausalLM", inside=(), experts=Experts(dense="step")
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM", biases="qkv", window="option",
+        experts=Experts(shared="shared_expert_intermediate_size", dense="step"),
+    ),
+    "qwen3_next": replace(
+        QWEN3_5, architecture="Qwen3NextForCausalLM", inside=(), delta="joined",
+        experts=Experts(shared="shared_expert_intermediate_size", dense="step"),
+        defaults=(*QWEN3_5.defaults, ("norm_topk_prob", True)),
+    ),
+    "qwen3_5_moe_text": replace(
+        QWEN3_5, architecture="Qwen3_5MoeForCausalLM",
+        inside=("Qwen3_5MoeForConditionalGeneration",),
+        experts=Experts(shared="shared_expert_intermediate_size", renormalise=True),
+        defaults=(*QWEN3_5.defaults, ("intermediate_size", 512)),  # no layer has an MLP
     ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM", qk_norm="all", experts=Experts(inter="intermediate_size")

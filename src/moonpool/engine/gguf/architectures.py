@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.spec import ModelError, ModelSpec
-from moonpool.engine.tensors import Shape
+from moonpool.engine.stored import Shape
 
 _BOTH_NORMS = {
     "post_attention_layernorm": "post_attention_norm",

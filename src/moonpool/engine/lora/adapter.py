@@ -21,7 +21,8 @@ from torch import Tensor
 from moonpool.config_rules import lora_module
 from moonpool.engine.model_folder import find_folder
 from moonpool.engine.spec import ModelError, ModelSpec
-from moonpool.engine.tensors import StoredTensor, stored_tensors
+from moonpool.engine.stored import StoredTensor
+from moonpool.engine.tensors import stored_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 1024
@@ -80,6 +81,8 @@ def _open(name: str, path: str, spec: ModelSpec, dtype: torch.dtype) -> Adapter:
         settings = _settings(folder)
         if spec.latent is not None:
             raise ModelError("adapters of models with latent attention are not served")
+        if spec.delta is not None:
+            raise ModelError("adapters of models with linear attention are not served")
         stored = _tensors(folder / WEIGHTS_FILE)
         modules = _modules(stored, _scale(settings), spec, dtype)
     except ModelError as error:

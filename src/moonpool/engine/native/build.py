@@ -29,6 +29,7 @@ SOURCES = (
     "rowwise.cpp",
     "attention.cpp",
     "slices.cpp",
+    "delta.cpp",
 )
 # Compiled once for all instruction sets. hand.cpp is the attention executor, meeting.cpp the
 # all-gather of ranks, repack.cpp the loading of quantized weights.

@@ -50,4 +50,24 @@ struct StoreCall {
     int64_t fp8;     // 1: see fp8.h
 };
 
+// Before a state of linear attention: floats, the first of which is the number of its tokens.
+constexpr int DELTA_HEAD = 16;
+
+struct DeltaCall {
+    const char* x;      // [rows][width]: q, k, v, z, b, a
+    char* out;          // [rows][value_heads * value_dim]
+    char* blocks;       // of this layer: slice of block b at b * block_bytes
+    const int32_t* positions;
+    const int32_t* row_starts;
+    const int32_t* block_tables;
+    const float* tap_weights;  // [taps][channels], the newest row's last
+    const float* decay;        // [value_heads]
+    const float* step_bias;    // [value_heads]
+    const float* norm;         // [value_dim]
+    int64_t block_bytes, num_blocks, table_width, sequences;
+    int64_t key_heads, value_heads, key_dim, value_dim, taps, block_tokens;
+    int64_t unchecked;  // 1: blocks before the rows may hold anything
+    float eps;
+};
+
 }  // namespace moonpool

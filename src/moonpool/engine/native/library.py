@@ -34,11 +34,13 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rope": (ctypes.c_char_p, _INT),
     "store": (ctypes.c_char_p, _INT),
     "attend": (ctypes.c_char_p, _INT),
+    "delta_rule": (ctypes.c_char_p, _INT),
     "attend_part": (ctypes.c_char_p, _INT),
     "merge": (ctypes.c_char_p, _INT),
 }
 # The structs of calls.h, rowwise.cpp and attention.cpp: pointers, integers, a float.
 ROPE_CALL = struct.Struct("@10P12qf")
+DELTA_CALL = struct.Struct("@10P11qf")
 STORE_CALL = struct.Struct("@5P9q")
 ATTEND_CALL = struct.Struct("@7P11q2f")
 PART_TAIL = struct.Struct("=5Q")  # follows an ATTEND_CALL
@@ -58,6 +60,7 @@ class Kernels:
         "add_rms_norm",
         "attend",
         "attend_part",
+        "delta_rule",
         "glu",
         "linear",
         "linear_int8",
@@ -84,6 +87,7 @@ class Kernels:
         self.rope = _bind(library, "rope", kind, isa)
         self.store = _bind(library, "store", kind, isa)
         self.attend = _bind(library, "attend", kind, isa)
+        self.delta_rule = _bind(library, "delta_rule", kind, isa)
         self.attend_part = _bind(library, "attend_part", kind, isa)
         self.merge = _bind(library, "merge", kind, isa)
 

@@ -11,18 +11,27 @@ from torch import Tensor
 
 from moonpool.config import Quantization
 from moonpool.engine.native.build import library_name
-from moonpool.engine.native.library import ATTEND_CALL, ROPE_CALL, Kernels, open_kernels
+from moonpool.engine.native.library import (
+    ATTEND_CALL,
+    DELTA_CALL,
+    ROPE_CALL,
+    Kernels,
+    open_kernels,
+)
 from moonpool.engine.native.linear import NativeInt8Linear, NativeLinear, PackedMemory
 from moonpool.engine.native.quantized import NativeQuantizedLinear
 from moonpool.engine.ops import (
     SILU,
     AttendArgs,
+    DeltaArgs,
+    DeltaWeights,
     Gate,
     HeadShape,
     KvCache,
     Linear,
     QkNorm,
     RopeTable,
+    StateError,
     StepMeta,
     block_dtype,
     with_quantization,
@@ -31,6 +40,7 @@ from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.quantized.rounding import rounded_to_int4
 from moonpool.engine.slices import INNER, check_layout
 
+_OTHER_STATE = 2  # what the kernel returns then
 GATES = ("silu", "gelu_tanh", "clamped")
 """The kinds of `Gate`, by the numbers that rowwise.cpp gives them."""
 
@@ -250,6 +260,50 @@ class NativeOps:
             scale,
             rule.soft_cap,
         )
+
+    def delta_rule(self, x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
+        """As `Ops.delta_rule`. Raises ValueError for tensors that fit neither heads nor step, and
+        IndexError for a position outside its block table."""
+        spec, cache, layer, meta = args
+        layout, blocks = cache.layout, cache.blocks
+        x = x.contiguous()
+        _same_rows(x, spec.width, meta)
+        same_width(weights.taps, spec.taps)
+        same_width(weights.decay, spec.value_heads)
+        same_width(weights.step_bias, spec.value_heads)
+        same_width(weights.norm, spec.value_dim)
+        size = blocks.element_size()
+        fits = blocks.stride(2) == 1 and spec.state_bytes <= layout.slice_bytes
+        if not fits or weights.taps.shape[1] != spec.channels:
+            raise ValueError(f"the KVCache ({layout}) does not fit {spec}")
+        if not 0 <= layer < blocks.shape[1]:
+            raise IndexError(f"layer {layer} of {blocks.shape[1]}")
+        out = torch.empty(meta.num_rows, spec.values, dtype=x.dtype)
+        call = DELTA_CALL.pack(
+            x.data_ptr(),
+            out.data_ptr(),
+            blocks.data_ptr() + layer * blocks.stride(1) * size,
+            *self._step_addresses(meta),
+            *(weight.data_ptr() for weight in weights[:4]),
+            blocks.stride(0) * size,
+            blocks.shape[0],
+            meta.block_tables.shape[1],
+            meta.num_sequences,
+            spec.key_heads,
+            spec.value_heads,
+            spec.key_dim,
+            spec.value_dim,
+            spec.taps,
+            layout.block_tokens,
+            meta.unchecked,
+            weights.eps,
+        )
+        failed = self._of(x).delta_rule(call, torch.get_num_threads())
+        if failed == _OTHER_STATE:
+            raise StateError("a block has not the state of linear attention that a step continues")
+        if failed:
+            raise IndexError("delta_rule: a row's position lies outside its block table")
+        return out
 
 
 def same_width(weight: Tensor, width: int) -> None:

@@ -32,6 +32,8 @@ from moonpool.engine.ops import (
 class NativeSplitOps(NativeOps):
     """`SplitOps` in C++."""
 
+    without = frozenset({"linear attention"})  # a state is not divided among processes
+
     def __init__(self, isa: str | None = None, quantization: Quantization = "none") -> None:
         super().__init__(isa, quantization)
         self._old: tuple[StepMeta, Tensor] | None = None

@@ -108,6 +108,7 @@ class StageStep(Struct, frozen=True, tag=True):
     block_tables: bytes
     announced: bool
     adapters: tuple[int, ...] = ()
+    unchecked: bool = False
     wanted: bytes = b""
     draws: tuple[StageDraw, ...] = ()
 
@@ -214,6 +215,7 @@ def pack_step(number: int, meta: StepMeta, announced: bool) -> StageStep:
         block_tables=_raw(meta.block_tables),
         announced=announced,
         adapters=meta.adapters,
+        unchecked=meta.unchecked,
     )
 
 
@@ -238,6 +240,7 @@ def unpack_meta(step: StageStep) -> StepMeta:
         num_rows=len(positions),
         num_sequences=num_sequences,
         adapters=step.adapters,
+        unchecked=step.unchecked,
     )
 
 

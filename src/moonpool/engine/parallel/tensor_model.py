@@ -31,6 +31,8 @@ from moonpool.engine.step import BeforeAttend, LayerDone
 
 def check_shards(spec: ModelSpec, num_shards: int) -> None:
     """Raises ModelError if the KV heads do not divide evenly into `num_shards`."""
+    if spec.delta is not None and num_shards > 1:
+        raise ModelError("a model with linear attention has no ranks: use stages, or one process")
     # A latent is one KV head, which all ranks have; they share out the heads that read it.
     heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
     if heads % num_shards:

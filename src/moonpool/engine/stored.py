@@ -1,0 +1,28 @@
+"""Where a checkpoint stores a tensor: a view of one that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class StoredTensor(NamedTuple):
+    """Where a checkpoint has a tensor: a view of the tensor `name`, which has `shape`."""
+
+    name: str
+    shape: Shape
+    take: Callable[[Tensor], Tensor]
+
+
+def whole(stored: Tensor) -> Tensor:
+    """All of it."""
+    return stored
+
+
+def rows(first: int, end: int, stored: Tensor) -> Tensor:
+    """Rows first .. end - 1."""
+    return stored[first:end]
