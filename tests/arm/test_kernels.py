@@ -16,7 +16,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from moonpool.engine.int8 import Int8Linear
 from moonpool.engine.native import available
 from moonpool.engine.native import ops as native_ops
 from moonpool.engine.native.library import ISAS
@@ -26,6 +25,7 @@ from moonpool.engine.native.quantized import _REPACKED, _repacked, packed_rows
 from moonpool.engine.native.split import NativeSplitOps
 from moonpool.engine.ops import Gate, HeadShape
 from moonpool.engine.quantized.formats import FORMATS
+from moonpool.engine.quantized.int8 import Int8Linear
 from moonpool.engine.quantized.linear import QuantizedLinear
 from moonpool.engine.quantized.matrix import QuantizedMatrix, StoredRows
 from moonpool.engine.reference import ReferenceOps

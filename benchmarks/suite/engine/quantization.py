@@ -20,7 +20,7 @@ from benchmarks.suite.engine.engine import machine_limits, measure_rows, shares
 from benchmarks.suite.engine.engine_rows import ELEMENT_BYTES, EngineBenchRows
 from benchmarks.suite.engine.single_instance import SoloInstance
 from moonpool.config import Quantization
-from moonpool.engine.int8 import GROUP
+from moonpool.engine.quantized.int8 import GROUP
 from moonpool.engine.runner import Engine
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry

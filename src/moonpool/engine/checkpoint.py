@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.families.stored import Shape, StoredTensor
 from moonpool.engine.model_folder import WORD_PATTERNS, find_folder, read_config, read_json
 from moonpool.engine.quantized.checkpoints import FURTHER, Scheme, expert_matrix, read_scheme
 from moonpool.engine.quantized.matrix import Matrix, plain, reordered
 from moonpool.engine.spec import ModelError, ModelSpec
-from moonpool.engine.stored import Shape, StoredTensor
 from moonpool.engine.tensors import stored_shapes, stored_tensors
 
 SINGLE_FILE = "model.safetensors"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moonpool.engine.attention import HeadsAttention, LatentAttention
-from moonpool.engine.delta import DeltaAttention
+from moonpool.engine.delta.attention import DeltaAttention
 from moonpool.engine.mlp import ExpertsMlp, GatedMlp
 from moonpool.engine.ops import AttendRule, Ops, RopeTable
 from moonpool.engine.packing import PlacedWeights, Weights, norm_weight

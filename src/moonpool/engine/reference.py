@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moonpool.config import Quantization
-from moonpool.engine.delta_reference import delta_rows
+from moonpool.engine.delta.reference import delta_rows
 from moonpool.engine.exponential import exp
-from moonpool.engine.int8 import Int8Linear
 from moonpool.engine.ops import (
     PLAIN,
     SEGMENT,
@@ -33,6 +32,7 @@ from moonpool.engine.ops import (
     StepMeta,
     with_quantization,
 )
+from moonpool.engine.quantized.int8 import Int8Linear
 from moonpool.engine.quantized.linear import QuantizedLinear
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.quantized.rounding import rounded_to_int4

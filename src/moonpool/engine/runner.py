@@ -22,7 +22,7 @@ from moonpool.config import Quantization
 from moonpool.engine import native
 from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.cuda.host_sync import HostGpuSync
-from moonpool.engine.delta import with_room
+from moonpool.engine.delta.attention import with_room
 from moonpool.engine.device import Model, choose_device_ops, with_graphs
 from moonpool.engine.grammar import Grammars
 from moonpool.engine.model import DecoderModel

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moonpool.engine.delta_tensors import stored_delta
+from moonpool.engine.families.stored import Shape, StoredTensor, rows, whole
+from moonpool.engine.families.stored_delta import stored_delta
 from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.spec import DeltaSpec, LatentSpec, ModelSpec
-from moonpool.engine.stored import Shape, StoredTensor, rows, whole
 
 
 class NormNames(NamedTuple):

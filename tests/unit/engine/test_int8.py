@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.engine.int8 import GROUP, Int8Linear, quantize
 from moonpool.engine.native import available
 from moonpool.engine.native.library import ISAS, NativeUnavailableError
 from moonpool.engine.native.ops import NativeOps
+from moonpool.engine.quantized.int8 import GROUP, Int8Linear, quantize
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.runner import choose_ops
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
+from moonpool.engine.families.stored import Shape
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.spec import ModelError, ModelSpec
-from moonpool.engine.stored import Shape
 
 _BOTH_NORMS = {
     "post_attention_layernorm": "post_attention_norm",

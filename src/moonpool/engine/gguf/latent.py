@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moonpool.engine.families.stored import Shape
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.gguf.values import ArchitectureValues, short_text
 from moonpool.engine.spec import LatentSpec, ModelError, ModelSpec
-from moonpool.engine.stored import Shape
 
 _UP = "self_attn.kv_b_proj.weight"
 _KEYS, _VALUES = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"

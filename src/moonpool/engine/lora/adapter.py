@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.config_rules import lora_module
+from moonpool.engine.families.stored import StoredTensor
 from moonpool.engine.model_folder import find_folder
 from moonpool.engine.spec import ModelError, ModelSpec
-from moonpool.engine.stored import StoredTensor
 from moonpool.engine.tensors import stored_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

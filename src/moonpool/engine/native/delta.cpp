@@ -1,4 +1,4 @@
-// Linear attention by the gated delta rule; engine/delta.py says what a state is and where it
+// Linear attention by the gated delta rule; engine/delta/attention.py says what a state is and where it
 // lies, engine/ops.py what is computed.
 //
 // Rows of a sequence are taken one after the other, heads apart from each other: so a row's

@@ -12,8 +12,8 @@ import mmap
 import torch
 from torch import Tensor
 
-from moonpool.engine.int8 import quantize
 from moonpool.engine.native.library import Call
+from moonpool.engine.quantized.int8 import quantize
 from moonpool.engine.slices import LANE_BYTES
 
 CHUNK_BYTES = 64 << 20
@@ -118,7 +118,7 @@ def _pack_weight(weight: Tensor, memory: PackedMemory) -> Tensor:
 
 
 class NativeInt8Linear:
-    """The product with 8-bit weights that `engine.int8` defines, for x [T, in].
+    """The product with 8-bit weights that `engine.quantized.int8` defines, for x [T, in].
 
     Weights are [out / 32][lanes of in][32][2] int8, scales [out / 32][groups][32] float32.
     """

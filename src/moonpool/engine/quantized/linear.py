@@ -1,6 +1,6 @@
 """The product with quantized weights in plain torch: it defines the results of the kernels.
 
-A row of x is rounded to 16-bit whole numbers, with one scale per 256 features (`engine.int8`). Sums
+A row of x is rounded to 16-bit whole numbers, with one scale per 256 features (`engine.quantized.int8`). Sums
 within a sub-group of weights are whole numbers, and exact in any order. Sub-groups are added in
 rising order, then the groups of 256. So rows are independent, and kernels can give the same bits.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.engine.int8 import GROUP, rounded_rows
 from moonpool.engine.quantized.formats import scales_and_minimums
+from moonpool.engine.quantized.int8 import GROUP, rounded_rows
 from moonpool.engine.quantized.matrix import QuantizedMatrix, StoredRows
 
 

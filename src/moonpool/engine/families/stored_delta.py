@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moonpool.engine.families.stored import StoredTensor
 from moonpool.engine.spec import DeltaSpec, ModelSpec
-from moonpool.engine.stored import StoredTensor
 
 _HALVES = {"q_proj": 0, "g_proj": 1}
 

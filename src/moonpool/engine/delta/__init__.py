@@ -1,0 +1,1 @@
+"""Linear attention by the gated delta rule (Gated DeltaNet): its layers, states and reference."""
