@@ -283,6 +283,17 @@ CASES = {
     ),
     "ernie4.5": Case("Ernie4_5", {"head_dim": 32, "tie_word_embeddings": True}),
     "ernie4.5-biases": Case("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "ernie4.5-moe": Case(
+        "Ernie4_5_Moe",
+        {
+            "head_dim": 32,
+            "moe_num_experts": 7,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+            "use_bias": False,
+        },
+    ),
     "glm4": Case("Glm4", {"head_dim": 32, "pad_token_id": 0}),
     "glm4-without-biases": Case(
         "Glm4",

@@ -38,7 +38,16 @@ LAYER = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.shared_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
+DELTA = ("qwen35", "qwen35moe")
 AROUND = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -53,6 +62,8 @@ RENAMED = {
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
+    "qwen35": {"post_attention_layernorm": "post_attention_norm"},
+    "qwen35moe": {"post_attention_layernorm": "post_attention_norm"},
 }
 METADATA = {
     "context_length": "max_position_embeddings",
@@ -78,6 +89,11 @@ METADATA = {
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
     "expert_shared_count": "n_shared_experts",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
 }
@@ -160,6 +176,12 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
             "glm4moe.expert_weights_scale": float(config["routed_scaling_factor"]),
             "glm4moe.expert_weights_norm": config["norm_topk_prob"],
         }
+    if architecture in DELTA:
+        width = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        found |= {
+            f"{architecture}.ssm.inner_size": width,
+            f"{architecture}.full_attention_interval": 4,
+        }
     return found | _latent(config) if architecture == "deepseek2" else found
 
 
@@ -190,8 +212,11 @@ def _renamed(
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     out: dict[str, Tensor] = {}
     experts: dict[str, list[Tensor]] = {}
+    if architecture in DELTA:
+        found = _with_linear_attention(found, config)
     for name, tensor in found.items():
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        adds_one = architecture.startswith("gemma") or architecture in DELTA
+        if adds_one and name.endswith("norm.weight") and "linear_attn" not in name:
             tensor = tensor + 1
         module, _, kind = name.rpartition(".")
         if not module.startswith("model.layers."):
@@ -199,7 +224,9 @@ def _renamed(
             out[f"{short.get(module, 'output')}.weight"] = tensor
             continue
         _, _, layer, part = module.split(".", 3)
-        if kind == "sinks":
+        if kind in ("A_log", "dt_bias"):
+            out[f"blk.{layer}.ssm_{'a' if kind == 'A_log' else 'dt.bias'}"] = tensor
+        elif kind == "sinks":
             out[f"blk.{layer}.attn_sinks.weight"] = tensor
         elif kind == "correction":
             out[f"blk.{layer}.exp_probs_b.bias"] = tensor
@@ -222,6 +249,41 @@ def _renamed(
             out[f"blk.{layer}.{short_name}.{kind}"] = tensor
     out |= {name: torch.stack(parts) for name, parts in experts.items()}
     return _fused(out, architecture) if architecture in ("phi3", "glm4") else out
+
+
+def _with_linear_attention(
+    found: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """q and its gate in turns by head, and value heads in turns by key head."""
+    keys, group = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    group //= keys
+    before_v = 2 * keys * config["linear_key_head_dim"]
+
+    def tiled(tensor: Tensor, dim: int = 0) -> Tensor:
+        heads = tensor.unflatten(dim, (keys, group, -1)).transpose(dim, dim + 1)
+        return heads.flatten(dim, dim + 2)
+
+    out: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        part = name.rpartition(".linear_attn.")[2].removesuffix(".weight")
+        if part in ("in_proj_qkv", "conv1d"):
+            tensor = torch.cat((tensor[:before_v], tiled(tensor[before_v:])))
+        elif part in ("in_proj_z", "in_proj_b", "in_proj_a", "dt_bias"):
+            tensor = tiled(tensor)
+        elif part == "A_log":
+            tensor = -tiled(tensor).exp()
+        elif part == "out_proj":
+            tensor = tiled(tensor, 1)
+        elif name.endswith("shared_gate.weight"):
+            tensor = tensor[0]
+        if name.endswith("g_proj.weight"):
+            heads = config["num_attention_heads"]
+            q = out[name.replace("g_proj", "q_proj")]
+            both = torch.stack([each.unflatten(0, (heads, -1)) for each in (q, tensor)], dim=1)
+            out[name.replace("g_proj", "q_proj")] = both.flatten(0, 2)
+        else:
+            out[name] = tensor
+    return out
 
 
 def _fused(found: dict[str, Tensor], architecture: str) -> dict[str, Tensor]:

@@ -17,13 +17,14 @@ from torch import Tensor
 from moonpool.engine.builtin import open_model
 from moonpool.engine.gguf.architectures import ARCHITECTURES
 from moonpool.engine.spec import ModelError
-from tests.differential.checkpoints import CASES, YARN, Case, save
+from tests.differential.checkpoints import CASES, DELTA, SHARED, YARN, Case, save
 from tests.differential.gguf_conversion import convert
 from tests.differential.plans import Lab, make_ops
 from tests.differential.test_families import check_plans
 
 PROMPT = [random.Random(4).randrange(300) for _ in range(90)]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 6}
+LINEAR = {**DELTA, "layer_types": None, "num_hidden_layers": 4}
 FILES: dict[str, tuple[str, Case]] = {
     "mixtral": (
         "llama",
@@ -72,6 +73,8 @@ FILES: dict[str, tuple[str, Case]] = {
     "glm4-without-biases": ("glm4", CASES["glm4-without-biases"]),
     "glm4-moe": ("glm4moe", CASES["glm4-moe"]),
     "glm4-moe-air": ("glm4moe", CASES["glm4-moe-air"]),
+    "qwen3.5": ("qwen35", Case("Qwen3_5Text", LINEAR)),
+    "qwen3.5-moe": ("qwen35moe", Case("Qwen3_5MoeText", {**LINEAR, **SHARED})),
     "smollm3": (
         "smollm3", Case("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     ),

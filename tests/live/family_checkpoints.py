@@ -37,6 +37,7 @@ CASE_OF: dict[str, Case] = {
     "olmoe": CASES["olmoe"],
     "exaone4": CASES["exaone4"],
     "ernie4_5": CASES["ernie4.5"],
+    "ernie4_5_moe": CASES["ernie4.5-moe"],
     "glm4": CASES["glm4"],
     "seed_oss": CASES["seed-oss"],
     "glm4_moe": CASES["glm4-moe"],

@@ -37,7 +37,7 @@ FOREIGN_SUFFIXES = {".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", 
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
 # Tensors that some exporters add and the engine does not need.
-IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^visual\.|^mtp\.")
+IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^visual\.|^mtp\.|^model\.mtp_")
 # `visual` sees images, and `mtp` predicts further tokens.
 NAMED_AT_MOST = 5
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")

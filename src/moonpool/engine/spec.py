@@ -61,6 +61,7 @@ class DeltaSpec:
     key_dim: int  # of each head
     value_dim: int  # of each head
     taps: int  # tokens that the convolution over q, k and v sees, the row's own included
+    tiled: bool = False  # value head h has key head h % key_heads, not those of a key head in a row
 
     @property
     def channels(self) -> int:

@@ -237,13 +237,23 @@ def _expert(spec: ModelSpec, name: str, shape: Shape, stored: str) -> StoredTens
     if words[0] in ("shared_experts", "shared_gate") and spec.experts and spec.experts.shared_gate:
         theirs = words[0].replace("experts", "expert").replace("gate", "expert_gate")
         return StoredTensor(f"{layer}.mlp.{theirs}.{'.'.join(words[1:])}", shape, whole)
+    if name.endswith(".router.correction"):
+        return _correction(spec, f"{layer}.mlp", shape)
     if words[0] == "router" and stored != "stacked":
-        kind = words[1].replace("correction", "e_score_correction_bias")
         mlp = "block_sparse_moe" if stored == "w123" else "mlp"
-        return StoredTensor(f"{layer}.{mlp}.gate.{kind}", shape, whole)
+        return StoredTensor(f"{layer}.{mlp}.gate.{words[1]}", shape, whole)
     if stored == "w123" and words[0] == "experts":
         name = f"{layer}.block_sparse_moe.experts.{words[1]}.{_W123[words[2]]}.weight"
     return StoredTensor(name, shape, whole)
+
+
+def _correction(spec: ModelSpec, mlp: str, shape: Shape) -> StoredTensor:
+    experts = FAMILIES[spec.family].experts
+    assert experts is not None
+    stored = f"{mlp}.{experts.correction}"
+    if experts.correction.startswith("gate."):
+        return StoredTensor(stored, shape, whole)
+    return StoredTensor(stored, (1, *shape), lambda correction: correction[0])  # ERNIE 4.5
 
 
 def _stacked(spec: ModelSpec, prefix: str, expert: str, module: str, kind: str) -> StoredTensor:

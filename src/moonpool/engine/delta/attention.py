@@ -19,6 +19,7 @@ does not hold what the scheduler believes: the step fails, and no token comes of
 from __future__ import annotations
 
 import msgspec
+import torch
 from torch import Tensor
 
 from moonpool.engine.ops import AttendArgs, DeltaArgs, DeltaWeights, Ops, QkNorm, RopeTable
@@ -37,8 +38,11 @@ class DeltaAttention:
     def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:
         assert spec.delta is not None
         self._ops, self._spec = ops, spec.delta
-        names = [f"{prefix}.in_proj_{part}" for part in ("qkv", "z", "b", "a")]
-        self._input = packed(weights, ops, names, False)
+        # Apart, because a file may have quantized only the first two.
+        self._input, self._gates = (
+            packed(weights, ops, [f"{prefix}.in_proj_{part}" for part in parts], False)
+            for parts in (("qkv", "z"), ("b", "a"))
+        )
         self._output = packed(weights, ops, [f"{prefix}.out_proj"], False)
         self._weights = DeltaWeights(
             taps=weights.load(f"{prefix}.conv1d.weight").float().t().contiguous(),
@@ -50,7 +54,7 @@ class DeltaAttention:
 
     def qkv(self, normed: Tensor) -> Tensor:
         """[T, hidden] -> [T, delta.width]."""
-        return self._input(normed)
+        return torch.cat((self._input(normed), self._gates(normed)), dim=1)
 
     def store(self, qkv: Tensor, rope: RopeTable, args: AttendArgs) -> Tensor:
         """Brings the states of the rows' sequences up to their last rows. Returns what the rule and

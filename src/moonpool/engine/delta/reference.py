@@ -106,7 +106,10 @@ class _Running:
         q, k, v = (summed * sigmoid(summed)).split_with_sizes((keys, keys, spec.values))
         q, k = (_unit(each.view(spec.key_heads, spec.key_dim)) for each in (q, k))
         group = spec.value_heads // spec.key_heads
-        q, k = (each.repeat_interleave(group, dim=0) for each in (q, k))
+        if spec.tiled:
+            q, k = (each.repeat(group, 1) for each in (q, k))
+        else:
+            q, k = (each.repeat_interleave(group, dim=0) for each in (q, k))
         return q * spec.key_dim**-0.5, k, v.view(spec.value_heads, spec.value_dim)
 
 

@@ -28,6 +28,11 @@ QWEN3_5 = Family(
     ),
 )  # fmt: skip
 _OLMO2 = Family(architecture="Olmo2ForCausalLM", norms="post", qk_norm="all")
+ERNIE = Family(
+    architecture="Ernie4_5ForCausalLM", neighbours=True, mlp_bias=True,
+    aliases=(("attention_bias", "use_bias"), ("mlp_bias", "use_bias")),
+    defaults=(("tie_word_embeddings", True), ("rms_norm_eps", 1e-5)),
+)  # fmt: skip
 GRANITE = Family(
     architecture="GraniteForCausalLM", mlp_bias=True, scale_key="attention_multiplier",
     multipliers=True,
@@ -62,11 +67,7 @@ DENSE: dict[str, Family] = {
         architecture="SeedOssForCausalLM", o_bias_key="attention_out_bias", mlp_bias=True,
         defaults=(("attention_bias", True), ("num_key_value_heads", 8), ("head_dim", 128)),
     ),
-    "ernie4_5": Family(
-        architecture="Ernie4_5ForCausalLM", neighbours=True, mlp_bias=True,
-        aliases=(("attention_bias", "use_bias"), ("mlp_bias", "use_bias")),
-        defaults=(("tie_word_embeddings", True), ("rms_norm_eps", 1e-5)),
-    ),
+    "ernie4_5": ERNIE,
     "glm4": Family(
         architecture="Glm4ForCausalLM", norms="both", o_bias_key="", partial_rope=True,
         neighbours=True, fused="gate_up",

@@ -42,7 +42,7 @@ def read_experts(config: Mapping[str, Any], family: Experts, num_layers: int) ->
         groups=groups,
         kept_groups=kept,
         group_score=score,
-        correction=family.correction,
+        correction=bool(family.correction),
         biases=family.biases,
         shared_size=shared,
         shared_gate=bool(family.shared),
@@ -66,8 +66,11 @@ def _dense_layers(config: Mapping[str, Any], family: Experts, num_layers: int) -
             raise ModelError(f"config.json: mlp_layer_types names no kind for each of {num_layers}")
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if family.dense == "first":
-        if config.get("moe_layer_freq", 1) != 1:
-            raise ModelError("config.json: moe_layer_freq is not 1; only 1 is supported")
+        for every in ("moe_layer_freq", "moe_layer_interval"):
+            if config.get(every, 1) != 1:
+                raise ModelError(f"config.json: {every} is not 1; only 1 is supported")
+        if config.get("moe_layer_end_index", -1) not in (-1, num_layers - 1):
+            raise ModelError("config.json: moe_layer_end_index is not the last layer's number")
         return tuple(range(min(config.get("first_k_dense_replace") or 0, num_layers)))
     if family.dense == "step":
         step = positive(config, "decoder_sparse_step", default=1)

@@ -16,7 +16,7 @@ class Experts:
     scores: Literal["softmax", "chosen", "sigmoid"] = "softmax"  # "chosen": softmax of the chosen
     renormalise: bool | None = None  # whether weights sum to 1; None: by `norm_topk_prob`
     groups: Literal["", "max", "top2"] = ""  # experts are in groups, judged by this
-    correction: bool = False  # a bias that counts in the choice only
+    correction: str = ""  # what stores a bias that counts in the choice only; "": there is none
     biases: bool = False  # of the router and the experts
     dense: Literal["", "first", "step"] = ""  # which layers have an MLP
     stored: Literal["modules", "w123", "stacked", "halves"] = "modules"

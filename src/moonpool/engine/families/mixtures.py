@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moonpool.engine.families.dense import GRANITE, MISTRAL, QWEN3, QWEN3_5
+from moonpool.engine.families.dense import ERNIE, GRANITE, MISTRAL, QWEN3, QWEN3_5
 from moonpool.engine.families.family import Experts, Family
 
 _DEEPSEEK2 = Family(
@@ -14,7 +14,8 @@ _DEEPSEEK2 = Family(
 _DEEPSEEK3 = replace(
     _DEEPSEEK2, architecture="DeepseekV3ForCausalLM",
     experts=Experts(
-        count="n_routed_experts", scores="sigmoid", groups="top2", correction=True, dense="first"
+        count="n_routed_experts", scores="sigmoid", groups="top2", dense="first",
+        correction="gate.e_score_correction_bias",
     ),
 )  # fmt: skip
 _GLM4 = Family(
@@ -52,6 +53,22 @@ MIXTURES: dict[str, Family] = {
     ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM", qk_norm="all", experts=Experts(inter="intermediate_size")
+    ),
+    "ernie4_5_moe": replace(
+        ERNIE, architecture="Ernie4_5_MoeForCausalLM",
+        aliases=(
+            *ERNIE.aliases, ("num_experts", "moe_num_experts"), ("num_experts_per_tok", "moe_k"),
+            ("n_shared_experts", "moe_num_shared_experts"),
+            ("first_k_dense_replace", "moe_layer_start_index"),
+        ),
+        defaults=(
+            *ERNIE.defaults, ("num_experts", 64), ("num_experts_per_tok", 6),
+            ("n_shared_experts", 2), ("first_k_dense_replace", 1),
+        ),
+        experts=Experts(
+            renormalise=True, groups="max", dense="first",
+            correction="moe_statics.e_score_correction_bias",
+        ),
     ),
     "granitemoe": replace(
         GRANITE, architecture="GraniteMoeForCausalLM",

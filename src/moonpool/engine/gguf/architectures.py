@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from moonpool.engine.families.stored import Shape
+from moonpool.engine.gguf.delta import delta_place
+from moonpool.engine.gguf.place import Place
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.spec import ModelError, ModelSpec
 
@@ -49,6 +51,7 @@ class Architecture:
     big_layers: int = 0  # a model of so many layers scales scores by hidden size over heads
     truncates_yarn: bool = True
     latent: bool = False  # attention over latents: its keys and tensors are in `latent`
+    delta: bool = False  # linear attention: its keys and tensors are in `delta`
 
 
 ARCHITECTURES = {
@@ -57,6 +60,14 @@ ARCHITECTURES = {
     "qwen2": Architecture(model="Qwen2ForCausalLM"),
     "qwen3": Architecture(model="Qwen3ForCausalLM"),
     "qwen3moe": Architecture(mixture="Qwen3MoeForCausalLM"),
+    "qwen35": Architecture(
+        model="Qwen3_5ForCausalLM", names=_POST_NORM, baked_norms=True, partial_rope=True,
+        delta=True,
+    ),
+    "qwen35moe": Architecture(
+        mixture="Qwen3_5MoeForCausalLM", names=_POST_NORM, baked_norms=True, partial_rope=True,
+        delta=True,
+    ),
     "gemma": Architecture(model="GemmaForCausalLM", baked_norms=True),
     "gemma2": Architecture(
         model="Gemma2ForCausalLM", names=_BOTH_NORMS, numbers=_SOFT_CAPS, baked_norms=True,
@@ -118,21 +129,6 @@ _LAYER_NAMES = {
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-class Place(NamedTuple):
-    """Where a file has a tensor: `shape`, from row `first_row` of the tensor `name`.
-
-    A vector is one row."""
-
-    name: str
-    stored_shape: Shape
-    shape: Shape
-    first_row: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return prod(self.shape[:-1])
-
-
 def architecture_of(file: GgufFile) -> Architecture:
     """Raises `ModelError` for an architecture that is not read."""
     name = file.metadata.get("general.architecture")
@@ -166,6 +162,10 @@ def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> Pla
         if found is not None:
             stored, first, rows = found
             return Place(f"{prefix}{stored}.weight", (rows, shape[1]), shape, first)
+    if own.delta:
+        place = delta_place(spec, prefix, part, kind, shape)
+        if place is not None:
+            return place
     stored = own.names.get(part) or _LAYER_NAMES.get(part, part)
     return Place(f"{prefix}{stored}.{kind}", shape, shape)
 

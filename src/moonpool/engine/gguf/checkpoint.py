@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
-from moonpool.engine.gguf.architectures import SWAPPED, Place, architecture_of, place_of
+from moonpool.engine.gguf.architectures import SWAPPED, architecture_of, place_of
 from moonpool.engine.gguf.config import (
     LONG_FACTORS,
     ROPE_FACTORS,
@@ -23,7 +23,9 @@ from moonpool.engine.gguf.config import (
     plain_vector,
     pooling_of,
 )
+from moonpool.engine.gguf.delta import with_stored_heads
 from moonpool.engine.gguf.latent import halves_of, is_spare, joined, latent_shapes
+from moonpool.engine.gguf.place import Place
 from moonpool.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
@@ -50,7 +52,7 @@ class GgufModel:
 def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
     """Opens and checks a GGUF file. Raises `ModelError`."""
     file = read_gguf(path)
-    spec = parse_config(hf_config(file))
+    spec = with_stored_heads(parse_config(hf_config(file)))
     if architecture_of(file).baked_norms:
         spec = replace(spec, norm_offset=0.0)
     if ROPE_FACTORS in file.tensors:
@@ -89,7 +91,8 @@ class GgufWeights:
 
     def load(self, name: str) -> Tensor:
         matrix = self.matrix(name)
-        return matrix if isinstance(matrix, Tensor) else matrix.dequantized()
+        found = matrix if isinstance(matrix, Tensor) else matrix.dequantized()
+        return found.neg().log() if name.endswith(".A_log") else found
 
     def matrix(self, name: str) -> Matrix:
         if name not in self._places and self._latent is not None:
@@ -97,8 +100,9 @@ class GgufWeights:
             return joined(self._latent, keys, values)
         place = self._places[name]
         order = self._order(place)
-        # A choice between experts must not turn on a rounded weight.
-        dtype = torch.float32 if ".router." in name else self._dtype
+        # A choice between experts must not turn on a rounded weight, nor a decay.
+        exact = ".router." in name or name.endswith((".A_log", ".dt_bias"))
+        dtype = torch.float32 if exact else self._dtype
         if self._file.tensors[place.name].kind in FORMATS:
             # An embedding stays in the file: few of its rows are read.
             is_embedding = name == "model.embed_tokens.weight"
@@ -106,12 +110,17 @@ class GgufWeights:
             matrix = QuantizedMatrix((read(place.name, place.first_row, place.num_rows),), dtype)
             return matrix if order is None else matrix.reordered(order)
         stored = self._file.tensor(place.name).view(-1, place.shape[-1])
-        tensor = stored[place.first_row : place.first_row + place.num_rows].view(place.shape)
+        tensor = stored[place.first_row : place.first_row + place.num_rows]
+        if place.half is None:
+            tensor = tensor.view(place.shape)
         return tensor.to(dtype, copy=True) if order is None else tensor[order].to(dtype)
 
     def _order(self, place: Place) -> Tensor | None:
         """For q and k: the stored row of each of the model's rows."""
         part = place.name.split(".")[-2]
+        if place.half is not None:
+            heads = torch.arange(place.num_rows).view(self._heads[part], 2, -1)
+            return heads[:, place.half].flatten()
         if not self._swapped or part not in SWAPPED:
             return None
         count = place.shape[0]

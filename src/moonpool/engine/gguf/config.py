@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from moonpool.engine.gguf.architectures import Architecture, architecture_of
+from moonpool.engine.gguf.delta import delta_config
 from moonpool.engine.gguf.latent import latent_config, routed_experts
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.gguf.values import ArchitectureValues
@@ -45,9 +46,11 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": values.count("attention.head_count_kv", heads),
+        "num_key_value_heads": values.most("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": values.count("feed_forward_length"),
+        "intermediate_size": values.count(
+            "feed_forward_length", values.optional("expert_feed_forward_length")
+        ),
         "max_position_embeddings": context,
         "rms_norm_eps": _rounded(values.number("attention.layer_norm_rms_epsilon")),
         "rope_theta": values.number("rope.freq_base", 10000.0),
@@ -66,6 +69,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     config |= _mixture(own, values, file)
     if own.latent:
         config |= latent_config(values, file)
+    if own.delta:
+        config |= delta_config(values)
     scaling = _rope_scaling(own, values, file)
     return config if scaling is None else config | {"rope_scaling": scaling}
 
@@ -127,7 +132,8 @@ def _mixture(own: Architecture, values: ArchitectureValues, file: GgufFile) -> d
             f"{file.path} has a tensor for each expert, as files before April 2024: "
             "use a newer file of this model"
         )
-    width = values.count("expert_feed_forward_length", values.count("feed_forward_length"))
+    width = values.optional("expert_feed_forward_length")
+    width = values.count("feed_forward_length" if width is None else "expert_feed_forward_length")
     chosen = routed_experts(values, file) if own.names_scores else {}
     dense = values.count("feed_forward_length") if own.names_scores else width
     return chosen | {

@@ -26,6 +26,10 @@ _WORD = r"[^\r\n\p{L}\p{N}]?"
 _ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|{_WORD}[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDS}"
+)
 _TEKKEN = (
     rf"{_WORD}[{_UPPER}]*[{_LOWER}]+|{_WORD}[{_UPPER}]+[{_LOWER}]*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
@@ -86,6 +90,7 @@ SPLITS: dict[str, WordSplit] = {
     **dict.fromkeys(("smaug-bpe", "dbrx"), WordSplit((_LLAMA3,))),
     **dict.fromkeys(("gpt-4o", "llama4"), WordSplit((_GPT4O,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), WordSplit((_QWEN2,), composes=True)),
+    "qwen35": WordSplit((_QWEN35,), composes=True),
     "tekken": WordSplit((_TEKKEN,), keeps_words=True),
     "deepseek-llm": WordSplit(_DEEPSEEK),
     "deepseek-coder": WordSplit(_DEEPSEEK_CODER),

@@ -37,6 +37,15 @@ class ArchitectureValues:
             raise ModelError(f"{self.path}: {name} is {shown}, not a number of at least {least}")
         return value
 
+    def most(self, name: str, default: int) -> int:
+        """As `count`, but an array may have 0 at some places. Raises ModelError."""
+        value = self.optional(name)
+        if hasattr(value, "tolist"):
+            found = {one for one in value.tolist() if one != 0}
+            if len(found) == 1 and isinstance(one := found.pop(), int) and one > 0:
+                return one
+        return self.count(name, default)
+
     def number(self, name: str, default: float | None = None) -> float:
         """A number above 0. Raises ModelError for another value, and if the key is absent and has
         no default."""

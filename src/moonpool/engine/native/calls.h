@@ -66,6 +66,7 @@ struct DeltaCall {
     const float* norm;         // [value_dim]
     int64_t block_bytes, num_blocks, table_width, sequences;
     int64_t key_heads, value_heads, key_dim, value_dim, taps, block_tokens;
+    int64_t tiled;      // 1: value head h has key head h % key_heads
     int64_t unchecked;  // 1: blocks before the rows may hold anything
     float eps;
 };

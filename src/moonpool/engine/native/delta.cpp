@@ -139,16 +139,20 @@ MP_INLINE void columns(float* state, int64_t stride, int64_t keys, const float* 
     for (int j = 0; j < VECS; ++j) store(out + j * W, read[j]);
 }
 
-// One value head over all rows of a sequence. mixed: [rows][channels], convolved.
+// One value head over all rows of a sequence. mixed: [rows][channels], convolved. A state that is
+// continued in its own block is changed in place, and `scratch` is not used.
 template <class L>
 void run_head(const DeltaCall& c, const Sizes& z, int64_t s, int64_t h, const float* mixed,
-              float* state) {
+              float* scratch) {
     typedef typename L::T T;
     const int64_t first = c.row_starts[s], rows = c.row_starts[s + 1] - first;
     const int64_t start = start_of(c, s), size = c.value_dim;
-    if (continues(c, s)) memcpy(state, state_of(c, s, start).head(h, z), z.head_floats * 4);
-    else memset(state, 0, z.head_floats * 4);
-    const int64_t key_head = h / (c.value_heads / c.key_heads);
+    const bool in_place = start / c.block_tokens == (start + rows - 1) / c.block_tokens;
+    float* state = in_place ? state_of(c, s, start + rows).head(h, z) : scratch;
+    const float* from = continues(c, s) ? state_of(c, s, start).head(h, z) : nullptr;
+    if (!from) memset(state, 0, z.head_floats * 4);
+    else if (from != state) memcpy(state, from, z.head_floats * 4);
+    const int64_t key_head = c.tiled ? h % c.key_heads : h / (c.value_heads / c.key_heads);
     const float query_scale = 1.f / sqrtf((float)c.key_dim);
     float q[MAX_DIM], k[MAX_DIM], out[MAX_DIM];
     for (int64_t row = 0; row < rows; ++row) {
@@ -179,7 +183,7 @@ void run_head(const DeltaCall& c, const Sizes& z, int64_t s, int64_t h, const fl
             store_first<L>(to + j, mul(normed, div(gate, add(set1(1.f), e))), W);
         }
         const int64_t taken = start + row + 1;
-        if (taken % c.block_tokens == 0 || row == rows - 1)
+        if (!in_place && (taken % c.block_tokens == 0 || row == rows - 1))
             memcpy(state_of(c, s, taken).head(h, z), state, z.head_floats * 4);
     }
 }

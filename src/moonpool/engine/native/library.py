@@ -40,7 +40,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 # The structs of calls.h, rowwise.cpp and attention.cpp: pointers, integers, a float.
 ROPE_CALL = struct.Struct("@10P12qf")
-DELTA_CALL = struct.Struct("@10P11qf")
+DELTA_CALL = struct.Struct("@10P12qf")
 STORE_CALL = struct.Struct("@5P9q")
 ATTEND_CALL = struct.Struct("@7P11q2f")
 PART_TAIL = struct.Struct("=5Q")  # follows an ATTEND_CALL

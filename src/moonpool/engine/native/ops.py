@@ -295,6 +295,7 @@ class NativeOps:
             spec.value_dim,
             spec.taps,
             layout.block_tokens,
+            spec.tiled,
             meta.unchecked,
             weights.eps,
         )

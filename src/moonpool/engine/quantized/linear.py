@@ -1,8 +1,9 @@
 """The product with quantized weights in plain torch: it defines the results of the kernels.
 
-A row of x is rounded to 16-bit whole numbers, with one scale per 256 features (`engine.quantized.int8`). Sums
-within a sub-group of weights are whole numbers, and exact in any order. Sub-groups are added in
-rising order, then the groups of 256. So rows are independent, and kernels can give the same bits.
+A row of x is rounded to 16-bit whole numbers, with one scale per 256 features
+(`engine.quantized.int8`). Sums within a sub-group of weights are whole numbers, and exact in any
+order. Sub-groups are added in rising order, then the groups of 256. So rows are independent, and
+kernels can give the same bits.
 """
 
 from __future__ import annotations
