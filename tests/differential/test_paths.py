@@ -20,6 +20,7 @@ from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.transfer import context as transfer_context
 from moonpool.transfer.shm import ShmConnection
 from moonpool.types import Role, SamplingParams, Slo
+from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster, Outcome
 
 FEW_PROMPTS = 20
@@ -74,18 +75,30 @@ class Lab:
     dtype: str
     prompts: list[list[int]]
     clusters: list[MiniCluster]
+    model: dict[str, str]  # as an option; empty: the clusters' own
 
     def __call__(self, roles: dict[str, Role], **options: object) -> MiniCluster:
+        options = self.model | options
         self.clusters.append(MiniCluster(roles, self.dtype, self.ops, **options))
         return self.clusters[-1]
 
 
 KINDS = [(o, d) for o in ("reference", "native") for d in ("float32", "bfloat16")]
 KINDS.append(("native-int8", "bfloat16"))
-VARIANTS = [pytest.param((*kind, FEW_PROMPTS), id="-".join(kind)) for kind in KINDS]
+LINEAR = "qwen3.5"
+"""A case whose blocks hold states of linear attention."""
+VARIANTS = [pytest.param((*kind, FEW_PROMPTS, ""), id="-".join(kind)) for kind in KINDS]
+VARIANTS += [
+    pytest.param(("native", "float32", FEW_PROMPTS, LINEAR), id=f"native-float32-{LINEAR}"),
+    pytest.param(
+        ("native", "bfloat16", FEW_PROMPTS, LINEAR),
+        id=f"native-bfloat16-{LINEAR}",
+        marks=pytest.mark.long,
+    ),
+]
 VARIANTS += [
     pytest.param(
-        (*kind, NUM_PROMPTS[kind[0]]), id="-".join((*kind, "many")), marks=pytest.mark.long
+        (*kind, NUM_PROMPTS[kind[0]], ""), id="-".join((*kind, "many")), marks=pytest.mark.long
     )
     for kind in KINDS
     if kind[0] in NUM_PROMPTS  # the reference is slow
@@ -93,9 +106,16 @@ VARIANTS += [
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def build(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    name, dtype, num_prompts = request.param
-    lab = Lab(make_ops(name), dtype, make_prompts(num_prompts), [])
+def build(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Lab]:
+    name, dtype, num_prompts, case = request.param
+    model = {}
+    if case:
+        folder = tmp_path_factory.mktemp("model")
+        save(CASES[case], folder)
+        model["model"] = str(folder)
+    lab = Lab(make_ops(name), dtype, make_prompts(num_prompts), [], model)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield lab
@@ -151,6 +171,7 @@ def test_split_into_prefill_and_decode(
 
 def test_prefix_from_the_own_cache(build: Lab, alone: list[Outcome]) -> None:
     cluster = build({"one": Role.MIXED}, chunk_tokens=40)
+    size = cluster.layout.block_tokens
     for i, prompt in enumerate(build.prompts):
         for round_name in ("first", "again"):
             cluster.submit(work(f"{i} {round_name}", prompt), on="one")
@@ -158,7 +179,7 @@ def test_prefix_from_the_own_cache(build: Lab, alone: list[Outcome]) -> None:
     again = [cluster.outcomes[f"{i} again"] for i in range(len(build.prompts))]
     assert_same(again, alone)
     for outcome, prompt in zip(again, build.prompts, strict=True):
-        assert outcome.cached_tokens == (len(prompt) - 1) // 16 * 16
+        assert outcome.cached_tokens == (len(prompt) - 1) // size * size
 
 
 @pytest.mark.parametrize("holder", ["p", "d"])
@@ -168,6 +189,7 @@ def test_prefix_from_another_instance(
 ) -> None:
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
     cluster = build(roles, shared_memory=shared_memory)
+    size = cluster.layout.block_tokens
     prompts = build.prompts
     for i, prompt in enumerate(prompts):
         cluster.submit(work(f"{i} first", prompt), on="p", decode="d")
@@ -177,7 +199,7 @@ def test_prefix_from_another_instance(
     again = [cluster.outcomes[f"{i} again"] for i in range(len(build.prompts))]
     assert_same(again, alone)
     for outcome, prompt in zip(again, prompts, strict=True):
-        assert outcome.cached_tokens == (len(prompt) - 1) // 16 * 16
+        assert outcome.cached_tokens == (len(prompt) - 1) // size * size
     assert sum(o.fetched_tokens for o in again) > 300
 
 
