@@ -1,22 +1,23 @@
 """Tool calls: which calls a request allows, and their parsing from the model's output.
 
-A model writes optional tool calls as text, in the format of its chat template: JSON between
-`<tool_call>` and `</tool_call>` (Hermes, Qwen), or an output that is only JSON (Llama, Mistral). A
-required tool call is constrained to JSON by structured output, for every model. Text that looks
-like a call but is none stays text, so no output is lost.
+A model writes optional tool calls as text, in the format of its chat template: between
+`<tool_call>` and `</tool_call>` JSON (Hermes, Qwen) or tagged arguments (`tool_text.tagged`), or an
+output that is only JSON (Llama, Mistral). A required tool call is constrained to JSON by structured
+output, for every model. Text that looks like a call but is none stays text, so no output is lost.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from moonpool.api.bodies import ChatBody
 from moonpool.api.errors import ApiError
+from moonpool.api.tool_text.tagged import read_tagged_call
 from moonpool.types import MALFORMED
 
 MOST_TOOLS = 128
@@ -149,8 +150,8 @@ class _NamedCall:
 class _Calls:
     """Decodes and counts the calls of one output."""
 
-    def __init__(self, names: Collection[str], one: bool, next_id: NextId) -> None:
-        self._names = names
+    def __init__(self, functions: Mapping[str, dict[str, Any]], one: bool, next_id: NextId) -> None:
+        self._functions = functions
         self._one = one
         self._next_id = next_id
         self._count = 0
@@ -160,20 +161,30 @@ class _Calls:
         try:
             found = msgspec.json.decode(source)
         except MALFORMED:
-            return None
+            return self._read_tagged(source)
         calls = found if isinstance(found, list) else [found]
         deltas: list[ToolCallDelta] = []
         for call in calls:
             name = call.get("name") if isinstance(call, dict) else None
-            if not isinstance(name, str) or name not in self._names:
+            if not isinstance(name, str) or name not in self._functions:
                 return None
             arguments = call.get("arguments", call.get("parameters", {}))
             if not isinstance(arguments, str):  # some models write them as JSON in a string
                 arguments = msgspec.json.encode(arguments).decode()
             call_id = f"call_{self._next_id()}"
             deltas.append(ToolCallDelta(self._count + len(deltas), call_id, name, arguments))
-        if not deltas:
+        return self._counted(deltas) if deltas else None
+
+    def _read_tagged(self, source: str) -> list[ToolCallDelta] | None:
+        found = read_tagged_call(source, self._functions)
+        if found is None:
             return None
+        name, arguments = found
+        text = msgspec.json.encode(arguments).decode()
+        call_id = f"call_{self._next_id()}"
+        return self._counted([ToolCallDelta(self._count, call_id, name, text)])
+
+    def _counted(self, deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
         if self._one:  # parallel_tool_calls is false
             deltas = deltas[: 1 - self._count]
         self._count += len(deltas)

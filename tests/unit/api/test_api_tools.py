@@ -97,6 +97,94 @@ def test_tagged_calls_are_found_however_they_are_cut(
         assert functions(calls)[0][1] == {"city": "Oslo"}
 
 
+EDIT = {
+    "type": "function",
+    "function": {
+        "name": "edit",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string"},
+                "line": {"type": "integer"},
+                "all": {"type": "boolean"},
+                "tags": {"type": "array"},
+                "note": {"type": ["string", "null"]},
+            },
+        },
+    },
+}
+QWEN_EDIT = """
+<function=edit>
+<parameter=path>
+a "b" <c>
+  d
+</parameter>
+<parameter=line>
+12
+</parameter>
+<parameter=all>
+True
+</parameter>
+<parameter=tags>
+["x", 1]
+</parameter>
+<parameter=note>
+null
+</parameter>
+<parameter=other>
+7
+</parameter>
+</function>
+"""
+GLM_EDIT = (
+    'edit\n<arg_key>path</arg_key>\n<arg_value>a "b" <c>\n  d</arg_value>\n'
+    "<arg_key>line</arg_key><arg_value>12</arg_value>\n<arg_key>all</arg_key>\n"
+    '<arg_value>true</arg_value>\n<arg_key>tags</arg_key><arg_value>["x", 1]</arg_value>\n'
+    "<arg_key>note</arg_key><arg_value>null</arg_value>\n"
+    "<arg_key>other</arg_key><arg_value>7</arg_value>\n"
+)
+EDITED = {
+    "path": 'a "b" <c>\n  d', "line": 12, "all": True, "tags": ["x", 1], "note": None,
+    "other": "7",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [QWEN_EDIT, GLM_EDIT], ids=["qwen", "glm"])
+@given(cuts=st.lists(st.integers(0, 300), max_size=4).map(sorted))
+def test_tagged_arguments_have_the_types_of_the_schema(call: str, cuts: list[int]) -> None:
+    text = f"Well.\n<tool_call>{call}</tool_call>"
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    said, calls = read(TAGGED, *parts, tools=[EDIT])
+    assert said == "Well.\n"
+    assert functions(calls) == [("edit", EDITED)]
+
+
+@pytest.mark.parametrize(
+    ("inside", "arguments"),
+    [
+        ("clock", {}),
+        ("<function=clock>\n</function>", {}),
+        ("<function=edit><parameter=path>x", {"path": "x"}),
+        ("<function=edit><parameter=line>many</parameter></function>", {"line": "many"}),
+        ("<function=edit>words<parameter=path>x</parameter></function>", None),
+        ("<function=other></function>", None),
+        ("edit<arg_key>path</arg_key>words<arg_value>x</arg_value>", None),
+        ("edit<arg_key>path", None),
+        ("what", None),
+        ("<function=>", None),
+    ],
+)
+def test_tagged_text_that_is_no_call_stays_text(
+    inside: str, arguments: dict[str, Any] | None
+) -> None:
+    text = f"<tool_call>{inside}</tool_call>"
+    said, calls = read(TAGGED, text, tools=[EDIT, CLOCK])
+    if arguments is None:
+        assert (said, calls) == (text, [])
+    else:
+        assert [found for _, found in functions(calls)] == [arguments]
+
+
 @pytest.mark.parametrize(
     ("text", "called"),
     [
