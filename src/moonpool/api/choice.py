@@ -15,6 +15,7 @@ from msgspec import structs
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream
 from moonpool.api.frontend import Frontend, Output, RequestRefused
+from moonpool.api.output_text.reasoning import ReasoningReader
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
@@ -36,6 +37,7 @@ class Delta(NamedTuple):
     finish_reason: FinishReason | None  # of this increment; the choice itself may be ahead
     calls: Sequence[ToolCallDelta] = ()
     output: Output = NO_OUTPUT  # that it was made from
+    reasoning: str = ""  # before the text
 
 
 class Choice:
@@ -61,6 +63,8 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.timings_s: dict[str, float] | None = None
         self.delivered: list[int] | None = None  # tokens the client has from another head
+        self.reasoning: ReasoningReader | None = None  # set if reasoning is told from the text
+        self.hide_reasoning = False
         self.one_by_one = False  # each token is an increment of its own
         self._tools = tools
         self._called = False
@@ -101,6 +105,8 @@ class Choice:
         delta = self._take(output)
         if self._structured is not None:
             await self._check_structure(delta)
+        if self.reasoning is not None:
+            delta = self._read_reasoning(delta, self.reasoning)
         return self._read_calls(delta)
 
     @property
@@ -135,6 +141,13 @@ class Choice:
         self._structured.append(delta.text)
         if self.finish_reason is FinishReason.STOP and self.stop_reason is None:
             await check_satisfied(self.request.sampling.grammar, "".join(self._structured))
+
+    def _read_reasoning(self, delta: Delta, reader: ReasoningReader) -> Delta:
+        reasoning, text = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            more, rest = reader.flush()
+            reasoning, text = reasoning + more, text + rest
+        return delta._replace(text=text, reasoning="" if self.hide_reasoning else reasoning)
 
     def _read_calls(self, delta: Delta) -> Delta:
         if self._tools is None:

@@ -179,6 +179,7 @@ class ApiOptions:
     tokenizer: str = ""
     """Names the tokenizer for the processes that read large bodies; "": there are none."""
     exports_traces: bool = False
+    reads_reasoning: bool = True  # tells it from the answer, where the chat template has its tags
     chat_template: str = ""
     """The source of a template that these processes use in place of the tokenizer's own."""
 

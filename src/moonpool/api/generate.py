@@ -25,6 +25,7 @@ from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_o
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.output_text.reasoning import ReasoningReader, reader_for
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.rate_limits import RateLimits
 from moonpool.api.responses import ResponseWriter
@@ -284,10 +285,20 @@ class Generator:
                 )
                 calls = reader(call.facts.id_source(index)) if reader else None
                 choice = Choice(index, request, ending, tokenizer, calls)
+                choice.reasoning = self._reasoning(prepared, token_ids)
+                choice.hide_reasoning = body.include_reasoning is False
                 choice.echo = prepared.echoes[number] if prepared.echoes else None
                 choice.hide_output = body.max_tokens == 0
                 choices.append(choice)
         return choices
+
+    def _reasoning(self, prepared: PreparedCall, prompt: Sequence[int]) -> ReasoningReader | None:
+        """Only chat completions have a place for it. A grammar leaves no room for it."""
+        is_chat = prepared.tools is not None and prepared.original is None
+        if not is_chat or prepared.grammar or not self._options.reads_reasoning:
+            return None
+        tokenizer = self._frontend.tokenizer
+        return reader_for(prompt, tokenizer.tool_template, tokenizer)
 
     async def _answer_at_once(
         self, call: _Call, choices: Sequence[Choice], answer: AnswerFormat, shape: Shape
@@ -296,15 +307,20 @@ class Generator:
         texts: list[list[str]] = [[] for _ in choices]
         tokens: list[list[Token]] = [[] for _ in choices]
         calls: list[list[ToolCallDelta]] = [[] for _ in choices]
+        reasoning: list[list[str]] = [[] for _ in choices]
         keep_tokens = answer.with_logprobs or answer.with_token_ids
         async with context.watch(), aclosing(self._run(call, choices)) as deltas:
             async for delta in deltas:
                 index = delta.choice.index
                 texts[index].append(delta.text)
+                reasoning[index].append(delta.reasoning)
                 calls[index].extend(delta.calls)
                 if keep_tokens:
                     tokens[index].extend(delta.tokens)
-        results = [(c, "".join(texts[c.index]), tokens[c.index], calls[c.index]) for c in choices]
+        results = [
+            (c, "".join(texts[i]), tokens[i], calls[i], "".join(reasoning[i]))
+            for i, c in enumerate(choices)
+        ]
         payload = whole_answer(answer, shape, results)
         await context.respond(200, payload, headers=_timing_headers(choices[0]))
 

@@ -52,7 +52,7 @@ class Shape(Protocol):
         """Returns the fields of the first chunk of a choice, or nothing."""
         ...
 
-    def text_field(self, text: str) -> bytes: ...
+    def text_field(self, text: str, reasoning: str = "") -> bytes: ...
 
     def calls_field(self, calls: Sequence[ToolCallDelta]) -> bytes: ...
 
@@ -70,6 +70,7 @@ class Shape(Protocol):
         text: str,
         calls: Sequence[ToolCallDelta],
         logprobs: dict[str, Any] | None,
+        reasoning: str = "",
     ) -> dict[str, Any]: ...
 
 
@@ -106,8 +107,10 @@ class ChatShape:
     def opening(self, choice: Choice) -> bytes:
         return b'"delta":{"role":"assistant","content":""}'
 
-    def text_field(self, text: str) -> bytes:
-        return b'"delta":{"content":' + _encode(text) + b"}"
+    def text_field(self, text: str, reasoning: str = "") -> bytes:
+        if not reasoning:
+            return b'"delta":{"content":' + _encode(text) + b"}"
+        return b'"delta":' + _encode(_with_reasoning({"content": text} if text else {}, reasoning))
 
     def calls_field(self, calls: Sequence[ToolCallDelta]) -> bytes:
         written = []
@@ -148,11 +151,19 @@ class ChatShape:
         text: str,
         calls: Sequence[ToolCallDelta],
         logprobs: dict[str, Any] | None,
+        reasoning: str = "",
     ) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": together(calls)}
+        if reasoning:
+            message = _with_reasoning(message, reasoning)
         return {"message": message, "logprobs": logprobs}
+
+
+def _with_reasoning(message: dict[str, Any], reasoning: str) -> dict[str, Any]:
+    """Under both names that clients know: vLLM's, and the older one of DeepSeek's API."""
+    return message | {"reasoning": reasoning, "reasoning_content": reasoning}
 
 
 class CompletionShape:
@@ -166,7 +177,7 @@ class CompletionShape:
     def opening(self, choice: Choice) -> bytes:
         return b"" if choice.echo is None else self.text_field(choice.echo)
 
-    def text_field(self, text: str) -> bytes:
+    def text_field(self, text: str, reasoning: str = "") -> bytes:
         return b'"text":' + _encode(text)
 
     def calls_field(self, calls: Sequence[ToolCallDelta]) -> bytes:
@@ -211,6 +222,7 @@ class CompletionShape:
         text: str,
         calls: Sequence[ToolCallDelta],
         logprobs: dict[str, Any] | None,
+        reasoning: str = "",
     ) -> dict[str, Any]:
         return {"text": (choice.echo or "") + text, "logprobs": logprobs}
 
@@ -260,10 +272,10 @@ class ChunkWriter:
             self._opened[index] = True
             self._open(choice, parts)
         extras = self._answer.with_logprobs or self._answer.with_token_ids
-        if delta.text or (extras and delta.tokens):
+        if delta.text or delta.reasoning or (extras and delta.tokens):
             parts += (
                 self._starts[index],
-                self._shape.text_field(delta.text),
+                self._shape.text_field(delta.text, delta.reasoning),
                 self._extras(delta) if extras else self._no_logprobs,
                 b',"finish_reason":null',
                 self._end(),
@@ -336,11 +348,12 @@ class ChunkWriter:
 def whole_answer(
     answer: AnswerFormat,
     shape: Shape,
-    results: Sequence[tuple[Choice, str, Sequence[Token], Sequence[ToolCallDelta]]],
+    results: Sequence[tuple[Choice, str, Sequence[Token], Sequence[ToolCallDelta], str]],
 ) -> bytes:
-    """Returns the body of a response that is not streamed."""
+    """Returns the body of a response that is not streamed. results: each choice with its text,
+    tokens, calls and reasoning."""
     choices = []
-    for choice, text, tokens, calls in results:
+    for choice, text, tokens, calls, reasoning in results:
         write = partial(shape.logprobs, text_offset=0, as_ids=answer.tokens_as_ids)
         logprobs = None
         if answer.with_logprobs:
@@ -348,7 +361,7 @@ def whole_answer(
             logprobs = echoed_logprobs(choice, tokens, write) if echoes else write(tokens)
         written = {
             "index": choice.index,
-            **shape.whole(choice, text, calls, logprobs),
+            **shape.whole(choice, text, calls, logprobs, reasoning),
             "finish_reason": choice.finish_word,
             "stop_reason": choice.stop_reason,
         }

@@ -1,7 +1,7 @@
 """Tool calls: which calls a request allows, and their parsing from the model's output.
 
 A model writes optional tool calls as text, in the format of its chat template: between
-`<tool_call>` and `</tool_call>` JSON (Hermes, Qwen) or tagged arguments (`tool_text.tagged`), or an
+`<tool_call>` and `</tool_call>` JSON (Hermes, Qwen) or tagged arguments (`output_text`), or an
 output that is only JSON (Llama, Mistral). A required tool call is constrained to JSON by structured
 output, for every model. Text that looks like a call but is none stays text, so no output is lost.
 """
@@ -17,7 +17,8 @@ import msgspec
 
 from moonpool.api.bodies import ChatBody
 from moonpool.api.errors import ApiError
-from moonpool.api.tool_text.tagged import read_tagged_call
+from moonpool.api.output_text.reasoning import overlap
+from moonpool.api.output_text.tagged_calls import read_tagged_call
 from moonpool.types import MALFORMED
 
 MOST_TOOLS = 128
@@ -235,7 +236,7 @@ class _TaggedCalls:
                 self._behind = not self._held
             before, tag, rest = self._held.partition(_OPEN)
             if not tag:
-                keep = _overlap(self._held, _OPEN)
+                keep = overlap(self._held, _OPEN)
                 cut = len(self._held) - keep
                 plain, self._held = plain + self._held[:cut], self._held[cut:]
                 return plain, deltas
@@ -255,12 +256,6 @@ class _TaggedCalls:
             if deltas is not None:
                 return "", deltas
         return held, []
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Returns how many of the last characters may begin the tag."""
-    most = min(len(text), len(tag) - 1)
-    return next((n for n in range(most, 0, -1) if tag.startswith(text[-n:])), 0)
 
 
 def _whole_items(text: str) -> str:

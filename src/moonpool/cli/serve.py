@@ -55,6 +55,7 @@ _SHARED_KEYS = (
     "model.served_name",
     "model.max_model_tokens",
     "model.chat_template",
+    "model.reasoning_parser",
     "model.lora_modules",
     "pool.block_tokens",
     "pool.dram_tokens_per_instance",

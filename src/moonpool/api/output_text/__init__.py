@@ -1,0 +1,1 @@
+"""What models write besides plain text: tagged tool calls, and reasoning."""

@@ -1,1 +1,0 @@
-"""Formats in which models write tool calls, besides JSON."""

@@ -1,0 +1,121 @@
+"""Reasoning: told from the answer in whatever pieces it comes, and nothing of either is lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_head import ScriptedHead, chat, complete, events_of, served, spoken
+
+from moonpool.api.frontend import ApiOptions
+from moonpool.api.output_text.reasoning import ReasoningReader
+from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.engine.tokenizers.chat_template import ChatTemplate
+
+KNOWS = "{{ messages[0].content }}{# <think></think> #}"
+BEGINS = "{{ messages[0].content }}<think>\n{# </think> #}"
+PLAIN = "{{ messages[0].content }}"
+CALL = '<tool_call>{"name": "clock"}</tool_call>'
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+class ThinkingTokenizer(ByteTokenizer):
+    """Of a model with this template."""
+
+    def __init__(self, template: str) -> None:
+        super().__init__()
+        self.tool_template = template
+        self._chat = ChatTemplate(template)
+
+
+def head_saying(text: str, template: str = KNOWS) -> ScriptedHead:
+    return ScriptedHead(lambda _: spoken(*text), ThinkingTokenizer(template))
+
+
+TEXTS = [
+    (False, "<think>\nso\n</think>\n\nYes.", "so\n", "Yes."),
+    (False, "\n <think>a < b</think>c", "a < b", "c"),
+    (False, "Yes, <think>no</think>.", "", "Yes, <think>no</think>."),
+    (False, "\n\nYes.", "", "\n\nYes."),
+    (False, "<thin", "", "<thin"),
+    (False, "<think>", "", ""),
+    (False, "<think>never ends </thin", "never ends </thin", ""),
+    (True, "\nso</think>Yes.", "so", "Yes."),
+    (True, "so</think></think>", "so", "</think>"),
+    (True, "", "", ""),
+    (False, "", "", ""),
+]
+
+
+@pytest.mark.parametrize(("inside", "text", "reasoning", "answer"), TEXTS)
+@given(data=st.data())
+def test_any_pieces_are_divided_alike(
+    inside: bool, text: str, reasoning: str, answer: str, data: st.DataObject
+) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    reader, found = ReasoningReader(inside), [("", "")]
+    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        found.append(reader.push(text[begin:end]))
+    found.append(reader.flush())
+    assert ("".join(a for a, _ in found), "".join(b for _, b in found)) == (reasoning, answer)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [(KNOWS, "<think>why</think>Because."), (BEGINS, "why</think>Because.")],
+)
+def test_an_answer_and_a_stream_have_it_apart(template: str, text: str) -> None:
+    message = chat(head_saying(text, template)).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("why", "Because.")
+    assert message["reasoning"] == "why"
+    deltas = [
+        event["choices"][0]["delta"]
+        for event in events_of(chat(head_saying(text, template), stream=True))
+        if event["choices"]
+    ]
+    joined = {
+        key: "".join(delta.get(key) or "" for delta in deltas)
+        for key in ("reasoning_content", "content")
+    }
+    assert joined == {"reasoning_content": "why", "content": "Because."}
+
+
+def message_of(head: ScriptedHead, **fields: Any) -> dict[str, Any]:
+    message: dict[str, Any] = chat(head, **fields).json()["choices"][0]["message"]
+    return message
+
+
+def test_what_has_no_place_for_it_stays_text() -> None:
+    text = "<think>why</think>Because."
+    assert message_of(head_saying(text, PLAIN))["content"] == text
+    assert complete(head_saying(text)).json()["choices"][0]["text"] == text
+    constrained = {"structured_outputs": {"regex": ".*"}}
+    assert message_of(head_saying(text), **constrained)["content"] == text
+
+
+def test_a_client_may_leave_it_out() -> None:
+    message = message_of(head_saying("<think>why</think>Because."), include_reasoning=False)
+    assert "reasoning_content" not in message
+    assert message["content"] == "Because."
+
+
+def test_calls_are_found_behind_it_only() -> None:
+    message = message_of(head_saying(f"<think>{CALL}</think>{CALL}"), tools=[CLOCK])
+    assert message["reasoning_content"] == CALL
+    assert message["content"] is None
+    assert len(message["tool_calls"]) == 1
+
+
+def test_a_server_may_leave_it_as_text() -> None:
+    text = "<think>why</think>Because."
+    with served(head_saying(text), ApiOptions(reads_reasoning=False)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        answer = client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "?"}]
+        )
+    assert answer.choices[0].message.content == text
+    assert "reasoning" not in json.loads(answer.to_json())["choices"][0]["message"]
