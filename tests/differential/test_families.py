@@ -81,6 +81,17 @@ def test_any_chunks_and_batches_give_the_same_bits(
     check_plans(opened(folders, name, dtype), ops_name, num_shards=1)
 
 
+@pytest.mark.parametrize("name", ["mistral-window", "gpt-oss", "qwen3.5"])
+def test_blocks_of_any_size_give_the_same_bits(folders: dict[str, Path], name: str) -> None:
+    """Models with linear attention have blocks of hundreds of tokens, of no power of two."""
+    prompt = random_prompts(random.Random(5), 1, 300, 200)[0]
+    model = opened(folders, name)
+    small, *others = (
+        Lab(model, make_ops("native"), size, 1200).whole(prompt) for size in (16, 48, 544)
+    )
+    assert all(torch.equal(small, other) for other in others)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_too(folders: dict[str, Path], name: str) -> None:

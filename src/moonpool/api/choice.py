@@ -154,10 +154,14 @@ class Choice:
             return delta
         text, calls = self._tools.push(delta.text)
         if delta.finish_reason is not None:
-            rest, last = self._tools.flush(delta.finish_reason is FinishReason.LENGTH)
+            rest, last = self._tools.flush(self._is_cut)
             text, calls = text + rest, [*calls, *last]
         self._called = self._called or bool(calls)
         return delta._replace(text=text, calls=calls)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.finish_reason is FinishReason.LENGTH or isinstance(self.stop_reason, str)
 
     def _take(self, output: Output) -> Delta:
         if output.finish_reason is FinishReason.ABORT:

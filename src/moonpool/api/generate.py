@@ -43,6 +43,7 @@ from moonpool.api.resume.resumed_events import (
     resume_tokens,
 )
 from moonpool.api.sampling import (
+    Ending,
     ending_of,
     max_tokens_of,
     num_logprobs,
@@ -285,20 +286,24 @@ class Generator:
                 )
                 calls = reader(call.facts.id_source(index)) if reader else None
                 choice = Choice(index, request, ending, tokenizer, calls)
-                choice.reasoning = self._reasoning(prepared, token_ids)
+                choice.reasoning = self._reasoning(call, token_ids, ending)
                 choice.hide_reasoning = body.include_reasoning is False
                 choice.echo = prepared.echoes[number] if prepared.echoes else None
                 choice.hide_output = body.max_tokens == 0
                 choices.append(choice)
         return choices
 
-    def _reasoning(self, prepared: PreparedCall, prompt: Sequence[int]) -> ReasoningReader | None:
+    def _reasoning(
+        self, call: _Call, prompt: Sequence[int], ending: Ending
+    ) -> ReasoningReader | None:
         """Only chat completions have a place for it. A grammar leaves no room for it."""
+        prepared = call.prepared
         is_chat = prepared.tools is not None and prepared.original is None
         if not is_chat or prepared.grammar or not self._options.reads_reasoning:
             return None
-        tokenizer = self._frontend.tokenizer
-        return reader_for(prompt, tokenizer.tool_template, tokenizer)
+        if not call.facts.tells_reasoning:  # an answer that an older head began
+            return None
+        return reader_for(prompt, self._frontend.tokenizer, ending.skip_special_tokens)
 
     async def _answer_at_once(
         self, call: _Call, choices: Sequence[Choice], answer: AnswerFormat, shape: Shape

@@ -18,7 +18,7 @@ import msgspec
 from moonpool.api.bodies import ChatBody
 from moonpool.api.errors import ApiError
 from moonpool.api.output_text.reasoning import overlap
-from moonpool.api.output_text.tagged_calls import read_tagged_call
+from moonpool.api.output_text.tagged_calls import CallEnd, read_tagged_call
 from moonpool.types import MALFORMED
 
 MOST_TOOLS = 128
@@ -157,12 +157,12 @@ class _Calls:
         self._next_id = next_id
         self._count = 0
 
-    def read(self, source: str) -> list[ToolCallDelta] | None:
+    def read(self, source: str, end: CallEnd = "closed") -> list[ToolCallDelta] | None:
         """Decodes one call or a list of calls. Returns None if the text is something else."""
         try:
             found = msgspec.json.decode(source)
         except MALFORMED:
-            return self._read_tagged(source)
+            return self._read_tagged(source, end)
         calls = found if isinstance(found, list) else [found]
         deltas: list[ToolCallDelta] = []
         for call in calls:
@@ -176,8 +176,8 @@ class _Calls:
             deltas.append(ToolCallDelta(self._count + len(deltas), call_id, name, arguments))
         return self._counted(deltas) if deltas else None
 
-    def _read_tagged(self, source: str) -> list[ToolCallDelta] | None:
-        found = read_tagged_call(source, self._functions)
+    def _read_tagged(self, source: str, end: CallEnd) -> list[ToolCallDelta] | None:
+        found = read_tagged_call(source, self._functions, end)
         if found is None:
             return None
         name, arguments = found
@@ -252,7 +252,7 @@ class _TaggedCalls:
     def flush(self, cut: bool) -> Read:
         held, self._held = self._held, ""
         if held.startswith(_OPEN):  # a model may end its output instead of closing the tag
-            deltas = self._calls.read(held[len(_OPEN) :])
+            deltas = self._calls.read(held[len(_OPEN) :], "cut" if cut else "open")
             if deltas is not None:
                 return "", deltas
         return held, []

@@ -61,8 +61,10 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     scheme = read_scheme(config)
     spec = parse_config({k: v for k, v in config.items() if k != "quantization_config"})
     files = _tensor_files(folder)
-    joined = any(name.endswith(".mlp.experts.gate_up_proj") for name in files)
-    spec = replace(spec, prefix=_prefix(files), joined_experts=joined)
+    prefix = _prefix(files)
+    layers, experts = f"{prefix}layers.", ".mlp.experts.gate_up_proj"
+    joined = any(name.startswith(layers) and name.endswith(experts) for name in files)
+    spec = replace(spec, prefix=prefix, joined_experts=joined)
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     shapes = _shapes(spec, scheme, files, headers)
     packed = frozenset() if scheme is None else scheme.dtypes

@@ -52,8 +52,8 @@ class StepMeta:
     num_sequences: int
     adapters: tuple[int, ...] = ()
     """The LoRA adapter of each sequence, by its place from 1 on, 0 for none; (): none has one."""
-    unchecked: bool = False
-    """Whether blocks before the rows may hold anything: in a measurement, or as they arrive."""
+    unchecked: tuple[int, ...] = ()
+    """The sequences whose blocks may hold anything: in a measurement, or where some never came."""
 
 
 @dataclass(frozen=True, slots=True)

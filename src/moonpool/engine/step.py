@@ -98,7 +98,9 @@ def plan_rows(
         num_rows=num_rows,
         num_sequences=len(entries),
         adapters=_adapters(entries, adapters),
-        unchecked=any(entry.any_content or entry.arriving is not None for entry in entries),
+        unchecked=tuple(
+            i for i, e in enumerate(entries) if e.any_content or e.arriving is not None
+        ),
     )
     return Rows(torch.from_numpy(token_ids), meta, bounds[1:] - 1)
 

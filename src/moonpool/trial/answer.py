@@ -90,9 +90,10 @@ class AnswerReceiver:
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         said = choice.get("delta") or choice.get("message") or choice
-        for field in ("reasoning_content", "reasoning", "content", "text"):
-            if isinstance(said.get(field), str):
-                self._parts.append(said[field])
+        reasoning = said.get("reasoning_content") or said.get("reasoning")  # some send both
+        for part in (reasoning, said.get("content"), said.get("text")):
+            if isinstance(part, str):
+                self._parts.append(part)
         self.answer.finish = choice.get("finish_reason") or self.answer.finish
         self.answer.tokens += _details(choice.get("logprobs") or {})
 

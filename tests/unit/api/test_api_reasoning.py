@@ -104,7 +104,8 @@ def test_a_client_may_leave_it_out() -> None:
 
 
 def test_calls_are_found_behind_it_only() -> None:
-    message = message_of(head_saying(f"<think>{CALL}</think>{CALL}"), tools=[CLOCK])
+    template = "{% if tools %}<tool_call>{% endif %}" + KNOWS
+    message = message_of(head_saying(f"<think>{CALL}</think>{CALL}", template), tools=[CLOCK])
     assert message["reasoning_content"] == CALL
     assert message["content"] is None
     assert len(message["tool_calls"]) == 1

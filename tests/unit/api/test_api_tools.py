@@ -53,7 +53,9 @@ def head_saying(text: str, template: str = TAGGED) -> ScriptedHead:
     return ScriptedHead(lambda _: spoken(*text), ToolTokenizer(template))
 
 
-def read(template: str, *texts: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
+def read(
+    template: str, *texts: str, cut: bool = False, **fields: Any
+) -> tuple[str, list[dict[str, Any]]]:
     """What is said and called by an answer that comes in these pieces."""
     body = msgspec.convert({"messages": [], "tools": TOOLS} | fields, ChatBody)
     make = Tools(body).reader(template)
@@ -62,7 +64,7 @@ def read(template: str, *texts: str, **fields: Any) -> tuple[str, list[dict[str,
     for text in texts:
         more, found = reader.push(text)
         said, pieces = said + more, pieces + found
-    more, found = reader.flush(cut=False)
+    more, found = reader.flush(cut)
     return said + more, together(pieces + found)
 
 
@@ -109,6 +111,8 @@ EDIT = {
                 "all": {"type": "boolean"},
                 "tags": {"type": "array"},
                 "note": {"type": ["string", "null"]},
+                "most": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "odd": {"type": [{"no": "type"}, "object"], "anyOf": [7]},
             },
         },
     },
@@ -134,6 +138,12 @@ null
 <parameter=other>
 7
 </parameter>
+<parameter=most>
+5
+</parameter>
+<parameter=odd>
+{}
+</parameter>
 </function>
 """
 GLM_EDIT = (
@@ -142,21 +152,31 @@ GLM_EDIT = (
     '<arg_value>true</arg_value>\n<arg_key>tags</arg_key><arg_value>["x", 1]</arg_value>\n'
     "<arg_key>note</arg_key><arg_value>null</arg_value>\n"
     "<arg_key>other</arg_key><arg_value>7</arg_value>\n"
+    "<arg_key>most</arg_key><arg_value>5</arg_value>\n<arg_key>odd</arg_key><arg_value>{}</arg_value>"
 )
 EDITED = {
     "path": 'a "b" <c>\n  d', "line": 12, "all": True, "tags": ["x", 1], "note": None,
-    "other": "7",
+    "other": "7", "most": 5, "odd": {},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("call", [QWEN_EDIT, GLM_EDIT], ids=["qwen", "glm"])
-@given(cuts=st.lists(st.integers(0, 300), max_size=4).map(sorted))
+@given(cuts=st.lists(st.integers(0, 400), max_size=4).map(sorted))
 def test_tagged_arguments_have_the_types_of_the_schema(call: str, cuts: list[int]) -> None:
     text = f"Well.\n<tool_call>{call}</tool_call>"
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     said, calls = read(TAGGED, *parts, tools=[EDIT])
     assert said == "Well.\n"
     assert functions(calls) == [("edit", EDITED)]
+
+
+@pytest.mark.parametrize("call", [QWEN_EDIT, GLM_EDIT], ids=["qwen", "glm"])
+def test_a_call_that_a_limit_cuts_is_never_taken_in_part(call: str) -> None:
+    text = f"<tool_call>{call}".rstrip()
+    for length in range(len(text)):
+        said, calls = read(TAGGED, text[:length], cut=True, tools=[EDIT, CLOCK])
+        assert (said, calls) == (text[:length], [])
+    assert functions(read(TAGGED, text, tools=[EDIT])[1]) == [("edit", EDITED)]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def empty() -> KvCache:
     return KvCache(blocks, LAYOUT)
 
 
-def meta_of(parts: list[tuple[int, int, list[int]]], unchecked: bool = False) -> StepMeta:
+def meta_of(parts: list[tuple[int, int, list[int]]], unchecked: tuple[int, ...] = ()) -> StepMeta:
     """Sequences of (start, rows, blocks)."""
     counts = torch.tensor([rows for _, rows, _ in parts])
     starts = torch.tensor([0, *counts.cumsum(0).tolist()], dtype=torch.int32)
@@ -148,7 +148,7 @@ def test_another_state_than_the_steps_start_is_refused(name: str) -> None:
         ops.delta_rule(rows(3, 2), own, DeltaArgs(SPEC, cache, 0, wrong))
     if name == "native":  # which checks all sequences before it writes
         assert torch.equal(cache.blocks.nan_to_num(), kept.nan_to_num())
-    unchecked = meta_of([(21, 1, [1, 2])], unchecked=True)
+    unchecked = meta_of([(21, 1, [1, 2])], unchecked=(0,))
     found = ops.delta_rule(rows(1, 2), own, DeltaArgs(SPEC, cache, 0, unchecked))
     assert torch.isfinite(found).all()
 

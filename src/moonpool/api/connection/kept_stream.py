@@ -34,6 +34,7 @@ class StreamFacts(Struct, frozen=True):
     created_s: int
     ids: bytes  # the seed of the ids within the response
     max_model_tokens: int
+    tells_reasoning: bool = False  # apart from the answer, where the model's template has its tags
 
     def id_source(self, index: int) -> Callable[[], str]:
         """Returns a function that gives one unpredictable id after another, those of one choice."""
@@ -56,6 +57,7 @@ def draw_facts(request_id: str, max_model_tokens: int) -> StreamFacts:
         created_s=int(time.time()),
         ids=secrets.token_bytes(16),
         max_model_tokens=max_model_tokens,
+        tells_reasoning=True,
     )
 
 

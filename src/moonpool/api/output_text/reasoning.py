@@ -69,10 +69,14 @@ class ReasoningReader:
 
 
 def reader_for(
-    prompt: Sequence[int], template: str | None, tokenizer: Tokenizer
+    prompt: Sequence[int], tokenizer: Tokenizer, skips_special_tokens: bool
 ) -> ReasoningReader | None:
-    """Returns the reader of the answer to a prompt; None if the template knows no such tags."""
-    if CLOSE not in (template or ""):
+    """Returns the reader of the answer to a prompt; None if the chat template knows no such tags,
+    or if the answer's text does not show them."""
+    if CLOSE not in (tokenizer.tool_template or ""):
+        return None
+    shown = tokenizer.decode(tokenizer.encode(CLOSE, False), skips_special_tokens)
+    if CLOSE not in shown:
         return None
     end = tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False)
     return ReasoningReader(end.rstrip().endswith(OPEN))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -35,16 +35,22 @@ _PARAMETER = re.compile(
 _PAIR = re.compile(
     r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)\s*", re.DOTALL
 )
+CallEnd = Literal["closed", "open", "cut"]
+"""What ended a call: its tag, the model without one, or a limit of the output."""
+_ENDS = {"open": ("</function>", "</arg_value>"), "cut": ("</function>",)}
 _TRUTHS = {"true": True, "false": False}
 _NO_TEXT = {"integer", "number", "boolean", "object", "array", "null"}
 
 
 def read_tagged_call(
-    source: str, functions: Mapping[str, Mapping[str, Any]]
+    source: str, functions: Mapping[str, Mapping[str, Any]], end: CallEnd = "closed"
 ) -> tuple[str, dict[str, Any]] | None:
     """Returns the name and the arguments of one call; None if the text is something else.
 
-    functions: the schema of each function's parameters."""
+    functions: the schema of each function's parameters. No argument is taken in part: without a tag
+    behind it, a call must end with a closing tag of its own."""
+    if end != "closed" and not source.rstrip().endswith(_ENDS[end]):
+        return None
     found = _FUNCTION.fullmatch(source)
     if found is not None:
         name, pairs = found[1], _all(_PARAMETER, found[2].strip())
@@ -73,13 +79,25 @@ def _all(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
 def _value(text: str, schema: Any) -> Any:
     """Returns text where the schema allows it and nothing else fits, else what the JSON means."""
     text = text.removeprefix("\n").removesuffix("\n")
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    named = set(kinds) if isinstance(kinds, list) else {kinds} - {None}
-    if "string" in named and not (named & _NO_TEXT and text.strip() == "null"):
+    kinds = _kinds(schema)
+    if "string" in kinds and not (kinds & _NO_TEXT and text.strip() == "null"):
         return text
     try:
         value = msgspec.json.decode(text)
     except MALFORMED:
-        return _TRUTHS.get(text.strip().lower(), text) if "boolean" in named else text
-    # Without a schema, a number or a word may be meant as text.
-    return value if named or isinstance(value, dict | list) else text
+        return _TRUTHS.get(text.strip().lower(), text) if "boolean" in kinds else text
+    # Without a type, a number or a word may be meant as text.
+    return value if kinds or isinstance(value, dict | list) else text
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema names, also as alternatives; a client may have written anything."""
+    if not isinstance(schema, dict):
+        return set()
+    own = schema.get("type")
+    found = {kind for kind in (own if isinstance(own, list) else [own]) if isinstance(kind, str)}
+    for key in ("anyOf", "oneOf"):
+        parts = schema.get(key)
+        for part in parts if isinstance(parts, list) else ():
+            found |= _kinds({"type": part.get("type")}) if isinstance(part, dict) else set()
+    return found

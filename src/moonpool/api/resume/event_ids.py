@@ -60,6 +60,7 @@ class EventPosition(NamedTuple):
             created_s=self.created_s,
             ids=self.ids,
             max_model_tokens=max_model_tokens,
+            tells_reasoning=True,
         )
 
     def prefix(self) -> str:

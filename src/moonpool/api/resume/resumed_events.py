@@ -91,7 +91,7 @@ class ResumedEvents:
         if choice.num_tokens < has:
             raise _shorter(choice.num_tokens, has)
         self._has_begun = True
-        return self._writer.events(delta._replace(text="", tokens=(), calls=()))
+        return self._writer.events(delta._replace(text="", tokens=(), calls=(), reasoning=""))
 
     def end(self) -> bytes:
         return self._writer.end()

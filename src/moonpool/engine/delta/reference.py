@@ -43,7 +43,9 @@ def delta_rows(x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
     for s, start in enumerate(meta.context_starts.tolist()):
         place = int(tables[s, max(start - 1, 0) // size])
         running = _Running(spec, weights)
-        running.continue_from(state_view(cache.blocks, layer, place, spec), start, meta.unchecked)
+        running.continue_from(
+            state_view(cache.blocks, layer, place, spec), start, s in meta.unchecked
+        )
         for row in range(bounds[s], bounds[s + 1]):
             out[row] = running.take(x[row].float()).to(x.dtype)
             num_tokens = start + row - bounds[s] + 1

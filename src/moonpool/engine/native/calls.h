@@ -64,10 +64,10 @@ struct DeltaCall {
     const float* decay;        // [value_heads]
     const float* step_bias;    // [value_heads]
     const float* norm;         // [value_dim]
+    const uint8_t* unchecked;  // [sequences]: 1 where blocks may hold anything; null: nowhere
     int64_t block_bytes, num_blocks, table_width, sequences;
     int64_t key_heads, value_heads, key_dim, value_dim, taps, block_tokens;
     int64_t tiled;      // 1: value head h has key head h % key_heads
-    int64_t unchecked;  // 1: blocks before the rows may hold anything
     float eps;
 };
 

@@ -195,8 +195,10 @@ int delta_rule(const DeltaCall& c, int threads) {
     if (c.key_dim > MAX_DIM || c.value_dim > MAX_DIM || c.taps > MOST_TAPS) return 1;
     if (c.key_dim % 16 || c.value_dim % 16 || c.value_heads % c.key_heads || !has_tables(c)) return 1;
     const Sizes z(c);
-    for (int64_t s = 0; s < c.sequences && !c.unchecked; ++s)
-        if (start_of(c, s) > 0 && !continues(c, s)) return 2;
+    for (int64_t s = 0; s < c.sequences; ++s) {
+        const bool checked = !c.unchecked || !c.unchecked[s];
+        if (checked && start_of(c, s) > 0 && !continues(c, s)) return 2;
+    }
     const int64_t rows = c.row_starts[c.sequences];
     static thread_local Scratch scratch;
     float* mixed = (float*)scratch.take((size_t)rows * z.channels * 4);

@@ -39,7 +39,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "merge": (ctypes.c_char_p, _INT),
 }
 # The structs of calls.h, rowwise.cpp and attention.cpp: pointers, integers, a float.
-ROPE_CALL = struct.Struct("@10P12qf")
+ROPE_CALL = struct.Struct("@11P11qf")
 DELTA_CALL = struct.Struct("@10P12qf")
 STORE_CALL = struct.Struct("@5P9q")
 ATTEND_CALL = struct.Struct("@7P11q2f")

@@ -279,12 +279,17 @@ class NativeOps:
         if not 0 <= layer < blocks.shape[1]:
             raise IndexError(f"layer {layer} of {blocks.shape[1]}")
         out = torch.empty(meta.num_rows, spec.values, dtype=x.dtype)
+        unchecked: Tensor | None = None
+        if meta.unchecked:
+            unchecked = torch.zeros(meta.num_sequences, dtype=torch.uint8)
+            unchecked[list(meta.unchecked)] = 1
         call = DELTA_CALL.pack(
             x.data_ptr(),
             out.data_ptr(),
             blocks.data_ptr() + layer * blocks.stride(1) * size,
             *self._step_addresses(meta),
             *(weight.data_ptr() for weight in weights[:4]),
+            0 if unchecked is None else unchecked.data_ptr(),
             blocks.stride(0) * size,
             blocks.shape[0],
             meta.block_tables.shape[1],
@@ -296,7 +301,6 @@ class NativeOps:
             spec.taps,
             layout.block_tokens,
             spec.tiled,
-            meta.unchecked,
             weights.eps,
         )
         failed = self._of(x).delta_rule(call, torch.get_num_threads())

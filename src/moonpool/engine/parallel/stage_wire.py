@@ -108,7 +108,7 @@ class StageStep(Struct, frozen=True, tag=True):
     block_tables: bytes
     announced: bool
     adapters: tuple[int, ...] = ()
-    unchecked: bool = False
+    unchecked: tuple[int, ...] = ()
     wanted: bytes = b""
     draws: tuple[StageDraw, ...] = ()
 

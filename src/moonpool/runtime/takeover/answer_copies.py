@@ -90,6 +90,7 @@ def _written(copy: _Copy) -> int:
         created_s=begun.created_s,
         ids=begun.ids,
         max_model_tokens=begun.max_model_tokens,
+        tells_reasoning=True,
     )
     opening = Opening(
         request=b"",
