@@ -39,7 +39,6 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 KvCacheDtype = Literal["auto", "fp8"]
-ReasoningParser = Literal["auto", "none"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
@@ -94,10 +93,6 @@ class ModelConfig(Struct, frozen=True):
     chat_template: Annotated[
         str, about("File with a chat template (Jinja) in place of the model's own.")
     ] = ""
-    reasoning_parser: Annotated[
-        ReasoningParser,
-        about("auto gives text between think tags as reasoning_content; none leaves it as text."),
-    ] = "auto"
 
 
 class ClusterConfig(Struct, frozen=True):

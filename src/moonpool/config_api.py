@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from moonpool.config_schema import about
 from moonpool.types import Struct
@@ -53,6 +53,13 @@ class ApiConfig(Struct, frozen=True):
             "--allowed-origin",
         ),
     ] = ()
+    reasoning_parser: Annotated[
+        Literal["auto", "none"],
+        about(
+            "auto gives text between think tags as reasoning_content; none leaves it as text.",
+            "--reasoning-parser",
+        ),
+    ] = "auto"
     request_timeout_s: Annotated[
         float,
         about("Most seconds that one request may take.", "--request-timeout", gt=0, le=86_400),

@@ -175,6 +175,10 @@ class MiniCluster:
         self.after_step: Callable[[], None] = lambda: None
         self._decode_of: dict[str, Node] = {}
 
+    @property
+    def block_tokens(self) -> int:
+        return next(iter(self.nodes.values())).layout.block_tokens
+
     def submit(
         self, work: AttemptSpec, on: str, decode: str | None = None, fetch_from: str | None = None
     ) -> None:

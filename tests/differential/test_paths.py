@@ -171,7 +171,7 @@ def test_split_into_prefill_and_decode(
 
 def test_prefix_from_the_own_cache(build: Lab, alone: list[Outcome]) -> None:
     cluster = build({"one": Role.MIXED}, chunk_tokens=40)
-    size = cluster.layout.block_tokens
+    size = cluster.block_tokens
     for i, prompt in enumerate(build.prompts):
         for round_name in ("first", "again"):
             cluster.submit(work(f"{i} {round_name}", prompt), on="one")
@@ -189,7 +189,7 @@ def test_prefix_from_another_instance(
 ) -> None:
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
     cluster = build(roles, shared_memory=shared_memory)
-    size = cluster.layout.block_tokens
+    size = cluster.block_tokens
     prompts = build.prompts
     for i, prompt in enumerate(prompts):
         cluster.submit(work(f"{i} first", prompt), on="p", decode="d")

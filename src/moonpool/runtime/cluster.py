@@ -315,7 +315,7 @@ def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
         allowed_origins=config.api.allowed_origins,
         tokenizer=tokenizer,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),
-        reads_reasoning=config.model.reasoning_parser == "auto",
+        reads_reasoning=config.api.reasoning_parser == "auto",
         chat_template=_read_template(template) if template else "",
     )
 
