@@ -181,6 +181,7 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         found |= {
             f"{architecture}.ssm.inner_size": width,
             f"{architecture}.full_attention_interval": 4,
+            f"{architecture}.rope.dimension_sections": [rotated // 6] * 3 + [0],
         }
     return found | _latent(config) if architecture == "deepseek2" else found
 
