@@ -9,7 +9,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_head import ScriptedHead, chat, complete, events_of, served, spoken
+from scripted_head import ScriptedHead, call, chat, complete, events_of, served, spoken
 
 from moonpool.api.frontend import ApiOptions
 from moonpool.api.output_text.reasoning import ReasoningReader
@@ -120,3 +120,24 @@ def test_a_server_may_leave_it_as_text() -> None:
         )
     assert answer.choices[0].message.content == text
     assert "reasoning" not in json.loads(answer.to_json())["choices"][0]["message"]
+
+
+def test_a_client_with_all_tokens_gets_the_end_of_its_stream_only() -> None:
+    """An answer that a limit ended within its reasoning has some left at its last increment."""
+    text = "<think>so it is </"
+    whole = chat(head_saying(text), stream=True, return_token_ids=True)
+    tokens = [
+        token
+        for event in events_of(whole)
+        for choice in event["choices"]
+        for token in choice.get("token_ids") or ()
+    ]
+    rest = call(
+        head_saying(text),
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 0},
+        headers={"X-Resume-Tokens": str(len(tokens)), "X-Request-Id": "r"},
+    )
+    assert rest.status_code == 200
+    deltas = [event["choices"][0]["delta"] for event in events_of(rest) if event["choices"]]
+    assert not any("reasoning" in delta or delta.get("content") for delta in deltas)

@@ -194,6 +194,7 @@ def test_every_fourth_layer_has_full_attention_unless_the_config_names_the_kinds
         ({"linear_value_head_dim": 512}, "up to 256"),
         ({"linear_conv_kernel_dim": 9}, "2 to 8"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
         ({"layer_types": ["mamba"] * 4}, "layer_types"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
     ],

@@ -23,6 +23,8 @@ def read_delta(config: Mapping[str, Any]) -> DeltaSpec:
     )
     if config.get("attention_bias"):
         raise ModelError("config.json: attention_bias is true; only false is supported here")
+    if config.get("attn_output_gate", True) is not True:
+        raise ModelError("config.json: attn_output_gate is not true; only true is supported")
     if delta.value_heads % delta.key_heads:
         raise ModelError(
             f"config.json: linear_num_value_heads {delta.value_heads} is no multiple of"
