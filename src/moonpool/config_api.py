@@ -56,7 +56,7 @@ class ApiConfig(Struct, frozen=True):
     reasoning_parser: Annotated[
         Literal["auto", "none"],
         about(
-            "auto gives text between think tags as reasoning_content; none leaves it as text.",
+            "Where text between think tags goes: auto to reasoning_content, none to content.",
             "--reasoning-parser",
         ),
     ] = "auto"
