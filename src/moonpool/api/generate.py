@@ -25,7 +25,7 @@ from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_o
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
-from moonpool.api.output_text.reasoning import ReasoningReader, reader_for
+from moonpool.api.output_text.reasoning import ReasoningReader, ReasoningTags
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.rate_limits import RateLimits
 from moonpool.api.responses import ResponseWriter
@@ -102,6 +102,7 @@ class Generator:
         self._bodies = bodies
         self._rates = rates
         self._names = options.names(frontend.card)
+        self._reasoning_tags = ReasoningTags(frontend.tokenizer)
         self._chat_shape = ChatShape(frontend.tokenizer)
         self._completion_shape = CompletionShape(frontend.tokenizer)
         self._active = active
@@ -303,7 +304,7 @@ class Generator:
             return None
         if not call.facts.tells_reasoning:  # an answer that an older head began
             return None
-        return reader_for(prompt, self._frontend.tokenizer, ending.skip_special_tokens)
+        return self._reasoning_tags.reader(prompt, ending.skip_special_tokens)
 
     async def _answer_at_once(
         self, call: _Call, choices: Sequence[Choice], answer: AnswerFormat, shape: Shape

@@ -90,8 +90,6 @@ class LatentAttention:
     compute alike, so that a cached token has one value.
     """
 
-    qk_norm: QkNorm | None = None
-
     def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:
         assert spec.latent is not None
         self._ops = ops

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonpool.engine.exponential import exp
+from moonpool.engine.exponential import exp, sigmoid
 from moonpool.engine.spec import ExpertSpec
 
 
@@ -34,7 +34,7 @@ def route(logits: Tensor, spec: ExpertSpec, correction: Tensor | None) -> tuple[
 
 def _scores(logits: Tensor, spec: ExpertSpec) -> Tensor:
     if spec.scores == "sigmoid":
-        return 1 / (1 + exp(-logits))
+        return sigmoid(logits)
     if spec.scores == "chosen":
         return logits
     weights = exp(logits - logits.amax(1, keepdim=True))

@@ -68,18 +68,22 @@ class ReasoningReader:
         return held
 
 
-def reader_for(
-    prompt: Sequence[int], tokenizer: Tokenizer, skips_special_tokens: bool
-) -> ReasoningReader | None:
-    """Returns the reader of the answer to a prompt; None if the chat template knows no such tags,
-    or if the answer's text does not show them."""
-    if CLOSE not in (tokenizer.tool_template or ""):
-        return None
-    shown = tokenizer.decode(tokenizer.encode(CLOSE, False), skips_special_tokens)
-    if CLOSE not in shown:
-        return None
-    end = tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False)
-    return ReasoningReader(end.rstrip().endswith(OPEN))
+class ReasoningTags:
+    """What one model's chat template and tokenizer make of the tags."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known = CLOSE in (tokenizer.tool_template or "")
+        # A tag may be a special token, which most answers leave out.
+        self._is_text = self._known and CLOSE in tokenizer.decode(tokenizer.encode(CLOSE, False))
+
+    def reader(self, prompt: Sequence[int], skips_special_tokens: bool) -> ReasoningReader | None:
+        """Returns the reader of the answer to a prompt; None if the chat template knows no tags, or
+        if the answer's text does not show them."""
+        if not self._known or (skips_special_tokens and not self._is_text):
+            return None
+        end = self._tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False)
+        return ReasoningReader(end.rstrip().endswith(OPEN))
 
 
 def overlap(text: str, tag: str) -> int:

@@ -145,7 +145,8 @@ class TorchOps:
         value_rows(cache, layer)[blocks, positions % block_tokens] = v
         return _rotate(q, cos, sin)
 
-    def delta_rule(self, x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
+    @staticmethod
+    def delta_rule(x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
         """Always raises ModelError: GPUs compute no linear attention yet."""
         raise ModelError("a model with linear attention needs --device cpu")
 

@@ -15,20 +15,9 @@ from torch import Tensor
 from moonpool.engine.cuda import kernels
 from moonpool.engine.cuda.linears import Linears, precision
 from moonpool.engine.cuda.torch_ops import DeviceStep, StepPlacer, TorchOps, device_name, gated
-from moonpool.engine.ops import (
-    SILU,
-    AttendArgs,
-    DeltaArgs,
-    DeltaWeights,
-    Gate,
-    HeadShape,
-    Linear,
-    QkNorm,
-    RopeTable,
-)
+from moonpool.engine.ops import SILU, AttendArgs, Gate, HeadShape, Linear, QkNorm, RopeTable
 from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
-from moonpool.engine.spec import ModelError
 
 ROW_TILE = 64  # rows of an attention tile: tokens times the query heads of one KV head
 KEY_TILE = 64
@@ -60,6 +49,7 @@ class TritonOps:
     name = "triton"
     inner = ROWS_INNER
     without = TorchOps.without
+    delta_rule = TorchOps.delta_rule
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -126,10 +116,6 @@ class TritonOps:
             num_warps=1,
         )
         return q
-
-    def delta_rule(self, x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
-        """Always raises ModelError: GPUs compute no linear attention yet."""
-        raise ModelError("a model with linear attention needs --device cpu")
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         heads, cache, layer, meta, scale, _ = args

@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moonpool.engine.ops import AttendArgs, DeltaArgs, DeltaWeights, Ops, QkNorm, RopeTable
+from moonpool.engine.ops import AttendArgs, DeltaArgs, DeltaWeights, Ops, RopeTable
 from moonpool.engine.packing import PlacedWeights, packed
 from moonpool.engine.spec import ModelSpec
 from moonpool.protocol.block_layout import BlockLayout
@@ -32,8 +32,6 @@ BLOCK_MULTIPLE = 16
 
 class DeltaAttention:
     """A layer's projections and the rule between them."""
-
-    qk_norm: QkNorm | None = None
 
     def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:
         assert spec.delta is not None
