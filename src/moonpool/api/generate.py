@@ -14,6 +14,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -102,10 +103,13 @@ class Generator:
         self._bodies = bodies
         self._rates = rates
         self._names = options.names(frontend.card)
-        self._reasoning_tags = ReasoningTags(frontend.tokenizer)
         self._chat_shape = ChatShape(frontend.tokenizer)
         self._completion_shape = CompletionShape(frontend.tokenizer)
         self._active = active
+
+    @cached_property
+    def _reasoning_tags(self) -> ReasoningTags:
+        return ReasoningTags(self._frontend.tokenizer)
 
     async def chat(self, context: HttpContext) -> None:
         await self._answer(await self._call("chat", context), self._chat_shape)
