@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from moonpool.config_schema import about
 from moonpool.types import Struct
@@ -53,11 +53,20 @@ class ApiConfig(Struct, frozen=True):
             "--allowed-origin",
         ),
     ] = ()
-    reasoning_parser: Annotated[
-        Literal["auto", "none"],
+    tool_call_parser: Annotated[
+        str,
         about(
-            "Where text between think tags goes: auto to reasoning_content, none to content.",
+            "The format in which the model writes tool calls: auto, none or a name like hermes.",
+            "--tool-call-parser",
+            metavar="NAME",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        about(
+            "The format in which the model writes its reasoning: auto, none or a name.",
             "--reasoning-parser",
+            metavar="NAME",
         ),
     ] = "auto"
     request_timeout_s: Annotated[

@@ -98,6 +98,7 @@ class BodyResult(Struct, frozen=True):
     echoes: tuple[str, ...] = ()
     grammar: str = ""
     grammar_field: str = ""
+    num_calls: int = 0  # of tools, in the messages
 
 
 _WORK = msgspec.msgpack.Decoder(BodyWork)
@@ -143,6 +144,7 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
         echoes=tuple(prepared.echoes),
         grammar=prepared.grammar,
         grammar_field=prepared.grammar_field,
+        num_calls=0 if prepared.tools is None else prepared.tools.num_calls_before,
     )
 
 
@@ -171,7 +173,7 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
         chat,
         prompts,
         done.grammar,
-        Tools(chat),
+        Tools(chat, done.num_calls),
         original=original,
         grammar_field=done.grammar_field,
     )

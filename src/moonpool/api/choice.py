@@ -7,7 +7,7 @@ counts, and the finish reason. The JSON is written elsewhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -15,15 +15,16 @@ from msgspec import structs
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream
 from moonpool.api.frontend import Frontend, Output, RequestRefused
-from moonpool.api.output_text.reasoning import ReasoningReader
+from moonpool.api.output_text.said import Said, ToolCallDelta
+from moonpool.api.output_text.source import OutputReader
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
-from moonpool.api.tools import ToolCallDelta, ToolReader
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Request, Token, TokenLogprobs
 
 NO_OUTPUT = Output()
+NOTHING_SAID = Said()
 REPLAYED_PER_TURN = 64
 """Known increments that are sent before other calls have their turn."""
 
@@ -38,6 +39,11 @@ class Delta(NamedTuple):
     calls: Sequence[ToolCallDelta] = ()
     output: Output = NO_OUTPUT  # that it was made from
     reasoning: str = ""  # before the text
+    parts: Sequence[Said] = ()  # all of it in its order, with the tokens of each part
+
+    def in_order(self) -> Sequence[Said]:
+        """Returns what was said in the order of the output."""
+        return self.parts or (Said(self.text, self.calls, self.reasoning, self.tokens),)
 
 
 class Choice:
@@ -49,28 +55,33 @@ class Choice:
         request: Request,
         ending: Ending,
         tokenizer: Tokenizer,
-        tools: ToolReader | None = None,
+        reader: OutputReader | None = None,
+        shown: Mapping[int, str] | None = None,
     ):
-        """`tools` finds the tool calls in the text."""
+        """`reader` tells reasoning and tool calls from the text. `shown`: the texts of special
+        tokens that it reads."""
         self.index = index
         self.request = request
         self.echo: str | None = None  # the prompt's text, if the client wants it before the output
         self.hide_output = False  # the client asked for no tokens, the engine computed one
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # from the second token on
         self.num_tokens = 0
+        self.reasoning_tokens = 0  # of the output, whose text is reasoning
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.timings_s: dict[str, float] | None = None
         self.delivered: list[int] | None = None  # tokens the client has from another head
-        self.reasoning: ReasoningReader | None = None  # set if reasoning is told from the text
         self.hide_reasoning = False
         self.one_by_one = False  # each token is an increment of its own
-        self._tools = tools
+        self.has_tools = False  # calls are read
+        self._reader = reader
+        self._unsaid: list[Token] = []  # tokens whose text the reader holds back
         self._called = False
         self._structured: list[str] | None = [] if request.sampling.grammar else None
         self._ending = ending
-        self._text_stream = tokenizer.stream(ending.skip_special_tokens)
+        skips = ending.skip_special_tokens
+        self._text_stream = tokenizer.stream(skips, shown) if shown else tokenizer.stream(skips)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
 
     async def deltas(self, frontend: Frontend) -> AsyncGenerator[Delta, None]:
@@ -102,16 +113,11 @@ class Choice:
         return delta
 
     async def _delta(self, output: Output) -> Delta:
-        delta = self._take(output)
+        texts: list[str] = []
+        delta = self._take(output, texts)
         if self._structured is not None:
             await self._check_structure(delta)
-        if self.reasoning is not None:
-            delta = self._read_reasoning(delta, self.reasoning)
-        return self._read_calls(delta)
-
-    @property
-    def has_tools(self) -> bool:
-        return self._tools is not None
+        return delta if self._reader is None else self._read(delta, texts, self._reader)
 
     @property
     def finish_word(self) -> str | None:
@@ -142,28 +148,44 @@ class Choice:
         if self.finish_reason is FinishReason.STOP and self.stop_reason is None:
             await check_satisfied(self.request.sampling.grammar, "".join(self._structured))
 
-    def _read_reasoning(self, delta: Delta, reader: ReasoningReader) -> Delta:
-        reasoning, text = reader.push(delta.text)
+    def _read(self, delta: Delta, texts: Sequence[str], reader: OutputReader) -> Delta:
+        """Returns the increment as the reader tells its parts. `texts`: of its tokens."""
+        parts: list[Said] = []
+        for token, text in zip(delta.tokens, texts, strict=False):  # the last may have no text
+            self._unsaid.append(token)
+            self._keep_parts(reader.push(text), parts)
+            if text and not reader.holds:
+                self._unsaid = []  # they are marks
+        rest = delta.text[sum(map(len, texts)) :]
+        if rest:
+            self._keep_parts(reader.push(rest), parts)
         if delta.finish_reason is not None:
-            more, rest = reader.flush()
-            reasoning, text = reasoning + more, text + rest
-        return delta._replace(text=text, reasoning="" if self.hide_reasoning else reasoning)
-
-    def _read_calls(self, delta: Delta) -> Delta:
-        if self._tools is None:
-            return delta
-        text, calls = self._tools.push(delta.text)
-        if delta.finish_reason is not None:
-            rest, last = self._tools.flush(self._is_cut)
-            text, calls = text + rest, [*calls, *last]
+            self._keep_parts(reader.flush(self._is_cut), parts)
+        calls = [call for part in parts for call in part.calls]
         self._called = self._called or bool(calls)
-        return delta._replace(text=text, calls=calls)
+        return delta._replace(
+            text="".join([part.text for part in parts]),
+            calls=calls,
+            reasoning="".join([part.reasoning for part in parts]),
+            parts=parts or (NOTHING_SAID,),
+        )
+
+    def _keep_parts(self, found: Sequence[Said], parts: list[Said]) -> None:
+        """Gives the first of these parts the tokens that it was made from, and counts those."""
+        for part in found:
+            tokens, self._unsaid = self._unsaid, []
+            if part.reasoning:
+                self.reasoning_tokens += len(tokens)
+            if self.hide_reasoning:
+                part = part._replace(reasoning="")
+            parts.append(part._replace(tokens=tokens))
 
     @property
     def _is_cut(self) -> bool:
         return self.finish_reason is FinishReason.LENGTH or isinstance(self.stop_reason, str)
 
-    def _take(self, output: Output) -> Delta:
+    def _take(self, output: Output, texts: list[str]) -> Delta:
+        """Returns the increment. Adds the text of each of its tokens to `texts`."""
         if output.finish_reason is FinishReason.ABORT:
             raise RequestRefused(503, "aborted", "The server aborted this request. Send it again.")
         if not self.delivered:  # else the client was told already
@@ -176,7 +198,6 @@ class Choice:
             self.finish_reason = output.finish_reason and FinishReason.LENGTH
             return Delta(self, "", (), self.finish_reason, (), output)
         stopped_at = len(tokens) - 1 if output.finish_reason is FinishReason.STOP else -1
-        text = ""
         for position, token in enumerate(tokens):
             self.num_tokens += 1
             token_id = token.token_id
@@ -185,10 +206,11 @@ class Choice:
                     self.stop_reason = token_id
                 if token_id in self._ending.silent_token_ids:
                     break
-            text += self._pass(self._text_stream.push(token_id))
+            texts.append(self._pass(self._text_stream.push(token_id)))
             if self.finish_reason is not None:  # a stop string: the output ends here
                 said = tokens[: position + 1]
-                return Delta(self, text, said, self.finish_reason, (), output)
+                return Delta(self, "".join(texts), said, self.finish_reason, (), output)
+        text = "".join(texts)
         if output.finish_reason is not None:
             text += self._finish(output.finish_reason)
         return Delta(self, text, tokens, self.finish_reason, (), output)

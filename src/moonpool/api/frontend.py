@@ -179,7 +179,8 @@ class ApiOptions:
     tokenizer: str = ""
     """Names the tokenizer for the processes that read large bodies; "": there are none."""
     exports_traces: bool = False
-    reads_reasoning: bool = True  # tells it from the answer, where the chat template has its tags
+    tool_call_parser: str = "auto"  # the format of calls (see `output_text.formats`)
+    reasoning_parser: str = "auto"  # that of reasoning
     chat_template: str = ""
     """The source of a template that these processes use in place of the tokenizer's own."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +26,9 @@ from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_o
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
-from moonpool.api.output_text.reasoning import ReasoningReader, ReasoningTags
+from moonpool.api.output_text.model_output import ModelOutput
+from moonpool.api.output_text.said import ToolCallDelta
+from moonpool.api.output_text.source import OutputReader
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.rate_limits import RateLimits
 from moonpool.api.responses import ResponseWriter
@@ -60,7 +62,6 @@ from moonpool.api.shapes import (
     Shape,
     whole_answer,
 )
-from moonpool.api.tools import ToolCallDelta
 from moonpool.api.trace_context import beside, read_traceparent
 from moonpool.types import Request, RequestId, Slo, Token
 
@@ -108,8 +109,11 @@ class Generator:
         self._active = active
 
     @cached_property
-    def _reasoning_tags(self) -> ReasoningTags:
-        return ReasoningTags(self._frontend.tokenizer)
+    def _model_output(self) -> ModelOutput:
+        options = self._options
+        return ModelOutput(
+            self._frontend.tokenizer, options.tool_call_parser, options.reasoning_parser
+        )
 
     async def chat(self, context: HttpContext) -> None:
         await self._answer(await self._call("chat", context), self._chat_shape)
@@ -122,7 +126,8 @@ class Generator:
         body = call.prepared.original
         async with self._begun(call) as (request_id, choices):
             model = body.model or self._names[0]
-            writer = ResponseWriter(f"resp_{request_id}", model, body, choices[0], call.facts)
+            made = (f"resp_{request_id}", model, body, choices[0], call.facts)
+            writer = ResponseWriter(*made, self._frontend.tokenizer)
             await self._write(call, request_id, bool(body.stream), choices, writer)
 
     async def message(self, context: HttpContext) -> None:
@@ -257,9 +262,8 @@ class Generator:
 
     def _choices(self, call: _Call, request_id: str) -> list[Choice]:
         frontend, prepared = self._frontend, call.prepared
-        body, tools = prepared.body, prepared.tools
+        body = prepared.body
         card, tokenizer = frontend.card, frontend.tokenizer
-        reader = None if tools is None else tools.reader(tokenizer.tool_template)
         ending = ending_of(body, card)
         tenant = tenant_of(call.context.tenant, body.cache_salt)
         seed = call.facts.seed if body.seed is None else body.seed
@@ -289,26 +293,30 @@ class Generator:
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                     trace=trace if trace is None or not index else beside(trace),
                 )
-                calls = reader(call.facts.id_source(index)) if reader else None
-                choice = Choice(index, request, ending, tokenizer, calls)
-                choice.reasoning = self._reasoning(call, token_ids, ending)
+                reader, shown = self._reader(call, token_ids, ending, index)
+                choice = Choice(index, request, ending, tokenizer, reader, shown)
+                choice.has_tools = prepared.tools is not None and prepared.tools.rules() is not None
                 choice.hide_reasoning = body.include_reasoning is False
                 choice.echo = prepared.echoes[number] if prepared.echoes else None
                 choice.hide_output = body.max_tokens == 0
                 choices.append(choice)
         return choices
 
-    def _reasoning(
-        self, call: _Call, prompt: Sequence[int], ending: Ending
-    ) -> ReasoningReader | None:
-        """Only chat completions have a place for it. A grammar leaves no room for it."""
+    def _reader(
+        self, call: _Call, prompt: Sequence[int], ending: Ending, index: int
+    ) -> tuple[OutputReader | None, Mapping[int, str]]:
+        """Returns the reader of a chat's output, and what special tokens look like to it."""
         prepared = call.prepared
-        is_chat = prepared.tools is not None and prepared.original is None
-        if not is_chat or prepared.grammar or not self._options.reads_reasoning:
-            return None
-        if not call.facts.tells_reasoning:  # an answer that an older head began
-            return None
-        return self._reasoning_tags.reader(prompt, ending.skip_special_tokens)
+        if prepared.tools is None:  # a completion has no place for reasoning and calls
+            return None, {}
+        return self._model_output.reader(
+            prompt,
+            ending.skip_special_tokens,
+            prepared.tools.rules(),
+            call.facts.id_source(index),
+            # An older head has told none, and a grammar leaves no room for it.
+            reads_reasoning=call.facts.tells_reasoning and not prepared.grammar,
+        )
 
     async def _answer_at_once(
         self, call: _Call, choices: Sequence[Choice], answer: AnswerFormat, shape: Shape

@@ -1,11 +1,14 @@
 """`/v1/messages`, Anthropic's API: the body, the chat completion it stands for, and the response.
 
 `cache_control` has no effect: every prefix is cached. `thinking` has none either: the chat template
-decides whether the model reasons. Content other than text and tools is rejected.
+decides whether the model reasons. What it reasons comes as blocks of thinking, and goes back to the
+template from there. Content other than text, thinking and tools is rejected.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,7 +17,7 @@ import msgspec
 from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat, missing_parameter
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.errors import ApiError
-from moonpool.api.tools import ToolCallDelta
+from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.types import MALFORMED, FinishReason
 
 _encode = msgspec.json.encode
@@ -124,6 +127,7 @@ def _of_blocks(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]
     """Returns the results of tools first, then what the message says and calls."""
     results: list[dict[str, Any]] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         at = f"{where}[{i}]"
@@ -137,12 +141,16 @@ def _of_blocks(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]
             call_id = block.get("tool_use_id")
             result = _texts(content, f"{at}.content")
             results.append({"role": "tool", "tool_call_id": call_id, "content": result})
-        elif kind not in ("thinking", "redacted_thinking"):  # no part of the next prompt
+        elif kind == "thinking":
+            thoughts.append(_thought(block, at))
+        elif kind != "redacted_thinking":  # not ours: it has no text
             text = f"'{at}' has type {str(kind)[:40]!r}, which this server does not support."
             raise ApiError(text, param=f"{at}.type")
     if not texts and not calls:
         return results
     message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if thoughts and role == "assistant":
+        message["reasoning_content"] = "\n".join(thoughts)
     return [*results, message | ({"tool_calls": calls} if calls else {})]
 
 
@@ -154,6 +162,13 @@ def _texts(content: Any, where: str) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(f"'{where}' may hold only text.", param=where)
     return "\n".join(map(str, texts))
+
+
+def _thought(block: Block, where: str) -> str:
+    text = block.get("thinking")
+    if not isinstance(text, str):
+        raise ApiError(f"'{where}' has no thinking.", param=f"{where}.thinking")
+    return text
 
 
 def _call(block: Block, where: str) -> dict[str, Any]:
@@ -195,10 +210,13 @@ class MessageWriter:
 
     def events(self, delta: Delta) -> bytes:
         parts: list[bytes] = []
-        if delta.text:
-            self._add_text(delta.text, parts)
-        for call in delta.calls:
-            self._add_call(call, parts)
+        for said in delta.in_order():
+            if said.reasoning:
+                self._add_text("thinking", said.reasoning, parts)
+            if said.text:
+                self._add_text("text", said.text, parts)
+            for call in said.calls:
+                self._add_call(call, parts)
         if delta.finish_reason is not None:
             self._close(parts)
         return b"".join(parts)
@@ -247,11 +265,12 @@ class MessageWriter:
             "output_tokens": choice.num_tokens,
         }
 
-    def _add_text(self, text: str, parts: list[bytes]) -> None:
-        if not self._open or self._blocks[-1]["type"] != "text":
-            self._add({"type": "text", "text": ""}, parts)
-        self._blocks[-1]["text"] += text
-        parts.append(self._delta(type="text_delta", text=text))
+    def _add_text(self, kind: Literal["text", "thinking"], text: str, parts: list[bytes]) -> None:
+        if not self._open or self._blocks[-1]["type"] != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            self._add({"type": kind, kind: "", **signature}, parts)
+        self._blocks[-1][kind] += text
+        parts.append(self._delta(**{"type": f"{kind}_delta", kind: text}))
 
     def _add_call(self, call: ToolCallDelta, parts: list[bytes]) -> None:
         if call.name is not None:
@@ -275,10 +294,20 @@ class MessageWriter:
     def _close(self, parts: list[bytes]) -> None:
         if self._open:
             self._open = False
+            block = self._blocks[-1]
+            if block["type"] == "thinking":
+                block["signature"] = _signature(block["thinking"])
+                parts.append(self._delta(type="signature_delta", signature=block["signature"]))
             parts.append(self._event("content_block_stop", index=len(self._blocks) - 1))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
+
+
+def _signature(thinking: str) -> str:
+    """Returns what Anthropic's clients keep beside thinking. It is no proof, and is not checked."""
+    digest = hashlib.blake2b(thinking.encode(), digest_size=24).digest()
+    return base64.b64encode(digest).decode()
 
 
 def _shown(block: Block) -> Block | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,22 @@ def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
     plain["content"] = _text_of(message.get("content"), role, message, where)
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{where}.tool_calls")
+    if role == "assistant":
+        _name_reasoning(plain, where)
     return plain
+
+
+def _name_reasoning(plain: dict[str, Any], where: str) -> None:
+    """Gives the reasoning of an earlier answer all names by which templates ask for it."""
+    given = plain.get("reasoning_content", plain.get("reasoning"))
+    if given is None:
+        return
+    if not isinstance(given, str):
+        name = f"{where}.reasoning_content"
+        raise ApiError(f"'{name}' must be a string.", param=name, code="invalid_type")
+    plain |= {"reasoning_content": given, "reasoning": given}
+    if not (plain["content"] and plain.get("tool_calls")):  # gpt-oss takes one of these beside it
+        plain["thinking"] = given
 
 
 def _text_of(content: Any, role: str, message: dict[str, Any], where: str) -> str:
@@ -108,8 +124,24 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             except (msgspec.DecodeError, RecursionError, ValueError):
                 at = f"{where}[{index}].function.arguments"
                 raise ApiError(f"'{at}' is not valid JSON.", param=at) from None
+        if isinstance(arguments, dict):
+            arguments = _Arguments(arguments)
         plain.append({**call, "function": {**function, "arguments": arguments}})
     return plain
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call. Most templates take an object; some, as DeepSeek's, join it with
+    text, where it is its JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
 
 
 _MOST_CHARS_PER_TOKEN = 512

@@ -2,12 +2,13 @@
 
 The server stores no responses: each call repeats the conversation in its `input`, as agent
 frameworks do. Fields that need an earlier response, or a tool that runs on the server, are
-rejected. A response is a list of items: messages and tool calls.
+rejected. A response is a list of items: reasoning, messages and tool calls.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,9 +17,11 @@ from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat, miss
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.connection.kept_stream import StreamFacts
 from moonpool.api.errors import ApiError
+from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.api.sampling import check_range
-from moonpool.api.tools import ToolCallDelta
-from moonpool.types import FinishReason
+from moonpool.api.shapes import ChatShape
+from moonpool.engine.tokenizer import Tokenizer
+from moonpool.types import FinishReason, Token
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,8 +58,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
     # Without effect on a self-hosted model; nothing is stored.
-    include: Any = None
     max_tool_calls: Any = None
     metadata: Any = None
     prompt_cache_key: Any = None
@@ -73,16 +77,20 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     conversation: Any = None
     previous_response_id: str | None = None
     prompt: Any = None
-    top_logprobs: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or _INCLUDED_LOGPROBS in (self.include or ())
+
+
+_INCLUDED_LOGPROBS = "message.output_text.logprobs"
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
     """Converts the body to that of a chat completion. Raises `ApiError`."""
-    for name in ("background", "conversation", "previous_response_id", "prompt", "top_logprobs"):
+    for name in ("background", "conversation", "previous_response_id", "prompt"):
         if getattr(body, name):
             text = f"This server stores no responses, so '{name}' is not supported. Leave it out."
-            if name == "top_logprobs":
-                text = "'top_logprobs' is not supported here. Use chat completions for logprobs."
             raise ApiError(text, param=name, code="unsupported_parameter")
     if body.input is None:
         raise missing_parameter("input")
@@ -104,6 +112,8 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text),
+        logprobs=body.wants_logprobs,
+        top_logprobs=body.top_logprobs,
     )
 
 
@@ -121,31 +131,50 @@ def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> li
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
+    reasoning = ""  # of the assistant's next message or call
     for i, item in enumerate(given):
         where, kind = f"input[{i}]", item.get("type", "message")
         if kind == "message":
             kept = {k: v for k, v in item.items() if k in ("role", "content")}
-            messages.append(kept)
+            is_own = kept.get("role") == "assistant"
+            messages.append(kept | _reasoning_field(reasoning if is_own else ""))
         elif kind == "function_call":
-            _add_call(messages, item, where)
+            _add_call(messages, item, where, reasoning)
         elif kind == "function_call_output":
             output = item.get("output")
             call_id = item.get("call_id")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        elif kind != "reasoning":  # reasoning is not part of the next prompt
+        elif kind != "reasoning":
             text = f"'{where}' has type {str(kind)[:40]!r}, which this server does not support."
             raise ApiError(text, param=f"{where}.type")
+        reasoning = _reasoning_of(item, where) if kind == "reasoning" else ""
     return messages
 
 
-def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+def _reasoning_field(reasoning: str) -> dict[str, Any]:
+    return {"reasoning_content": reasoning} if reasoning else {}
+
+
+def _reasoning_of(item: dict[str, Any], where: str) -> str:
+    """Returns the text of a reasoning item; "" if it has a summary only, as hidden reasoning."""
+    parts = item.get("content") or []
+    texts = [p.get("text") if isinstance(p, dict) else None for p in parts]
+    if not isinstance(parts, list) or not all(isinstance(text, str) for text in texts):
+        where = f"{where}.content"
+        raise ApiError(f"'{where}' must be a list of parts with text.", param=where)
+    return "\n".join(map(str, texts))
+
+
+def _add_call(
+    messages: list[dict[str, Any]], item: dict[str, Any], where: str, reasoning: str
+) -> None:
     """Adds a tool call to the assistant's message before it, as chats represent it."""
     if not isinstance(item.get("name"), str):
         raise ApiError(f"'{where}' must have a function name.", param=f"{where}.name")
     function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
-    if not messages or messages[-1].get("role") != "assistant":
-        messages.append({"role": "assistant", "content": None})
+    if reasoning or not messages or messages[-1].get("role") != "assistant":
+        messages.append({"role": "assistant", "content": None} | _reasoning_field(reasoning))
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
@@ -175,6 +204,11 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
 
 
 _encode = msgspec.json.encode
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs"}
+_ITEM_FIELDS: dict[str, dict[str, Any]] = {
+    "message": {"role": "assistant"},
+    "reasoning": {"summary": []},
+}
 Item = dict[str, Any]
 
 
@@ -188,6 +222,7 @@ class ResponseWriter:
         body: ResponsesBody,
         choice: Choice,
         facts: StreamFacts,
+        tokenizer: Tokenizer,
     ) -> None:
         self._id = response_id
         self._model = model
@@ -195,6 +230,7 @@ class ResponseWriter:
         self._choice = choice
         self._created_s = facts.created_s
         self._next_id = facts.id_source(-1)  # tool calls have the numbers of their choices
+        self._shape = ChatShape(tokenizer)
         self._items: list[Item] = []
         self._open = False  # the last item may grow
         self._number = 0
@@ -207,13 +243,16 @@ class ResponseWriter:
 
     def events(self, delta: Delta) -> bytes:
         parts: list[bytes] = []
-        if delta.text:
-            self._add_text(delta.text, parts)
-        for call in delta.calls:
-            self._call(call, parts)
+        for said in delta.in_order():
+            if said.reasoning:
+                self._add_text("reasoning", said.reasoning, parts)
+            if said.text:
+                self._add_text("message", said.text, parts, self._logprobs(said.tokens))
+            for call in said.calls:
+                self._call(call, parts)
         if delta.finish_reason is not None:
             if not self._items:
-                self._add_text("", parts)
+                self._add_text("message", "", parts)
             self._close(parts, cut=delta.finish_reason is FinishReason.LENGTH)
         return b"".join(parts)
 
@@ -267,27 +306,48 @@ class ResponseWriter:
             "input_tokens": num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": choice.cached_tokens},
             "output_tokens": choice.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
             "total_tokens": num_prompt_tokens + choice.num_tokens,
         }
 
-    def _add_text(self, text: str, parts: list[bytes]) -> None:
-        if not self._open or self._items[-1]["type"] != "message":
+    def _logprobs(self, tokens: Sequence[Token]) -> list[Any]:
+        if not self._body.wants_logprobs:
+            return []
+        found: list[Any] = self._shape.logprobs(tokens, 0)["content"]
+        return found
+
+    def _add_text(
+        self,
+        kind: Literal["message", "reasoning"],
+        text: str,
+        parts: list[bytes],
+        logprobs: Sequence[Any] = (),
+    ) -> None:
+        is_message = kind == "message"
+        if not self._open or self._items[-1]["type"] != kind:
             self._close(parts)
             item: Item = {
-                "type": "message",
-                "id": f"msg_{self._next_id()}",
+                "type": kind,
+                "id": f"{_ID_PREFIXES[kind]}_{self._next_id()}",
                 "status": "in_progress",
-                "role": "assistant",
                 "content": [],
+                **_ITEM_FIELDS[kind],
             }
             self._add(item, parts)
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            if is_message:
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item["content"].append(part)
             parts.append(self._of_part("response.content_part.added", part=part))
-        if text:
-            self._items[-1]["content"][0]["text"] += text
-            parts.append(self._of_part("response.output_text.delta", delta=text, logprobs=[]))
+        part = self._items[-1]["content"][0]
+        if text and is_message:
+            part["text"] += text
+            part["logprobs"] += logprobs
+            delta = "response.output_text.delta"
+            parts.append(self._of_part(delta, delta=text, logprobs=logprobs))
+        elif text:
+            part["text"] += text
+            parts.append(self._of_part("response.reasoning_text.delta", delta=text))
 
     def _call(self, call: ToolCallDelta, parts: list[bytes]) -> None:
         if call.name is not None:
@@ -323,7 +383,11 @@ class ResponseWriter:
         if item["type"] == "message":
             part = item["content"][0]
             done = "response.output_text.done"
-            parts.append(self._of_part(done, text=part["text"], logprobs=[]))
+            parts.append(self._of_part(done, text=part["text"], logprobs=part["logprobs"]))
+            parts.append(self._of_part("response.content_part.done", part=part))
+        elif item["type"] == "reasoning":
+            part = item["content"][0]
+            parts.append(self._of_part("response.reasoning_text.done", text=part["text"]))
             parts.append(self._of_part("response.content_part.done", part=part))
         else:
             done = "response.function_call_arguments.done"

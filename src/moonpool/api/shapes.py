@@ -14,8 +14,9 @@ import msgspec
 
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.errors import ApiError
+from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.api.prompt_logprobs import echoed_logprobs, prompt_logprobs_field
-from moonpool.api.tools import ToolCallDelta, together
+from moonpool.api.tools import together
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
 

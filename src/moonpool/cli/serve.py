@@ -88,6 +88,7 @@ _SHARED_KEYS = (
     "api.ssl_keyfile",
     "api.ssl_ca_certs",
     "api.allowed_origins",
+    "api.tool_call_parser",
     "api.reasoning_parser",
     "api.request_timeout_s",
     "api.drain_seconds",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -63,8 +63,10 @@ class Tokenizer(Vocabulary, Protocol):
         """The text of the tokens. Invalid bytes become U+FFFD."""
         ...
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """An incremental detokenizer for one answer."""
+    def stream(
+        self, skip_special_tokens: bool = True, shown: Mapping[int, str] | None = None
+    ) -> TextStream:
+        """An incremental detokenizer for one answer. `shown`: other texts of special tokens."""
         ...
 
     def render_chat(
@@ -93,6 +95,7 @@ def unlike(first: Tokenizer, second: Tokenizer) -> str:
 
 
 _LONGEST_PENDING_TOKENS = 16
+_NONE_SHOWN: Mapping[int, str] = {}
 
 
 class ByteTextStream:
@@ -102,12 +105,20 @@ class ByteTextStream:
     model can delay the stream.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], skipped_ids: frozenset[int]):
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        skipped_ids: frozenset[int],
+        shown: Mapping[int, str] | None = None,
+    ):
         self._token_bytes = token_bytes
         self._skipped_ids = skipped_ids
+        self._shown = shown or _NONE_SHOWN
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
+        if token_id in self._shown:
+            return self._decode(b"", True) + self._shown[token_id]
         if token_id in self._skipped_ids:
             return ""
         return self._decode(self._token_bytes(token_id))
@@ -123,13 +134,18 @@ class DiffTextStream:
     first token of a text differently.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]):
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], shown: Mapping[int, str] | None = None
+    ):
         self._decode = decode
+        self._shown = shown or _NONE_SHOWN
         self._ids: list[int] = []
         self._num_context = 0
         self._context_text = ""
 
     def push(self, token_id: int) -> str:
+        if token_id in self._shown:
+            return self.flush() + self._shown[token_id]
         self._ids.append(token_id)
         text = self._decode(self._ids)
         num_pending = len(self._ids) - self._num_context

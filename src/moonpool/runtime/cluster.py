@@ -16,6 +16,7 @@ from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.tls import TlsError, TlsFiles
 from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
 from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, read_keys
+from moonpool.api.output_text.formats import UnknownParserError, check_parsers
 from moonpool.config import Config, ConfigError
 from moonpool.config_rules import check_values, lora_module
 from moonpool.cores import (
@@ -305,7 +306,12 @@ def _read_template(path: str) -> str:
 
 
 def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
+    """Raises ClusterError."""
     template = config.model.chat_template
+    try:
+        check_parsers(config.api.tool_call_parser, config.api.reasoning_parser)
+    except UnknownParserError as error:
+        raise ClusterError(str(error)) from None
     return ApiOptions(
         api_keys=keys.tenants,
         admins=keys.admins,
@@ -315,7 +321,8 @@ def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
         allowed_origins=config.api.allowed_origins,
         tokenizer=tokenizer,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),
-        reads_reasoning=config.api.reasoning_parser == "auto",
+        tool_call_parser=config.api.tool_call_parser,
+        reasoning_parser=config.api.reasoning_parser,
         chat_template=_read_template(template) if template else "",
     )
 

@@ -184,7 +184,8 @@ def test_events_come_in_their_order() -> None:
     head = head_saying(f"<tool_call>{CALL}</tool_call>", TAGGED)
     response = post(head, stream=True, tools=[TOOL])
     kinds = [line[7:] for line in response.text.splitlines() if line.startswith("event: ")]
-    assert kinds == [
+    once = [kind for at, kind in enumerate(kinds) if kinds[at - 1 : at] != [kind]]
+    assert once == [
         "message_start",
         "content_block_start",
         "content_block_delta",

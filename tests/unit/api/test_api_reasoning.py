@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scripted_head import ScriptedHead, call, chat, complete, events_of, served, spoken
 
 from moonpool.api.frontend import ApiOptions
-from moonpool.api.output_text.reasoning import ReasoningReader
+from moonpool.api.output_text.model_output import ModelOutput
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.chat_template import ChatTemplate
 
@@ -57,11 +57,15 @@ def test_any_pieces_are_divided_alike(
     inside: bool, text: str, reasoning: str, answer: str, data: st.DataObject
 ) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
-    reader, found = ReasoningReader(inside), [("", "")]
+    prompt = list(b"<think>\n") if inside else []
+    reader, _ = ModelOutput(ThinkingTokenizer(KNOWS)).reader(prompt, True, None, lambda: "")
+    assert reader is not None
+    found = []
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        found.append(reader.push(text[begin:end]))
-    found.append(reader.flush())
-    assert ("".join(a for a, _ in found), "".join(b for _, b in found)) == (reasoning, answer)
+        found += reader.push(text[begin:end])
+    found += reader.flush(cut=False)
+    assert "".join(said.reasoning for said in found) == reasoning
+    assert "".join(said.text for said in found) == answer
 
 
 @pytest.mark.parametrize(
@@ -113,7 +117,7 @@ def test_calls_are_found_behind_it_only() -> None:
 
 def test_a_server_may_leave_it_as_text() -> None:
     text = "<think>why</think>Because."
-    with served(head_saying(text), ApiOptions(reads_reasoning=False)) as url:
+    with served(head_saying(text), ApiOptions(reasoning_parser="none")) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
         answer = client.chat.completions.create(
             model="fake", messages=[{"role": "user", "content": "?"}]

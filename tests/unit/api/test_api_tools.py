@@ -15,7 +15,8 @@ from scripted_head import ScriptedHead, chat, events_of, served, spoken
 
 from moonpool.api.bodies import ChatBody
 from moonpool.api.errors import ApiError
-from moonpool.api.tools import ToolCallDelta, Tools, together
+from moonpool.api.output_text.model_output import ModelOutput
+from moonpool.api.tools import Tools, together
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.chat_template import ChatTemplate
 from moonpool.types import FinishReason
@@ -58,14 +59,12 @@ def read(
 ) -> tuple[str, list[dict[str, Any]]]:
     """What is said and called by an answer that comes in these pieces."""
     body = msgspec.convert({"messages": [], "tools": TOOLS} | fields, ChatBody)
-    make = Tools(body).reader(template)
-    assert make is not None
-    reader, said, pieces = make(lambda: "1"), "", list[ToolCallDelta]()
-    for text in texts:
-        more, found = reader.push(text)
-        said, pieces = said + more, pieces + found
-    more, found = reader.flush(cut)
-    return said + more, together(pieces + found)
+    model = ModelOutput(ToolTokenizer(template))
+    reader, _ = model.reader([], True, Tools(body).rules(), lambda: "1")
+    assert reader is not None
+    found = [said for text in texts for said in reader.push(text)] + reader.flush(cut)
+    calls = [call for said in found for call in said.calls]
+    return "".join(said.text for said in found), together(calls)
 
 
 def functions(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -171,11 +170,19 @@ def test_tagged_arguments_have_the_types_of_the_schema(call: str, cuts: list[int
 
 
 @pytest.mark.parametrize("call", [QWEN_EDIT, GLM_EDIT], ids=["qwen", "glm"])
-def test_a_call_that_a_limit_cuts_is_never_taken_in_part(call: str) -> None:
-    text = f"<tool_call>{call}".rstrip()
-    for length in range(len(text)):
+def test_a_call_that_a_limit_cuts_comes_as_far_as_it_came_and_never_as_text(call: str) -> None:
+    """Only text is taken in part, and JSON that is not closed says so."""
+    text = f"So.\n<tool_call>{call}".rstrip()
+    whole = json.dumps(EDITED)
+    lengths = set[int]()
+    for length in range(text.index("<tool_call>") + 11, len(text)):
         said, calls = read(TAGGED, text[:length], cut=True, tools=[EDIT, CLOCK])
-        assert (said, calls) == (text[:length], [])
+        assert said == "So.\n"
+        for found in calls:
+            arguments = found["function"]["arguments"]
+            assert whole.startswith(arguments) and found["function"]["name"] == "edit"
+            lengths.add(len(arguments))
+    assert len(lengths) > 15
     assert functions(read(TAGGED, text, tools=[EDIT])[1]) == [("edit", EDITED)]
 
 
@@ -252,9 +259,12 @@ def test_calls_in_an_answer_and_in_a_stream() -> None:
         )
         chunks = [chunk.choices[0] for chunk in stream]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "Let me see.\n"
-    (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-    assert call.index == 0 and call.id and call.function.name == "weather"
-    assert json.loads(call.function.arguments) == {"city": "Oslo"}
+    first, *more = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert first.index == 0 and first.id and first.function.name == "weather"
+    assert len(more) > 10, "arguments come as the model writes them"
+    assert all((call.index, call.id, call.function.name) == (0, None, None) for call in more)
+    arguments = "".join(call.function.arguments for call in [first, *more])
+    assert json.loads(arguments) == {"city": "Oslo"}
     assert chunks[-1].finish_reason == "tool_calls"
 
 
@@ -351,9 +361,19 @@ def test_a_forced_call_adds_no_parameters_to_those_that_are_named(
     assert own == parameters | ({"additionalProperties": False} if closed else {})
 
 
-@pytest.mark.parametrize("tail", [',\n {"name": "cl', ', {"name": "weather", "parameters": {', ","])
+CUT_TAILS = [
+    (',\n {"name": "cl', []),
+    (', {"name": "weather", "parameters": {"ci', ['{"ci']),
+    (",", []),
+    (', {"name": "clock", "parameters"', []),
+]
+
+
+@pytest.mark.parametrize(("tail", "begun"), CUT_TAILS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_whole_calls_at_the_front_of_a_cut_list_come_back(tail: str, stream: bool) -> None:
+def test_a_cut_list_of_required_calls_is_never_text(
+    tail: str, begun: list[str], stream: bool
+) -> None:
     said = f"[{LLAMA_CALL}, {LLAMA_CALL}{tail}"
     head = ScriptedHead(
         lambda _: spoken(*said, finish=FinishReason.LENGTH), ToolTokenizer(PLAIN_JSON)
@@ -361,15 +381,30 @@ def test_whole_calls_at_the_front_of_a_cut_list_come_back(tail: str, stream: boo
     response = chat(head, tools=TOOLS, tool_choice="required", stream=stream)
     if stream:
         chunks = [event["choices"][0] for event in events_of(response)]
+        assert not any(chunk["delta"].get("content") for chunk in chunks)
         deltas = [call for c in chunks for call in c["delta"].get("tool_calls", ())]
-        assert [d["function"]["name"] for d in deltas] == ["weather", "weather"]
+        names = [d["function"]["name"] for d in deltas if "name" in d["function"]]
+        assert names == ["weather"] * (2 + len(begun))
+        assert len(deltas) > 20, "arguments come as the model writes them"
         assert chunks[-1]["finish_reason"] == "length"
         return
     [choice] = response.json()["choices"]
     assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
-    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [
-        '{"city":"Oslo"}'
-    ] * 2
+    found = [call["function"]["arguments"] for call in choice["message"]["tool_calls"]]
+    assert found == ['{"city": "Oslo"}', '{"city": "Oslo"}', *begun]
+
+
+@pytest.mark.parametrize("size", range(1, len(LLAMA_CALL) + 2))
+def test_a_required_call_that_is_cut_anywhere_is_a_begun_call_or_none(size: int) -> None:
+    head = ScriptedHead(
+        lambda _: spoken(*f"[{LLAMA_CALL}"[:size], finish=FinishReason.LENGTH),
+        ToolTokenizer(PLAIN_JSON),
+    )
+    [choice] = chat(head, tools=TOOLS, tool_choice="required").json()["choices"]
+    message = choice["message"]
+    assert not message["content"] and choice["finish_reason"] == "length"
+    for call in message.get("tool_calls", ()):
+        assert '{"city": "Oslo"}'.startswith(call["function"]["arguments"])
 
 
 def test_a_cut_text_without_a_whole_call_stays_text() -> None:

@@ -1,92 +1,57 @@
-"""Tells reasoning from the answer: what a model writes between `<think>` and `</think>`.
+"""Reasoning: what a model writes before its answer, between tags such as `<think>` and `</think>`.
 
-Some chat templates end with `<think>`, so that the output begins within it. Text without tags is
-the answer.
+Some chat templates end with the opening tag, so that the output begins within it. Text without tags
+is the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from moonpool.engine.tokenizer import Tokenizer
-
-OPEN, CLOSE = "<think>", "</think>"
-_LAST_TOKENS = 16
-"""So many tokens of a prompt hold the tag at its end."""
-
-
-class ReasoningReader:
-    """Divides the text of one output as it arrives, in any pieces."""
-
-    def __init__(self, begins_inside: bool) -> None:
-        self._inside = begins_inside
-        self._undecided = not begins_inside  # nothing but space, or a part of the tag, so far
-        self._trims = True  # line breaks behind a tag belong to it
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, str]:
-        """Returns the new reasoning, and the new text of the answer."""
-        self._held += text
-        if self._undecided and not self._decide():
-            return "", ""
-        if not self._inside:
-            return "", self._rest()
-        before, tag, after = self._held.partition(CLOSE)
-        if not tag:
-            keep = overlap(self._held, CLOSE)
-            self._held, kept = self._held[: len(self._held) - keep], self._held[-keep:]
-            reasoning, self._held = self._rest(), kept if keep else ""
-            return reasoning, ""
-        self._held = before
-        reasoning = self._rest()
-        self._inside, self._trims, self._held = False, True, after
-        return reasoning, self._rest()
-
-    def flush(self) -> tuple[str, str]:
-        """Returns what is left after the output has ended."""
-        self._undecided = False
-        held, self._held = self._held, ""
-        return (held, "") if self._inside else ("", held)
-
-    def _decide(self) -> bool:
-        """Whether the output begins with the tag; False while that is open."""
-        begins = self._held.lstrip()
-        if begins.startswith(OPEN):
-            self._inside, self._held = True, begins.removeprefix(OPEN)
-        elif OPEN.startswith(begins):
-            return False
-        else:
-            self._trims = False
-        self._undecided = False
-        return True
-
-    def _rest(self) -> str:
-        held, self._held = self._held, ""
-        if self._trims:
-            held = held.lstrip("\n")
-            self._trims = not held
-        return held
+from moonpool.api.output_text.marks import Marks, is_special
+from moonpool.api.output_text.said import Sink
+from moonpool.api.output_text.source import Source, Steps
 
 
-class ReasoningTags:
-    """What one model's chat template and tokenizer make of the tags."""
+class ReasoningTags(NamedTuple):
+    """`answer`: tags that some models write around the answer too."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known = CLOSE in (tokenizer.tool_template or "")
-        # A tag may be a special token, which most answers leave out.
-        self._is_text = self._known and CLOSE in tokenizer.decode(tokenizer.encode(CLOSE, False))
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    answer: tuple[str, str] | None = None
 
-    def reader(self, prompt: Sequence[int], skips_special_tokens: bool) -> ReasoningReader | None:
-        """Returns the reader of the answer to a prompt; None if the chat template knows no tags, or
-        if the answer's text does not show them."""
-        if not self._known or (skips_special_tokens and not self._is_text):
-            return None
-        end = self._tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False)
-        return ReasoningReader(end.rstrip().endswith(OPEN))
+    def in_template(self, template: str) -> bool:
+        return any(tag in template for tag in self.closes)
 
 
-def overlap(text: str, tag: str) -> int:
-    """Returns how many of the last characters may begin the tag."""
-    most = min(len(text), len(tag) - 1)
-    return next((n for n in range(most, 0, -1) if tag.startswith(text[-n:])), 0)
+THINK = ReasoningTags(("<think>",), ("</think>",), ("<response>", "</response>"))
+SEED = ReasoningTags(("<seed:think>",), ("</seed:think>",))
+MISTRAL = ReasoningTags(("[THINK]",), ("[/THINK]",))
+GRANITE = ReasoningTags(
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
+)
+ALL_TAGS = (THINK, SEED, MISTRAL, GRANITE)
+
+
+def read_reasoning(
+    source: Source, sink: Sink, tags: ReasoningTags, is_inside: bool, call_marks: Sequence[str]
+) -> Steps[None]:
+    """Reads the reasoning at the beginning of an output, if there is any, up to the answer.
+
+    A call ends it too, where the mark of calls is a special token, which nothing else can be.
+    """
+    if not is_inside and not (yield from source.attempt(_take_opening(source, tags))):
+        return
+    yield from source.skip("\n")
+    ends = [mark for mark in call_marks if is_special(mark)]
+    tag = yield from source.until(Marks((*tags.closes, *ends)), sink.reason)
+    if tag in ends:
+        source.unread(len(tag))
+    yield from source.skip("\n")
+
+
+def _take_opening(source: Source, tags: ReasoningTags) -> Steps[bool]:
+    yield from source.skip_space()
+    return bool((yield from source.take(*tags.opens)))

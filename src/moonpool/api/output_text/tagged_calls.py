@@ -14,80 +14,242 @@ and GLM-4.5 and later
     <arg_key>KEY</arg_key>
     <arg_value>VALUE</arg_value>
 
-A value that is text stands as it is, and others as JSON: the schema of the function tells them
-apart.
+Seed-OSS, MiniMax M2 and DeepSeek from V3.2 on have other names for the tags of the first form. A
+value that is text stands as it is, and others as JSON: the schema of the function tells them apart,
+and DeepSeek an attribute of the tag. The arguments are passed on as the JSON that they mean.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Any, Literal
+import json
+from typing import Any, NamedTuple
 
 import msgspec
 
+from moonpool.api.output_text.call_writer import CallWriter
+from moonpool.api.output_text.marks import Marks, MarkSigns
+from moonpool.api.output_text.source import Source, Steps
 from moonpool.types import MALFORMED
 
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
-_PARAMETER = re.compile(
-    r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)\s*", re.DOTALL
-)
-_PAIR = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)\s*", re.DOTALL
-)
-CallEnd = Literal["closed", "open", "cut"]
-"""What ended a call: its tag, the model without one, or a limit of the output."""
-_ENDS = {"open": ("</function>", "</arg_value>"), "cut": ("</function>",)}
+LONGEST_NAME_CHARS = 256
+_HEADER_END = Marks((">",))
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _TRUTHS = {"true": True, "false": False}
 _NO_TEXT = {"integer", "number", "boolean", "object", "array", "null"}
 
 
-def read_tagged_call(
-    source: str, functions: Mapping[str, Mapping[str, Any]], end: CallEnd = "closed"
-) -> tuple[str, dict[str, Any]] | None:
-    """Returns the name and the arguments of one call; None if the text is something else.
+class FunctionTags(NamedTuple):
+    """Tags of the first form. The opening ones end before the name."""
 
-    functions: the schema of each function's parameters. No argument is taken in part: without a tag
-    behind it, a call must end with a closing tag of its own."""
-    if end != "closed" and not source.rstrip().endswith(_ENDS[end]):
-        return None
-    found = _FUNCTION.fullmatch(source)
-    if found is not None:
-        name, pairs = found[1], _all(_PARAMETER, found[2].strip())
-    else:
-        name, mark, rest = source.partition("<arg_key>")
-        name, pairs = name.strip(), _all(_PAIR, mark + rest)
-    if pairs is None or name not in functions:
-        return None
-    properties = functions[name].get("properties")
-    kinds = properties if isinstance(properties, dict) else {}
-    return name, {key.strip(): _value(text, kinds.get(key.strip())) for key, text in pairs}
+    function: str = "<function="
+    function_end: str = "</function>"
+    parameter: str = "<parameter="
+    parameter_end: str = "</parameter>"
+    wraps_values: bool = True  # a value stands on lines of its own
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return self.function, self.function_end, self.parameter, self.parameter_end
 
-def _all(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
-    """Returns the pairs of which the text consists; None if it has anything else."""
-    pairs, at = list[tuple[str, str]](), 0
-    while at < len(text):
-        found = pattern.match(text, at)
-        if found is None:
-            return None
-        pairs.append((found[1], found[2]))
-        at = found.end()
-    return pairs
+    def seen(self, signs: MarkSigns) -> FunctionTags:
+        """Returns the tags as a reader sees them."""
+        return self._replace(
+            function=signs.of(self.function),
+            function_end=signs.of(self.function_end),
+            parameter=signs.of(self.parameter),
+            parameter_end=signs.of(self.parameter_end),
+        )
 
 
-def _value(text: str, schema: Any) -> Any:
+def read_function(
+    source: Source, calls: CallWriter, tags: FunctionTags, ends: Marks
+) -> Steps[bool]:
+    """Reads one call of the first form, from behind its opening tag on.
+
+    Returns False if there is none. `ends`: marks that end a call which
+    lacks its own closing tags.
+    """
+    header = yield from source.before(_HEADER_END, LONGEST_NAME_CHARS)
+    name = None if header is None else header[0].partition('"')[0].strip()
+    if name is None or not calls.knows(name):
+        return False
+    writer = _ArgumentWriter(calls, name, tags.wraps_values)
+    value_ends = Marks((tags.parameter_end, tags.parameter, tags.function_end, *ends.texts))
+    tag = ""
+    while True:
+        if tag != tags.parameter:
+            yield from source.skip_space()
+            tag = yield from source.take(tags.parameter, tags.function_end)
+        if tag == tags.function_end:
+            return writer.end()
+        if not tag:
+            if source.end == "cut" and writer.has_begun:
+                return True
+            is_call = writer.has_begun or (yield from source.comes(_end(source, ends)))
+            return is_call and writer.end()
+        header = yield from source.before(_HEADER_END, LONGEST_NAME_CHARS)
+        if header is None:
+            return writer.has_begun
+        tag = yield from _read_value(source, writer, header[0], value_ends, tags, ends)
+        if not tag:
+            return True  # the output has ended
+        if tag in ends.texts:
+            source.unread(len(tag))
+            return writer.end()
+
+
+def _read_value(
+    source: Source,
+    writer: _ArgumentWriter,
+    header: str,
+    value_ends: Marks,
+    tags: FunctionTags,
+    ends: Marks,
+) -> Steps[str]:
+    """Reads a value. Returns the tag behind it, or "" if the output ends first."""
+    key, _, attributes = header.partition('"')
+    writer.begin(key.strip(), attributes)
+    while True:
+        tag = yield from source.until(value_ends, writer.add, in_call=True)
+        if tag == tags.function_end and not (yield from source.comes(_end(source, ends))):
+            writer.add(tag)  # within the value
+            continue
+        writer.end_value(is_whole=tag != "" or source.end == "stop")
+        if not tag and source.end == "stop":
+            writer.end()
+        return tag
+
+
+def read_pairs(source: Source, calls: CallWriter, ends: Marks) -> Steps[bool]:
+    """Reads one call of the second form, up to a mark of `ends`. Returns False if there is none."""
+    found = yield from source.before(Marks((_KEY, *ends.texts)), LONGEST_NAME_CHARS)
+    name = None if found is None else found[0].strip()
+    if found is None or name is None or not calls.knows(name):
+        return False
+    writer = _ArgumentWriter(calls, name, wraps_values=False)
+    tag = found[1]
+    value_ends = Marks((_VALUE_END, *ends.texts))
+    while tag == _KEY:
+        key = yield from source.before(Marks((_KEY_END,)), LONGEST_NAME_CHARS)
+        yield from source.skip_space()
+        if key is None or not (yield from source.take(_VALUE)):
+            return writer.has_begun
+        writer.begin(key[0].strip(), "")
+        tag = yield from source.until(value_ends, writer.add, in_call=True)
+        writer.end_value(is_whole=tag != "" or source.end == "stop")
+        if not tag and source.end == "cut":
+            return True
+        if tag == _VALUE_END and (yield from source.attempt(_take_key(source))):
+            tag = _KEY
+        elif tag == _VALUE_END and source.end == "cut":
+            return True
+    if tag in ends.texts:
+        source.unread(len(tag))
+    return writer.end()
+
+
+def _take_key(source: Source) -> Steps[bool]:
+    yield from source.skip_space()
+    return bool((yield from source.take(_KEY)))
+
+
+def _end(source: Source, ends: Marks) -> Steps[bool]:
+    """Whether one of the marks comes next, or the output ends by itself, after white space."""
+    yield from source.skip_space()
+    if (yield from source.take(*ends.texts)):
+        return True
+    return (yield from source.peek()) == "" and source.end == "stop"
+
+
+class _ArgumentWriter:
+    """Writes the arguments of one call as JSON. The call begins with its first argument."""
+
+    def __init__(self, calls: CallWriter, name: str, wraps_values: bool) -> None:
+        self.has_begun = False
+        self._wraps_values = wraps_values
+        self._calls = calls
+        self._name = name
+        properties = calls.functions[name].get("properties")
+        self._schemas: dict[str, Any] = properties if isinstance(properties, dict) else {}
+        self._num_arguments = 0
+        self._schema: Any = None
+        self._is_json = False
+        self._streams = False  # the value is text in any case
+        self._parts: list[str] = []
+        self._is_first = True
+        self._newline = ""  # at the end of what has come: it belongs to the tag if a tag follows
+
+    def begin(self, key: str, attributes: str) -> None:
+        """Begins a value. `attributes`: what else stands in its tag."""
+        self._begin_call()
+        opening = ", " if self._num_arguments else "{"
+        self._num_arguments += 1
+        self._schema = self._schemas.get(key)
+        self._is_json = 'string="false"' in attributes
+        is_text = 'string="true"' in attributes or _kinds(self._schema) == {"string"}
+        self._streams = is_text and not self._is_json
+        self._parts, self._is_first, self._newline = [], True, ""
+        opening += json.dumps(key, ensure_ascii=False) + ": "
+        if self._streams:
+            self._calls.add(opening + '"')
+        else:
+            self._parts.append(opening)
+
+    def add(self, text: str) -> None:
+        if not self._streams:
+            self._parts.append(text)
+            return
+        if self._wraps_values:
+            if self._is_first:
+                text, self._is_first = text.removeprefix("\n"), False
+            text = self._newline + text
+            self._newline = "\n" if text.endswith("\n") else ""
+            text = text.removesuffix("\n")
+        if text:
+            self._calls.add(_escaped(text))
+
+    def end_value(self, is_whole: bool) -> None:
+        """`is_whole`: else a limit has cut it, and only text is taken in part."""
+        if self._streams:
+            if is_whole:
+                self._calls.add('"')
+        elif is_whole:
+            opening, *texts = self._parts
+            text = "".join(texts)
+            if self._wraps_values:
+                text = text.removeprefix("\n").removesuffix("\n")
+            value = _value(text, self._schema, self._is_json)
+            self._calls.add(opening + json.dumps(value, ensure_ascii=False))
+
+    def end(self) -> bool:
+        self._begin_call()
+        if self._num_arguments:
+            self._calls.add("}")
+        self._calls.end()
+        return True
+
+    def _begin_call(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            self._calls.begin(self._name)
+
+
+def _escaped(text: str) -> str:
+    """The text as a part of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _value(text: str, schema: Any, is_json: bool) -> Any:
     """Returns text where the schema allows it and nothing else fits, else what the JSON means."""
-    text = text.removeprefix("\n").removesuffix("\n")
     kinds = _kinds(schema)
-    if "string" in kinds and not (kinds & _NO_TEXT and text.strip() == "null"):
+    if not is_json and "string" in kinds and not (kinds & _NO_TEXT and text.strip() == "null"):
         return text
     try:
         value = msgspec.json.decode(text)
     except MALFORMED:
         return _TRUTHS.get(text.strip().lower(), text) if "boolean" in kinds else text
     # Without a type, a number or a word may be meant as text.
-    return value if kinds or isinstance(value, dict | list) else text
+    return value if is_json or kinds or isinstance(value, dict | list) else text
 
 
 def _kinds(schema: Any) -> set[str]:

@@ -6,7 +6,7 @@ id has its number in angle brackets as text, so that every token has a text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moonpool.engine.tokenizer import ByteTextStream
@@ -49,9 +49,11 @@ class ByteTokenizer:
             return _BYTES[token_id]
         return _SPECIALS.get(token_id) or b"<%d>" % token_id
 
-    def stream(self, skip_special_tokens: bool = True) -> ByteTextStream:
+    def stream(
+        self, skip_special_tokens: bool = True, shown: Mapping[int, str] | None = None
+    ) -> ByteTextStream:
         skipped = frozenset(_SPECIALS) if skip_special_tokens else frozenset()
-        return ByteTextStream(self.token_bytes, skipped)
+        return ByteTextStream(self.token_bytes, skipped, shown)
 
     @property
     def knows_tools(self) -> bool:

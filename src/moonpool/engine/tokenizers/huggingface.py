@@ -119,11 +119,14 @@ class HfTokenizer:
             self._bytes[token_id] = found
         return found
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+    def stream(
+        self, skip_special_tokens: bool = True, shown: Mapping[int, str] | None = None
+    ) -> TextStream:
         if self._bytes_of is None:
-            return DiffTextStream(partial(self.decode, skip_special_tokens=skip_special_tokens))
+            decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+            return DiffTextStream(decode, shown)
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        return ByteTextStream(self.token_bytes, skipped)
+        return ByteTextStream(self.token_bytes, skipped, shown)
 
     @property
     def knows_tools(self) -> bool:

@@ -1,0 +1,62 @@
+"""The calls of one output: which functions exist, and the increments of calls to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moonpool.api.output_text.said import Sink, ToolCallDelta
+from moonpool.api.output_text.source import Source
+
+Functions = Mapping[str, Mapping[str, Any]]
+"""The schema of each function's parameters."""
+NewId = Callable[[str, int, str], str]
+"""Returns the id of a call. Takes the function's name, the number of the call among those of the
+conversation, and the id that the model gave it or ""."""
+
+
+class CallWriter:
+    """Numbers the calls and writes their increments. A call of an unknown function is none."""
+
+    def __init__(
+        self,
+        functions: Functions,
+        only_one: bool,
+        num_before: int,
+        new_id: NewId,
+        source: Source,
+        sink: Sink,
+    ) -> None:
+        """`only_one`: further calls are left out. `num_before`: calls earlier in the chat."""
+        self.functions = functions
+        self._source = source
+        self._only_one = only_one
+        self._num_before = num_before
+        self._new_id = new_id
+        self._sink = sink
+        self._count = 0
+        self._is_empty = True  # the last call has no arguments yet
+
+    def knows(self, name: str | None) -> bool:
+        return name in self.functions
+
+    def begin(self, name: str, own_id: str = "") -> None:
+        """What was read so far is passed on: there is no way back."""
+        self._source.settle()
+        call_id = self._new_id(name, self._num_before + self._count, own_id)
+        self._count += 1
+        self._is_empty = True
+        self._write(ToolCallDelta(self._count - 1, call_id, name, ""))
+
+    def add(self, arguments: str) -> None:
+        self._is_empty = False
+        self._write(ToolCallDelta(self._count - 1, None, None, arguments))
+
+    def end(self) -> None:
+        """The call is complete. One without arguments has an empty object of them."""
+        if self._is_empty:
+            self.add("{}")
+
+    def _write(self, delta: ToolCallDelta) -> None:
+        if not (self._only_one and self._count > 1):
+            self._sink.call(delta)

@@ -1,0 +1,111 @@
+"""gpt-oss's format, harmony: an output is a sequence of messages, each with a header.
+
+    <|channel|>analysis<|message|>REASONING<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
+    <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
+
+The recipient may also stand before the channel. Text on the commentary channel without a recipient
+is for the user, such as what a model says before it calls. An output without a header is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from moonpool.api.output_text.call_writer import CallWriter
+from moonpool.api.output_text.marks import Marks, MarkSigns
+from moonpool.api.output_text.said import Sink
+from moonpool.api.output_text.source import Say, Script, Source, Steps
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+_LONGEST_HEADER_CHARS = 512
+_RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?(\S+)")
+
+
+def harmony_script(
+    signs: MarkSigns,
+    calls_of: Callable[[Source, Sink], CallWriter],
+    tells_reasoning: bool,
+) -> Script:
+    """Returns the script of one output. The prompt has opened its first message's header.
+
+    tells_reasoning: else it is text."""
+
+    def script(source: Source, sink: Sink) -> Steps[None]:
+        messages = _Messages(source, sink, calls_of(source, sink), signs)
+        messages.tells_reasoning = tells_reasoning
+        yield from messages.read()
+
+    return script
+
+
+class _Messages:
+    """Reads the messages of one output."""
+
+    def __init__(self, source: Source, sink: Sink, calls: CallWriter, signs: MarkSigns) -> None:
+        self._source = source
+        self._sink = sink
+        self._calls = calls
+        self._start, self._channel = signs.of(START), signs.of(CHANNEL)
+        self._constrain = signs.of(CONSTRAIN)
+        self._message = Marks((signs.of(MESSAGE),))
+        self._ends = Marks(tuple(signs.of(mark) for mark in (END, CALL, RETURN, START)))
+        self.tells_reasoning = True
+        self._has_reasoned = False
+        self._has_said = False
+
+    def read(self) -> Steps[None]:
+        source = self._source
+        begins = (" to=", self._channel, self._message.texts[0])
+        if not (yield from source.comes(_takes(source, begins))):
+            yield from self._pass_text()
+        while (yield from source.peek()):
+            header = yield from source.before(self._message, _LONGEST_HEADER_CHARS)
+            if header is None:
+                yield from self._without_body()
+            else:
+                yield from self._body(header[0])
+
+    def _without_body(self) -> Steps[None]:
+        """A header that has no message is not shown if a limit cut it, else it is text."""
+        if self._source.end == "cut":
+            self._source.rest()
+        else:
+            yield from self._pass(self._sink.say)
+
+    def _body(self, header: str) -> Steps[None]:
+        before, _, channel = header.rpartition(self._channel)
+        channel, _, _ = channel.partition(self._constrain)
+        kind = (channel.split() or [""])[0]
+        found = _RECIPIENT.search(before) or _RECIPIENT.search(channel)
+        if found is not None and self._calls.knows(found[1]):
+            self._calls.begin(found[1])
+            if (yield from self._pass(self._calls.add)) or self._source.end == "stop":
+                self._calls.end()
+        elif kind == "analysis" and self.tells_reasoning:
+            if self._has_reasoned:
+                self._sink.reason("\n")
+            self._has_reasoned = True
+            yield from self._pass(self._sink.reason)
+        else:
+            yield from self._pass_text()
+
+    def _pass_text(self) -> Steps[None]:
+        if self._has_said:
+            self._sink.say("\n")
+        self._has_said = True
+        yield from self._pass(self._sink.say)
+
+    def _pass(self, say: Say) -> Steps[str]:
+        """Passes on a message's body, and reads on to the next header. Returns the mark between."""
+        mark = yield from self._source.until(self._ends, say)
+        if mark and mark != self._start:
+            yield from self._source.take(self._start)
+        return mark
+
+
+def _takes(source: Source, texts: tuple[str, ...]) -> Steps[bool]:
+    return bool((yield from source.take(*texts)))

@@ -1,0 +1,71 @@
+"""Marks: the texts by which a format of output tells its parts, and how they look to a reader.
+
+A mark may be a special token, which has no text in most answers. A reader sees it as one surrogate,
+a character that no decoded text has. So a special token is never taken for text, and text that
+spells it is never taken for the token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+from moonpool.engine.tokenizer import Vocabulary
+
+_FIRST_SIGN = 0xD800
+
+
+class MarkSigns:
+    """How the marks of one format look in one model's outputs. `shown`: signs by special token."""
+
+    def __init__(self, vocabulary: Vocabulary | None = None, texts: Iterable[str] = ()) -> None:
+        """Without a vocabulary, all marks are text. `texts`: all marks of the format."""
+        self.shown: dict[int, str] = {}
+        self._signs: dict[str, str] = {}
+        if vocabulary is None:
+            return
+        joined = "\n".join(texts)
+        for token_id in sorted(vocabulary.special_token_ids):
+            text = vocabulary.token_bytes(token_id).decode("utf-8", "replace")
+            if text and text in joined:
+                sign = self._signs.setdefault(text, chr(_FIRST_SIGN + len(self._signs)))
+                self.shown[token_id] = sign
+
+    def of(self, text: str) -> str:
+        """Returns a mark as a reader sees it."""
+        for special in sorted(self._signs, key=len, reverse=True):
+            text = text.replace(special, self._signs[special])
+        return text
+
+
+def is_special(mark: str) -> bool:
+    """Whether a mark is a special token, which no text can imitate."""
+    return len(mark) == 1 and "\ud800" <= mark <= "\udfff"
+
+
+class Marks:
+    """Several marks that are looked for together."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self.texts = tuple(sorted(set(texts), key=len, reverse=True))
+        self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
+
+    def search(self, text: str, at: int) -> re.Match[str] | None:
+        return self._pattern.search(text, at)
+
+    def overlap(self, text: str, at: int) -> int:
+        """Returns how many of the last characters may begin a mark."""
+        return max((overlap(text, mark, at) for mark in self.texts), default=0)
+
+
+def overlap(text: str, mark: str, at: int = 0) -> int:
+    """Returns how many of the last characters, from `at` on, may begin the mark."""
+    begin = text.find(mark[0], max(at, len(text) - len(mark) + 1))
+    while begin >= 0:
+        if mark.startswith(text[begin:]):
+            return len(text) - begin
+        begin = text.find(mark[0], begin + 1)
+    return 0
+
+
+Shown = Mapping[int, str]

@@ -1,0 +1,192 @@
+"""How the outputs of one model are read: its format of calls, its tags of reasoning, and the
+special tokens among their marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from moonpool.api.output_text.bare_calls import read_bare
+from moonpool.api.output_text.call_writer import CallWriter, Functions
+from moonpool.api.output_text.formats import (
+    AUTO,
+    BARE,
+    HARMONY,
+    NONE,
+    CallFormat,
+    call_format,
+    reasoning_tags,
+)
+from moonpool.api.output_text.harmony import MARKS as HARMONY_MARKS
+from moonpool.api.output_text.harmony import harmony_script
+from moonpool.api.output_text.json_calls import read_calls
+from moonpool.api.output_text.marks import Marks, MarkSigns, is_special
+from moonpool.api.output_text.reasoning import ReasoningTags, read_reasoning
+from moonpool.api.output_text.said import Sink
+from moonpool.api.output_text.source import OutputReader, Script, Source, Steps
+from moonpool.engine.tokenizer import Tokenizer
+
+_LAST_TOKENS = 16
+"""So many tokens of a prompt hold the opening tag at its end."""
+
+
+class CallRules(NamedTuple):
+    """Which calls one output may have. `functions`: the schema of each one's parameters.
+
+    `must_call`: a grammar holds the output to a JSON list of calls; with `named`, to the arguments
+    of that function's call.
+    """
+
+    functions: Functions
+    only_one: bool = False
+    must_call: bool = False
+    named: str = ""
+    num_before: int = 0  # calls earlier in the conversation
+
+
+class ModelOutput:
+    """The readers of one model's outputs."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> None:
+        """Raises `UnknownParserError`."""
+        self._tokenizer = tokenizer
+        template = tokenizer.tool_template or ""
+        self._reads_reasoning = reasoning_parser != NONE
+        self._tags = reasoning_tags(reasoning_parser, template)
+        self._format = call_format(tool_parser, template)
+        self._is_harmony = call_format(AUTO, template) is HARMONY or self._format is HARMONY
+        marks: tuple[str, ...] = () if self._format is None else self._format.marks
+        marks += HARMONY_MARKS if self._is_harmony else ()
+        if self._tags is not None:
+            marks += (*self._tags.opens, *self._tags.closes)
+        self._special = MarkSigns(tokenizer, marks)
+        self._spelled = MarkSigns()
+
+    def reader(
+        self,
+        prompt: Sequence[int],
+        skips_special_tokens: bool,
+        rules: CallRules | None,
+        next_id: Callable[[], str],
+        reads_reasoning: bool = True,
+    ) -> tuple[OutputReader | None, Mapping[int, str]]:
+        """Returns the reader of the output for a prompt, None if it is nothing but text, and the
+        texts that it needs special tokens to have.
+
+        rules: of calls; None: there are none. next_id: random texts for the ids of calls.
+        """
+        signs = self._special if skips_special_tokens else self._spelled
+        plan = _Plan(self._format, rules, signs, next_id)
+        if self._is_harmony and not plan.must_call:
+            script = harmony_script(signs, plan.writer, self._reads_reasoning)
+            return OutputReader(script), signs.shown
+        tags = self._tags if reads_reasoning else None
+        if tags is None and not plan.reads_calls:
+            return None, {}
+        script = plan.script(tags, tags is not None and self._is_inside(prompt, tags))
+        return OutputReader(script), signs.shown
+
+    def _is_inside(self, prompt: Sequence[int], tags: ReasoningTags) -> bool:
+        """Whether the prompt has opened the reasoning."""
+        end = self._tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False)
+        return end.rstrip().endswith(tags.opens)
+
+
+class _Plan:
+    """How one output is read."""
+
+    def __init__(
+        self,
+        form: CallFormat | None,
+        rules: CallRules | None,
+        signs: MarkSigns,
+        next_id: Callable[[], str],
+    ) -> None:
+        self.must_call = rules is not None and rules.must_call
+        self.reads_calls = rules is not None and (rules.must_call or form is not None)
+        self._rules = rules or CallRules({})
+        self._format = form
+        self._make_id = BARE.make_id if form is None else form.make_id
+        self._signs = signs
+        self._next_id = next_id
+        has_marks = self.reads_calls and not self.must_call and form is not None
+        self._opens = tuple(map(signs.of, form.opens)) if has_marks and form is not None else ()
+
+    def writer(self, source: Source, sink: Sink) -> CallWriter:
+        rules = self._rules
+
+        def new_id(name: str, number: int, own: str) -> str:
+            return self._make_id(name, number, own, self._next_id())
+
+        return CallWriter(rules.functions, rules.only_one, rules.num_before, new_id, source, sink)
+
+    def script(self, tags: ReasoningTags | None, is_inside: bool) -> Script:
+        """`tags`: of reasoning. `is_inside`: the output begins behind the opening one."""
+        if tags is not None:
+            opens, closes = (tuple(map(self._signs.of, t)) for t in (tags.opens, tags.closes))
+            tags = tags._replace(opens=opens, closes=closes)
+
+        def script(source: Source, sink: Sink) -> Steps[None]:
+            if tags is not None:
+                yield from read_reasoning(source, sink, tags, is_inside, self._opens)
+            calls = self.writer(source, sink)
+            if self.must_call:
+                yield from self._required(source, calls)
+            elif self.reads_calls and not self._opens:
+                yield from self._whole(source, read_bare(source, calls))
+            yield from self._answer(source, sink, calls, tags)
+
+        return script
+
+    def _required(self, source: Source, calls: CallWriter) -> Steps[None]:
+        if self._rules.named:
+            if (yield from source.peek()):
+                calls.begin(self._rules.named)
+                yield from source.until(Marks(()), calls.add)
+            return
+        yield from self._whole(source, read_calls(source, calls))
+        if source.end == "cut":  # the call that was begun has no name yet
+            source.rest()
+
+    def _whole(self, source: Source, steps: Steps[bool]) -> Steps[bool]:
+        """Reads calls. What is left of one that a limit has cut is no text."""
+        is_call = yield from source.attempt(steps)
+        if is_call and source.end == "cut":
+            source.rest()
+        return is_call
+
+    def _answer(
+        self, source: Source, sink: Sink, calls: CallWriter, tags: ReasoningTags | None
+    ) -> Steps[None]:
+        """Reads text with calls between, and more reasoning where its tag is a special token."""
+        thinks = () if tags is None else tuple(filter(is_special, tags.opens))
+        response, response_end = (tags and tags.answer) or ("", "")
+        if response and (yield from source.attempt(_take(source, response))):
+            yield from source.skip("\n")
+        marks = Marks(tuple(filter(None, (*self._opens, *thinks, response_end))))
+        while mark := (yield from source.until(marks, sink.say)):
+            if mark == response_end:
+                yield from source.skip_space()
+            elif tags is not None and mark in thinks:
+                source.unread(len(mark))
+                yield from read_reasoning(source, sink, tags, False, self._opens)
+            else:
+                yield from self._marked(source, sink, calls, mark)
+
+    def _marked(self, source: Source, sink: Sink, calls: CallWriter, mark: str) -> Steps[None]:
+        assert self._format is not None
+        assert self._format.read is not None
+        steps = self._format.read(source, calls, self._signs, mark)
+        if (yield from self._whole(source, steps)):
+            yield from source.skip("\n")
+        elif source.end == "cut":  # the call that was begun has no name yet
+            source.rest()
+        else:
+            sink.say(mark)
+
+
+def _take(source: Source, text: str) -> Steps[bool]:
+    yield from source.skip_space()
+    return bool((yield from source.take(text)))

@@ -1,0 +1,99 @@
+"""What one output says: reasoning, text and tool calls, in the order in which they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moonpool.types import Token
+
+
+class ToolCallDelta(NamedTuple):
+    """One increment of a tool call: first its name, then more of its arguments."""
+
+    number: int
+    call_id: str | None
+    name: str | None
+    arguments: str
+
+
+class Said(NamedTuple):
+    """Reasoning, then text, then calls. What has another order is said in several."""
+
+    text: str = ""
+    calls: Sequence[ToolCallDelta] = ()
+    reasoning: str = ""
+    tokens: Sequence[Token] = ()  # that it was made from
+
+
+class Sink:
+    """Collects what a reader finds. `take` returns what is new."""
+
+    def __init__(self) -> None:
+        self._parts: list[Said] = []
+        self._space = ""  # white space at the beginning of a text: dropped beside a call
+        self._has_text = False
+        self._has_calls = False
+
+    def take(self) -> list[Said]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def say(self, text: str) -> None:
+        text = _plain(text)
+        if not self._has_text:
+            if not text or text.isspace():
+                self._space += text
+                return
+            text, self._space, self._has_text = self._space + text, "", True
+        if text:
+            self._add(Said(text))
+
+    def reason(self, text: str) -> None:
+        text = _plain(text)
+        if text:
+            self._add(Said(reasoning=text))
+
+    def call(self, delta: ToolCallDelta) -> None:
+        self._space, self._has_text, self._has_calls = "", False, True
+        self._add(Said(calls=(delta._replace(arguments=_plain(delta.arguments)),)))
+
+    def end(self) -> None:
+        """The output has ended."""
+        space, self._space = self._space, ""
+        if space and not self._has_calls:
+            self._add(Said(space))
+
+    def _add(self, new: Said) -> None:
+        last = self._parts[-1] if self._parts else None
+        if last is None or _rank(last, last_of=True) > _rank(new, last_of=False):
+            self._parts.append(new)
+            return
+        calls = _joined(last.calls, new.calls)
+        self._parts[-1] = Said(last.text + new.text, calls, last.reasoning + new.reasoning)
+
+
+def _rank(said: Said, last_of: bool) -> int:
+    """The place of the last, or first, of its kinds in the order of a `Said`."""
+    kinds = [bool(said.reasoning), bool(said.text), bool(said.calls)]
+    places = [place for place, is_there in enumerate(kinds) if is_there]
+    return places[-1] if last_of else places[0]
+
+
+def _joined(
+    first: Sequence[ToolCallDelta], then: Sequence[ToolCallDelta]
+) -> Sequence[ToolCallDelta]:
+    """Both, where more of one call's arguments is one increment."""
+    if not first or not then:
+        return first or then
+    (delta,), last = then, first[-1]
+    if delta.name is not None or delta.number != last.number:
+        return (*first, delta)
+    return (*first[:-1], last._replace(arguments=last.arguments + delta.arguments))
+
+
+def _plain(text: str) -> str:
+    """The text without the signs of special tokens (see `marks`)."""
+    if text.isascii():
+        return text
+    return "".join(c for c in text if not "\ud800" <= c <= "\udfff")

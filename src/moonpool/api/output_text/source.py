@@ -1,0 +1,190 @@
+"""The text of one output as it arrives, and the steps that read it.
+
+A reader is a generator that yields where it waits for more text. So a format is written down as if
+its text were there already, and gives the same in whatever pieces the text comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Literal, TypeVar
+
+from moonpool.api.output_text.marks import Marks
+from moonpool.api.output_text.said import Said, Sink
+
+End = Literal["stop", "cut"]
+"""What ended an output: the model, or a limit or a stop string."""
+Found = TypeVar("Found")
+Steps = Generator[None, None, Found]
+Script = Callable[["Source", Sink], Steps[None]]
+Say = Callable[[str], None]
+_TRIM_ABOVE_CHARS = 4096
+
+
+class Source:
+    """Each method that is a generator waits for the text that it needs, or for the output's end."""
+
+    def __init__(self) -> None:
+        self.end: End | None = None
+        self._text = ""
+        self._at = 0
+        self._num_dropped = 0  # characters before the text
+        self._num_kept = 0  # places that may be returned to
+        self._settled = 0  # none before this place
+
+    @property
+    def holds(self) -> bool:
+        """Whether text has arrived that is not read yet."""
+        return self._at < len(self._text) or self._num_kept > 0
+
+    def add(self, text: str) -> None:
+        if not self._num_kept and (self._at == len(self._text) or self._at > _TRIM_ABOVE_CHARS):
+            self._num_dropped += self._at
+            self._text, self._at = self._text[self._at :], 0
+        self._text += text
+
+    def attempt(self, steps: Steps[bool]) -> Steps[bool]:
+        """Takes the steps. If they find nothing, nothing is read, unless they settled before."""
+        place = self._keep()
+        found = yield from steps
+        self._release(place, goes_back=not found)
+        return found
+
+    def comes(self, steps: Steps[bool]) -> Steps[bool]:
+        """Returns whether the steps would find something, and reads nothing."""
+        place = self._keep()
+        found = yield from steps
+        self._release(place, goes_back=True)
+        return found
+
+    def settle(self) -> None:
+        """Gives up all places: what was read is passed on."""
+        self._num_kept = 0
+        self._settled = self._num_dropped + self._at
+
+    def _keep(self) -> int:
+        self._num_kept += 1
+        return self._num_dropped + self._at
+
+    def _release(self, place: int, goes_back: bool) -> None:
+        self._num_kept = max(self._num_kept - 1, 0)
+        if goes_back and place >= self._settled:
+            self._at = place - self._num_dropped
+
+    def more(self) -> Steps[bool]:
+        """Waits for more text. Returns False if there is none."""
+        if self.end is not None:
+            return False
+        before = len(self._text) - self._at
+        while len(self._text) - self._at == before and self.end is None:
+            yield
+        return len(self._text) - self._at > before
+
+    def peek(self) -> Steps[str]:
+        """Returns the next character; "" at the end."""
+        while self._at == len(self._text):
+            if not (yield from self.more()):
+                return ""
+        return self._text[self._at]
+
+    def rest(self) -> str:
+        """Returns what has arrived and is not read yet, and reads it."""
+        rest, self._at = self._text[self._at :], len(self._text)
+        return rest
+
+    def skip(self, characters: str) -> Steps[None]:
+        """Reads over these characters."""
+        while (found := (yield from self.peek())) and found in characters:
+            self._at += 1
+
+    def skip_space(self) -> Steps[None]:
+        while (yield from self.peek()).isspace():
+            self._at += 1
+
+    def take(self, *texts: str) -> Steps[str]:
+        """Reads the first of these texts that comes next. Returns it, or "" if none does."""
+        while True:
+            text, at = self._text, self._at
+            for wanted in texts:
+                if text.startswith(wanted, at):
+                    self._at = at + len(wanted)
+                    return wanted
+            rest = text[at : at + max(map(len, texts))]
+            if not any(wanted.startswith(rest) for wanted in texts):
+                return ""
+            if not (yield from self.more()):
+                return ""
+
+    def until(self, marks: Marks, say: Say, in_call: bool = False) -> Steps[str]:
+        """Passes on the text before the next mark. Returns that mark, or "" at the end.
+
+        `in_call`: what may be a part of a mark is dropped where a limit has cut the output.
+        """
+        while True:
+            found = marks.search(self._text, self._at)
+            if found is not None:
+                before, self._at = self._text[self._at : found.start()], found.end()
+                if before:
+                    say(before)
+                return found[0]
+            holds = self.end is None or (in_call and self.end == "cut")
+            cut = len(self._text) - (marks.overlap(self._text, self._at) if holds else 0)
+            if cut > self._at:
+                before, self._at = self._text[self._at : cut], cut
+                say(before)
+            if self.end is not None:
+                if holds:
+                    self._at = len(self._text)
+                return ""
+            yield
+
+    def before(self, marks: Marks, most_chars: int) -> Steps[tuple[str, str] | None]:
+        """Reads a text of at most so many characters, and the mark behind it. Returns both.
+
+        None, and nothing is read, if there is no such mark.
+        """
+        while True:
+            found = marks.search(self._text, self._at)
+            if found is not None and found.start() - self._at <= most_chars:
+                text, self._at = self._text[self._at : found.start()], found.end()
+                return text, found[0]
+            if found is not None or len(self._text) - self._at > most_chars + 64:
+                return None
+            if not (yield from self.more()):
+                return None
+
+    def unread(self, num_chars: int) -> None:
+        """Goes back over the last characters that were read."""
+        self._at -= num_chars
+
+    def stretch(self, end: Callable[[str, int], int]) -> str:
+        """Reads on to the place that `end(text, from)` returns. Returns what it read."""
+        begin, self._at = self._at, end(self._text, self._at)
+        return self._text[begin : self._at]
+
+
+class OutputReader:
+    """Reads one output by a script. `push` and `flush` return what is new."""
+
+    def __init__(self, script: Script) -> None:
+        self._source, self._sink = Source(), Sink()
+        self._steps = script(self._source, self._sink)
+
+    @property
+    def holds(self) -> bool:
+        """Whether some text is held back until more of it has arrived."""
+        return self._source.holds
+
+    def push(self, text: str) -> list[Said]:
+        self._source.add(text)
+        next(self._steps, None)
+        return self._sink.take()
+
+    def flush(self, cut: bool) -> list[Said]:
+        """Returns what is left after the output has ended. `cut`: not by the model."""
+        self._source.end = "cut" if cut else "stop"
+        for _ in self._steps:
+            pass
+        self._sink.say(self._source.rest())
+        self._sink.end()
+        return self._sink.take()
