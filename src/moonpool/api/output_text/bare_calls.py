@@ -8,13 +8,20 @@ from moonpool.api.output_text.json_calls import read_calls
 from moonpool.api.output_text.pythonic_calls import read_pythonic
 from moonpool.api.output_text.source import Source, Steps
 
+_BEGINS = ("<|python_tag|>", "<|python_start|>")
+_END = "<|python_end|>"
+
 
 def read_bare(source: Source, calls: CallWriter) -> Steps[bool]:
     """Reads the calls at the beginning of an answer. Returns False if it does not begin so."""
     yield from source.skip_space()
+    yield from source.take(*_BEGINS)  # mostly a special token without text
     if (yield from source.peek()) == "[" and (yield from source.comes(_is_pythonic(source))):
         yield from source.take("[")
-        return (yield from read_pythonic(source, calls, "]"))
+        is_call = yield from read_pythonic(source, calls, "]")
+        if is_call:
+            yield from source.take(_END)
+        return is_call
     num_calls = 0
     while (yield from source.attempt(_read_next(source, calls, is_first=not num_calls))):
         num_calls += 1

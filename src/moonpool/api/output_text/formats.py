@@ -176,7 +176,7 @@ FORMATS = (
             *("ernie45", "phi4_mini_json", "mimo"),
         ),
         (TOOL_CALL, GRANITE_CALL, f"{PHI_CALL}["),
-        (TOOL_CALL, GRANITE_CALL, QWEN_TAGS.function),
+        (TOOL_CALL, GRANITE_CALL, PHI_CALL, QWEN_TAGS.function),
         (TOOL_CALL_END, PHI_CALL_END),
         read_tool_call,
     ),

@@ -71,6 +71,7 @@ class _Call:
         self._name: str | None = None
         self._arguments: str | None = None  # that came before the name, or as a string
         self._has_begun = False
+        self._is_complete = False
 
     def read(self) -> Steps[bool]:
         """Returns whether it is a call."""
@@ -97,6 +98,8 @@ class _Call:
         if key is None or not (yield from source.take(":")):
             return False
         yield from source.skip_space()
+        if key == "function" and (yield from source.peek()) == "{":  # as in OpenAI's API
+            return (yield from self.read())
         if key == "name" and not self._has_begun:
             self._name = yield from read_string(source)
             return self._calls.knows(self._name)
@@ -121,6 +124,8 @@ class _Call:
         self._calls.begin(name)
 
     def _end(self) -> bool:
+        if self._is_complete:
+            return True
         if not self._has_begun:
             if self._name is None:
                 return False
@@ -128,6 +133,7 @@ class _Call:
             if self._arguments is not None:
                 self._calls.add(self._arguments)
         self._calls.end()
+        self._is_complete = True
         return True
 
 

@@ -61,6 +61,8 @@ class ModelOutput:
         marks += HARMONY_MARKS if self._is_harmony else ()
         if self._tags is not None:
             marks += (*self._tags.opens, *self._tags.closes)
+        opens = () if self._format is None else self._format.opens
+        self._opens = tuple(mark for mark in opens if mark in template) or opens
         self._special = MarkSigns(tokenizer, marks)
         self._spelled = MarkSigns()
 
@@ -78,7 +80,7 @@ class ModelOutput:
         rules: of calls; None: there are none. next_id: random texts for the ids of calls.
         """
         signs = self._special if skips_special_tokens else self._spelled
-        plan = _Plan(self._format, rules, signs, next_id)
+        plan = _Plan(self._format, self._opens, rules, signs, next_id)
         if self._is_harmony and not plan.must_call:
             script = harmony_script(signs, plan.writer, self._reads_reasoning)
             return OutputReader(script), signs.shown
@@ -100,10 +102,12 @@ class _Plan:
     def __init__(
         self,
         form: CallFormat | None,
+        opens: Sequence[str],
         rules: CallRules | None,
         signs: MarkSigns,
         next_id: Callable[[], str],
     ) -> None:
+        """`opens`: the marks of the format that begin calls."""
         self.must_call = rules is not None and rules.must_call
         self.reads_calls = rules is not None and (rules.must_call or form is not None)
         self._rules = rules or CallRules({})
@@ -111,8 +115,8 @@ class _Plan:
         self._make_id = BARE.make_id if form is None else form.make_id
         self._signs = signs
         self._next_id = next_id
-        has_marks = self.reads_calls and not self.must_call and form is not None
-        self._opens = tuple(map(signs.of, form.opens)) if has_marks and form is not None else ()
+        has_marks = self.reads_calls and not self.must_call
+        self._opens = tuple(map(signs.of, opens)) if has_marks else ()
 
     def writer(self, source: Source, sink: Sink) -> CallWriter:
         rules = self._rules
@@ -165,6 +169,8 @@ class _Plan:
         response, response_end = (tags and tags.answer) or ("", "")
         if response and (yield from source.attempt(_take(source, response))):
             yield from source.skip("\n")
+        else:
+            response_end = ""
         marks = Marks(tuple(filter(None, (*self._opens, *thinks, response_end))))
         while mark := (yield from source.until(marks, sink.say)):
             if mark == response_end:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _MOST_DEPTH = 64
 _NO_CALL = -1
+NO_LITERAL = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 
 def read_pythonic(source: Source, calls: CallWriter, end: str) -> Steps[bool]:
@@ -127,9 +129,9 @@ def _parsed(source: str) -> tuple[str, dict[str, Any]] | None:
         if key is None:
             return None
         try:
-            arguments[key[1]] = _literal(part[key.end() :].strip())
+            arguments[key[1]] = literal(part[key.end() :].strip())
             json.dumps(arguments[key[1]])
-        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        except NO_LITERAL:
             return None
     return found[1], arguments
 
@@ -154,12 +156,18 @@ def _divided(inside: str) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-def _literal(text: str) -> Any:
-    """Raises what `ast.literal_eval` raises."""
+def literal(text: str) -> Any:
+    """Returns the value of a Python literal, or of JSON. Raises one of NO_LITERAL."""
     try:
         return msgspec.json.decode(text)
     except MALFORMED:
-        return _evaluated(ast.parse(text, mode="eval").body)
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a backslash that escapes nothing
+        try:
+            return _evaluated(ast.parse(text, mode="eval").body)
+        except SyntaxError:  # a text with line breaks as they are
+            return _evaluated(ast.parse(text.replace("\n", "\\n"), mode="eval").body)
 
 
 def _evaluated(node: ast.expr) -> Any:

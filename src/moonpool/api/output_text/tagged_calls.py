@@ -28,6 +28,7 @@ import msgspec
 
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.marks import Marks, MarkSigns
+from moonpool.api.output_text.pythonic_calls import NO_LITERAL, literal
 from moonpool.api.output_text.source import Source, Steps
 from moonpool.types import MALFORMED
 
@@ -247,9 +248,21 @@ def _value(text: str, schema: Any, is_json: bool) -> Any:
     try:
         value = msgspec.json.decode(text)
     except MALFORMED:
-        return _TRUTHS.get(text.strip().lower(), text) if "boolean" in kinds else text
+        if "boolean" in kinds:
+            return _TRUTHS.get(text.strip().lower(), text)
+        return _python_value(text) if kinds & {"array", "object"} else text
     # Without a type, a number or a word may be meant as text.
     return value if is_json or kinds or isinstance(value, dict | list) else text
+
+
+def _python_value(text: str) -> Any:
+    """Returns what some templates write of lists and objects; else the text."""
+    try:
+        value = literal(text.strip())
+        json.dumps(value)
+    except NO_LITERAL:
+        return text
+    return value
 
 
 def _kinds(schema: Any) -> set[str]:

@@ -1,0 +1,398 @@
+"""The formats of calls and reasoning of many families, as their own chat templates write them: each
+transcript is read back as what it was made from, in any pieces, and as vLLM's parsers read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from moonpool.api.output_text.formats import (
+    CALL_PARSERS,
+    FORMATS,
+    REASONING_PARSERS,
+    UnknownParserError,
+    check_parsers,
+)
+from moonpool.api.output_text.model_output import CallRules, ModelOutput
+from moonpool.api.output_text.reasoning import ALL_TAGS
+from moonpool.api.output_text.said import Said
+from moonpool.api.tools import together
+from moonpool.engine.tokenizer import ByteTextStream
+from moonpool.engine.tokenizers.byte import ByteTokenizer
+
+FILE = Path(__file__).parent / "transcripts" / "transcripts.json"
+TRANSCRIPTS: dict[str, dict[str, Any]] = {e["family"]: e for e in json.loads(FILE.read_text())}
+FUNCTIONS: dict[str, Any] = {
+    "edit": {
+        "type": "object",
+        "properties": {
+            "path": {"type": "string"},
+            "line": {"type": "integer"},
+            "all": {"type": "boolean"},
+            "tags": {"type": "array"},
+            "note": {"type": "string"},
+        },
+    },
+    "clock": {"type": "object", "properties": {}},
+}
+MARKS = sorted(
+    {m for form in FORMATS for m in form.marks if not m.endswith(("[", "=", '"', "s", "l"))}
+    | {m for tags in ALL_TAGS[:3] for m in (*tags.opens, *tags.closes)}
+)
+families = pytest.mark.parametrize("family", TRANSCRIPTS)
+steps = pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.long)])
+
+
+class MarkTokenizer(ByteTokenizer):
+    """Bytes, and a special token for each mark."""
+
+    def __init__(self, template: str, marks: list[str]) -> None:
+        super().__init__()
+        self.tool_template = template
+        self.marks = {259 + number: mark for number, mark in enumerate(marks)}
+        self.special_token_ids |= frozenset(self.marks)
+        self.vocab_size += len(marks)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = []
+        while text:
+            found = [(i, m) for i, m in self.marks.items() if text.startswith(m)]
+            token, size = max(found, key=lambda pair: len(pair[1]), default=(0, ""))
+            ids += [token] if size else text[0].encode()
+            text = text[len(size) or 1 :]
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        mark = self.marks.get(token_id)
+        return super().token_bytes(token_id) if mark is None else mark.encode()
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+        skipped = self.special_token_ids if skip_special_tokens else ()
+        kept = [self.token_bytes(i) for i in token_ids if i not in skipped]
+        return b"".join(kept).decode("utf-8", "replace")
+
+    def stream(self, skip_special_tokens: bool = True, shown: Any = None) -> ByteTextStream:
+        skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
+        return ByteTextStream(self.token_bytes, skipped, shown)
+
+
+class Reading:
+    """The reading of one output of a family."""
+
+    def __init__(self, family: str, marks: list[str], skips: bool = True, **rules: Any) -> None:
+        self.entry = TRANSCRIPTS[family]
+        tokenizer = MarkTokenizer(" ".join([*self.entry["marks"], "tools"]), marks)
+        prompt = tokenizer.encode(self.entry["prompt_end"])
+        number = iter(range(100, 1000))
+        reader, shown = ModelOutput(tokenizer).reader(
+            prompt, skips, CallRules(FUNCTIONS, **rules), lambda: f"{next(number)}abcdefghij"
+        )
+        assert reader is not None
+        self.reader, self.tokenizer = reader, tokenizer
+        self.stream = tokenizer.stream(skips, shown)
+        self.said: list[Said] = []
+
+    def tokens(self, ids: list[int], cut: bool = False) -> Reading:
+        for token_id in ids:
+            self.said += self.reader.push(self.stream.push(token_id))
+        self.said += self.reader.push(self.stream.flush()) + self.reader.flush(cut)
+        return self
+
+    def pieces(self, *texts: str, cut: bool = False) -> Reading:
+        for text in texts:
+            self.said += self.reader.push(text)
+        self.said += self.reader.flush(cut)
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(said.text for said in self.said)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(said.reasoning for said in self.said)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return together([call for said in self.said for call in said.calls])
+
+    @property
+    def arguments(self) -> list[tuple[str, str]]:
+        functions = [call["function"] for call in self.calls]
+        return [(function["name"], function["arguments"]) for function in functions]
+
+    def check(self) -> None:
+        """Whether all is as the transcript was made from."""
+        wanted = [(name, arguments) for name, arguments in self.entry["calls"]]
+        assert [(name, json.loads(text)) for name, text in self.arguments] == wanted
+        assert self.text.strip() == self.entry["content"]
+        assert self.reasoning.strip() == self.entry["reasoning"]
+
+
+@families
+@pytest.mark.parametrize("marks", [[], MARKS], ids=["as text", "as tokens"])
+def test_a_transcript_is_read_back(family: str, marks: list[str]) -> None:
+    text = TRANSCRIPTS[family]["text"]
+    reading = Reading(family, marks)
+    reading.tokens(reading.tokenizer.encode(text)).check()
+    if marks:  # a client that wants special tokens in its text
+        reading = Reading(family, marks, skips=False)
+        reading.tokens(reading.tokenizer.encode(text)).check()
+
+
+@families
+@steps
+def test_the_pieces_do_not_matter(family: str, step: int) -> None:
+    text = TRANSCRIPTS[family]["text"]
+    whole = Reading(family, []).pieces(text)
+    whole.check()
+    for at in range(len(family) % step, len(text), step):
+        split = Reading(family, []).pieces(text[:at], text[at:])
+        assert (split.text, split.reasoning, split.calls) == (
+            whole.text,
+            whole.reasoning,
+            whole.calls,
+        )
+
+
+@families
+@steps
+@pytest.mark.parametrize("marks", [[], MARKS], ids=["as text", "as tokens"])
+def test_a_cut_output_has_the_beginnings_of_what_it_would_have(
+    family: str, marks: list[str], step: int
+) -> None:
+    """Nothing is lost, doubled or another kind of output because a limit comes."""
+    whole = Reading(family, marks)
+    ids = whole.tokenizer.encode(TRANSCRIPTS[family]["text"])
+    whole.tokens(ids)
+    for size in range(len(family) % step, len(ids), step):
+        cut = whole.tokenizer.decode(ids[:size], skip_special_tokens=True)
+        if cut.endswith("\ufffd"):
+            continue
+        part = Reading(family, marks).tokens(ids[:size], cut=True)
+        # Text that may have become a mark, or a call without marks, is shown as it is.
+        pairs = enumerate(zip(part.text, whole.text, strict=False))
+        common = next((at for at, (a, b) in pairs if a != b), min(len(part.text), len(whole.text)))
+        assert cut.endswith(part.text[common:])
+        assert len(part.calls) <= len(whole.calls)
+        for (name, arguments), (full_name, full) in zip(
+            part.arguments, whole.arguments, strict=False
+        ):
+            assert name == full_name and full.startswith(arguments)
+        assert [c["id"] for c in part.calls] == [c["id"] for c in whole.calls[: len(part.calls)]]
+
+
+@families
+def test_vllms_own_parsers_find_the_same(family: str) -> None:
+    entry = TRANSCRIPTS[family]
+    found = entry["vllm"]
+    if family in NOT_AS_VLLM:
+        pytest.skip(NOT_AS_VLLM[family])
+    reading = Reading(family, MARKS)
+    reading.tokens(reading.tokenizer.encode(entry["text"]))
+    ours = [(name, json.loads(arguments)) for name, arguments in reading.arguments]
+    assert ours == [(name, json.loads(arguments)) for name, arguments in found["calls"]]
+    assert reading.text.strip() == found["content"].strip()
+    assert reading.reasoning.strip() == found["reasoning"].strip()
+
+
+NOT_AS_VLLM: dict[str, str] = {
+    "gpt-oss": "vLLM's parser downloads its vocabulary",
+    "Mistral Small 3.2": "vLLM knows no [CALL_ID] and takes it for a part of the name",
+    "Phi-4-mini": "vLLM ends the list at its first bracket",
+    "Seed-OSS": "the template writes lists as Python, which vLLM leaves as text",
+}
+
+
+def _json(name: str, arguments: dict[str, Any], key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+
+
+def _tagged(name: str, arguments: dict[str, Any], shape: str) -> str:
+    function, end, parameter, parameter_end = shape.split("|")
+    parts = [
+        parameter.format(key, "false" if not isinstance(value, str) else "true")
+        + (value if isinstance(value, str) else json.dumps(value))
+        + parameter_end
+        for key, value in arguments.items()
+    ]
+    return function.format(name) + "".join(parts) + end
+
+
+QWEN = "<function={}>\n|</function>\n|<parameter={}>\n|\n</parameter>\n"
+SEED = "<function={}>|</function>\n|<parameter={}>|</parameter>\n"
+MINIMAX = '<invoke name="{}">\n|</invoke>\n|<parameter name="{}">|</parameter>\n'
+DSML = (
+    '<｜DSML｜invoke name="{}">\n|</｜DSML｜invoke>\n|<｜DSML｜parameter name="{}" string="{}">|'
+    "</｜DSML｜parameter>\n"
+)
+GLM = "{}|\n|\n<arg_key>{}</arg_key>\n<arg_value>|</arg_value>"
+
+
+def _python(name: str, arguments: dict[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+Calls = list[tuple[str, dict[str, Any]]]
+WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
+    "hermes": ("<tool_call>", lambda calls: "\n".join(
+        f"<tool_call>\n{_json(*call)}\n</tool_call>" for call in calls)),
+    "granite": ("<|tool_call|>", lambda calls:
+        f"<|tool_call|>[{', '.join(_json(*call) for call in calls)}]"),
+    "llama": ("", lambda calls: "; ".join(_json(*call, "parameters") for call in calls)),
+    "qwen": ("<tool_call>", lambda calls: "\n".join(
+        f"<tool_call>\n{_tagged(*call, QWEN)}</tool_call>" for call in calls)),
+    "glm": ("<tool_call>", lambda calls: "\n".join(
+        f"<tool_call>{_tagged(*call, GLM)}</tool_call>" for call in calls)),
+    "seed": ("<seed:tool_call>", lambda calls: "\n".join(
+        f"<seed:tool_call>\n{_tagged(*call, SEED)}</seed:tool_call>" for call in calls)),
+    "minimax": ("<minimax:tool_call>", lambda calls: "<minimax:tool_call>\n" + "".join(
+        _tagged(*call, MINIMAX) for call in calls) + "</minimax:tool_call>"),
+    "dsml": ("｜DSML｜", lambda calls: "<｜DSML｜function_calls>\n" + "".join(
+        _tagged(*call, DSML) for call in calls) + "</｜DSML｜function_calls>"),
+    "deepseek v3": ("<｜tool▁calls▁begin｜>", lambda calls: "<｜tool▁calls▁begin｜>" + "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
+        "<｜tool▁call▁end｜>" for name, arguments in calls) + "<｜tool▁calls▁end｜>"),
+    "deepseek v3.1": ("<｜tool▁calls▁begin｜>", lambda calls: "<｜tool▁calls▁begin｜>" + "".join(
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+        for name, arguments in calls) + "<｜tool▁calls▁end｜>"),
+    "kimi": ("<|tool_calls_section_begin|>", lambda calls: "<|tool_calls_section_begin|>" + "".join(
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>"
+        f"{json.dumps(arguments)}<|tool_call_end|>" for i, (name, arguments) in enumerate(calls))
+        + "<|tool_calls_section_end|>"),
+    "mistral": ("[TOOL_CALLS]", lambda calls: "".join(
+        f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)),
+    "mistral list": ("[TOOL_CALLS]", lambda calls:
+        f"[TOOL_CALLS][{', '.join(_json(*call) for call in calls)}]"),
+    "pythonic": ("", lambda calls: f"[{', '.join(_python(*call) for call in calls)}]"),
+    "olmo3": ("<function_calls>", lambda calls: "<function_calls>\n" + "\n".join(
+        _python(*call) for call in calls) + "\n</function_calls>"),
+    "harmony": ("<|channel|>final", lambda calls: "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        f"{json.dumps(arguments)}<|call|>" for name, arguments in calls)),
+}  # fmt: skip
+ends = ("</parameter>", "<parameter", "</function", "</arg_value>", "</tool_call>", "｜", "</seed")
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(
+    lambda text: not any(end in text for end in ends) and text.strip() != "null"
+)
+values = st.one_of(
+    texts,
+    st.sampled_from(['"', "\\", "</tool_call", "{", "]}", "<", "a\n", "\n", "'"]),
+    st.integers(-(10**15), 10**15),
+    st.booleans(),
+    st.lists(st.one_of(st.integers(0, 9), texts), max_size=3),
+    st.dictionaries(texts, st.integers(0, 9), max_size=2),
+)
+random_calls = st.lists(
+    st.tuples(
+        st.sampled_from(["f", "get_weather", "a.b-c"]),
+        st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_]{0,7}", fullmatch=True), values, max_size=3),
+    ),
+    min_size=1,
+    max_size=3,
+)
+KINDS = {str: "string", int: "integer", bool: "boolean", list: "array", dict: "object"}
+
+
+def read_random(
+    writer: str, calls: Calls, text: str, cuts: list[int], marks: list[str]
+) -> tuple[str, Calls]:
+    """Reads a text with functions whose schemas the calls keep."""
+    functions: dict[str, Any] = {}
+    for name, arguments in calls:
+        schema = functions.setdefault(name, {"type": "object", "properties": {}})
+        schema["properties"] |= {key: {"type": KINDS[type(v)]} for key, v in arguments.items()}
+    tokenizer = MarkTokenizer(f"tools {WRITERS[writer][0]}", marks)
+    reader, shown = ModelOutput(tokenizer).reader(
+        [], True, CallRules(functions), lambda: "abcdefghi"
+    )
+    assert reader is not None
+    stream = tokenizer.stream(True, shown)
+    pieces = [stream.push(token_id) for token_id in tokenizer.encode(text)]
+    joined, said = "".join(pieces), list[Said]()
+    for begin, end in zip([0, *cuts], [*cuts, len(joined)], strict=True):
+        said += reader.push(joined[begin:end])
+    said += reader.flush(cut=False)
+    found = [call["function"] for call in together([call for part in said for call in part.calls])]
+    return "".join(part.text for part in said), [
+        (function["name"], json.loads(function["arguments"])) for function in found
+    ]
+
+
+@pytest.mark.parametrize("marks", [[], MARKS], ids=["as text", "as tokens"])
+@pytest.mark.parametrize("writer", WRITERS)
+@given(calls=random_calls, cuts=st.lists(st.integers(0, 400), max_size=4).map(sorted))
+@settings(max_examples=25)
+def test_random_calls_are_read_back(
+    writer: str, marks: list[str], calls: Calls, cuts: list[int]
+) -> None:
+    merged: dict[str, dict[str, type]] = {}
+    for name, arguments in calls:  # one schema for all calls of a function
+        kinds = merged.setdefault(name, {})
+        assume(all(kinds.setdefault(key, type(v)) is type(v) for key, v in arguments.items()))
+    assert read_random(writer, calls, WRITERS[writer][1](calls), cuts, marks) == ("", calls)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@given(text=texts, cuts=st.lists(st.integers(0, 60), max_size=3).map(sorted))
+@settings(max_examples=25)
+def test_text_that_is_no_call_stays_text(writer: str, text: str, cuts: list[int]) -> None:
+    """Also calls of functions that do not exist."""
+    assume(not text.isspace())
+    begins = "" if writer == "harmony" else WRITERS[writer][1]([("other", {"a": 1})])
+    for said in (text, f"{text} {begins} {text}", begins):
+        found = read_random(writer, [("f", {})], said, cuts, [])
+        assert found == (said, [])
+
+
+@pytest.mark.parametrize("writer", ["kimi", "deepseek v3", "mistral", "harmony"])
+def test_text_that_spells_special_tokens_is_no_call(writer: str) -> None:
+    text = WRITERS[writer][1]([("f", {"a": 1})])
+    tokenizer = MarkTokenizer(f"tools {WRITERS[writer][0]}", MARKS)
+    reader, _ = ModelOutput(tokenizer).reader([], True, CallRules({"f": {}}), lambda: "")
+    assert reader is not None
+    said = reader.push(text) + reader.flush(cut=False)
+    assert "".join(part.text for part in said) == text
+    assert not any(part.calls for part in said)
+
+
+def test_ids_are_those_that_the_familys_template_takes() -> None:
+    kimi = Reading("Kimi K2", MARKS)
+    kimi.tokens(kimi.tokenizer.encode(kimi.entry["text"]))
+    assert [call["id"] for call in kimi.calls] == ["functions.edit:0", "functions.clock:1"]
+    required = Reading("Kimi K2", MARKS, must_call=True, num_before=4)
+    required.pieces('[{"name": "clock", "parameters": {}}]')
+    assert [call["id"] for call in required.calls] == ["functions.clock:4"]
+    for family in ("Mistral Nemo", "Devstral", "Mistral Small 3.2"):
+        mistral = Reading(family, MARKS)
+        mistral.tokens(mistral.tokenizer.encode(mistral.entry["text"]))
+        ids = [call["id"] for call in mistral.calls]
+        assert all(len(i) == 9 and i.isalnum() for i in ids) and len(set(ids)) == 2
+
+
+def test_parsers_are_found_by_vllms_names() -> None:
+    for entry in TRANSCRIPTS.values():
+        assert entry["tool_parser"] in CALL_PARSERS or entry["tool_parser"] == "openai"
+        assert not entry["reasoning_parser"] or entry["reasoning_parser"] in REASONING_PARSERS
+        check_parsers(entry["tool_parser"], entry["reasoning_parser"] or "none")
+    for parsers in (("nonsense", "auto"), ("auto", "nonsense")):
+        with pytest.raises(UnknownParserError, match=r"'nonsense' is unknown; use one of auto, "):
+            check_parsers(*parsers)
+
+
+def test_a_name_has_its_format_whatever_the_template() -> None:
+    model = ModelOutput(MarkTokenizer("tools", []), "kimi_k2", "seed_oss")
+    reader, _ = model.reader([], True, CallRules(FUNCTIONS), lambda: "")
+    assert reader is not None
+    kimi = TRANSCRIPTS["Kimi K2"]["text"]
+    said = reader.push(f"<seed:think>so</seed:think>{kimi}") + reader.flush(cut=False)
+    assert "".join(part.reasoning for part in said) == "so"
+    assert [call.name for part in said for call in part.calls if call.name] == ["edit", "clock"]
+    none = ModelOutput(MarkTokenizer("tools <tool_call> </think>", []), "none", "none")
+    assert none.reader([], True, CallRules(FUNCTIONS), lambda: "") == (None, {})
