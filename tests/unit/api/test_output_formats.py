@@ -277,7 +277,7 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
         f"{json.dumps(arguments)}<|call|>" for name, arguments in calls)),
 }  # fmt: skip
-ends = ("</parameter>", "<parameter", "</function", "</arg_value>", "</tool_call>", "｜", "</seed")
+ends = ("</parameter>", "<parameter", "</function", "</arg_value>", "｜", *MARKS)
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(
     lambda text: not any(end in text for end in ends) and text.strip() != "null"
 )
