@@ -15,7 +15,7 @@ from msgspec import structs
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream
 from moonpool.api.frontend import Frontend, Output, RequestRefused
-from moonpool.api.output_text.said import Said, ToolCallDelta
+from moonpool.api.output_text.said import Said, ToolCallDelta, plain
 from moonpool.api.output_text.source import OutputReader
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
@@ -78,7 +78,8 @@ class Choice:
         self._reader = reader
         self._unsaid: list[Token] = []  # tokens whose text the reader holds back
         self._called = False
-        self._structured: list[str] | None = [] if request.sampling.grammar else None
+        self.answer_grammar = ""  # that the answer behind the reasoning satisfies
+        self._raw: list[str] = []  # the text of a structured output
         self._ending = ending
         skips = ending.skip_special_tokens
         self._text_stream = tokenizer.stream(skips, shown) if shown else tokenizer.stream(skips)
@@ -115,9 +116,13 @@ class Choice:
     async def _delta(self, output: Output) -> Delta:
         texts: list[str] = []
         delta = self._take(output, texts)
-        if self._structured is not None:
-            await self._check_structure(delta)
-        return delta if self._reader is None else self._read(delta, texts, self._reader)
+        if self.answer_grammar:
+            self._raw.append(delta.text)
+        if self._reader is not None:
+            delta = self._read(delta, texts, self._reader)
+        if self.answer_grammar:
+            await self._check_structure()
+        return delta
 
     @property
     def finish_word(self) -> str | None:
@@ -138,15 +143,14 @@ class Choice:
             ending.skip_special_tokens,
         )
 
-    async def _check_structure(self, delta: Delta) -> None:
+    async def _check_structure(self) -> None:
         """Raises `RequestRefused` if the output stopped without satisfying its grammar.
 
         A grammar that the engine could not follow must not look like a valid output.
         """
-        assert self._structured is not None
-        self._structured.append(delta.text)
         if self.finish_reason is FinishReason.STOP and self.stop_reason is None:
-            await check_satisfied(self.request.sampling.grammar, "".join(self._structured))
+            begin = 0 if self._reader is None else self._reader.answer_at
+            await check_satisfied(self.answer_grammar, plain("".join(self._raw)[begin:]))
 
     def _read(self, delta: Delta, texts: Sequence[str], reader: OutputReader) -> Delta:
         """Returns the increment as the reader tells its parts. `texts`: of its tokens."""

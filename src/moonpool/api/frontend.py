@@ -33,6 +33,8 @@ class ModelCard(Struct, frozen=True):
     embedding_size: int = 0  # numbers in an embedding; 0: the engine computes none
     no_embeddings: str = ""  # why it computes none
     pooling: Pooling = "last"
+    grammar_waits: bool = True
+    """A grammar holds what comes behind the reasoning. False: the engine itself decides that."""
     adapters: tuple[AdapterCard, ...] = ()
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""

@@ -26,6 +26,7 @@ from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_o
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.output_text.grammar import is_json
 from moonpool.api.output_text.model_output import ModelOutput
 from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.api.output_text.source import OutputReader
@@ -275,11 +276,10 @@ class Generator:
         for number, token_ids in enumerate(prepared.prompts):
             most, usual = call.facts.max_model_tokens, card.sampling.get("max_tokens")
             max_tokens = max_tokens_of(body, len(token_ids), most, usual)
+            grammar = self._grammar(call, token_ids)
             for offset in range(body.n or 1):
                 index = len(choices)
-                sampling = sampling_of(
-                    body, ending, prepared.grammar, max_tokens, seed + offset, card
-                )
+                sampling = sampling_of(body, ending, grammar, max_tokens, seed + offset, card)
                 request = Request(
                     request_id=RequestId(f"{request_id}~{index}" if index else request_id),
                     token_ids=token_ids,
@@ -293,8 +293,10 @@ class Generator:
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                     trace=trace if trace is None or not index else beside(trace),
                 )
-                reader, shown = self._reader(call, token_ids, ending, index)
+                waits = grammar != prepared.grammar
+                reader, shown = self._reader(call, token_ids, ending, index, waits)
                 choice = Choice(index, request, ending, tokenizer, reader, shown)
+                choice.answer_grammar = prepared.grammar
                 choice.has_tools = prepared.tools is not None and prepared.tools.rules() is not None
                 choice.hide_reasoning = body.include_reasoning is False
                 choice.echo = prepared.echoes[number] if prepared.echoes else None
@@ -302,20 +304,36 @@ class Generator:
                 choices.append(choice)
         return choices
 
+    def _grammar(self, call: _Call, prompt: Sequence[int]) -> str:
+        """Returns the grammar of an output: the call's, behind the reasoning if there is one."""
+        grammar = call.prepared.grammar
+        waits = self._frontend.card.grammar_waits and call.facts.tells_reasoning
+        if not grammar or not waits or call.prepared.tools is None:
+            return grammar
+        return self._model_output.grammar_behind_reasoning(grammar, prompt) or grammar
+
     def _reader(
-        self, call: _Call, prompt: Sequence[int], ending: Ending, index: int
+        self,
+        call: _Call,
+        prompt: Sequence[int],
+        ending: Ending,
+        index: int,
+        grammar_waits: bool,
     ) -> tuple[OutputReader | None, Mapping[int, str]]:
         """Returns the reader of a chat's output, and what special tokens look like to it."""
         prepared = call.prepared
         if prepared.tools is None:  # a completion has no place for reasoning and calls
             return None, {}
+        grammar = prepared.grammar
+        engine_decides = not self._frontend.card.grammar_waits and is_json(grammar)
+        may_reason = not grammar or grammar_waits or engine_decides
         return self._model_output.reader(
             prompt,
             ending.skip_special_tokens,
             prepared.tools.rules(),
             call.facts.id_source(index),
-            # An older head has told none, and a grammar leaves no room for it.
-            reads_reasoning=call.facts.tells_reasoning and not prepared.grammar,
+            reads_reasoning=may_reason and call.facts.tells_reasoning,  # else an older head's
+            may_not_reason=engine_decides,
         )
 
     async def _answer_at_once(

@@ -244,6 +244,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         embedding_size=0 if no_embeddings else model.hidden_size,
         no_embeddings=no_embeddings,
         pooling=model.pooling,
+        grammar_waits=config.engine.kind != "vllm",
         sampling=dict(model.sampling),
         adapters=_adapter_cards(config, model),
     )

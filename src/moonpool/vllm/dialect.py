@@ -142,7 +142,8 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
 def _structured_outputs(grammar: str) -> dict[str, Any]:
     """Converts a grammar of llguidance (see `api.structured_output`) to vLLM's field.
 
-    A Lark grammar stays as it is. What llguidance wraps is unwrapped.
+    A Lark grammar stays as it is. What llguidance wraps is unwrapped. vLLM itself lets a model
+    reason before, if it was started with a reasoning parser.
     """
     if not grammar.startswith("{"):
         return {"grammar": grammar}

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_head import ScriptedHead, call, chat, complete, events_of, served, spoken
 
-from moonpool.api.frontend import ApiOptions
+from moonpool.api.frontend import ApiOptions, Output
 from moonpool.api.output_text.model_output import ModelOutput
+from moonpool.engine.grammar import matches_grammar
+from moonpool.engine.tokenizer import ByteTextStream
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.chat_template import ChatTemplate
+from moonpool.types import FinishReason, Token
 
 KNOWS = "{{ messages[0].content }}{# <think></think> #}"
 BEGINS = "{{ messages[0].content }}<think>\n{# </think> #}"
@@ -97,8 +101,103 @@ def test_what_has_no_place_for_it_stays_text() -> None:
     text = "<think>why</think>Because."
     assert message_of(head_saying(text, PLAIN))["content"] == text
     assert complete(head_saying(text)).json()["choices"][0]["text"] == text
-    constrained = {"structured_outputs": {"regex": ".*"}}
-    assert message_of(head_saying(text), **constrained)["content"] == text
+
+
+def grammar_of(head: ScriptedHead, **fields: Any) -> str:
+    message_of(head, **fields)
+    grammar: str = head.requests[-1].sampling.grammar
+    return grammar
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "others"),
+    [
+        (BEGINS, "hm\n</think>\n\n7", ["7", "hm</think>x"]),
+        (KNOWS, "<think>hm</think>7", ["hm</think>7", "<think>7"]),
+        (KNOWS, "7", ["x"]),
+        ("{{ messages[0].content }}<think>\n\n</think>\n\n", "7", ["<think>hm</think>7"]),
+        (PLAIN, "7", ["hm</think>7"]),
+    ],
+)
+def test_a_grammar_holds_what_comes_behind_the_reasoning(
+    template: str, text: str, others: list[str]
+) -> None:
+    form = {"structured_outputs": {"regex": "[0-9]+"}}
+    head = head_saying(text, template)
+    message = message_of(head, **form)
+    assert message["content"] == "7"
+    assert message.get("reasoning", "").strip() == ("hm" if "hm" in text else "")
+    grammar = head.requests[0].sampling.grammar
+    assert matches_grammar(grammar, text)
+    for other in others:
+        assert not matches_grammar(grammar, other)
+
+
+def test_an_answer_behind_reasoning_that_breaks_its_grammar_is_an_error() -> None:
+    head = head_saying("hm</think>x", BEGINS)
+    response = chat(head, structured_outputs={"regex": "[0-9]+"})
+    assert response.status_code == 400 and response.json()["error"]["code"] == "form_lost"
+
+
+def test_a_required_call_comes_behind_reasoning() -> None:
+    text = 'hm</think>\n\n[{"name": "clock", "parameters": {}}]'
+    message = message_of(head_saying(text, BEGINS), tools=[CLOCK], tool_choice="required")
+    assert (message["reasoning"], message["content"]) == ("hm", None)
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["clock"]
+
+
+@pytest.mark.parametrize("text", ['hm</think>\n{"a": 1}', '{"a": 1}'])
+def test_in_front_of_vllm_the_server_decides_whether_there_is_reasoning(text: str) -> None:
+    head = head_saying(text, BEGINS)
+    head.card = msgspec.structs.replace(head.card, grammar_waits=False)
+    message = message_of(head, response_format={"type": "json_object"})
+    assert json.loads(message["content"]) == {"a": 1}
+    assert message.get("reasoning") == ("hm" if "hm" in text else None)
+    assert not matches_grammar(head.requests[0].sampling.grammar, f"hm</think>{text}")
+
+
+def test_a_reasoning_that_is_a_special_token_is_told_all_the_same() -> None:
+    class Tokenizer(ThinkingTokenizer):
+        def token_bytes(self, token_id: int) -> bytes:
+            marks = {300: b"<think>", 301: b"</think>"}
+            return marks.get(token_id) or super().token_bytes(token_id)
+
+        def stream(self, skip_special_tokens: bool = True, shown: Any = None) -> ByteTextStream:
+            skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
+            return ByteTextStream(self.token_bytes, skipped, shown)
+
+    tokenizer = Tokenizer(KNOWS)
+    tokenizer.vocab_size = 400
+    tokenizer.special_token_ids |= {300, 301}
+    said = [300, *b"hm </think>", 301, *b"7"]
+    output = Output(tuple(Token(token_id=i) for i in said), FinishReason.STOP)
+    head = ScriptedHead(lambda _: [output], tokenizer)
+    found = chat(head).json()
+    message = found["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("hm </think>", "7")
+    assert "<[301]>" in grammar_of(head, structured_outputs={"regex": "[0-9]"})
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize(
+    ("template", "text", "count"),
+    [
+        (KNOWS, "<think>why</think>Because.", 3),
+        (BEGINS, "Grüße\n</think>\n\nYes", 8),
+        (BEGINS, "a < b</", 7),
+        (KNOWS, "Because.", 0),
+        (KNOWS, "<think></think>x", 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(
+    template: str, text: str, count: int, one_by_one: bool
+) -> None:
+    """Each is a byte here; those of the tags are none of them."""
+    parts = spoken(*text) if one_by_one else spoken(text)
+    head = ScriptedHead(lambda _: parts, ThinkingTokenizer(template))
+    response = call(head, "/v1/responses", {"model": "fake", "input": "Hi"})
+    details = response.json()["usage"]["output_tokens_details"]
+    assert details == {"reasoning_tokens": count}
 
 
 def test_a_client_may_leave_it_out() -> None:

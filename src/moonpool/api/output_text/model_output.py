@@ -17,6 +17,7 @@ from moonpool.api.output_text.formats import (
     call_format,
     reasoning_tags,
 )
+from moonpool.api.output_text.grammar import Tag, behind_reasoning
 from moonpool.api.output_text.harmony import MARKS as HARMONY_MARKS
 from moonpool.api.output_text.harmony import harmony_script
 from moonpool.api.output_text.json_calls import read_calls
@@ -73,11 +74,13 @@ class ModelOutput:
         rules: CallRules | None,
         next_id: Callable[[], str],
         reads_reasoning: bool = True,
+        may_not_reason: bool = False,
     ) -> tuple[OutputReader | None, Mapping[int, str]]:
         """Returns the reader of the output for a prompt, None if it is nothing but text, and the
         texts that it needs special tokens to have.
 
         rules: of calls; None: there are none. next_id: random texts for the ids of calls.
+        may_not_reason: the output may be JSON at once, although the prompt has opened reasoning.
         """
         signs = self._special if skips_special_tokens else self._spelled
         plan = _Plan(self._format, self._opens, rules, signs, next_id)
@@ -87,13 +90,29 @@ class ModelOutput:
         tags = self._tags if reads_reasoning else None
         if tags is None and not plan.reads_calls:
             return None, {}
-        script = plan.script(tags, tags is not None and self._is_inside(prompt, tags))
+        is_inside = tags is not None and self._end_of(prompt).endswith(tags.opens)
+        script = plan.script(tags, is_inside, may_not_reason)
         return OutputReader(script), signs.shown
 
-    def _is_inside(self, prompt: Sequence[int], tags: ReasoningTags) -> bool:
-        """Whether the prompt has opened the reasoning."""
-        end = self._tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False)
-        return end.rstrip().endswith(tags.opens)
+    def grammar_behind_reasoning(self, grammar: str, prompt: Sequence[int]) -> str | None:
+        """Returns a grammar that lets the model reason before the answer, as its prompt asks for.
+
+        None if the model does not reason, or its reasoning has no single closing tag.
+        """
+        tags = self._tags
+        if tags is None or len(tags.closes) > 1 or self._is_harmony:
+            return None
+        end = self._end_of(prompt)
+        if end.endswith(tags.closes):  # the template has left the reasoning out
+            return None
+        opening, closing = tags.opens[0], tags.closes[0]
+        ids = {sign: token_id for token_id, sign in self._special.shown.items()}
+        begin, stop = (Tag(mark, ids.get(self._special.of(mark))) for mark in (opening, closing))
+        return behind_reasoning(grammar, begin, stop, is_open=end.endswith(tags.opens))
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        last = list(prompt[-_LAST_TOKENS:])
+        return self._tokenizer.decode(last, skip_special_tokens=False).rstrip()
 
 
 class _Plan:
@@ -126,15 +145,20 @@ class _Plan:
 
         return CallWriter(rules.functions, rules.only_one, rules.num_before, new_id, source, sink)
 
-    def script(self, tags: ReasoningTags | None, is_inside: bool) -> Script:
-        """`tags`: of reasoning. `is_inside`: the output begins behind the opening one."""
+    def script(self, tags: ReasoningTags | None, is_inside: bool, may_not_reason: bool) -> Script:
+        """`tags`: of reasoning. `is_inside`: the output begins behind the opening one, unless
+        `may_not_reason` and it is JSON."""
         if tags is not None:
             opens, closes = (tuple(map(self._signs.of, t)) for t in (tags.opens, tags.closes))
             tags = tags._replace(opens=opens, closes=closes)
 
         def script(source: Source, sink: Sink) -> Steps[None]:
+            begins_inside = is_inside
+            if is_inside and may_not_reason:
+                begins_inside = not (yield from source.comes(_json(source)))
             if tags is not None:
-                yield from read_reasoning(source, sink, tags, is_inside, self._opens)
+                yield from read_reasoning(source, sink, tags, begins_inside, self._opens)
+                source.begin_answer()
             calls = self.writer(source, sink)
             if self.must_call:
                 yield from self._required(source, calls)
@@ -191,6 +215,11 @@ class _Plan:
             source.rest()
         else:
             sink.say(mark)
+
+
+def _json(source: Source) -> Steps[bool]:
+    yield from source.skip_space()
+    return (yield from source.peek()) in ("{", "[", '"')
 
 
 def _take(source: Source, text: str) -> Steps[bool]:

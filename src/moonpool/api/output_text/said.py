@@ -40,7 +40,7 @@ class Sink:
         return parts
 
     def say(self, text: str) -> None:
-        text = _plain(text)
+        text = plain(text)
         if not self._has_text:
             if not text or text.isspace():
                 self._space += text
@@ -50,13 +50,13 @@ class Sink:
             self._add(Said(text))
 
     def reason(self, text: str) -> None:
-        text = _plain(text)
+        text = plain(text)
         if text:
             self._add(Said(reasoning=text))
 
     def call(self, delta: ToolCallDelta) -> None:
         self._space, self._has_text, self._has_calls = "", False, True
-        self._add(Said(calls=(delta._replace(arguments=_plain(delta.arguments)),)))
+        self._add(Said(calls=(delta._replace(arguments=plain(delta.arguments)),)))
 
     def end(self) -> None:
         """The output has ended."""
@@ -92,7 +92,7 @@ def _joined(
     return (*first[:-1], last._replace(arguments=last.arguments + delta.arguments))
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """The text without the signs of special tokens (see `marks`)."""
     if text.isascii():
         return text

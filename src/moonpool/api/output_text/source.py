@@ -31,6 +31,7 @@ class Source:
         self._num_dropped = 0  # characters before the text
         self._num_kept = 0  # places that may be returned to
         self._settled = 0  # none before this place
+        self.answer_at = 0  # characters before the answer: reasoning and its tags
 
     @property
     def holds(self) -> bool:
@@ -61,6 +62,10 @@ class Source:
         """Gives up all places: what was read is passed on."""
         self._num_kept = 0
         self._settled = self._num_dropped + self._at
+
+    def begin_answer(self) -> None:
+        """What was read so far is reasoning."""
+        self.answer_at = self._num_dropped + self._at
 
     def _keep(self) -> int:
         self._num_kept += 1
@@ -174,6 +179,11 @@ class OutputReader:
     def holds(self) -> bool:
         """Whether some text is held back until more of it has arrived."""
         return self._source.holds
+
+    @property
+    def answer_at(self) -> int:
+        """The number of characters before the answer, which are reasoning and its tags."""
+        return self._source.answer_at
 
     def push(self, text: str) -> list[Said]:
         self._source.add(text)
