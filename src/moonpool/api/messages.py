@@ -263,6 +263,7 @@ class MessageWriter:
             "cache_read_input_tokens": choice.cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": choice.num_tokens,
+            "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},
         }
 
     def _add_text(self, kind: Literal["text", "thinking"], text: str, parts: list[bytes]) -> None:

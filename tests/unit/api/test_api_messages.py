@@ -109,9 +109,10 @@ def test_a_conversation_with_results_is_the_chat_of_it() -> None:
     }
     use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    hidden = {"type": "redacted_thinking", "data": "x"}
     conversation = [
         USER,
-        {"role": "assistant", "content": [thought, {"type": "text", "text": "Look"}, use]},
+        {"role": "assistant", "content": [hidden, thought, {"type": "text", "text": "Look"}, use]},
         {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
     ]
     post(head, messages=conversation, system="Be", tools=[TOOL], tool_choice={"type": "none"})
@@ -195,3 +196,66 @@ def test_events_come_in_their_order() -> None:
     ]
     lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
     assert [json.loads(line)["type"] for line in lines] == kinds
+
+
+THINKS = (
+    "{% if tools %}<tool_call>{% endif %}{% for m in messages %}[{{ m.role }}:"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}]{% endfor %}"
+    "<think>\n{# </think> #}"
+)
+
+
+def test_thinking_is_a_block_of_its_own_and_may_be_sent_back() -> None:
+    head = head_saying(f"why\n</think>\n\nWell.<tool_call>{CALL}</tool_call>", THINKS)
+    with served(head) as url, client_of(url) as client:
+        asked = {"model": "fake", "max_tokens": 90, "messages": [USER], "tools": [TOOL]}
+        answer = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        for message in (answer, streamed):
+            thinking, text, use = message.content
+            assert (thinking.type, thinking.thinking) == ("thinking", "why\n")
+            assert thinking.signature and thinking.signature == answer.content[0].signature
+            assert text.text == "Well." and use.input == {"city": "Oslo"}
+            assert message.usage.output_tokens_details.thinking_tokens == len("why\n")
+        content = [block.model_dump(exclude_none=True) for block in answer.content]
+        for block in content:
+            block.pop("caller", None)
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+        turns = [USER, {"role": "assistant", "content": content}]
+        turns.append({"role": "user", "content": [result]})
+        client.messages.create(**(asked | {"messages": turns}))
+        counted = client.messages.count_tokens(model="fake", messages=turns, tools=[TOOL])
+    said = "[user:Hi][assistant:(why\n)Well.!weather][tool:sunny]"
+    assert bytes(head.requests[-1].token_ids).decode() == f"<tool_call>{said}<think>\n"
+    assert counted.input_tokens == len(head.requests[-1].token_ids)
+
+
+def test_events_of_thinking_come_in_their_order() -> None:
+    response = post(head_saying("hm</think>So.", THINKS), stream=True)
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines]
+    kinds = [e["delta"]["type"] if "delta" in e else e["type"] for e in events[1:-2]]
+    assert kinds == [
+        *("content_block_start", "thinking_delta", "thinking_delta"),
+        *("signature_delta", "content_block_stop"),
+        *("content_block_start", "text_delta", "text_delta", "text_delta", "content_block_stop"),
+    ]
+    starts = [e for e in events if e["type"] == "content_block_start"]
+    assert [e["index"] for e in starts] == [0, 1]
+    assert starts[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+
+
+def test_thinking_that_a_limit_cuts_is_thinking() -> None:
+    head = ScriptedHead(lambda _: spoken("hm", finish=FinishReason.LENGTH), ToolTokenizer(THINKS))
+    answer = post(head).json()
+    assert [block["type"] for block in answer["content"]] == ["thinking"]
+    assert answer["stop_reason"] == "max_tokens"
+
+
+def test_thinking_without_text_is_named() -> None:
+    turns = [USER, {"role": "assistant", "content": [{"type": "thinking"}]}]
+    response = post(ScriptedHead(), messages=turns)
+    assert response.status_code == 400
+    assert "messages[1].content[0]" in response.json()["error"]["message"]

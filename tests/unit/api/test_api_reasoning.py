@@ -244,3 +244,43 @@ def test_a_client_with_all_tokens_gets_the_end_of_its_stream_only() -> None:
     assert rest.status_code == 200
     deltas = [event["choices"][0]["delta"] for event in events_of(rest) if event["choices"]]
     assert not any("reasoning" in delta or delta.get("content") for delta in deltas)
+
+
+def prompt_of(template: str, messages: list[dict[str, Any]]) -> str:
+    head = head_saying("x", "{% set tools = 1 %}" + template)
+    assert chat(head, messages=messages).status_code == 200
+    return bytes(head.requests[0].token_ids).decode()
+
+
+@pytest.mark.parametrize("sent", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_that_comes_back_is_told_to_the_template(sent: str, read: str) -> None:
+    answer = {"role": "assistant", "content": "a", sent: "hm"}
+    messages = [{"role": "user", "content": "u", "reasoning": "no"}, answer]
+    template = f"{{% for m in messages %}}[{{{{ m.{read} }}}}]{{% endfor %}}"
+    assert prompt_of(template, messages)[-4:] == "[hm]"
+    bad = chat(head_saying("x"), messages=[{"role": "assistant", "content": "a", sent: 7}])
+    assert bad.status_code == 400
+    assert bad.json()["error"]["param"] == "messages[0].reasoning_content"
+
+
+def test_gpt_oss_gets_thinking_only_where_its_template_takes_it() -> None:
+    """It refuses a message with text, calls and thinking."""
+    made = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    answer = {"role": "assistant", "tool_calls": [made], "reasoning": "hm"}
+    template = "x{{ messages[0].thinking }}"
+    assert prompt_of(template, [answer | {"content": None}]) == "xhm"
+    assert prompt_of(template, [answer | {"content": "a"}]) == "x"
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["{{ 'x' + f.arguments + 'y' }}", "x{{ f.arguments }}y", "x{{ f.arguments | tojson }}y",
+     "{{ 'x' ~ f.arguments ~ 'y' }}"],
+)  # fmt: skip
+def test_arguments_are_json_to_a_template_that_joins_them_with_text(written: str) -> None:
+    function = {"name": "clock", "arguments": '{"a": "\u00fc", "b": [true]}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    template = "{% set f = messages[0].tool_calls[0].function %}" + written
+    text = prompt_of(template, [{"role": "assistant", "content": None, "tool_calls": calls}])
+    assert text == 'x{"a": "ü", "b": [true]}y'

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from scripted_head import ScriptedHead, call, served, spoken
+from scripted_head import ScriptedHead, call, one_by_one, served, spoken
 from test_api_tools import CALL, TAGGED, ToolTokenizer, head_saying
 
 from moonpool.api.frontend import RequestRefused
@@ -192,3 +192,123 @@ def test_a_refusal_has_its_status_and_a_late_failure_is_an_event() -> None:
     assert (last["code"], last["message"]) == ("lost", "gone")
     with client_of(lost) as client, pytest.raises(openai.APIError):
         client.responses.create(model="fake", input="Hi")
+
+
+THINKS = (
+    "{% if tools %}<tool_call>{% endif %}{% for m in messages %}[{{ m.role }}:"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}]{% endfor %}<think>\n"
+    "{# </think> #}"
+)
+
+
+def test_reasoning_is_an_item_of_its_own_and_may_be_sent_back() -> None:
+    text = f"why\n</think>\n\nWell.<tool_call>{CALL}</tool_call>"
+    head = head_saying(text, THINKS)
+    with client_of(head) as client:
+        asked: dict[str, Any] = {"model": "fake", "input": "Hi", "tools": [WEATHER]}
+        whole = client.responses.create(**asked)
+        events = list(client.responses.create(**asked, stream=True))
+        streamed = events[-1].response
+        for found in (whole, streamed):
+            thought, message, made = found.output
+            assert (thought.type, thought.status, thought.summary) == ("reasoning", "completed", [])
+            assert [part.text for part in thought.content] == ["why\n"]
+            assert thought.content[0].type == "reasoning_text"
+            assert message.content[0].text == "Well." and made.name == "weather"
+            assert found.output_text == "Well."
+            assert found.usage.output_tokens_details.reasoning_tokens == len("why\n")
+        again = [*(item.model_dump(exclude_none=True) for item in whole.output)]
+        result = {"type": "function_call_output", "call_id": made.call_id, "output": "sunny"}
+        client.responses.create(
+            model="fake",
+            input=[{"role": "user", "content": "Hi"}, *again, result],
+            tools=[WEATHER],
+        )
+    prompt = bytes(head.requests[-1].token_ids).decode()
+    said = "[user:Hi][assistant:(why\n)Well.!weather][tool:sunny]"
+    assert prompt == f"<tool_call>{said}<think>\n"
+    kinds = [event.type for event in events if event.type.startswith("response.reasoning")]
+    assert set(kinds[:-1]) == {"response.reasoning_text.delta"} and len(kinds) > 3
+    assert kinds[-1] == "response.reasoning_text.done"
+    deltas = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "why\n"
+    first = next(i for i, e in enumerate(events) if e.type == "response.reasoning_text.delta")
+    assert [e.type for e in events[first - 2 : first]] == [
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_openais_stream_helper_adds_reasoning_up() -> None:
+    head = head_saying("why</think>Well.", THINKS)
+    with (
+        client_of(head) as client,
+        client.responses.stream(model="fake", input="Hi") as stream,
+    ):
+        found = stream.get_final_response()
+    assert found.output_text == "Well." and found.output[0].content[0].text == "why"
+
+
+def test_items_keep_the_order_of_the_output_when_tokens_come_together() -> None:
+    text = f"why</think>a<tool_call>{CALL}</tool_call>b<tool_call>{CALL}</tool_call>"
+    head = ScriptedHead(lambda _: spoken(text), ToolTokenizer(THINKS))
+    whole = ask(head, tools=[WEATHER]).json()
+    kinds = [item["type"] for item in whole["output"]]
+    assert kinds == ["reasoning", "message", "function_call", "message", "function_call"]
+    texts = [i["content"][0]["text"] for i in whole["output"] if i["type"] == "message"]
+    assert texts == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("items", "prompt"),
+    [
+        ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "no"}]}], ""),
+        ([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
+          {"role": "user", "content": "b"}], "[user:b]"),
+        ([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
+          {"role": "assistant", "content": "b"}], "[assistant:(a)b]"),
+        ([{"role": "assistant", "content": "x"},
+          {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
+          {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+          {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"}],
+         "[assistant:x][assistant:(a)!f!g]"),
+    ],
+)  # fmt: skip
+def test_reasoning_goes_to_what_it_led_to(items: list[dict[str, Any]], prompt: str) -> None:
+    head = head_saying("x", THINKS)
+    assert ask(head, input=[{"role": "user", "content": "u"}, *items]).status_code == 200
+    assert bytes(head.requests[0].token_ids).decode() == f"[user:u]{prompt}<think>\n"
+
+
+def test_bad_reasoning_is_named() -> None:
+    found = ask(head_saying("x", THINKS), input=[{"type": "reasoning", "content": ["a"]}])
+    assert found.status_code == 400 and found.json()["error"]["param"] == "input[0].content"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_logprobs": 1}, {"include": ["message.output_text.logprobs"]}]
+)
+def test_log_probabilities_are_those_of_the_message(fields: dict[str, Any]) -> None:
+    def answer(_: Any) -> list[Any]:
+        return one_by_one(b"hm</think>\n\nYes", logprobs=True)
+
+    head = ScriptedHead(answer, ToolTokenizer(THINKS))
+    with client_of(head) as client:
+        asked: dict[str, Any] = {"model": "fake", "input": "Hi", **fields}
+        whole = client.responses.create(**asked)
+        events = list(client.responses.create(**asked, stream=True))
+        plain = client.responses.create(model="fake", input="Hi")
+    assert plain.output[1].content[0].logprobs == []
+    for found in (whole, events[-1].response):
+        logprobs = found.output[1].content[0].logprobs
+        assert [entry.token for entry in logprobs] == ["Y", "e", "s"]
+        assert [entry.logprob for entry in logprobs] == [-0.5] * 3
+        assert logprobs[0].bytes == [ord("Y")] and logprobs[0].top_logprobs[0].token == "Y"
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    assert [entry.token for e in deltas for entry in e.logprobs] == ["Y", "e", "s"]
+    done = next(e for e in events if e.type == "response.output_text.done")
+    assert [entry.token for entry in done.logprobs] == ["Y", "e", "s"]
+    wanted = head.requests[0].sampling.logprobs
+    assert wanted == fields.get("top_logprobs", 0)
