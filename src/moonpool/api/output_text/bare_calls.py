@@ -6,13 +6,13 @@ from __future__ import annotations
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.json_calls import read_calls
 from moonpool.api.output_text.pythonic_calls import read_pythonic
-from moonpool.api.output_text.source import Source, Steps
+from moonpool.api.output_text.source import Steps, TextSource
 
 _BEGINS = ("<|python_tag|>", "<|python_start|>")
 _END = "<|python_end|>"
 
 
-def read_bare(source: Source, calls: CallWriter) -> Steps[bool]:
+def read_bare(source: TextSource, calls: CallWriter) -> Steps[bool]:
     """Reads the calls at the beginning of an answer. Returns False if it does not begin so."""
     yield from source.skip_space()
     yield from source.take(*_BEGINS)  # mostly a special token without text
@@ -28,14 +28,14 @@ def read_bare(source: Source, calls: CallWriter) -> Steps[bool]:
     return num_calls > 0
 
 
-def _is_pythonic(source: Source) -> Steps[bool]:
+def _is_pythonic(source: TextSource) -> Steps[bool]:
     yield from source.take("[")
     yield from source.skip_space()
     first = yield from source.peek()
     return first.isalpha() or first == "_"
 
 
-def _read_next(source: Source, calls: CallWriter, is_first: bool) -> Steps[bool]:
+def _read_next(source: TextSource, calls: CallWriter, is_first: bool) -> Steps[bool]:
     yield from source.skip_space()
     if not is_first:
         yield from source.take(";")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moonpool.api.output_text.said import Sink, ToolCallDelta
-from moonpool.api.output_text.source import Source
+from moonpool.api.output_text.source import TextSource
 
 Functions = Mapping[str, Mapping[str, Any]]
 """The schema of each function's parameters."""
@@ -24,7 +24,7 @@ class CallWriter:
         only_one: bool,
         num_before: int,
         new_id: NewId,
-        source: Source,
+        source: TextSource,
         sink: Sink,
     ) -> None:
         """`only_one`: further calls are left out. `num_before`: calls earlier in the chat."""

@@ -42,11 +42,11 @@ from moonpool.api.output_text.reasoning import (
     THINK,
     ReasoningTags,
 )
-from moonpool.api.output_text.source import Source, Steps
+from moonpool.api.output_text.source import Steps, TextSource
 from moonpool.api.output_text.tagged_calls import FunctionTags
 
 AUTO, NONE = "auto", "none"
-Read = Callable[[Source, CallWriter, MarkSigns, str], Steps[bool]]
+Read = Callable[[TextSource, CallWriter, MarkSigns, str], Steps[bool]]
 CallId = Callable[[str, int, str, str], str]
 """Makes the id of a call of the function's name, the call's number in the conversation, the id that
 the model wrote, and a random text."""
@@ -85,7 +85,7 @@ class CallFormat(NamedTuple):
 def _functions_between(tags: FunctionTags, ends: dict[str, str]) -> Read:
     """Reads tagged calls between the marks that `ends` maps to their closing ones."""
 
-    def read(source: Source, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
+    def read(source: TextSource, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
         end = next(end for begin, end in ends.items() if signs.of(begin) == mark)
         return (yield from read_functions(source, calls, signs, tags, end))
 
@@ -93,7 +93,7 @@ def _functions_between(tags: FunctionTags, ends: dict[str, str]) -> Read:
 
 
 def _python_until(end: str) -> Read:
-    def read(source: Source, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
+    def read(source: TextSource, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
         return (yield from read_python(source, calls, signs.of(end)))
 
     return read

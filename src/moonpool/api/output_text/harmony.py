@@ -16,7 +16,7 @@ from collections.abc import Callable
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.marks import Marks, MarkSigns
 from moonpool.api.output_text.said import Sink
-from moonpool.api.output_text.source import Say, Script, Source, Steps
+from moonpool.api.output_text.source import Say, Script, Steps, TextSource
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
@@ -27,14 +27,14 @@ _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?(\S+)")
 
 def harmony_script(
     signs: MarkSigns,
-    calls_of: Callable[[Source, Sink], CallWriter],
+    calls_of: Callable[[TextSource, Sink], CallWriter],
     tells_reasoning: bool,
 ) -> Script:
     """Returns the script of one output. The prompt has opened its first message's header.
 
     tells_reasoning: else it is text."""
 
-    def script(source: Source, sink: Sink) -> Steps[None]:
+    def script(source: TextSource, sink: Sink) -> Steps[None]:
         messages = _Messages(source, sink, calls_of(source, sink), signs)
         messages.tells_reasoning = tells_reasoning
         yield from messages.read()
@@ -45,7 +45,7 @@ def harmony_script(
 class _Messages:
     """Reads the messages of one output."""
 
-    def __init__(self, source: Source, sink: Sink, calls: CallWriter, signs: MarkSigns) -> None:
+    def __init__(self, source: TextSource, sink: Sink, calls: CallWriter, signs: MarkSigns) -> None:
         self._source = source
         self._sink = sink
         self._calls = calls
@@ -107,5 +107,5 @@ class _Messages:
         return mark
 
 
-def _takes(source: Source, texts: tuple[str, ...]) -> Steps[bool]:
+def _takes(source: TextSource, texts: tuple[str, ...]) -> Steps[bool]:
     return bool((yield from source.take(*texts)))

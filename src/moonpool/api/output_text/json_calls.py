@@ -14,7 +14,7 @@ import msgspec
 
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.marks import Marks, is_special
-from moonpool.api.output_text.source import Say, Source, Steps
+from moonpool.api.output_text.source import Say, Steps, TextSource
 from moonpool.types import MALFORMED
 
 NO_MARKS = Marks(())
@@ -22,7 +22,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _SCALAR_END = re.compile(r"[\s,}\]]")
 
 
-def read_calls(source: Source, calls: CallWriter, ends: Marks = NO_MARKS) -> Steps[bool]:
+def read_calls(source: TextSource, calls: CallWriter, ends: Marks = NO_MARKS) -> Steps[bool]:
     """Reads one call or a list of them. Returns False, and reads nothing, if there is none.
 
     What follows in a list behind something that is no call is not read. `ends`: marks that end a
@@ -34,7 +34,7 @@ def read_calls(source: Source, calls: CallWriter, ends: Marks = NO_MARKS) -> Ste
     return (yield from read_call(source, calls, ends))
 
 
-def _read_list(source: Source, calls: CallWriter, ends: Marks) -> Steps[bool]:
+def _read_list(source: TextSource, calls: CallWriter, ends: Marks) -> Steps[bool]:
     yield from source.take("[")
     num_calls = 0
     while (yield from source.attempt(_read_item(source, calls, ends, "," if num_calls else ""))):
@@ -44,19 +44,19 @@ def _read_list(source: Source, calls: CallWriter, ends: Marks) -> Steps[bool]:
     return num_calls > 0
 
 
-def _read_item(source: Source, calls: CallWriter, ends: Marks, comma: str) -> Steps[bool]:
+def _read_item(source: TextSource, calls: CallWriter, ends: Marks, comma: str) -> Steps[bool]:
     if comma and not (yield from _take_behind_space(source, comma)):
         return False
     yield from source.skip_space()
     return (yield from read_call(source, calls, ends))
 
 
-def _take_behind_space(source: Source, text: str) -> Steps[bool]:
+def _take_behind_space(source: TextSource, text: str) -> Steps[bool]:
     yield from source.skip_space()
     return bool((yield from source.take(text)))
 
 
-def read_call(source: Source, calls: CallWriter, ends: Marks) -> Steps[bool]:
+def read_call(source: TextSource, calls: CallWriter, ends: Marks) -> Steps[bool]:
     """Reads one call. Returns False, and reads nothing, if there is none."""
     return (yield from source.attempt(_Call(source, calls, ends).read()))
 
@@ -64,7 +64,7 @@ def read_call(source: Source, calls: CallWriter, ends: Marks) -> Steps[bool]:
 class _Call:
     """One call that is being read from its brace on."""
 
-    def __init__(self, source: Source, calls: CallWriter, ends: Marks) -> None:
+    def __init__(self, source: TextSource, calls: CallWriter, ends: Marks) -> None:
         self._source = source
         self._calls = calls
         self._ends = ends
@@ -148,7 +148,7 @@ def _object_text(value: str) -> str:
     return decoded if isinstance(decoded, str) else value
 
 
-def read_string(source: Source) -> Steps[str | None]:
+def read_string(source: TextSource) -> Steps[str | None]:
     """Reads a JSON string. Returns None if there is none."""
     if (yield from source.peek()) != '"':
         return None
@@ -160,14 +160,14 @@ def read_string(source: Source) -> Steps[str | None]:
     return found if isinstance(found, str) else None
 
 
-def read_value(source: Source, ends: Marks = NO_MARKS) -> Steps[str | None]:
+def read_value(source: TextSource, ends: Marks = NO_MARKS) -> Steps[str | None]:
     """Reads a JSON value. Returns its text, or None if it is not complete."""
     parts: list[str] = []
     complete = yield from pass_value(source, parts.append, ends)
     return "".join(parts) if complete else None
 
 
-def pass_value(source: Source, say: Say, ends: Marks = NO_MARKS) -> Steps[bool]:
+def pass_value(source: TextSource, say: Say, ends: Marks = NO_MARKS) -> Steps[bool]:
     """Passes on the text of a JSON value, up to one of the marks at most.
 
     Returns whether it is complete. It is an object, a list or a string by its brackets and quotes

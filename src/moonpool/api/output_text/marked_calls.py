@@ -9,7 +9,7 @@ from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.json_calls import read_calls
 from moonpool.api.output_text.marks import Marks, MarkSigns
 from moonpool.api.output_text.pythonic_calls import read_pythonic
-from moonpool.api.output_text.source import Source, Steps
+from moonpool.api.output_text.source import Steps, TextSource
 from moonpool.api.output_text.tagged_calls import FunctionTags, read_function, read_pairs
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
@@ -29,7 +29,9 @@ DEEPSEEK_TAGS = FunctionTags(
 _STRAY = " \n\r\t]}"
 
 
-def read_tool_call(source: Source, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
+def read_tool_call(
+    source: TextSource, calls: CallWriter, signs: MarkSigns, mark: str
+) -> Steps[bool]:
     """Reads the calls behind a mark, and the closing mark if there is one."""
     ends = Marks((signs.of(TOOL_CALL_END), signs.of(PHI_CALL_END)))
     if mark == signs.of(QWEN_TAGS.function):  # the mark before it is missing
@@ -44,7 +46,7 @@ def read_tool_call(source: Source, calls: CallWriter, signs: MarkSigns, mark: st
     return True
 
 
-def _read_one(source: Source, calls: CallWriter, ends: Marks, has_pairs: bool) -> Steps[bool]:
+def _read_one(source: TextSource, calls: CallWriter, ends: Marks, has_pairs: bool) -> Steps[bool]:
     yield from source.skip_space()
     if (yield from source.peek()) in ("{", "["):
         return (yield from read_calls(source, calls, ends))
@@ -54,7 +56,7 @@ def _read_one(source: Source, calls: CallWriter, ends: Marks, has_pairs: bool) -
 
 
 def read_functions(
-    source: Source, calls: CallWriter, signs: MarkSigns, tags: FunctionTags, end: str
+    source: TextSource, calls: CallWriter, signs: MarkSigns, tags: FunctionTags, end: str
 ) -> Steps[bool]:
     """Reads one or more calls with these tags, and the closing mark."""
     own = tags.seen(signs)
@@ -66,14 +68,16 @@ def read_functions(
     return num_calls > 0
 
 
-def _read_tagged(source: Source, calls: CallWriter, tags: FunctionTags, ends: Marks) -> Steps[bool]:
+def _read_tagged(
+    source: TextSource, calls: CallWriter, tags: FunctionTags, ends: Marks
+) -> Steps[bool]:
     yield from source.skip_space()
     if not (yield from source.take(tags.function)):
         return False
     return (yield from read_function(source, calls, tags, ends))
 
 
-def read_python(source: Source, calls: CallWriter, end: str) -> Steps[bool]:
+def read_python(source: TextSource, calls: CallWriter, end: str) -> Steps[bool]:
     """Reads calls in the form of Python up to a closing mark, with or without a list's brackets."""
     yield from source.skip_space()
     ends = Marks((end,))
@@ -85,7 +89,7 @@ def read_python(source: Source, calls: CallWriter, end: str) -> Steps[bool]:
     return True
 
 
-def _take_end(source: Source, ends: Marks) -> Steps[bool]:
+def _take_end(source: TextSource, ends: Marks) -> Steps[bool]:
     """Reads a closing mark, also behind a bracket too many."""
     yield from source.skip(_STRAY)
     return bool((yield from source.take(*ends.texts)))

@@ -8,7 +8,7 @@ spells it is never taken for the token.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from moonpool.engine.tokenizer import Vocabulary
 
@@ -66,6 +66,3 @@ def overlap(text: str, mark: str, at: int = 0) -> int:
             return len(text) - begin
         begin = text.find(mark[0], begin + 1)
     return 0
-
-
-Shown = Mapping[int, str]

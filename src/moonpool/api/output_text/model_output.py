@@ -24,7 +24,7 @@ from moonpool.api.output_text.json_calls import read_calls
 from moonpool.api.output_text.marks import Marks, MarkSigns, is_special
 from moonpool.api.output_text.reasoning import ReasoningTags, read_reasoning
 from moonpool.api.output_text.said import Sink
-from moonpool.api.output_text.source import OutputReader, Script, Source, Steps
+from moonpool.api.output_text.source import OutputReader, Script, Steps, TextSource
 from moonpool.engine.tokenizer import Tokenizer
 
 _LAST_TOKENS = 16
@@ -137,7 +137,7 @@ class _Plan:
         has_marks = self.reads_calls and not self.must_call
         self._opens = tuple(map(signs.of, opens)) if has_marks else ()
 
-    def writer(self, source: Source, sink: Sink) -> CallWriter:
+    def writer(self, source: TextSource, sink: Sink) -> CallWriter:
         rules = self._rules
 
         def new_id(name: str, number: int, own: str) -> str:
@@ -152,7 +152,7 @@ class _Plan:
             opens, closes = (tuple(map(self._signs.of, t)) for t in (tags.opens, tags.closes))
             tags = tags._replace(opens=opens, closes=closes)
 
-        def script(source: Source, sink: Sink) -> Steps[None]:
+        def script(source: TextSource, sink: Sink) -> Steps[None]:
             begins_inside = is_inside
             if is_inside and may_not_reason:
                 begins_inside = not (yield from source.comes(_json(source)))
@@ -168,7 +168,7 @@ class _Plan:
 
         return script
 
-    def _required(self, source: Source, calls: CallWriter) -> Steps[None]:
+    def _required(self, source: TextSource, calls: CallWriter) -> Steps[None]:
         if self._rules.named:
             if (yield from source.peek()):
                 calls.begin(self._rules.named)
@@ -178,7 +178,7 @@ class _Plan:
         if source.end == "cut":  # the call that was begun has no name yet
             source.rest()
 
-    def _whole(self, source: Source, steps: Steps[bool]) -> Steps[bool]:
+    def _whole(self, source: TextSource, steps: Steps[bool]) -> Steps[bool]:
         """Reads calls. What is left of one that a limit has cut is no text."""
         is_call = yield from source.attempt(steps)
         if is_call and source.end == "cut":
@@ -186,7 +186,7 @@ class _Plan:
         return is_call
 
     def _answer(
-        self, source: Source, sink: Sink, calls: CallWriter, tags: ReasoningTags | None
+        self, source: TextSource, sink: Sink, calls: CallWriter, tags: ReasoningTags | None
     ) -> Steps[None]:
         """Reads text with calls between, and more reasoning where its tag is a special token."""
         thinks = () if tags is None else tuple(filter(is_special, tags.opens))
@@ -205,7 +205,7 @@ class _Plan:
             else:
                 yield from self._marked(source, sink, calls, mark)
 
-    def _marked(self, source: Source, sink: Sink, calls: CallWriter, mark: str) -> Steps[None]:
+    def _marked(self, source: TextSource, sink: Sink, calls: CallWriter, mark: str) -> Steps[None]:
         assert self._format is not None
         assert self._format.read is not None
         steps = self._format.read(source, calls, self._signs, mark)
@@ -217,11 +217,11 @@ class _Plan:
             sink.say(mark)
 
 
-def _json(source: Source) -> Steps[bool]:
+def _json(source: TextSource) -> Steps[bool]:
     yield from source.skip_space()
     return (yield from source.peek()) in ("{", "[", '"')
 
 
-def _take(source: Source, text: str) -> Steps[bool]:
+def _take(source: TextSource, text: str) -> Steps[bool]:
     yield from source.skip_space()
     return bool((yield from source.take(text)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.json_calls import pass_value, read_calls
 from moonpool.api.output_text.marks import Marks, MarkSigns
-from moonpool.api.output_text.source import Source, Steps
+from moonpool.api.output_text.source import Steps, TextSource
 
 _LONGEST_NAME_CHARS = 256
 _BRACE = Marks(("{",))
@@ -45,7 +45,9 @@ class MistralMarks:
     all = (calls, call_id, arguments)
 
 
-def read_deepseek(source: Source, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
+def read_deepseek(
+    source: TextSource, calls: CallWriter, signs: MarkSigns, mark: str
+) -> Steps[bool]:
     begin, section_end = signs.of(DeepSeekMarks.call), signs.of(DeepSeekMarks.section_end)
     ends = Marks((signs.of(DeepSeekMarks.call_end), section_end))
     is_begun, num_calls = mark == begin, 0
@@ -61,7 +63,7 @@ def read_deepseek(source: Source, calls: CallWriter, signs: MarkSigns, mark: str
 
 
 def _deepseek_call(
-    source: Source, calls: CallWriter, signs: MarkSigns, ends: Marks, begin: str
+    source: TextSource, calls: CallWriter, signs: MarkSigns, ends: Marks, begin: str
 ) -> Steps[bool]:
     if not (yield from _take_begin(source, begin)):
         return False
@@ -79,7 +81,7 @@ def _deepseek_call(
     return (yield from _pass_call(source, calls, name, "", ends))
 
 
-def read_kimi(source: Source, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
+def read_kimi(source: TextSource, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
     begin, section_end = signs.of(KimiMarks.call), signs.of(KimiMarks.section_end)
     ends = Marks((signs.of(KimiMarks.call_end), section_end))
     is_begun, num_calls = mark == begin, 0
@@ -95,7 +97,7 @@ def read_kimi(source: Source, calls: CallWriter, signs: MarkSigns, mark: str) ->
 
 
 def _kimi_call(
-    source: Source, calls: CallWriter, signs: MarkSigns, ends: Marks, begin: str
+    source: TextSource, calls: CallWriter, signs: MarkSigns, ends: Marks, begin: str
 ) -> Steps[bool]:
     if not (yield from _take_begin(source, begin)):
         return False
@@ -106,7 +108,7 @@ def _kimi_call(
     return (yield from _pass_call(source, calls, name, own_id, ends))
 
 
-def read_mistral(source: Source, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
+def read_mistral(source: TextSource, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
     yield from source.skip_space()
     if (yield from source.peek()) in ("[", "{"):
         return (yield from read_calls(source, calls))
@@ -123,7 +125,7 @@ def read_mistral(source: Source, calls: CallWriter, signs: MarkSigns, mark: str)
     return (yield from _pass_call(source, calls, name.strip(), own_id, Marks(())))
 
 
-def _take_begin(source: Source, begin: str) -> Steps[bool]:
+def _take_begin(source: TextSource, begin: str) -> Steps[bool]:
     """Reads the mark before a call, unless it was read already ("")."""
     if not begin:
         return True
@@ -131,13 +133,13 @@ def _take_begin(source: Source, begin: str) -> Steps[bool]:
     return bool((yield from source.take(begin)))
 
 
-def _take_end(source: Source, section_end: str, num_calls: int) -> Steps[None]:
+def _take_end(source: TextSource, section_end: str, num_calls: int) -> Steps[None]:
     if num_calls:
         yield from source.attempt(_take_begin(source, section_end))
 
 
 def _pass_call(
-    source: Source, calls: CallWriter, name: str, own_id: str, ends: Marks
+    source: TextSource, calls: CallWriter, name: str, own_id: str, ends: Marks
 ) -> Steps[bool]:
     """Passes on the arguments of a call to this function, if it exists and they are an object."""
     yield from source.skip_space()

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from moonpool.api.output_text.call_writer import CallWriter
-from moonpool.api.output_text.source import Source, Steps
+from moonpool.api.output_text.source import Steps, TextSource
 from moonpool.types import MALFORMED
 
 _NAME = re.compile(r"\s*([A-Za-z_][\w.-]{0,127})\s*\(")
@@ -27,7 +27,7 @@ _NO_CALL = -1
 NO_LITERAL = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 
-def read_pythonic(source: Source, calls: CallWriter, end: str) -> Steps[bool]:
+def read_pythonic(source: TextSource, calls: CallWriter, end: str) -> Steps[bool]:
     """Reads calls up to `end`, a bracket or a tag. Returns False, and reads nothing, if the first
     is none. What follows something that is no call is not read."""
     num_calls = 0
@@ -38,12 +38,12 @@ def read_pythonic(source: Source, calls: CallWriter, end: str) -> Steps[bool]:
     return num_calls > 0
 
 
-def _take_end(source: Source, end: str) -> Steps[bool]:
+def _take_end(source: TextSource, end: str) -> Steps[bool]:
     yield from source.skip_space()
     return bool((yield from source.take(end)))
 
 
-def _pass_call(source: Source, calls: CallWriter, comma: bool) -> Steps[bool]:
+def _pass_call(source: TextSource, calls: CallWriter, comma: bool) -> Steps[bool]:
     yield from source.skip_space()
     if comma and (yield from source.take(",")):
         yield from source.skip_space()
@@ -57,7 +57,7 @@ def _pass_call(source: Source, calls: CallWriter, comma: bool) -> Steps[bool]:
     return True
 
 
-def _read_call(source: Source, calls: CallWriter) -> Steps[tuple[str, dict[str, Any]] | None]:
+def _read_call(source: TextSource, calls: CallWriter) -> Steps[tuple[str, dict[str, Any]] | None]:
     scan = _CallScan(calls)
     while True:
         text = source.stretch(lambda text, at: len(text))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from moonpool.api.output_text.marks import Marks, is_special
 from moonpool.api.output_text.said import Sink
-from moonpool.api.output_text.source import Source, Steps
+from moonpool.api.output_text.source import Steps, TextSource
 
 
 class ReasoningTags(NamedTuple):
@@ -36,7 +36,7 @@ ALL_TAGS = (THINK, SEED, MISTRAL, GRANITE)
 
 
 def read_reasoning(
-    source: Source, sink: Sink, tags: ReasoningTags, is_inside: bool, call_marks: Sequence[str]
+    source: TextSource, sink: Sink, tags: ReasoningTags, is_inside: bool, call_marks: Sequence[str]
 ) -> Steps[None]:
     """Reads the reasoning at the beginning of an output, if there is any, up to the answer.
 
@@ -52,6 +52,6 @@ def read_reasoning(
     yield from source.skip("\n")
 
 
-def _take_opening(source: Source, tags: ReasoningTags) -> Steps[bool]:
+def _take_opening(source: TextSource, tags: ReasoningTags) -> Steps[bool]:
     yield from source.skip_space()
     return bool((yield from source.take(*tags.opens)))

@@ -16,12 +16,12 @@ End = Literal["stop", "cut"]
 """What ended an output: the model, or a limit or a stop string."""
 Found = TypeVar("Found")
 Steps = Generator[None, None, Found]
-Script = Callable[["Source", Sink], Steps[None]]
+Script = Callable[["TextSource", Sink], Steps[None]]
 Say = Callable[[str], None]
 _TRIM_ABOVE_CHARS = 4096
 
 
-class Source:
+class TextSource:
     """Each method that is a generator waits for the text that it needs, or for the output's end."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class OutputReader:
     """Reads one output by a script. `push` and `flush` return what is new."""
 
     def __init__(self, script: Script) -> None:
-        self._source, self._sink = Source(), Sink()
+        self._source, self._sink = TextSource(), Sink()
         self._steps = script(self._source, self._sink)
 
     @property

@@ -29,7 +29,7 @@ import msgspec
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.marks import Marks, MarkSigns
 from moonpool.api.output_text.pythonic_calls import NO_LITERAL, literal
-from moonpool.api.output_text.source import Source, Steps
+from moonpool.api.output_text.source import Steps, TextSource
 from moonpool.types import MALFORMED
 
 LONGEST_NAME_CHARS = 256
@@ -63,7 +63,7 @@ class FunctionTags(NamedTuple):
 
 
 def read_function(
-    source: Source, calls: CallWriter, tags: FunctionTags, ends: Marks
+    source: TextSource, calls: CallWriter, tags: FunctionTags, ends: Marks
 ) -> Steps[bool]:
     """Reads one call of the first form, from behind its opening tag on.
 
@@ -100,7 +100,7 @@ def read_function(
 
 
 def _read_value(
-    source: Source,
+    source: TextSource,
     writer: _ArgumentWriter,
     header: str,
     value_ends: Marks,
@@ -121,7 +121,7 @@ def _read_value(
         return tag
 
 
-def read_pairs(source: Source, calls: CallWriter, ends: Marks) -> Steps[bool]:
+def read_pairs(source: TextSource, calls: CallWriter, ends: Marks) -> Steps[bool]:
     """Reads one call of the second form, up to a mark of `ends`. Returns False if there is none."""
     found = yield from source.before(Marks((_KEY, *ends.texts)), LONGEST_NAME_CHARS)
     name = None if found is None else found[0].strip()
@@ -149,12 +149,12 @@ def read_pairs(source: Source, calls: CallWriter, ends: Marks) -> Steps[bool]:
     return writer.end()
 
 
-def _take_key(source: Source) -> Steps[bool]:
+def _take_key(source: TextSource) -> Steps[bool]:
     yield from source.skip_space()
     return bool((yield from source.take(_KEY)))
 
 
-def _end(source: Source, ends: Marks) -> Steps[bool]:
+def _end(source: TextSource, ends: Marks) -> Steps[bool]:
     """Whether one of the marks comes next, or the output ends by itself, after white space."""
     yield from source.skip_space()
     if (yield from source.take(*ends.texts)):
