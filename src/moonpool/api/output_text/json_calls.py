@@ -14,6 +14,7 @@ import msgspec
 
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.marks import Marks, is_special
+from moonpool.api.output_text.said import plain
 from moonpool.api.output_text.source import Say, Steps, TextSource
 from moonpool.types import MALFORMED
 
@@ -164,7 +165,7 @@ def read_value(source: TextSource, ends: Marks = NO_MARKS) -> Steps[str | None]:
     """Reads a JSON value. Returns its text, or None if it is not complete."""
     parts: list[str] = []
     complete = yield from pass_value(source, parts.append, ends)
-    return "".join(parts) if complete else None
+    return plain("".join(parts)) if complete else None
 
 
 def pass_value(source: TextSource, say: Say, ends: Marks = NO_MARKS) -> Steps[bool]:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from moonpool.api.output_text.call_writer import CallWriter
+from moonpool.api.output_text.said import plain
 from moonpool.api.output_text.source import Steps, TextSource
 from moonpool.types import MALFORMED
 
@@ -129,7 +130,7 @@ def _parsed(source: str) -> tuple[str, dict[str, Any]] | None:
         if key is None:
             return None
         try:
-            arguments[key[1]] = literal(part[key.end() :].strip())
+            arguments[key[1]] = literal(plain(part[key.end() :].strip()))
             json.dumps(arguments[key[1]])
         except NO_LITERAL:
             return None

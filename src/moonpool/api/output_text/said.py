@@ -56,7 +56,8 @@ class Sink:
 
     def call(self, delta: ToolCallDelta) -> None:
         self._space, self._has_text, self._has_calls = "", False, True
-        self._add(Said(calls=(delta._replace(arguments=plain(delta.arguments)),)))
+        call_id = None if delta.call_id is None else plain(delta.call_id)
+        self._add(Said(calls=(delta._replace(call_id=call_id, arguments=plain(delta.arguments)),)))
 
     def end(self) -> None:
         """The output has ended."""

@@ -29,6 +29,7 @@ import msgspec
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.marks import Marks, MarkSigns
 from moonpool.api.output_text.pythonic_calls import NO_LITERAL, literal
+from moonpool.api.output_text.said import plain
 from moonpool.api.output_text.source import Steps, TextSource
 from moonpool.types import MALFORMED
 
@@ -216,7 +217,7 @@ class _ArgumentWriter:
                 self._calls.add('"')
         elif is_whole:
             opening, *texts = self._parts
-            text = "".join(texts)
+            text = plain("".join(texts))
             if self._wraps_values:
                 text = text.removeprefix("\n").removesuffix("\n")
             value = _value(text, self._schema, self._is_json)
