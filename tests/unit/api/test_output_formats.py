@@ -400,6 +400,23 @@ def test_a_damaged_transcript_is_read_alike_in_any_pieces(
         )
 
 
+@pytest.mark.parametrize("deep", ["[", '{"a":', '{"function":', "("])
+def test_no_depth_of_an_output_is_an_error(deep: str) -> None:
+    for writer in WRITERS:
+        _read_deep(writer, deep)
+
+
+def _read_deep(writer: str, deep: str) -> None:
+    begins = WRITERS[writer][1]([("f", {"a": 7})]).partition("7")[0]
+    for text in (deep * 1200, begins + deep * 1200, deep * 400 + "7" + "]" * 400):
+        for kind in ("array", "string"):
+            functions = {"f": {"properties": {"a": {"type": kind}}}}
+            model = ModelOutput(MarkTokenizer(f"tools {WRITERS[writer][0]}", []))
+            reader, _ = model.reader([], True, CallRules(functions), lambda: "")
+            assert reader is not None
+            assert reader.push(text) + reader.flush(cut=False)
+
+
 def test_ids_are_those_that_the_familys_template_takes() -> None:
     kimi = Reading("Kimi K2", MARKS)
     kimi.tokens(kimi.tokenizer.encode(kimi.entry["text"]))

@@ -73,6 +73,7 @@ class _Call:
         self._arguments: str | None = None  # that came before the name, or as a string
         self._has_begun = False
         self._is_complete = False
+        self._is_nested = False
 
     def read(self) -> Steps[bool]:
         """Returns whether it is a call."""
@@ -99,7 +100,8 @@ class _Call:
         if key is None or not (yield from source.take(":")):
             return False
         yield from source.skip_space()
-        if key == "function" and (yield from source.peek()) == "{":  # as in OpenAI's API
+        if key == "function" and not self._is_nested and (yield from source.peek()) == "{":
+            self._is_nested = True  # as in OpenAI's API
             return (yield from self.read())
         if key == "name" and not self._has_begun:
             self._name = yield from read_string(source)

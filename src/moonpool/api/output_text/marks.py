@@ -48,6 +48,8 @@ class Marks:
 
     def __init__(self, texts: Collection[str]) -> None:
         self.texts = tuple(sorted(set(texts), key=len, reverse=True))
+        self._firsts = frozenset(mark[0] for mark in self.texts)
+        self._most_chars = max(map(len, self.texts), default=1) - 1  # of a mark that is not whole
         self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
 
     def search(self, text: str, at: int) -> re.Match[str] | None:
@@ -55,7 +57,10 @@ class Marks:
 
     def overlap(self, text: str, at: int) -> int:
         """Returns how many of the last characters may begin a mark."""
-        return max((overlap(text, mark, at) for mark in self.texts), default=0)
+        tail = text[max(at, len(text) - self._most_chars) :]
+        if not self._most_chars or self._firsts.isdisjoint(tail):
+            return 0
+        return max([overlap(text, mark, at) for mark in self.texts])
 
 
 def overlap(text: str, mark: str, at: int = 0) -> int:

@@ -66,10 +66,10 @@ class Sink:
             self._add(Said(space))
 
     def _add(self, new: Said) -> None:
-        last = self._parts[-1] if self._parts else None
-        if last is None or _rank(last, last_of=True) > _rank(new, last_of=False):
+        if not self._parts or _rank(self._parts[-1], True) > _rank(new, False):
             self._parts.append(new)
             return
+        last = self._parts[-1]
         calls = _joined(last.calls, new.calls)
         self._parts[-1] = Said(last.text + new.text, calls, last.reasoning + new.reasoning)
 

@@ -39,7 +39,11 @@ class TextSource:
         return self._at < len(self._text) or self._num_kept > 0
 
     def add(self, text: str) -> None:
-        if not self._num_kept and (self._at == len(self._text) or self._at > _TRIM_ABOVE_CHARS):
+        if not self._num_kept and self._at == len(self._text):
+            self._num_dropped += self._at
+            self._text, self._at = text, 0
+            return
+        if not self._num_kept and self._at > _TRIM_ABOVE_CHARS:
             self._num_dropped += self._at
             self._text, self._at = self._text[self._at :], 0
         self._text += text

@@ -221,7 +221,7 @@ class _ArgumentWriter:
             if self._wraps_values:
                 text = text.removeprefix("\n").removesuffix("\n")
             value = _value(text, self._schema, self._is_json)
-            self._calls.add(opening + json.dumps(value, ensure_ascii=False))
+            self._calls.add(opening + _json_of(value, text))
 
     def end(self) -> bool:
         self._begin_call()
@@ -234,6 +234,14 @@ class _ArgumentWriter:
         if not self.has_begun:
             self.has_begun = True
             self._calls.begin(self._name)
+
+
+def _json_of(value: Any, text: str) -> str:
+    """The JSON of a value; of its text, if it nests too deeply."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return json.dumps(text, ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:
