@@ -451,3 +451,40 @@ def test_a_name_has_its_format_whatever_the_template() -> None:
     assert [call.name for part in said for call in part.calls if call.name] == ["edit", "clock"]
     none = ModelOutput(MarkTokenizer("tools <tool_call> </think>", []), "none", "none")
     assert none.reader([], True, CallRules(FUNCTIONS), lambda: "") == (None, {})
+
+
+def test_harmony_without_parsers_is_told_apart_from_its_headers_only() -> None:
+    oss = TRANSCRIPTS["gpt-oss"]
+    model = ModelOutput(MarkTokenizer("tools <|channel|>final", []), "none", "none")
+    reader, _ = model.reader([], True, CallRules(FUNCTIONS), lambda: "")
+    assert reader is not None
+    said = reader.push(oss["text"]) + reader.flush(cut=False)
+    text = "".join(part.text for part in said)
+    assert text == f"{oss['reasoning']}\n{json.dumps(oss['calls'][0][1], ensure_ascii=False)}"
+    assert not any(part.calls or part.reasoning for part in said)
+
+
+HARMONY = [
+    ("<|channel|>final<|message|>Hi", "", "Hi", []),
+    ("Hi <b>", "", "Hi <b>", []),
+    ('{"a": 1}', "", '{"a": 1}', []),
+    (("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b"
+     "<|end|><|start|>assistant<|channel|>final<|message|>c"), "a\nb", "c", []),
+    (("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary"
+     " to=functions.clock<|constrain|>json<|message|>{}<|call|>"), "", "I look.", ["clock"]),
+    (" to=functions.clock<|channel|>commentary json<|message|>{}", "", "", ["clock"]),
+    (" to=functions.other<|channel|>commentary json<|message|>{}", "", "{}", []),
+    ("<|channel|>analysis to=browser.open<|message|>x", "x", "", []),
+    ("<|channel|>final <|constrain|>json<|message|>{}", "", "{}", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("output", "reasoning", "text", "called"), HARMONY)
+@pytest.mark.parametrize("marks", [[], MARKS], ids=["as text", "as tokens"])
+def test_messages_of_harmony(
+    output: str, reasoning: str, text: str, called: list[str], marks: list[str]
+) -> None:
+    reading = Reading("gpt-oss", marks)
+    reading.tokens(reading.tokenizer.encode(output))
+    assert (reading.reasoning, reading.text) == (reasoning, text)
+    assert [name for name, _ in reading.arguments] == called

@@ -129,7 +129,7 @@ class _Plan:
         """`opens`: the marks of the format that begin calls."""
         self.must_call = rules is not None and rules.must_call
         self.reads_calls = rules is not None and (rules.must_call or form is not None)
-        self._rules = rules or CallRules({})
+        self._rules = rules if rules is not None and self.reads_calls else CallRules({})
         self._format = form
         self._make_id = BARE.make_id if form is None else form.make_id
         self._signs = signs
