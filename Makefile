@@ -6,10 +6,11 @@ PIP := $(BIN)/pip --disable-pip-version-check
 SOURCES := $(wildcard src/moonpool/engine/native/*.cpp src/moonpool/engine/native/*.h)
 
 LOCKS := requirements.lock requirements-cuda.lock
-# Hashes let pip install what the locks list, and nothing else. So what torch of PyPI needs beside it
-# (CUDA) must be listed where pip finds that torch, and not where it finds a build for CPUs.
-NEEDS_CUDA = $(PIP) install -q --dry-run --ignore-installed --no-deps --report - \
-  $$(grep -o '^torch==[^ ]*' requirements.lock) | grep -q '"nvidia-'
+# True where the torch that pip finds is a build for CPUs which requirements.lock has. Elsewhere it is
+# that of PyPI, which needs CUDA.
+HAS_CPU_TORCH = found=$$($(PIP) install -q --dry-run --ignore-installed --no-deps --report - \
+  $$(grep -o '^torch==[^ ]*' requirements.lock) | grep -o '"sha256": "[^"]*' | cut -d '"' -f 4); \
+  grep -q "$$found" requirements.lock
 
 .PHONY: setup setup-dev demo test lint types check long docs lock wheel swarm soak bench clean
 
@@ -23,8 +24,8 @@ $(VENV)/.installed: $(LOCKS) pyproject.toml setup.py $(SOURCES)
 	  || { echo "moonpool needs Python 3.11 or newer, not $$($(PYTHON) --version)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "1 of 2: packages of requirements.lock (about a minute where they are not cached)"
-	cuda=; ! $(NEEDS_CUDA) || cuda='-r requirements-cuda.lock'; \
-	  $(PIP) install --require-hashes -r requirements.lock $$cuda
+	@$(HAS_CPU_TORCH) || $(PIP) install --require-hashes --no-deps -r requirements-cuda.lock
+	$(PIP) install --require-hashes -r requirements.lock
 	@echo "2 of 2: moonpool and its kernels (about half a minute)"
 	$(PIP) install -q --no-deps --no-build-isolation -e .
 	@touch $@

@@ -2,8 +2,10 @@
 
 uv resolves what pyproject.toml names for all Pythons of Linux, and keeps the versions that the locks
 have. `--upgrade` takes the newest instead. Four files come of it, because pip installs all that a
-file lists: what moonpool runs on, what torch of PyPI needs beside it (CUDA), what tests and checks
-need beside it, and what builds the documentation in an environment of its own.
+file lists: what moonpool runs on, with torch for CPUs; torch of PyPI with CUDA, to be installed
+first by whoever wants that one; what tests and checks need beside; and what builds the
+documentation in an environment of its own. One list cannot have both builds of torch: given the
+hashes of both, pip prefers the one whose index states a hash, whichever is better.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ RUNS, CUDA, DEV, DOCS = (
     ROOT / f"requirements{name}.lock" for name in ("", "-cuda", "-dev", "-docs")
 )
 HEADS = {
-    RUNS: "What moonpool runs on",
-    CUDA: "What torch of PyPI needs beside requirements.lock, where it comes with CUDA",
+    RUNS: "What moonpool runs on, with torch for CPUs",
+    CUDA: "torch of PyPI, with CUDA; installed with --no-deps before requirements.lock",
     DEV: "What its tests and checks need beside requirements.lock",
     DOCS: "What builds the documentation site (`make docs`), in an environment of its own",
 }
@@ -38,7 +40,7 @@ CPU_TORCH = (
     "--hash=sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
 )
 """Its builds for CPUs, which PyPI does not have: `pip hash FILE` prints such a line."""
-_OF_CUDA = re.compile(r"(?:nvidia|cuda)-|triton$")
+_OF_CUDA = re.compile(r"(?:nvidia|cuda)-|(?:torch|triton)$")
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 DOCS_PYTHON = "3.11.5"
@@ -74,8 +76,9 @@ def main() -> None:
             pins |= read_lock(path)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     builds = project["build-system"]["requires"]  # setup.py runs in the environment itself
-    runs = _with_cpu_torch(_resolve(pins, "--extra", "all", also=builds))
+    runs = _resolve(pins, "--extra", "all", also=builds)
     cuda = {name: runs.pop(name) for name in list(runs) if _OF_CUDA.match(name)}
+    runs["torch"] = (Requirement(TORCH), CPU_TORCH)
     dev = _resolve(pins | runs | cuda, "--extra", "all", "--group", "dev", also=builds)
     _write(RUNS, runs)
     _write(CUDA, cuda)
@@ -137,11 +140,6 @@ def _for_linux(lock: Lock) -> Lock:
 
 def _as_strings(place: Mapping[str, str]) -> dict[str, str | frozenset[str]]:
     return dict(place)
-
-
-def _with_cpu_torch(lock: Lock) -> Lock:
-    torch, hashes = lock["torch"]
-    return lock | {"torch": (torch, tuple(sorted({*hashes, *CPU_TORCH})))}
 
 
 def _write(path: Path, lock: Lock) -> None:
