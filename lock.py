@@ -1,11 +1,11 @@
-"""Writes the locks again, `make lock`: every package that an installation needs, with its hashes.
+"""Writes the locks (`make lock`): every package that an installation needs, with its hashes.
 
-uv resolves what pyproject.toml names for all Pythons of Linux, and keeps the versions that the locks
-have. `--upgrade` takes the newest instead. Four files come of it, because pip installs all that a
-file lists: what moonpool runs on, with torch for CPUs; torch of PyPI with CUDA, to be installed
-first by whoever wants that one; what tests and checks need beside; and what builds the
-documentation in an environment of its own. One list cannot have both builds of torch: given the
-hashes of both, pip prefers the one whose index states a hash, whichever is better.
+uv resolves what pyproject.toml names, for all Pythons of Linux, and keeps the versions that the
+locks have. `--upgrade` takes the newest instead. Four files come of it, because pip installs all
+that a file lists: what moonpool runs on, with torch for CPUs; torch of PyPI with CUDA, which
+whoever wants that one installs first; what tests and checks need beside; and what builds the
+documentation in an environment of its own. One list cannot have both builds of torch: given the hashes of both,
+pip prefers the file whose index states a hash, and that is never one in a folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def _resolve(pins: Lock, *options: str, also: Iterable[str] = (), only: str = ""
         limits.write_text("\n".join([*kept, TORCH]))
         wanted.write_text("\n".join(also))
         sources = ["--group", only] if only else ["pyproject.toml", str(wanted)]
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 - fixed arguments
             [
                 *("uv", "pip", "compile", "--quiet", "--universal", "--python-version", python),
                 *("--generate-hashes", "--no-header", "--no-annotate", "--constraints"),
@@ -114,7 +114,7 @@ def _resolve(pins: Lock, *options: str, also: Iterable[str] = (), only: str = ""
 
 def _for_linux(lock: Lock) -> Lock:
     """Leaves out what only another system needs, and conditions that are always true here."""
-    places = [
+    places: list[dict[str, str | frozenset[str]]] = [
         {
             "platform_machine": machine,
             "python_version": python,
@@ -130,16 +130,12 @@ def _for_linux(lock: Lock) -> Lock:
     found: Lock = {}
     for name, (requirement, hashes) in lock.items():
         marker = requirement.marker
-        fits = [marker is None or marker.evaluate(_as_strings(place)) for place in places]
+        fits = [marker is None or marker.evaluate(place) for place in places]
         if all(fits):
             requirement.marker = None
         if any(fits):
             found[name] = (requirement, hashes)
     return found
-
-
-def _as_strings(place: Mapping[str, str]) -> dict[str, str | frozenset[str]]:
-    return dict(place)
 
 
 def _write(path: Path, lock: Lock) -> None:

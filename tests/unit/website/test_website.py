@@ -99,7 +99,8 @@ def _mkdocs(folder: Path) -> Path:
     if installed.exists() and installed.stat().st_mtime >= lock.stat().st_mtime:
         return installed.parent / "bin" / "mkdocs"
     venv.create(folder, with_pip=True)
-    line = [str(folder / "bin" / "pip"), "install", "-q", "-r", str(lock)]
+    line = [str(folder / "bin" / "pip"), "install", "-q", "--require-hashes", "-r"]
+    line.append(str(lock))
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     if done.returncode != 0:
         pytest.skip(f"the packages of the site cannot be installed here: {done.stderr[-300:]}")
