@@ -4,8 +4,8 @@ uv resolves what pyproject.toml names, for all Pythons of Linux, and keeps the v
 locks have. `--upgrade` takes the newest instead. Four files come of it, because pip installs all
 that a file lists: what moonpool runs on, with torch for CPUs; torch of PyPI with CUDA, which
 whoever wants that one installs first; what tests and checks need beside; and what builds the
-documentation in an environment of its own. One list cannot have both builds of torch: given the hashes of both,
-pip prefers the file whose index states a hash, and that is never one in a folder.
+documentation in an environment of its own. One list cannot have both builds of torch: given the
+hashes of both, pip prefers the file whose index states a hash, and that is never one in a folder.
 """
 
 from __future__ import annotations
