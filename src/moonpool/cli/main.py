@@ -117,9 +117,10 @@ def main(**arguments: Any) -> None:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA_OF:
             raise
+        from moonpool.installation import install_command
+
         extra = EXTRA_OF[package]
         sys.stderr.write(
-            f"moonpool: this needs {package}, which is not installed: pip install"
-            f" 'moonpool[{extra}]', or from a checkout: pip install '.[{extra}]'\n"
+            f"moonpool: this needs {package}, which is not installed: {install_command(extra)}\n"
         )
         raise SystemExit(1) from None

@@ -205,9 +205,9 @@ def _check_events(vllm: VllmConfig) -> None:
     """Fails here, and not in each worker, where events are to be read and pyzmq is absent."""
     places = (place for named in (vllm.prefill, vllm.decode, vllm.mixed) for place in named)
     if any(vllm_place(place).events for place in places) and find_spec("zmq") is None:
-        from moonpool.vllm.events import NO_PYZMQ
+        from moonpool.vllm.events import no_pyzmq
 
-        fail(NO_PYZMQ)
+        fail(no_pyzmq())
 
 
 def _model_of(place: str) -> str:

@@ -17,6 +17,7 @@ from moonpool.cli.main import cli, main
 from moonpool.cli.watch.cluster_events import time_text
 from moonpool.cli.watch.status import status_lines
 
+ROOT = Path(__file__).parents[3]
 KEYS = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
 
 
@@ -157,4 +158,5 @@ def test_the_demo_without_torch_says_so_before_it_starts_anything(
         main(args=["demo"], prog_name="moonpool")
     shown = capsys.readouterr()
     assert ended.value.code == 1 and not shown.out
-    assert shown.err.startswith("moonpool: this needs torch, which is not installed: pip install")
+    assert shown.err.startswith("moonpool: this needs torch, which is not installed: ")
+    assert f"pip install -e '{ROOT}[engine]'" in shown.err and shown.err.count("\n") == 1
