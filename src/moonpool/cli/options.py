@@ -134,37 +134,6 @@ catalogue_option = click.option(
     type=click.Path(dir_okay=False),
     help="TOML file with more devices, model shapes and prices.",
 )
-
-
-class ServerUrl(ParamType[str]):
-    """The address of a server; without http:// or https:// it is HOST:PORT over http."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        address = str(value).strip()
-        return address if "://" in address else f"http://{address}"
-
-
-SERVER_URL = ServerUrl()
-url_option = click.option(
-    "--url",
-    type=SERVER_URL,
-    default="http://127.0.0.1:8000",
-    show_default=True,
-    help="Address of the server.",
-)
-api_key_option = click.option(
-    "--api-key",
-    help="Bearer key; the environment's MOONPOOL_ADMIN_KEY, MOONPOOL_API_KEY or OPENAI_API_KEY"
-    " unless given.",
-)
-ca_file_option = click.option(
-    "--ca-file",
-    default="",
-    type=click.Path(dir_okay=False),
-    help="Trust these certificates (PEM) over https, in place of the system's.",
-)
 json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures to this file."
 )

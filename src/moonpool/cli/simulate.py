@@ -140,7 +140,7 @@ RUN_OPTIONS = (
     "--beliefs",
     "beliefs_file",
     type=click.Path(dir_okay=False),
-    help="Use the errors of a live cluster's estimates; a file of `profile --beliefs-of`.",
+    help="Use the errors of a live cluster's estimates; a file of `profile --beliefs`.",
 )
 @click.option(
     "--layer-wise/--no-layer-wise",
