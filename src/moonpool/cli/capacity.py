@@ -29,7 +29,7 @@ from moonpool.cli.options import (
     scale_option,
     seeds_option,
 )
-from moonpool.cli.output import fail, show_figures
+from moonpool.cli.output import check_folders, fail, need_package, show_figures
 from moonpool.cli.server.address import Server, asks_server
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, CLUSTER_KEYS, read_cluster
 from moonpool.plan.confidence import Attainment
@@ -99,6 +99,8 @@ def capacity(
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
 
+    check_folders(json_file)
+    need_package("scipy")
     config = read_cluster(config_file, _FLAGS.overrides(flags))
     catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
     rows, block_tokens = _read_rows(trace_file, scale, requests)

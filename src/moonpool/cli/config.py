@@ -12,6 +12,7 @@ import msgspec
 
 from moonpool.cli.config_text import effective_toml, new_file, reference_page
 from moonpool.cli.inputs import read_text
+from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import ConfigFlags, SectionedCommand, config_option, read_config
 from moonpool.cli.output import fail
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS, serve_overrides
@@ -32,7 +33,7 @@ _ALL_FLAGS = ConfigFlags(
 )
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def config() -> None:
     """Check a config file, show the values in effect, or write a new file."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import re
 import shutil
@@ -30,6 +31,13 @@ def check_folders(*paths: str | None) -> None:
     for path in paths:
         if path is not None and not Path(path).parent.is_dir():
             fail(f"cannot write {path}: there is no folder {Path(path).parent}")
+
+
+def need_package(name: str) -> None:
+    """Raises ModuleNotFoundError, before the command's work, if a package that it will import is
+    absent; `main` makes one line of it."""
+    if importlib.util.find_spec(name) is None:
+        raise ModuleNotFoundError(name=name)
 
 
 def write_json(path: str | None, figures: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from moonpool.cli.options import (
     trace_format_option,
     trace_option,
 )
-from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
 from moonpool.config import ConfigError, parse_config
 from moonpool.plan.candidate import Priced
 from moonpool.plan.demand import Layout, Prepared, prepare
@@ -221,7 +221,6 @@ class _Job:
         from moonpool.plan.advice import broken_by_fewer, sentence
         from moonpool.plan.assess import StoppedError
         from moonpool.plan.bounds import Bounds
-        from moonpool.plan.draw import draw_plan
         from moonpool.plan.search import Planner
 
         prepared, goal = self._prepared, self._goal
@@ -239,6 +238,8 @@ class _Job:
         words = sentence(found, fewer, slo, goal, prepared.shares_prefixes)
         print_plan(found, words, wanted)
         if plot is not None:
+            from moonpool.plan.draw import draw_plan
+
             try:
                 draw_plan(found, wanted, slo, Path(plot))
             except OSError as error:
@@ -286,10 +287,15 @@ class _Job:
 
 
 def _check_files(plot: str | None, json_file: str | None) -> None:
+    """Ends the command, before its work, where a file cannot be written or a package is absent."""
+    check_folders(plot, json_file)
+    need_package("scipy")
+    if plot is None:
+        return
+    need_package("matplotlib")
     from moonpool.plan.draw import SUFFIXES
 
-    check_folders(plot, json_file)
-    if plot is not None and Path(plot).suffix.lower() not in SUFFIXES:
+    if Path(plot).suffix.lower() not in SUFFIXES:
         fail(f"cannot draw {plot}: its name must end in {', '.join(SUFFIXES)}")
 
 

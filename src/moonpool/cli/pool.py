@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import json_option
 from moonpool.cli.output import fail, write_json
 from moonpool.cli.server.address import Server, asks_server
@@ -25,7 +26,7 @@ _POLL_S = 0.3
 _MAX_NAMES = 6
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def pool() -> None:
     """Show what the KVCache pool holds, in memory and on disk."""
 

@@ -11,7 +11,13 @@ import click
 import msgspec
 
 from moonpool.cli.options import COUNT, POSITIVE, json_option
-from moonpool.cli.output import check_folders, fail, run_measurement, write_json
+from moonpool.cli.output import (
+    check_folders,
+    fail,
+    need_package,
+    run_measurement,
+    write_json,
+)
 from moonpool.cli.server.address import (
     SERVER_URL,
     Server,
@@ -150,6 +156,10 @@ def profile(
     if url is not None:
         _profile_live(Server(url, api_key, ca_file), name if attention else None, json_file)
         return
+    check_folders(plot, json_file)
+    need_package("torch")
+    if plot is not None:
+        need_package("matplotlib")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from moonpool.profiling.chunk_sizes import recommend
     from moonpool.runtime.profile_store import measure_profile, profile_path

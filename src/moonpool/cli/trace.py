@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import COUNT, POSITIVE, json_option
 from moonpool.cli.output import fail, write_json
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
@@ -37,7 +38,7 @@ from moonpool.trace.statistics import (
 )
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def trace() -> None:
     """Inspect, generate and download workloads."""
 

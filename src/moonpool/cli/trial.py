@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moonpool.cli.options import COUNT, POSITIVE, json_option
-from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
 from moonpool.cli.progress import progress
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, SERVER_URL, access_options
 
@@ -115,6 +115,7 @@ def trial(
 
     json_file = given.pop("json_file")
     check_folders(json_file)
+    need_package("scipy")
     if restart_command is not None and len(urls) > 1:
         fail("--restart-command restarts one server: give one URL")
     try:

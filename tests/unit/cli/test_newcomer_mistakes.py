@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
+from test_options import COMMANDS
 
 import moonpool.cli.serve as serve
-from moonpool.cli.main import cli, main
+from moonpool.cli.main import SuggestingGroup, cli, main
 from moonpool.cli.watch.cluster_events import time_text
 from moonpool.cli.watch.status import status_lines
 
@@ -56,6 +60,30 @@ def test_a_command_that_is_nearly_right_is_named(typed: str, near: str) -> None:
     result = CliRunner().invoke(cli, [typed, "--trace", "x"])
     assert result.exit_code == 2
     assert f"No such command {typed!r}. Did you mean {near!r}?" in result.output
+
+
+@pytest.mark.parametrize(
+    ("group", "typed", "near"),
+    [
+        ("bench", "engin", "engine"),
+        ("bench", "capacty", "capacity"),
+        ("pool", "audt", "audit"),
+        ("trace", "inf", "info"),
+        ("config", "chekc", "check"),
+    ],
+)
+def test_a_command_of_a_group_that_is_nearly_right_is_named(
+    group: str, typed: str, near: str
+) -> None:
+    result = CliRunner().invoke(cli, [group, typed])
+    assert result.exit_code == 2
+    assert f"No such command {typed!r}. Did you mean {near!r}?" in result.output
+
+
+def test_every_group_suggests() -> None:
+    groups = [command for command in COMMANDS.values() if isinstance(command, click.Group)]
+    assert len(groups) >= 5
+    assert all(isinstance(group, SuggestingGroup) for group in groups)
 
 
 def test_a_command_like_no_other_gets_no_suggestion() -> None:
@@ -126,6 +154,44 @@ def test_events_without_pyzmq_are_one_line_and_no_worker_starts(
     assert result.exit_code == 1
     assert result.stderr.startswith("moonpool: vLLM's KV events need pyzmq, which is not installed")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        (["plan", "--trace", "t.jsonl"], "scipy", "plan"),
+        (["plan", "--trace", "t.jsonl", "--plot", "p.png"], "matplotlib", "plan"),
+        (["trial", "127.0.0.1:1"], "scipy", "plan"),
+        (["bench", "capacity", "127.0.0.1:1"], "scipy", "plan"),
+        (["profile", "--plot", "p.png"], "matplotlib", "plan"),
+        (["profile"], "torch", "engine"),
+        (["serve", "--port", "0"], "torch", "engine"),
+    ],
+)
+def test_a_package_that_is_absent_is_told_before_any_work(
+    words: list[str],
+    package: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    without(package, monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        main(args=words, prog_name="moonpool")
+    shown = capsys.readouterr()
+    assert ended.value.code == 1 and shown.out == ""
+    assert shown.err.startswith(f"moonpool: this needs {package}, which is not installed: ")
+    assert f"[{extra}]'" in shown.err and shown.err.count("\n") == 1
+
+
+def test_a_plan_without_a_plot_does_not_import_what_draws() -> None:
+    script = (
+        "import sys; from moonpool.cli.main import cli\n"
+        "sys.modules['matplotlib'] = None  # its import fails\n"
+        "cli(['plan', '--trace', 'none.jsonl'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("moonpool: cannot read none.jsonl")
 
 
 @pytest.mark.parametrize(
