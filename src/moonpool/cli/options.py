@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import isnan
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import click
 import msgspec
@@ -286,21 +286,24 @@ class ConfigFlags:
 def read_config(
     config_file: str | None, overrides: Values, defaults: Values | None = None
 ) -> Config:
-    """Lays the overrides over the file, and both over `defaults`. Ends the command on a mistake."""
+    """Lays the overrides over the file, and both over `defaults`. Ends the command, with one line
+    for each mistake."""
     text = "" if config_file is None else read_text(config_file, "the config")
     try:
         return parse_config(text, overrides, defaults, own_name)
     except ConfigError as error:
-        fail(f"{_origin(text, config_file)}{error}")
+        fail_config(error, text, config_file)
 
 
-def _origin(text: str, config_file: str | None) -> str:
-    """Names the file if its own text is wrong; "" where a flag is."""
+def fail_config(error: ConfigError, text: str, config_file: str | None) -> NoReturn:
+    """Ends the command with a line for each problem, which names the file where its own `text` has
+    the problem, whatever the flags say. Raises SystemExit."""
+    of_file: tuple[str, ...] = ()
     try:
         parse_config(text)
-    except ConfigError:
-        return f"{config_file}: "
-    return ""
+    except ConfigError as own:
+        of_file = own.problems
+    fail(*(f"{config_file}: {one}" if one in of_file else one for one in error.problems))
 
 
 def _click_type(kind: Any) -> Any:

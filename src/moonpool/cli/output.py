@@ -19,9 +19,11 @@ import msgspec
 from moonpool import __version__
 
 
-def fail(message: str) -> NoReturn:
-    """Ends the command with one line on stderr and status 1. Raises SystemExit."""
-    sys.stderr.write(f"moonpool: {' '.join(message.split())}\n")
+def fail(*messages: str) -> NoReturn:
+    """Ends the command with one line on stderr for each message, and status 1. Raises
+    SystemExit."""
+    for message in messages:
+        sys.stderr.write(f"moonpool: {' '.join(message.split())}\n")
     sys.stderr.flush()
     raise SystemExit(1)
 
