@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from moonpool.cli.inputs import read_rows
 from moonpool.cli.options import (
@@ -66,6 +67,12 @@ _FLAGS = ConfigFlags(
 )
 
 
+PAPERS_NODES = (
+    "8 A800-SXM, those of Mooncake's paper; name yours with --devices, such as H100-SXM for nodes"
+    " of any size"
+)
+
+
 @click.command(cls=SectionedCommand)
 @trace_option
 @trace_format_option
@@ -78,7 +85,7 @@ _FLAGS = ConfigFlags(
     show_default=True,
     help="Devices of the catalogue, separated by commas; all mixes are tried. H100-SXM:4 is a node"
     " of four, H100-SXM any of 1, 2, 4, 8 on which the model fits; H100-SXM:2+H20:4 is a decode"
-    " node of two with four for attention.",
+    " node of two with four for attention. The default is the nodes of Mooncake's paper.",
 )
 @click.option(
     "--layout",
@@ -170,6 +177,9 @@ def plan(
         goal = PlanGoal(*(options[name] for name in names))
         for reason in prepared.left_out:
             click.echo(f"left out: {reason}")
+        source = click.get_current_context().get_parameter_source("devices")
+        if source is ParameterSource.DEFAULT:
+            click.echo(f"planning with nodes of {PAPERS_NODES}", err=True)
         with Workforce(workload, processes or num_cores()) as workforce:
             job = _Job(prepared, goal, workload, priced, workforce)
             figures = job.plan(plot)
@@ -235,7 +245,7 @@ class _Job:
             except (StoppedError, KeyboardInterrupt):
                 fewer = []
         self._choice = found.choice
-        words = sentence(found, fewer, slo, goal, prepared.shares_prefixes)
+        words = sentence(found, fewer, slo, goal, prepared.shares_prefixes, self._priced)
         print_plan(found, words, wanted)
         if plot is not None:
             from moonpool.plan.draw import draw_plan
