@@ -13,8 +13,8 @@ FENCE = re.compile(r"(^```.*?^```\s*?$)", re.M | re.S)
 
 
 HISTORY_BOOST = "0.00001"
-"""Factor of the rank of decisions and changelog in the site's search, where a title counts a thousand
-times as much as text."""
+"""Factor of the rank of decisions and changelog in the site's search, where a title counts a
+thousand times as much as text."""
 ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 """Pages beside docs/ that the site always has."""
 
