@@ -86,13 +86,13 @@ class _TokenShare(ParamType[Fraction]):
 
 TOKEN_SHARE = _TokenShare()
 
-TRACE_HELP = "Trace file in the format of Mooncake, Azure or BurstGPT."
+TRACE_HELP = "Trace file: Mooncake, Azure, BurstGPT, or a log as CSV or JSON lines."
 trace_option = click.option("--trace", "trace_file", required=True, help=TRACE_HELP)
 trace_format_option = click.option(
     "--trace-format",
     default="auto",
     show_default=True,
-    metavar="[mooncake|bailian|azure|burstgpt|vidur|log|MODULE:NAME]",
+    metavar="[mooncake|bailian|azure|burstgpt|vidur|log|vllm|MODULE:NAME]",
     help="Format of the trace file; a parser of your own as MODULE:NAME.",
 )
 scale_option = click.option(
