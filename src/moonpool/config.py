@@ -14,15 +14,7 @@ from msgspec.structs import replace
 
 from moonpool.config_api import ApiConfig as ApiConfig
 from moonpool.config_schema import ConfigError as ConfigError
-from moonpool.config_schema import (
-    Values,
-    about,
-    convert_tables,
-    load_toml,
-    name_problems,
-    raise_all,
-    value_problems,
-)
+from moonpool.config_schema import Values, about, convert_tables, load_toml, name_problems
 from moonpool.config_schema import choices as choices
 from moonpool.config_telemetry import LOG_FORMATS as LOG_FORMATS
 from moonpool.config_telemetry import LOG_LEVELS as LOG_LEVELS
@@ -567,9 +559,8 @@ def parse_config(
     A key in neither has its value from `defaults`, else that of the tables above. `own_name`
     returns the "module:Class" of a policy that a package installed under a name, by key.
 
-    Raises ConfigError with all problems of names and values: unknown tables and keys (naming the
-    nearest known ones), wrong types, values out of range. If there is none, with all values that
-    contradict each other. Bad TOML is one alone.
+    Raises ConfigError: bad TOML; else all unknown names, wrong types and values out of range; else
+    all values that contradict each other.
     """
     from moonpool.config_rules import check_values  # it needs the tables above
 
@@ -585,8 +576,7 @@ def parse_config(
         if isinstance(name, str):
             tables[table] = tables[table] | {key: own_name(f"{table}.{key}", name)}
     _count_vllms(tables)
-    raise_all(problems + value_problems(tables, Config))
-    config = convert_tables(tables, Config)
+    config = convert_tables(tables, Config, problems)
     check_values(config)
     return config
 

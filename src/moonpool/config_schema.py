@@ -158,8 +158,10 @@ def value_problems(tables: Values, config: type[msgspec.Struct]) -> list[str]:
     return problems
 
 
-def convert_tables(tables: Values, config: type[C]) -> C:
-    """Makes the structs. Raises ConfigError for a value of the wrong type."""
+def convert_tables(tables: Values, config: type[C], problems: Iterable[str] = ()) -> C:
+    """Makes the structs. Raises ConfigError for these problems, and for all values of a wrong type
+    or out of range."""
+    raise_all([*problems, *value_problems(tables, config)])
     try:
         return msgspec.convert(tables, config)
     except msgspec.ValidationError as error:

@@ -175,11 +175,7 @@ def plan(
         prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
         names = ("attainment", "confidence", "seeds", "runs", "seed", "time_limit_s")
         goal = PlanGoal(*(options[name] for name in names))
-        for reason in prepared.left_out:
-            click.echo(f"left out: {reason}")
-        source = click.get_current_context().get_parameter_source("devices")
-        if source is ParameterSource.DEFAULT:
-            click.echo(f"planning with nodes of {PAPERS_NODES}", err=True)
+        _announce(prepared)
         with Workforce(workload, processes or num_cores()) as workforce:
             job = _Job(prepared, goal, workload, priced, workforce)
             figures = job.plan(plot)
@@ -294,6 +290,15 @@ class _Job:
         from moonpool.plan.assess import Assessor
 
         return Assessor(self._workforce, self._prepared.base, goal, self._priced, tell)
+
+
+def _announce(prepared: Prepared) -> None:
+    """Says with which nodes it plans unless they were named, and without which."""
+    for reason in prepared.left_out:
+        click.echo(f"left out: {reason}")
+    source = click.get_current_context().get_parameter_source("devices")
+    if source is ParameterSource.DEFAULT:
+        click.echo(f"planning with nodes of {PAPERS_NODES}", err=True)
 
 
 def _check_files(plot: str | None, json_file: str | None) -> None:
