@@ -56,7 +56,8 @@ class ClusterClient:
                 return self._client.request(method, self.url + path, json=body)
             except (httpx.RemoteProtocolError, httpx.ReadError) as error:
                 if not tries:
-                    fail(f"{self.url} broke off: {error}")
+                    hint = "; is it https?" if self.url.startswith("http:") else ""
+                    fail(f"{self.url} broke off: {error}{hint}")
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 fail(self.server.unreachable(error))
 
