@@ -5,25 +5,33 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 SOURCES := $(wildcard src/moonpool/engine/native/*.cpp src/moonpool/engine/native/*.h)
 
-.PHONY: setup setup-dev demo test lint types check long docs wheel swarm soak bench clean
+LOCKS := requirements.lock requirements-cuda.lock
+# True where the torch that pip finds is a build for CPUs which requirements.lock has. Elsewhere it is
+# that of PyPI, which needs CUDA.
+HAS_CPU_TORCH = found=$$($(PIP) install -q --dry-run --ignore-installed --no-deps --report - \
+  $$(grep -o '^torch==[^ ]*' requirements.lock) | grep -o '"sha256": "[^"]*' | cut -d '"' -f 4); \
+  grep -q "$$found" requirements.lock
+
+.PHONY: setup setup-dev demo test lint types check long docs lock wheel swarm soak bench clean
 
 setup: $(VENV)/.installed
 
 setup-dev: $(VENV)/.installed-dev
 
-$(VENV)/.installed: requirements.lock pyproject.toml setup.py $(SOURCES)
+$(VENV)/.installed: $(LOCKS) pyproject.toml setup.py $(SOURCES)
 	@test -n "$(PYTHON)" || { echo "moonpool needs Python 3.11 or newer on the PATH"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "moonpool needs Python 3.11 or newer, not $$($(PYTHON) --version)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "1 of 2: packages of requirements.lock (about a minute where they are not cached)"
-	$(PIP) install -r requirements.lock
+	@$(HAS_CPU_TORCH) || $(PIP) install --require-hashes --no-deps -r requirements-cuda.lock
+	$(PIP) install --require-hashes -r requirements.lock
 	@echo "2 of 2: moonpool and its kernels (about half a minute)"
 	$(PIP) install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
-	$(PIP) install -q -r requirements-dev.lock
+	$(PIP) install -q --require-hashes -r requirements-dev.lock
 	@touch $@
 
 demo: setup
@@ -60,8 +68,13 @@ docs: setup $(VENV)-docs/.installed
 
 $(VENV)-docs/.installed: requirements-docs.lock
 	test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/pip --disable-pip-version-check install -q -r requirements-docs.lock
+	$(VENV)-docs/bin/pip --disable-pip-version-check install -q --require-hashes \
+	  -r requirements-docs.lock
 	@touch $@
+
+# The locks again, from pyproject.toml; the versions stay unless UPGRADE is set.
+lock: setup-dev
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python lock.py $(if $(UPGRADE),--upgrade)
 
 # An sdist, and a manylinux wheel with the kernels. They use the OpenMP library that torch brings: a
 # second one in the same process would have threads of its own.

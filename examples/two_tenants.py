@@ -2,8 +2,8 @@
 
 Write a file `keys` with a key, a tenant and a share per line, and start a server with it:
 
-    sk-anna anna 2
-    sk-bert bert 1
+    sk-anna anna share=2
+    sk-bert bert share=1
 
     moonpool serve --api-key-file keys
 """

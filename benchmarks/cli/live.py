@@ -13,6 +13,7 @@ from benchmarks.cli.annotated import Model, Seed, options
 from benchmarks.cli.output import measure
 from moonpool.cli.options import TOKEN_SHARE, ParamType, json_option
 from moonpool.cli.output import fail
+from moonpool.cli.server.address import KEYS_FOR_ANYBODY, Server, asks_server
 from moonpool.config import Admission, choices
 
 
@@ -188,11 +189,12 @@ def overload(
 
 
 @click.command("peers-live")
+@asks_server(default=None, former_flag="--peer-url", keys=KEYS_FOR_ANYBODY)
 @live_options
 @options
 def peers_live(
     *,
-    peer_url: Annotated[str, "Address of a vLLM that already serves the same model."] = "",
+    server: Server | None,
     peer_python: Annotated[str, "Python of a vLLM installation to start it with."] = "",
     peer_cores: Annotated[str, "Cores of vLLM, such as 0-1; all unless given."] = "",
     peer_eager: Annotated[bool, "Keep vLLM from compiling."] = False,
@@ -232,15 +234,17 @@ def peers_live(
 ) -> None:
     """Compare moonpool (1P+1D, and 2 mixed) with vLLM on the same requests through HTTP.
 
-    --model must be a checkpoint's folder with tokeniser files, which both can serve.
+    URL (or HOST:PORT) is a vLLM that serves the same model already. --model must be a checkpoint's
+    folder with tokeniser files, which both can serve.
     """
-    from benchmarks.suite.live.peers_live import bench_peers_live
+    from benchmarks.suite.live.peers_live import OPEN, Access, bench_peers_live
     from benchmarks.suite.live.vllm_shapes import VllmTarget
     from moonpool.types import Slo
 
-    if bool(peer_url) == bool(peer_python):
-        fail("which vLLM? give --peer-url of one that runs, or --peer-python to start one")
-    if peer_url and (client == "vllm" or batched or shapes != ("one",)):
+    if bool(server) == bool(peer_python):
+        fail("which vLLM? give the URL of one that runs, or --peer-python to start one")
+    access = Access(server.url, server.api_key, server.ca_file) if server else OPEN
+    if server and (client == "vllm" or batched or shapes != ("one",)):
         fail("--client vllm, --peer-shape and --peer-batched-tokens need --peer-python")
     if (slo_ttft is None) != (slo_tbt is None):
         fail("give both --slo-ttft and --slo-tbt, or neither")
@@ -249,16 +253,12 @@ def peers_live(
     cluster, workload = cluster_and_workload(flags, admission=admission)
     sizes = batched or (cluster.chunk_tokens,)
     peers = [
-        VllmTarget(peer_url, peer_python, peer_cores, peer_eager, shape, size)
+        VllmTarget(access.url, peer_python, peer_cores, peer_eager, shape, size)
         for shape in dict.fromkeys(shapes)
         for size in sorted(set(sizes))
     ]
-    measure(
-        lambda: bench_peers_live(
-            cluster, workload, peers, client, slo, sorted(loads), flags["seconds"], click.echo
-        ),
-        json_file,
-    )
+    asked = (cluster, workload, peers, client, slo, sorted(loads), flags["seconds"])
+    measure(lambda: bench_peers_live(*asked, click.echo, access), json_file)
 
 
 @click.command()

@@ -81,7 +81,7 @@ def _install_python(client: Client, place: Path) -> None:
 def _locked_torch() -> str:
     """torch as moonpool's own environment has it: another one would be several GB more."""
     lock = (ROOT / "requirements.lock").read_text().splitlines()
-    return "".join(f"{line}\n" for line in lock if line.startswith("torch=="))
+    return "".join(f"{line.split()[0]}\n" for line in lock if line.startswith("torch=="))
 
 
 def _install_node(client: Client, place: Path) -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from moonpool.config_api import ApiConfig as ApiConfig
 from moonpool.config_schema import ConfigError as ConfigError
-from moonpool.config_schema import Values, about, check_names, convert_tables, parse_toml
+from moonpool.config_schema import Values, about, convert_tables, load_toml, name_problems
 from moonpool.config_schema import choices as choices
 from moonpool.config_telemetry import LOG_FORMATS as LOG_FORMATS
 from moonpool.config_telemetry import LOG_LEVELS as LOG_LEVELS
@@ -559,15 +559,16 @@ def parse_config(
     A key in neither has its value from `defaults`, else that of the tables above. `own_name`
     returns the "module:Class" of a policy that a package installed under a name, by key.
 
-    Raises ConfigError: bad TOML, unknown table or key (naming the nearest known one), wrong type,
-    value out of range.
+    Raises ConfigError: bad TOML; else all unknown names, wrong types and values out of range; else
+    all values that contradict each other.
     """
     from moonpool.config_rules import check_values  # it needs the tables above
 
-    tables = parse_toml(text, Config)
+    tables = load_toml(text)
+    problems = name_problems(tables, Config)
     for table, values in (overrides or {}).items():
         tables.setdefault(table, {}).update(values)
-    check_names(tables, Config)
+    problems += name_problems(tables, Config)
     for table, values in (defaults or {}).items():
         tables[table] = values | tables.get(table, {})
     for table, key in POLICY_KEYS:
@@ -575,7 +576,7 @@ def parse_config(
         if isinstance(name, str):
             tables[table] = tables[table] | {key: own_name(f"{table}.{key}", name)}
     _count_vllms(tables)
-    config = convert_tables(tables, Config)
+    config = convert_tables(tables, Config, problems)
     check_values(config)
     return config
 

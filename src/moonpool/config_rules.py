@@ -15,12 +15,17 @@ from moonpool.config import (
     VllmAddress,
     is_own_policy,
 )
-from moonpool.config_schema import check_ranges, require
+from moonpool.config_schema import check_all, check_ranges, require
 
 
 def check_values(config: Config) -> None:
-    """Raises ConfigError for a value out of range, and for values that contradict each other."""
+    """Raises ConfigError for all values out of range, and for those that contradict each other: one
+    problem of each part."""
     check_ranges(config)
+    check_all(_PARTS, config)
+
+
+def _check_cluster(config: Config) -> None:
     cluster = config.cluster
     require(
         bool(cluster.mixed or (cluster.prefill and cluster.decode)),
@@ -33,37 +38,46 @@ def check_values(config: Config) -> None:
         "both prefill and decode instances",
     )
     require(cluster.prefill + cluster.decode + cluster.mixed <= 65536, "cluster", "<= 65536")
-    _check_attention_workers(config)
+
+
+def _check_block_tokens(config: Config) -> None:
     tokens = config.pool.block_tokens
     require(
         tokens > 0 and tokens % 16 == 0 and tokens <= 1024,
         "pool.block_tokens",
         "a multiple of 16, at most 1024",
     )
-    _check_mooncake(config)
+
+
+def _check_role_balance(config: Config) -> None:
     require(
         config.conductor.role_balance != "switch" or config.hardware.nodes_per_prefill == 1,
         "conductor.role_balance",
         '"off" or "advise" while hardware.nodes_per_prefill is above 1: a group of nodes cannot'
         " become a decode instance",
     )
-    _check_autoscale(config)
-    for name in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
-        require(getattr(config.hardware, name) < inf, f"hardware.{name}", "a finite number")
-    _check_attention(config)
-    _check_stages(config)
-    _check_adapters(config)
-    _check_speculation(config)
-    _check_kv_dtype(config)
-    _check_vllm(config)
-    _check_policies(config)
+
+
+def _check_disk_read(config: Config) -> None:
+    name = "hardware.ssd_read_bytes_per_s"
+    require(config.hardware.ssd_read_bytes_per_s < inf, name, "a finite number")
+
+
+def _check_disk_write(config: Config) -> None:
+    name = "hardware.ssd_write_bytes_per_s"
+    require(config.hardware.ssd_write_bytes_per_s < inf, name, "a finite number")
+
+
+def _check_https(config: Config) -> None:
     for name in ("ssl_keyfile", "ssl_ca_certs"):
         require(
             bool(config.api.ssl_certfile) or not getattr(config.api, name),
             "api.ssl_certfile",
             f"given with api.{name}",
         )
-    _check_tls(config)
+
+
+def _check_api_keys(config: Config) -> None:
     for key in config.api.api_keys:
         require(
             0 < len(key) <= 1024 and key.isascii() and key.isprintable() and " " not in key,
@@ -287,7 +301,7 @@ def _check_attention_workers(config: Config) -> None:
         '0 with attention.partition "head": all blocks are at all workers',
     )
     require(
-        partition != "tokens" or ATTENTION_SEGMENT_TOKENS % config.pool.block_tokens == 0,
+        partition != "tokens" or ATTENTION_SEGMENT_TOKENS % max(config.pool.block_tokens, 1) == 0,
         "pool.block_tokens",
         f'a power of two with attention.partition "tokens": blocks must fill segments of'
         f" {ATTENTION_SEGMENT_TOKENS} tokens",
@@ -297,7 +311,7 @@ def _check_attention_workers(config: Config) -> None:
         require(not own_tokens, "cluster.attention", "> 0 to set attention.own_tokens")
         require(not config.engine.staggered_decodes, "cluster.attention", "> 0 to stagger decodes")
         return
-    owners = cluster.attention_owners
+    owners = max(cluster.attention_owners, 1)
     require(
         cluster.attention % owners == 0,
         "cluster.attention",
@@ -338,3 +352,25 @@ def vllm_place(text: str) -> VllmAddress:
             " http://127.0.0.1:8100,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"
         )
     return VllmAddress(**dict(zip(("url", "events", "replay"), (url, *others), strict=False)))
+
+
+_PARTS = (
+    _check_cluster,
+    _check_attention_workers,
+    _check_block_tokens,
+    _check_mooncake,
+    _check_role_balance,
+    _check_autoscale,
+    _check_disk_read,
+    _check_disk_write,
+    _check_attention,
+    _check_stages,
+    _check_adapters,
+    _check_speculation,
+    _check_kv_dtype,
+    _check_vllm,
+    _check_policies,
+    _check_https,
+    _check_tls,
+    _check_api_keys,
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -25,7 +25,15 @@ BAD_TOML = (tomllib.TOMLDecodeError, RecursionError)
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the text says what is wrong and what to do."""
+    """The configuration cannot be used. Each of `problems` is one line, which says what is wrong
+    and what to do."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(map(str, self.args))
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
 
 
 def about(description: str, flag: str = "", metavar: str = "", **limits: Any) -> Meta:
@@ -89,26 +97,37 @@ def _fields(config: type[msgspec.Struct]) -> Iterator[FieldSchema]:
 
 def parse_toml(text: str, config: type[msgspec.Struct]) -> Values:
     """Reads TOML text into tables. Raises ConfigError: bad TOML, an unknown table or key."""
-    try:
-        tables: Values = tomllib.loads(text)
-    except BAD_TOML as error:
-        raise ConfigError(f"the config is not valid TOML: {error}") from None
-    check_names(tables, config)
+    tables = load_toml(text)
+    raise_all(name_problems(tables, config))
     return tables
 
 
-def check_names(tables: Values, config: type[msgspec.Struct]) -> None:
-    """Raises ConfigError for an unknown table or key, and names the nearest known one."""
+def load_toml(text: str) -> Values:
+    """Reads TOML text, whatever it names. Raises ConfigError: bad TOML."""
+    try:
+        return tomllib.loads(text)
+    except BAD_TOML as error:
+        raise ConfigError(f"the config is not valid TOML: {error}") from None
+
+
+def name_problems(tables: Values, config: type[msgspec.Struct]) -> list[str]:
+    """Returns a line for each unknown table and key, with the nearest known one. Takes them out of
+    `tables`."""
     hints = get_type_hints(config)
-    for table, values in tables.items():
+    problems = []
+    for table, values in list(tables.items()):
         if table not in hints:
-            raise ConfigError(f"unknown table [{table}]{_nearest(table, hints)}")
-        if not isinstance(values, dict):
-            raise ConfigError(f"[{table}] must be a table, not {type(values).__name__}")
-        known = hints[table].__struct_fields__
-        for key in values:
-            if key not in known:
-                raise ConfigError(f"unknown key {table}.{key}{_nearest(key, known)}")
+            problems.append(f"unknown table [{table}]{_nearest(table, hints)}")
+        elif not isinstance(values, dict):
+            problems.append(f"[{table}] must be a table, not {type(values).__name__}")
+        else:
+            known = hints[table].__struct_fields__
+            unknown = [key for key in values if key not in known]
+            problems += [f"unknown key {table}.{key}{_nearest(key, known)}" for key in unknown]
+            tables[table] = {key: value for key, value in values.items() if key in known}
+            continue
+        del tables[table]
+    return problems
 
 
 def _nearest(name: str, known: Any) -> str:
@@ -118,12 +137,31 @@ def _nearest(name: str, known: Any) -> str:
     return f"; known are {', '.join(known)}"
 
 
-def convert_tables(tables: Values, config: type[C]) -> C:
-    """Makes the structs. Raises ConfigError for a value of the wrong type or out of range."""
+def value_problems(tables: Values, config: type[msgspec.Struct]) -> list[str]:
+    """Returns a line for each value of a wrong type or out of range."""
+    problems = []
     for field in schema_of(config).values():
-        value = tables.get(field.table, {}).get(field.key)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            check_range(field, value)
+        values = tables.get(field.table, {})
+        if field.key not in values:
+            continue
+        value = values[field.key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not field.allows(value):
+            problems.append(f"{field.name} must be {field.limits}")
+            continue
+        try:
+            msgspec.convert(value, field.kind)
+        except msgspec.ValidationError as error:
+            text, _, inner = str(error).partition(" - at `$")
+            where = f"`$.{field.name}{inner or '`'}"
+            problems.append(f"the config has a bad value: {text} - at {where}")
+    return problems
+
+
+def convert_tables(tables: Values, config: type[C], problems: Iterable[str] = ()) -> C:
+    """Makes the structs. Raises ConfigError for these problems, and for all values of a wrong type
+    or out of range."""
+    raise_all([*problems, *value_problems(tables, config)])
     try:
         return msgspec.convert(tables, config)
     except msgspec.ValidationError as error:
@@ -131,14 +169,30 @@ def convert_tables(tables: Values, config: type[C]) -> C:
 
 
 def check_ranges(config: msgspec.Struct) -> None:
-    """Raises ConfigError for the first value that its own limits forbid."""
-    for field in schema_of(type(config)).values():
-        check_range(field, getattr(getattr(config, field.table), field.key))
+    """Raises ConfigError for all values that their own limits forbid."""
+    raise_all(
+        f"{field.name} must be {field.limits}"
+        for field in schema_of(type(config)).values()
+        if not field.allows(getattr(getattr(config, field.table), field.key))
+    )
 
 
-def check_range(field: FieldSchema, value: Any) -> None:
-    """Raises ConfigError."""
-    require(field.allows(value), field.name, field.limits)
+def check_all(checks: Iterable[Callable[[C], None]], config: C) -> None:
+    """Raises ConfigError with the problems that these checks raise, each once."""
+    problems: dict[str, None] = {}
+    for check in checks:
+        try:
+            check(config)
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+    raise_all(problems)
+
+
+def raise_all(problems: Iterable[str]) -> None:
+    """Raises ConfigError if there are any."""
+    found = tuple(problems)
+    if found:
+        raise ConfigError(*found)
 
 
 def require(holds: bool, name: str, wanted: str) -> None:

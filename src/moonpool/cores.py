@@ -23,6 +23,10 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 log = logging.getLogger("moonpool.cores")
 
+MOST_THREADS_PER_CORE = 4
+"""More of them on one machine are likely a mistake. A small cluster may well be tried on few cores:
+the instances of a cluster seldom all compute at once."""
+
 
 class Core(Struct, frozen=True, order=True):
     """A logical CPU. `sibling`: 0 for the first of those that share a physical core."""
@@ -50,6 +54,21 @@ def threads_per_process(config: Config) -> int:
     """Returns the configured threads, or else an equal share of this machine's cores."""
     processes = config.cluster.num_processes(config.engine)
     return config.engine.threads or max(1, usable_cores() // processes)
+
+
+def crowding(config: Config, cores: int) -> str:
+    """Returns one line if the engines of a local cluster have far more threads than there are
+    `cores`; "" if not, or if they compute elsewhere."""
+    if config.engine.kind == "vllm" or config.engine.device == "cuda":
+        return ""
+    processes = config.cluster.num_processes(config.engine)
+    threads = config.engine.threads or max(1, cores // processes)
+    if processes * threads <= MOST_THREADS_PER_CORE * cores:
+        return ""
+    return (
+        f"{processes} engine processes of {threads} threads each share {cores} cores, so each step"
+        " waits for the others: start fewer instances, or give fewer --threads"
+    )
 
 
 def read_cores() -> list[Core]:

@@ -114,6 +114,26 @@ TRACES = (
         b'"output_length": 4, "type": "text", "turn": 1, "hash_ids": [3]}\n'
     ),
 )
+LOGS = (
+    (
+        b'{"startTime": 1714564800.5, "endTime": 1714564805, "prompt_tokens": 30, '
+        b'"completion_tokens": 7, "metadata": {"usage": null}}\n'
+        b'{"startTime": "2024-05-01T12:00:09.25Z", "prompt_tokens": 9, "completion_tokens": 2}\n'
+    ),
+    (
+        b"nohup: ignoring input\n"
+        b'{"time": "2026-11-28T01:09:09.466Z", "level": "info", "message": "up"}\n'
+        b'{"time": "2026-11-28T01:09:12.000Z", "outcome": "stop", "prompt_tokens": 20, '
+        b'"generated_tokens": 9, "total_s": 2.5, "tenant": "ann"}\n'
+    ),
+    b'{"created": 1714564800, "usage": {"input_tokens": 4, "output_tokens": 3, "x": [1]}}\n' * 2,
+    (
+        b"INFO 11-20 10:11:01 [logger.py:42] Received request a: prompt: 'x', params: S(), "
+        b"prompt_token_ids: [1, 2], lora_request: None.\n"
+        b"INFO 11-20 10:11:04 [logger.py:88] Generated response a: output: 'y', "
+        b"output_token_ids: [3, 4], finish_reason: stop\n"
+    ),
+)
 KEYS = b"# key tenant share\nsk-abc123 acme 2.5\nsk-def456 other\nsk-0\n"
 
 
@@ -379,6 +399,7 @@ READERS = (
     Reader("ssd-index", _index_samples, _read_index, (FormatError,)),
     Reader("ssd-folder", _folder_samples, _read_folder, (StoreError,)),
     Reader("trace", lambda: list(TRACES), _read_trace, (TraceError,)),
+    Reader("trace-log", lambda: list(LOGS), _read_trace, (TraceError,)),
     Reader("trace-profile", _profiles, _read_profile, (TraceError,)),
     Reader("config", lambda: [CONFIG_TOML], _read_text(parse_config), (ConfigError,)),
     Reader(

@@ -27,13 +27,12 @@ NOT_RUN = {
     "moonpool serve model.Q4_K_M.gguf": "needs a GGUF file; tests/differential makes them",
     "moonpool serve /models/": "needs a checkpoint; tests/live/test_checkpoint.py makes one",
     "moonpool serve Qwen": "needs a network",
-    "moonpool profile --url": "measures for minutes; tests/live/test_live_profile.py",
+    "moonpool profile http": "measures for minutes; tests/live/test_live_profile.py",
     "moonpool upgrade": "replaces processes for minutes; tests/live/test_upgrade.py",
     "moonpool trial http://moonpool:8000": "needs two other servers; tests/live/test_trial.py",
     "moonpool trial http://127.0.0.1:8000 --may-reset-cache --restart-command": "needs a service "
     "manager; tests/live/test_trial.py restarts a server",
-    "moonpool replay --trace traces/conversation_trace.jsonl --url http://127.0.0.1:9000": "needs "
-    "another server; tests/live/test_replay.py",
+    "moonpool replay http://127.0.0.1:9000": "needs another server; tests/live/test_replay.py",
     "moonpool reproduce --list": "",
 }
 """Beginnings of commands that no test here runs, and why. The longest that fits counts; an empty
@@ -119,6 +118,6 @@ def words_here(line: Line, url: str, folder: Path) -> list[str]:
     ]
     if SHORT_TRACE not in words:
         words += SMALLER.get(line.command, ())
-    if line.command in AT_SERVER and "--url" not in words:
-        words += ["--url", url]
+    if line.command in AT_SERVER and url not in words:
+        words.append(url)
     return words

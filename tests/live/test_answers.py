@@ -158,7 +158,7 @@ def test_what_was_learned_is_shown_and_can_be_simulated(
     seen = http.get("/cluster").json()["predictions"]
     assert seen["ttft_s"]["count"] >= 30 and seen["tbt_s"]["ratio_p50"] > 0
     path = tmp_path / "beliefs.json"
-    run_command("profile", "--beliefs-of", cluster.url, "--json", str(path)).check_returncode()
+    run_command("profile", cluster.url, "--beliefs", "--json", str(path)).check_returncode()
     record = parse_beliefs(path.read_bytes())
     assert {each.instance_id for each in record.instances} >= {"prefill-0", "decode-1"}
     assert any(each.decode for each in record.instances)

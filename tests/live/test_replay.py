@@ -41,7 +41,7 @@ def test_the_same_trace_live_and_simulated(cluster: LocalServer, tmp_path: Path)
     assert live["cache"]["hit_tokens"] > 0
     missing = set(simulated) - set(live)
     only_simulated = {"bubbles", "kvcache_occupation_byte_s", "preemptions", "events"}
-    only_simulated |= {"cost_domain", "scaling", "instance_hours", "usd"}
+    only_simulated |= {"cost_domain", "scaling", "instance_hours", "usd", "trace_has_hashes"}
     # These are in /cluster, /metrics and /beliefs.
     of_the_head = {"ssd", "roles", "drains", "predictions", "learned"}
     assert missing <= only_simulated | of_the_head

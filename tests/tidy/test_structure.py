@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 70
 LEVELS = (
     {"types"},
     {"config", "request_record"},
-    {"cores", "extensions", "gc_tuning", "log_limit"},
+    {"cores", "extensions", "gc_tuning", "installation", "log_limit"},
     {"kvcache", "cost"},
     {"protocol"},
     {"attention_offload.pools"},

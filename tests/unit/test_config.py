@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, get_args, get_origin
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from moonpool.config import Admission, Config, ConfigError, choices, parse_config
+from moonpool.config_schema import FieldSchema, schema_of
 
 
 def test_nothing_is_the_default() -> None:
@@ -116,3 +122,76 @@ def test_one_mixed_instance_is_a_cluster() -> None:
 
 def test_choices_for_the_command_line() -> None:
     assert choices(Admission) == ("none", "baseline", "early", "predictive", "goodput")
+
+
+MANY = """
+[pool]
+block_tokens = "many"
+blok = 3
+[conductor]
+load_limit = -1.0
+[apy]
+port = 1
+[api]
+port = 99999999
+api_keys = [7]
+[engine]
+speculative_config = {method = "ngram", num_speculative_tokens = 99}
+"""
+
+
+def test_all_mistakes_are_told() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(MANY, {"slo": {"ttft_s": -1.0}})
+    told = raised.value.problems
+    assert len(told) == 8
+    for words in (
+        "unknown key pool.blok; did you mean",
+        "unknown table [apy]; did you mean 'api'?",
+        "the config has a bad value: Expected `int`, got `str` - at `$.pool.block_tokens`",
+        "conductor.load_limit must be > 0",
+        "api.port must be 0 to 65535",
+        "Expected `str`, got `int` - at `$.api.api_keys[0]`",
+        "Expected `int` <= 16 - at `$.engine.speculative_config.num_speculative_tokens`",
+        "slo.ttft_s must be > 0 seconds",
+    ):
+        assert sum(words in one for one in told) == 1, words
+    assert str(raised.value) == "; ".join(told)
+
+
+def test_all_contradictions_are_told() -> None:
+    text = (
+        "[cluster]\nprefill = 0\ndecode = 0\n[pool]\nblock_tokens = 48\n"
+        '[attention]\npartition = "tokens"\n[api]\nssl_keyfile = "k"\n[tls]\ncertfile = "c"'
+    )
+    with pytest.raises(ConfigError) as raised:
+        parse_config(text)
+    assert [one.split(" must be ")[0] for one in raised.value.problems] == [
+        "cluster",
+        "pool.block_tokens",
+        "api.ssl_certfile",
+        "tls.ca_certs",
+    ]
+
+
+def values_of(field: FieldSchema) -> SearchStrategy[Any]:
+    """Right and wrong values of a key, of any type."""
+    wrong = st.sampled_from([-1, 0, 1, 2, 3, 10**30, 1.5, float("nan"), "", "x", True, [], [1], {}])
+    right = get_args(field.kind) if get_origin(field.kind) is Literal else ()
+    return st.one_of(st.sampled_from(right), wrong) if right else wrong
+
+
+@given(names=st.lists(st.sampled_from(sorted(schema_of(Config))), max_size=8), data=st.data())
+def test_any_values_are_a_configuration_or_lines_that_say_why_not(
+    names: list[str], data: st.DataObject
+) -> None:
+    tables: dict[str, dict[str, Any]] = {}
+    for name in names:
+        field = schema_of(Config)[name]
+        tables.setdefault(field.table, {})[field.key] = data.draw(values_of(field), label=name)
+    told: tuple[str, ...] = ("",)
+    try:
+        parse_config("", tables)
+    except ConfigError as error:
+        told = error.problems
+    assert told and all("\n" not in one for one in told) and len(set(told)) == len(told)

@@ -152,10 +152,15 @@ def replay_rows(
     vocab_size: int | None = None,
     model: str | None = None,
     seed: int = 0,
+    *,
+    api_key: str = "",
+    ca_file: str = "",
 ) -> dict[str, Any]:
     """Figures of one live run; None: the server's own SLO."""
     plan = ReplayPlan(
         url=url,
+        api_key=api_key,
+        ca_file=ca_file,
         rows=tuple(rows),
         block_tokens=block_tokens,
         slo_ttft_s=None if slo is None else slo.ttft_s,

@@ -113,10 +113,23 @@ def measure_unloaded(
     rate_rps: float,
     vocab_size: int | None = None,
     model: str | None = None,
+    *,
+    api_key: str = "",
+    ca_file: str = "",
 ) -> Slo:
     """The paper's SLOs, from requests that hardly meet each other."""
     rows = workload.with_(burst=1.0).rows(rate_rps, UNLOADED_REQUESTS / rate_rps)
-    figures = replay_rows(url, rows, workload.block_tokens, None, vocab_size, model, seed=99)
+    figures = replay_rows(
+        url,
+        rows,
+        workload.block_tokens,
+        None,
+        vocab_size,
+        model,
+        seed=99,
+        api_key=api_key,
+        ca_file=ca_file,
+    )
     return unloaded_slo(figures)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,21 @@ Say = Callable[[str], None]
 Start = Callable[[], AbstractContextManager[str]]
 
 
+class Access(NamedTuple):
+    """How the server at `url` is asked: with which key, and trusting whom. Others need neither."""
+
+    url: str = ""
+    api_key: str = ""
+    ca_file: str = ""
+
+    def to(self, url: str) -> dict[str, str]:
+        """The arguments for the server at `url`."""
+        return {"api_key": self.api_key, "ca_file": self.ca_file} if url == self.url else {}
+
+
+OPEN = Access()
+
+
 def bench_peers_live(
     cluster: LiveCluster,
     workload: LiveWorkload,
@@ -49,9 +64,11 @@ def bench_peers_live(
     loads: Sequence[float],
     seconds: float,
     say: Say,
+    access: Access = OPEN,
 ) -> dict[str, Any]:
     """Curves by system. Loads are multiples of what the simulator gives two colocated instances;
-    `slo` takes the place of what is measured. Raises what servers and replays raise."""
+    `slo` takes the place of what is measured. `access` is to the peer that runs already. Raises
+    what servers and replays raise."""
     split = cluster.with_(prefill=1, decode=1, mixed=0)
     mixed = cluster.with_(prefill=0, decode=0, mixed=2)
     with LocalServer(mixed.with_(admission="none").arguments()) as server:
@@ -69,14 +86,16 @@ def bench_peers_live(
         systems = {f"{OURS} {c.words}": _starter(c) for c in (split, mixed)} | theirs
         with closing(present(systems, absent, say)) as running:
             for name, url in running:
-                unloaded[name] = _unloaded(name, url, workload, base_rps, say)
+                unloaded[name] = _unloaded(name, url, workload, base_rps, say, access)
         slo = Slo(
             ttft_s=max(one.ttft_s for one in unloaded.values()),
             tbt_s=max(one.tbt_s for one in unloaded.values()),
         )
     say(f"SLOs: TTFT {slo.ttft_s:.3g} s, TBT {1e3 * slo.tbt_s:.3g} ms; load 1 is {base_rps:.3g}/s")
     ours = {f"{OURS} {c.words}": _starter(c.with_(slo=slo)) for c in (split, mixed)}
-    run = _Run(workload, slo, client, next((p.python for p in peers if p.python), ""), cluster)
+    run = _Run(
+        workload, slo, client, next((p.python for p in peers if p.python), ""), cluster, access
+    )
     curves = {}
     with closing(present(ours | theirs, absent, say)) as running:
         for name, url in running:
@@ -143,8 +162,11 @@ def present(
             yield name, url
 
 
-def _unloaded(name: str, url: str, workload: LiveWorkload, base_rps: float, say: Say) -> Slo:
-    found = measure_unloaded(url, workload, UNLOADED_SHARE * base_rps, ASSUMED_VOCAB)
+def _unloaded(
+    name: str, url: str, workload: LiveWorkload, base_rps: float, say: Say, access: Access
+) -> Slo:
+    rate_rps, asked = UNLOADED_SHARE * base_rps, access.to(url)
+    found = measure_unloaded(url, workload, rate_rps, ASSUMED_VOCAB, **asked)
     say(f"{name:<24} unloaded: SLOs {found.ttft_s:.3g} s and {1e3 * found.tbt_s:.3g} ms")
     return found
 
@@ -153,10 +175,16 @@ class _Run:
     """What all systems are sent, and by whom."""
 
     def __init__(
-        self, workload: LiveWorkload, slo: Slo, client: Client, python: str, cluster: LiveCluster
+        self,
+        workload: LiveWorkload,
+        slo: Slo,
+        client: Client,
+        python: str,
+        cluster: LiveCluster,
+        access: Access,
     ) -> None:
         self._workload, self._slo, self._client = workload, slo, client
-        self._python, self._folder = python, cluster.model
+        self._python, self._folder, self._access = python, cluster.model, access
 
     def curve(
         self,
@@ -177,7 +205,15 @@ class _Run:
                     self._python, url, self._folder, rows, block_tokens, self._slo, seed
                 )
             else:
-                figures = replay_rows(url, rows, block_tokens, self._slo, ASSUMED_VOCAB, seed=seed)
+                figures = replay_rows(
+                    url,
+                    rows,
+                    block_tokens,
+                    self._slo,
+                    ASSUMED_VOCAB,
+                    seed=seed,
+                    **self._access.to(url),
+                )
             say(f"{name:<24} load {load:>4g}: {_words(figures)}")
             yield {"load": load, "rate_rps": load * base_rps} | figures
 

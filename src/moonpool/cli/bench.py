@@ -14,11 +14,12 @@ import click
 
 from moonpool.cli.capacity import capacity
 from moonpool.cli.checkout import find_checkout
+from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import COUNT, json_option
 from moonpool.cli.output import fail, show_figures
 
 
-class BenchGroup(click.Group):
+class BenchGroup(SuggestingGroup):
     """The commands of this module and those of a checkout's `benchmarks/`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -33,7 +34,7 @@ class BenchGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            if find_checkout("benchmarks") is None:
+            if find_checkout("benchmarks") is None and "Did you mean" not in error.message:
                 fail(f"{error.message} Run it from a checkout of moonpool, which has all of them.")
             raise
 

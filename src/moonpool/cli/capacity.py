@@ -29,7 +29,8 @@ from moonpool.cli.options import (
     scale_option,
     seeds_option,
 )
-from moonpool.cli.output import fail, show_figures
+from moonpool.cli.output import check_folders, fail, need_package, show_figures
+from moonpool.cli.server.address import Server, asks_server
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, CLUSTER_KEYS, read_cluster
 from moonpool.plan.confidence import Attainment
 from moonpool.profiling.capacity import Capacity, CapacityGoal, CapacityPoint, Measure
@@ -45,6 +46,7 @@ DRAWN_REQUESTS = 200
 
 
 @click.command(cls=SectionedCommand)
+@asks_server(default=None, former_flag="--url")
 @click.option("--trace", "trace_file", help=f"{TRACE_HELP} A generated conversation unless given.")
 @config_option
 @_FLAGS.options(CLUSTER_DEFAULTS)
@@ -62,7 +64,6 @@ DRAWN_REQUESTS = 200
 @click.option(
     "--runs", type=COUNT, default=100, show_default=True, help="Most runs of all rates together."
 )
-@click.option("--url", help="Measure the live server at this address instead of simulating.")
 @scale_option
 @click.option(
     "--start", type=FACTOR, default=1.0, show_default=True, help="Speed at which to begin."
@@ -80,7 +81,7 @@ def capacity(
     tolerance: float,
     seeds: int,
     runs: int,
-    url: str | None,
+    server: Server | None,
     scale: Fraction,
     start: float,
     requests: int | None,
@@ -89,7 +90,7 @@ def capacity(
     json_file: str | None,
     **flags: Any,
 ) -> None:
-    """Find the highest rate at which the SLOs hold, in simulation or on the server at --url.
+    """Find the highest rate at which the SLOs hold, in simulation or on the server at URL.
 
     The search bisects the speed of the trace. Each seed but 0 draws stretches of the trace. A
     rate is judged when the confidence interval of its attainment excludes --attainment. A live
@@ -98,6 +99,8 @@ def capacity(
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
 
+    check_folders(json_file)
+    need_package("scipy")
     config = read_cluster(config_file, _FLAGS.overrides(flags))
     catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
     rows, block_tokens = _read_rows(trace_file, scale, requests)
@@ -105,8 +108,8 @@ def capacity(
     goal = CapacityGoal(attainment, confidence, tolerance, seeds, runs, seed)
     workload = Workload(rows, block_tokens, catalogue, profile)
     header = f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {confidence:.0%} interval"
-    if url is not None:
-        live = _live(url, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
+    if server is not None:
+        live = _live(server, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
         click.echo(header)
         found = _search(live, start, goal, trace_rps)
     else:
@@ -117,7 +120,7 @@ def capacity(
             except WorkforceError as error:
                 fail(str(error))
     click.echo(conclusion(found, goal, trace_rps))
-    show_figures(_figures(found, goal, trace_rps, config, url), json_file)
+    show_figures(_figures(found, goal, trace_rps, config, server), json_file)
 
 
 def _read_rows(
@@ -153,12 +156,20 @@ def _simulated(workforce: Workforce, config: Config) -> Measure:
     return measure
 
 
-def _live(url: str, workload: Workload, ttft_s: float | None, tbt_s: float | None) -> Measure:
+def _live(server: Server, workload: Workload, ttft_s: float | None, tbt_s: float | None) -> Measure:
     from moonpool.profiling.capacity import LiveCapacity, one_by_one
     from moonpool.replay.player import HopelessError
     from moonpool.replay.server import ServerUnfitError
 
-    live = LiveCapacity(url, workload.rows, workload.block_tokens, ttft_s, tbt_s)
+    live = LiveCapacity(
+        server.url,
+        workload.rows,
+        workload.block_tokens,
+        ttft_s,
+        tbt_s,
+        server.api_key,
+        server.ca_file,
+    )
     try:
         num_long = live.check()
     except (ServerUnfitError, ValueError) as error:
@@ -212,7 +223,7 @@ def conclusion(found: Capacity, goal: CapacityGoal, trace_rps: float) -> str:
 
 
 def _figures(
-    found: Capacity, goal: CapacityGoal, trace_rps: float, config: Config, url: str | None
+    found: Capacity, goal: CapacityGoal, trace_rps: float, config: Config, server: Server | None
 ) -> dict[str, Any]:
     rates = {
         "holds_rps": found.holds * trace_rps,
@@ -223,12 +234,12 @@ def _figures(
     figures["fails"] = found.fails if found.fails < float("inf") else None
     api = {"api_keys": len(config.api.api_keys)}
     tables = msgspec.to_builtins(config)
-    if url is not None:
+    if server is not None:
         return {
             "capacity": rates | figures,
             "trace_rps": trace_rps,
             "goal": msgspec.to_builtins(goal),
-            "url": url,
+            "url": server.url,
         }
     return {
         "capacity": rates | figures,

@@ -12,6 +12,7 @@ import msgspec
 
 from moonpool.cli.config_text import effective_toml, new_file, reference_page
 from moonpool.cli.inputs import read_text
+from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import ConfigFlags, SectionedCommand, config_option, read_config
 from moonpool.cli.output import fail
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS, serve_overrides
@@ -32,7 +33,7 @@ _ALL_FLAGS = ConfigFlags(
 )
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def config() -> None:
     """Check a config file, show the values in effect, or write a new file."""
 
@@ -50,21 +51,30 @@ def check(file: str) -> None:
 
 
 def _check_references(file: str, found: Config) -> None:
-    """Ends the command if a policy, a file of keys or a certificate that it names is unusable."""
+    """Ends the command if policies, a file of keys or certificates that it names are unusable."""
     from moonpool.api.connection.tls import TlsError, TlsFiles
     from moonpool.api.keys import KeyFileError, read_keys
     from moonpool.policy_loading import load_policies
     from moonpool.transfer.tls import PeerTls, PeerTlsError
 
-    try:
-        load_policies(found.conductor)
-        read_keys(found.api.api_keys, found.api.api_key_file, os.environ)
-        if found.api.ssl_certfile:
-            TlsFiles(found.api.ssl_certfile, found.api.ssl_keyfile, found.api.ssl_ca_certs)
-        if found.tls.certfile:
-            PeerTls(found.tls.certfile, found.tls.keyfile, found.tls.ca_certs)
-    except (ConfigError, KeyFileError, TlsError, PeerTlsError) as error:
-        fail(f"{file}: {error}")
+    checks: list[Callable[[], object]] = [
+        lambda: load_policies(found.conductor),
+        lambda: read_keys(found.api.api_keys, found.api.api_key_file, os.environ),
+    ]
+    if found.api.ssl_certfile:
+        https = (found.api.ssl_certfile, found.api.ssl_keyfile, found.api.ssl_ca_certs)
+        checks.append(lambda: TlsFiles(*https))
+    if found.tls.certfile:
+        peers = (found.tls.certfile, found.tls.keyfile, found.tls.ca_certs)
+        checks.append(lambda: PeerTls(*peers))
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except (ConfigError, KeyFileError, TlsError, PeerTlsError) as error:
+            problems.append(f"{file}: {error}")
+    if problems:
+        fail(*problems)
     template = found.model.chat_template
     if template:
         read_text(template, f"{file}: the chat template")

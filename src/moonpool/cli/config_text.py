@@ -25,7 +25,7 @@ VARIABLES = (
     ("MOONPOOL_ADMIN_KEY", "The operator's key, which sees and steers the whole cluster."),
     ("MOONPOOL_CLUSTER_SECRET", "Secret of `head` and `worker`: 64 hexadecimal digits."),
     ("VLLM_API_KEY", "API key of the vLLM servers that a worker drives."),
-    ("OPENAI_API_KEY", "Key that `top`, `status`, `pool` and `replay` send, after the two above."),
+    ("OPENAI_API_KEY", "Key that commands send to a server, after the two above."),
     ("MOONPOOL_CLIENT_CERT", "File (PEM) that commands show to a server with `--ssl-ca-certs`."),
     ("MOONPOOL_LOG_LEVEL", "Least level of log lines: debug, info, warning or error."),
     ("MOONPOOL_LOG_FORMAT", "Form of log lines: text or json."),

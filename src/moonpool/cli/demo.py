@@ -9,7 +9,6 @@ fails the demo. A page of what happened is left behind.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import shutil
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.cli.options import json_option
-from moonpool.cli.output import check_folders, fail, write_json
+from moonpool.cli.output import check_folders, fail, need_package, write_json
 from moonpool.demo.answers import COLUMNS, DemoRun
 from moonpool.demo.client import CompletionClient
 from moonpool.demo.events import ask, fill_memory, kill_in_an_answer
@@ -70,8 +69,7 @@ def demo(
     if min(users, turns, prefill, decode) < 1:
         fail("--users, --turns, --prefill and --decode must be at least 1")
     check_folders(page_file, json_file)
-    if importlib.util.find_spec("torch") is None:  # before any process starts
-        raise ModuleNotFoundError("the demo runs an engine", name="torch")
+    need_package("torch")  # before any process starts
     console = Console(highlight=False, width=max(Console().width, MIN_COLUMNS))
     kv_tokens = KV_TOKENS_PER_USER * -(-users // decode)
     instances = ["--prefill", str(prefill), "--decode", str(decode), "--kv-tokens", str(kv_tokens)]

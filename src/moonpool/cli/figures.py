@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from moonpool.cost.domain import CostDomain
+from moonpool.sim.report.notes import NO_HASHES, outside_domain
 from moonpool.sim.simulation import Simulation
 
 SHOWN_TENANTS = 8
@@ -67,6 +65,8 @@ def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ssd = figures["ssd"]
     from_ssd = f", {loaded:.1%} from the SSD" if ssd["slots"] else ""
     yield "cache", f"{hits} ({fetched:.1%} by fetch{from_ssd})"
+    if not figures.get("trace_has_hashes", True):
+        yield "", NO_HASHES
     if ssd["slots"]:
         moved = f"{ssd['written_bytes'] / 1e12:.2f} TB written, {ssd['read_bytes'] / 1e12:.2f} read"
         refused = f"{ssd['refused_blocks']:,} blocks refused, {ssd['dropped_blocks']:,} dropped"
@@ -82,9 +82,8 @@ def _work(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "roles", _roles(figures["roles"])
     if "instance_hours" in figures:
         yield "hours", _hours(figures)
-    domain = figures["cost_domain"]
-    if domain and (domain["outside_prefill_share"] or domain["outside_decode_share"]):
-        yield "cost", _outside(domain, figures["config"]["hardware"]["cost"])
+    if outside := outside_domain(figures):
+        yield "cost", outside
     error = figures["predicted_ttft_error_s"]
     yield "predicted", f"TTFT off by {error['mean_absolute']:.3f} s, bias {error['bias']:+.3f} s"
     seen = figures["predictions"]
@@ -166,12 +165,3 @@ def _spread(summary: dict[str, float], factor: float, unit: str) -> str:
     """Formats a distribution in one line."""
     parts = [f"{name} {summary[name] * factor:.3g}" for name in ("mean", "p50", "p90", "p99")]
     return f"{', '.join(parts)} {unit}"
-
-
-def _outside(domain: dict[str, Any], cost: str) -> str:
-    measured = msgspec.convert(domain["measured"], CostDomain).describe()
-    return (
-        f"{Path(cost).name} was measured for {measured}; {domain['outside_prefill_share']:.0%} of"
-        f" computed prompt tokens and {domain['outside_decode_share']:.0%} of generated ones lie"
-        f" outside, where {domain['outside']} takes over"
-    )

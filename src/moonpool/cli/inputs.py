@@ -49,6 +49,8 @@ def read_rows(
 
 def report_skipped(info: TraceInfo) -> None:
     """Prints on stderr how many rows of a trace are no requests, if there are any."""
+    if info.other_lines:
+        click.echo(f"left out: {info.other_lines:,} lines, which are no requests", err=True)
     if info.skipped_rows:
         rows = f"{info.skipped_rows:,} of {info.num_rows + info.skipped_rows:,} rows"
         click.echo(f"left out: {rows}, which have no prompt or no answer", err=True)

@@ -58,7 +58,23 @@ INTERNAL = {  # the supervisor and workers start these
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-class LazyGroup(click.Group):
+class SuggestingGroup(click.Group):
+    """A group that names the nearest command where there is none of a name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not near:
+                raise
+            text = f"No such command {args[0]!r}. Did you mean {near[0]!r}?"
+            raise click.UsageError(text, error.ctx) from None
+
+
+class LazyGroup(SuggestingGroup):
     """A group whose names and one-line helps come from the table above."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -73,19 +89,6 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Names the nearest command where there is none of this name."""
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            if not near:
-                raise
-            text = f"No such command {args[0]!r}. Did you mean {near[0]!r}?"
-            raise click.UsageError(text, error.ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -117,9 +120,10 @@ def main(**arguments: Any) -> None:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA_OF:
             raise
+        from moonpool.installation import install_command
+
         extra = EXTRA_OF[package]
         sys.stderr.write(
-            f"moonpool: this needs {package}, which is not installed: pip install"
-            f" 'moonpool[{extra}]', or from a checkout: pip install '.[{extra}]'\n"
+            f"moonpool: this needs {package}, which is not installed: {install_command(extra)}\n"
         )
         raise SystemExit(1) from None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import isnan
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import click
 import msgspec
@@ -86,13 +86,13 @@ class _TokenShare(ParamType[Fraction]):
 
 TOKEN_SHARE = _TokenShare()
 
-TRACE_HELP = "Trace file in the format of Mooncake, Azure or BurstGPT."
+TRACE_HELP = "Trace file: Mooncake, Azure, BurstGPT, or a log as CSV or JSON lines."
 trace_option = click.option("--trace", "trace_file", required=True, help=TRACE_HELP)
 trace_format_option = click.option(
     "--trace-format",
     default="auto",
     show_default=True,
-    metavar="[mooncake|bailian|azure|burstgpt|vidur|log|MODULE:NAME]",
+    metavar="[mooncake|bailian|azure|burstgpt|vidur|log|vllm|MODULE:NAME]",
     help="Format of the trace file; a parser of your own as MODULE:NAME.",
 )
 scale_option = click.option(
@@ -133,37 +133,6 @@ catalogue_option = click.option(
     "catalogue_file",
     type=click.Path(dir_okay=False),
     help="TOML file with more devices, model shapes and prices.",
-)
-
-
-class ServerUrl(ParamType[str]):
-    """The address of a server; without http:// or https:// it is HOST:PORT over http."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        address = str(value).strip()
-        return address if "://" in address else f"http://{address}"
-
-
-SERVER_URL = ServerUrl()
-url_option = click.option(
-    "--url",
-    type=SERVER_URL,
-    default="http://127.0.0.1:8000",
-    show_default=True,
-    help="Address of the server.",
-)
-api_key_option = click.option(
-    "--api-key",
-    help="Bearer key; the environment's MOONPOOL_ADMIN_KEY, MOONPOOL_API_KEY or OPENAI_API_KEY"
-    " unless given.",
-)
-ca_file_option = click.option(
-    "--ca-file",
-    default="",
-    type=click.Path(dir_okay=False),
-    help="Trust these certificates (PEM) over https, in place of the system's.",
 )
 json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures to this file."
@@ -317,21 +286,24 @@ class ConfigFlags:
 def read_config(
     config_file: str | None, overrides: Values, defaults: Values | None = None
 ) -> Config:
-    """Lays the overrides over the file, and both over `defaults`. Ends the command on a mistake."""
+    """Lays the overrides over the file, and both over `defaults`. Ends the command, with one line
+    for each mistake."""
     text = "" if config_file is None else read_text(config_file, "the config")
     try:
         return parse_config(text, overrides, defaults, own_name)
     except ConfigError as error:
-        fail(f"{_origin(text, config_file)}{error}")
+        fail_config(error, text, config_file)
 
 
-def _origin(text: str, config_file: str | None) -> str:
-    """Names the file if its own text is wrong; "" where a flag is."""
+def fail_config(error: ConfigError, text: str, config_file: str | None) -> NoReturn:
+    """Ends the command with a line for each problem, which names the file where its own `text` has
+    the problem, whatever the flags say. Raises SystemExit."""
+    of_file: tuple[str, ...] = ()
     try:
         parse_config(text)
-    except ConfigError:
-        return f"{config_file}: "
-    return ""
+    except ConfigError as own:
+        of_file = own.problems
+    fail(*(f"{config_file}: {one}" if one in of_file else one for one in error.problems))
 
 
 def _click_type(kind: Any) -> Any:

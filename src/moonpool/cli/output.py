@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -17,9 +19,11 @@ import msgspec
 from moonpool import __version__
 
 
-def fail(message: str) -> NoReturn:
-    """Ends the command with one line on stderr and status 1. Raises SystemExit."""
-    sys.stderr.write(f"moonpool: {' '.join(message.split())}\n")
+def fail(*messages: str) -> NoReturn:
+    """Ends the command with one line on stderr for each message, and status 1. Raises
+    SystemExit."""
+    for message in messages:
+        sys.stderr.write(f"moonpool: {' '.join(message.split())}\n")
     sys.stderr.flush()
     raise SystemExit(1)
 
@@ -29,6 +33,13 @@ def check_folders(*paths: str | None) -> None:
     for path in paths:
         if path is not None and not Path(path).parent.is_dir():
             fail(f"cannot write {path}: there is no folder {Path(path).parent}")
+
+
+def need_package(name: str) -> None:
+    """Raises ModuleNotFoundError, before the command's work, if a package that it will import is
+    absent; `main` makes one line of it."""
+    if importlib.util.find_spec(name) is None:
+        raise ModuleNotFoundError(name=name)
 
 
 def write_json(path: str | None, figures: dict[str, Any]) -> None:
@@ -93,11 +104,20 @@ def origin() -> dict[str, str]:
     from moonpool.cores import cpu_name
 
     return {
-        "command": "moonpool " + " ".join(sys.argv[1:]),
+        "command": "moonpool " + " ".join(_without_keys(sys.argv[1:])),
         "version": __version__,
         "commit": _commit(),
         "machine": f"{platform.machine()}, {cpu_name()}, Python {platform.python_version()}",
     }
+
+
+def _without_keys(words: list[str]) -> list[str]:
+    """A command line without its API keys: figures are passed on."""
+    shown = [re.sub(r"^--api-key=.*", "--api-key=...", word, flags=re.S) for word in words]
+    return [
+        "..." if number and shown[number - 1] == "--api-key" else word
+        for number, word in enumerate(shown)
+    ]
 
 
 def _commit() -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from moonpool.cli.inputs import read_rows
 from moonpool.cli.options import (
@@ -33,7 +34,7 @@ from moonpool.cli.options import (
     trace_format_option,
     trace_option,
 )
-from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
 from moonpool.config import ConfigError, parse_config
 from moonpool.plan.candidate import Priced
 from moonpool.plan.demand import Layout, Prepared, prepare
@@ -66,6 +67,12 @@ _FLAGS = ConfigFlags(
 )
 
 
+PAPERS_NODES = (
+    "8 A800-SXM, those of Mooncake's paper; name yours with --devices, such as H100-SXM for nodes"
+    " of any size"
+)
+
+
 @click.command(cls=SectionedCommand)
 @trace_option
 @trace_format_option
@@ -78,7 +85,7 @@ _FLAGS = ConfigFlags(
     show_default=True,
     help="Devices of the catalogue, separated by commas; all mixes are tried. H100-SXM:4 is a node"
     " of four, H100-SXM any of 1, 2, 4, 8 on which the model fits; H100-SXM:2+H20:4 is a decode"
-    " node of two with four for attention.",
+    " node of two with four for attention. The default is the nodes of Mooncake's paper.",
 )
 @click.option(
     "--layout",
@@ -168,8 +175,7 @@ def plan(
         prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
         names = ("attainment", "confidence", "seeds", "runs", "seed", "time_limit_s")
         goal = PlanGoal(*(options[name] for name in names))
-        for reason in prepared.left_out:
-            click.echo(f"left out: {reason}")
+        _announce(prepared)
         with Workforce(workload, processes or num_cores()) as workforce:
             job = _Job(prepared, goal, workload, priced, workforce)
             figures = job.plan(plot)
@@ -221,7 +227,6 @@ class _Job:
         from moonpool.plan.advice import broken_by_fewer, sentence
         from moonpool.plan.assess import StoppedError
         from moonpool.plan.bounds import Bounds
-        from moonpool.plan.draw import draw_plan
         from moonpool.plan.search import Planner
 
         prepared, goal = self._prepared, self._goal
@@ -236,9 +241,11 @@ class _Job:
             except (StoppedError, KeyboardInterrupt):
                 fewer = []
         self._choice = found.choice
-        words = sentence(found, fewer, slo, goal, prepared.shares_prefixes)
+        words = sentence(found, fewer, slo, goal, prepared.shares_prefixes, self._priced)
         print_plan(found, words, wanted)
         if plot is not None:
+            from moonpool.plan.draw import draw_plan
+
             try:
                 draw_plan(found, wanted, slo, Path(plot))
             except OSError as error:
@@ -285,11 +292,25 @@ class _Job:
         return Assessor(self._workforce, self._prepared.base, goal, self._priced, tell)
 
 
+def _announce(prepared: Prepared) -> None:
+    """Says with which nodes it plans unless they were named, and without which."""
+    for reason in prepared.left_out:
+        click.echo(f"left out: {reason}")
+    source = click.get_current_context().get_parameter_source("devices")
+    if source is ParameterSource.DEFAULT:
+        click.echo(f"planning with nodes of {PAPERS_NODES}", err=True)
+
+
 def _check_files(plot: str | None, json_file: str | None) -> None:
+    """Ends the command, before its work, where a file cannot be written or a package is absent."""
+    check_folders(plot, json_file)
+    need_package("scipy")
+    if plot is None:
+        return
+    need_package("matplotlib")
     from moonpool.plan.draw import SUFFIXES
 
-    check_folders(plot, json_file)
-    if plot is not None and Path(plot).suffix.lower() not in SUFFIXES:
+    if Path(plot).suffix.lower() not in SUFFIXES:
         fail(f"cannot draw {plot}: its name must end in {', '.join(SUFFIXES)}")
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import click
 
-from moonpool.cli.options import api_key_option, json_option, url_option
+from moonpool.cli.main import SuggestingGroup
+from moonpool.cli.options import json_option
 from moonpool.cli.output import fail, write_json
-from moonpool.cli.watch.cluster_client import ClusterClient
+from moonpool.cli.server.address import Server, asks_server
+from moonpool.cli.server.client import ClusterClient
 
 FOLDER = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 _GIB = float(1 << 30)
@@ -24,20 +26,19 @@ _POLL_S = 0.3
 _MAX_NAMES = 6
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def pool() -> None:
     """Show what the KVCache pool holds, in memory and on disk."""
 
 
 @pool.command()
-@url_option
-@api_key_option
+@asks_server(former_flag="--url")
 @json_option
-def stat(url: str, api_key: str | None, json_file: str | None) -> None:
+def stat(server: Server, json_file: str | None) -> None:
     """Show the blocks of every tier of every instance, and the bytes moved between tiers."""
     from moonpool.runtime.audit import tier_name, tier_rows
 
-    cluster = _cluster(ClusterClient(url, api_key))
+    cluster = _cluster(ClusterClient(server))
     click.echo(f"{'instance':<16} {'tier':<8} {'blocks':>9} {'held':>8} {'named':>9} {'GiB':>8}")
     for name, tier, figures in tier_rows(cluster):
         gib = figures["blocks"] * _block_bytes(cluster, name) / _GIB
@@ -62,17 +63,16 @@ def stat(url: str, api_key: str | None, json_file: str | None) -> None:
 
 
 @pool.command()
-@url_option
-@api_key_option
+@asks_server(former_flag="--url")
 @json_option
-def audit(url: str, api_key: str | None, json_file: str | None) -> None:
+def audit(server: Server, json_file: str | None) -> None:
     """List which owner holds how many blocks, and check the sums.
 
     Ends with status 1 if the sums do not balance.
     """
     from moonpool.runtime.audit import audit_cluster, tier_rows
 
-    cluster = _cluster(ClusterClient(url, api_key))
+    cluster = _cluster(ClusterClient(server))
     for name, tier, figures in tier_rows(cluster):
         click.echo(
             f"{name} {tier}: {figures['held']:,} held + {figures['available']:,} available"
@@ -88,8 +88,7 @@ def audit(url: str, api_key: str | None, json_file: str | None) -> None:
 
 
 @pool.command("ls")
-@url_option
-@api_key_option
+@asks_server(former_flag="--url")
 @json_option
 @click.option(
     "--limit",
@@ -98,12 +97,12 @@ def audit(url: str, api_key: str | None, json_file: str | None) -> None:
     show_default=True,
     help="Most prefixes to list.",
 )
-def list_hot(url: str, api_key: str | None, json_file: str | None, limit: int) -> None:
+def list_hot(server: Server, json_file: str | None, limit: int) -> None:
     """List the most used prefixes with their length, hits and places.
 
     HITS counts uses since each instance got its copy. A prefix is named by its last block.
     """
-    found = ClusterClient(url, api_key).get(f"/cluster/hot?limit={limit}")
+    found = ClusterClient(server).get(f"/cluster/hot?limit={limit}")
     click.echo(f"{'last block':<16} {'tokens':>8} {'MiB':>9} {'hits':>7} {'copies':>6}  where")
     for one in found["prefixes"]:
         where = [*one["dram"], *(f"{name} (SSD)" for name in one["ssd"])]
@@ -118,8 +117,7 @@ def list_hot(url: str, api_key: str | None, json_file: str | None, limit: int) -
 
 @pool.command()
 @click.argument("instance")
-@url_option
-@api_key_option
+@asks_server(former_flag="--url")
 @json_option
 @click.option(
     "--within",
@@ -131,14 +129,14 @@ def list_hot(url: str, api_key: str | None, json_file: str | None, limit: int) -
 )
 @click.option("--wait/--no-wait", default=True, help="Wait until the instance has left.")
 def drain(
-    instance: str, url: str, api_key: str | None, json_file: str | None, within_s: float, wait: bool
+    instance: str, server: Server, json_file: str | None, within_s: float, wait: bool
 ) -> None:
     """Drain INSTANCE: it gets no new requests, hands over its cached blocks, and ends.
 
     This works on the head's own machine only. Ends with status 1 if the cluster needs the instance,
     or if it has not left in time.
     """
-    client = ClusterClient(url, api_key)
+    client = ClusterClient(server)
     before = _cluster(client).get("drains", {})
     client.post("/cluster/drain", {"instance_id": instance, "within_s": within_s})
     if not wait:

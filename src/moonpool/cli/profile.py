@@ -1,16 +1,31 @@
-"""`moonpool profile MODEL`: fits the cost model to this machine and recommends chunk sizes."""
+"""`moonpool profile`: fits the cost model to this machine, and recommends chunk sizes."""
 
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from moonpool.cli.options import COUNT, POSITIVE, ca_file_option, json_option
-from moonpool.cli.output import check_folders, fail, run_measurement, write_json
+from moonpool.cli.options import COUNT, POSITIVE, json_option
+from moonpool.cli.output import (
+    check_folders,
+    fail,
+    need_package,
+    run_measurement,
+    write_json,
+)
+from moonpool.cli.server.address import (
+    SERVER_URL,
+    Server,
+    access_options,
+    full_url,
+    is_address,
+)
+from moonpool.cli.server.client import ClusterClient
 from moonpool.config import Dtype, choices
 
 if TYPE_CHECKING:
@@ -18,6 +33,7 @@ if TYPE_CHECKING:
     from moonpool.engine.calibrate import StepSample
     from moonpool.engine.runner import Engine
 
+BUILTIN = "moonpool/induction"
 PROFILED_TOKENS = 2560
 """Most tokens of prompt and answer of a request of a live profile."""
 CALIBRATION_TOKENS = 32_768  # of KVCache: room for the largest measured step
@@ -26,14 +42,22 @@ KINDS = ("prefill", "decode", "transfer")
 
 
 @click.command()
-@click.argument("model", default="moonpool/induction")
+@click.argument("model", nargs=-1, metavar="[MODEL] [URL]")
+@access_options()
 @click.option(
-    "--beliefs-of",
-    metavar="URL",
-    help="Measure nothing; write the cost estimates of this server and their errors with --json,"
+    "--beliefs",
+    "wants_beliefs",
+    is_flag=True,
+    help="Measure nothing; write the cost estimates of the server and their errors with --json,"
     " for `simulate --beliefs`.",
 )
-@click.option("--api-key", default="", help="Bearer key of that server, if it needs one.")
+@click.option(
+    "--no-save",
+    is_flag=True,
+    help="Keep no step times, so that no server of this machine starts from them.",
+)
+@click.option("--list", "lists", is_flag=True, help="List the step times kept on this machine.")
+@click.option("--clear", "clears", is_flag=True, help="Delete the step times kept on this machine.")
 @click.option(
     "--dtype",
     type=click.Choice(choices(Dtype)),
@@ -82,19 +106,23 @@ KINDS = ("prefill", "decode", "transfer")
     show_default=True,
     help="Most seconds to spend on the curve of chunk sizes.",
 )
-@click.option("--url", help="Measure the live moonpool cluster at this address through its API.")
 @click.option(
     "--attention",
     is_flag=True,
     help="Measure decode steps with an attention worker, too, for `simulate --attention`.",
 )
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the curve to this PNG file.")
-@ca_file_option
+@click.option("--url", "url_flag", type=SERVER_URL, hidden=True)
+@click.option("--beliefs-of", type=SERVER_URL, hidden=True)
 @json_option
 def profile(
-    model: str,
-    beliefs_of: str | None,
+    model: tuple[str, ...],
     api_key: str,
+    ca_file: str,
+    wants_beliefs: bool,
+    no_save: bool,
+    lists: bool,
+    clears: bool,
     dtype: str,
     threads: int,
     block_size: int,
@@ -102,45 +130,87 @@ def profile(
     decodes: int,
     context: int,
     curve_s: float,
-    url: str | None,
     attention: bool,
     plot: str | None,
-    ca_file: str,
+    url_flag: str | None,
+    beliefs_of: str | None,
     json_file: str | None,
 ) -> None:
-    """Measure prefill and decode of MODEL on this machine.
+    """Measure prefill and decode of MODEL on this machine, or those of the cluster at URL.
 
     The command fits the cost model of the Conductor, finds tile size and saturation, and recommends
     chunk sizes. Workers measure costs by themselves when there is no profile; this command measures
-    them better, on an idle machine, and it alone finds the tiles. With --url it measures an idle
-    live cluster for its simulation; the profile then contains all overheads between two steps.
+    them better, on an idle machine, and it alone finds the tiles. It keeps the step times for the
+    servers of this machine. With a URL (or HOST:PORT) it measures an idle live cluster for its
+    simulation; the profile then contains all overheads between two steps, and nothing is kept.
     """
+    if lists or clears:
+        _show_kept(clears, json_file)
+        return
+    name, url = _model_and_url(model, url_flag, beliefs_of)
+    if wants_beliefs or beliefs_of is not None:
+        if url is None:
+            raise click.UsageError("--beliefs needs the URL of a server")
+        _record(Server(url, api_key, ca_file), json_file)
+        return
     if url is not None:
-        _profile_live(url, model if attention else None, json_file, ca_file)
+        _profile_live(Server(url, api_key, ca_file), name if attention else None, json_file)
         return
-    if beliefs_of is not None:
-        _record(beliefs_of, api_key, json_file, ca_file)
-        return
+    check_folders(plot, json_file)
+    need_package("torch")
+    if plot is not None:
+        need_package("matplotlib")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from moonpool.profiling.chunk_sizes import recommend
     from moonpool.runtime.profile_store import measure_profile, profile_path
 
-    engine = _open(model, dtype, threads, block_size)
+    engine = _open(name, dtype, threads, block_size)
     click.echo(f"{'chunk':>8} {'seconds':>10} {'tokens/s':>10}")
-    cost, curve = measure_profile(engine, threads, curve_s, _print_sample)
+    cost, curve = measure_profile(engine, threads, curve_s, _print_sample, keep=not no_save)
     found = recommend(cost, curve, slos_s, decodes, context)
     _print_profile(found)
-    click.echo(f"kept in {profile_path(engine, threads)}")
+    if not no_save:
+        click.echo(f"kept in {profile_path(engine, threads)}")
     if attention:
-        found = _with_attention(found, model, dtype)
+        found = _with_attention(found, name, dtype)
     if plot is not None:
         from moonpool.profiling.plots import plot_curve
 
         try:
-            plot_curve(found, f"{model}, {threads} thread(s)", Path(plot))
+            plot_curve(found, f"{name}, {threads} thread(s)", Path(plot))
         except OSError as error:
             fail(f"cannot write {plot}: {error.strerror}")
     write_json(json_file, msgspec.to_builtins(found, str_keys=True))
+
+
+def _model_and_url(words: tuple[str, ...], *flags: str | None) -> tuple[str, str | None]:
+    """Tells the model from the address of a server. Raises click.UsageError: two of a kind."""
+    urls = [*filter(None, flags), *(full_url(word) for word in words if is_address(word))]
+    models = [word for word in words if not is_address(word)]
+    for many, kind in ((urls, "server"), (models, "model")):
+        if len(many) > 1:
+            raise click.UsageError(f"give one {kind}, not {' and '.join(many)}")
+    return models[0] if models else BUILTIN, urls[0] if urls else None
+
+
+def _show_kept(clears: bool, json_file: str | None) -> None:
+    """Lists the kept step times, or deletes them."""
+    from moonpool.runtime.profile_store import clear_profiles, kept_profiles, profiles_folder
+
+    try:
+        kept = kept_profiles()
+        if clears:
+            clear_profiles()
+    except OSError as error:
+        fail(f"{profiles_folder()} cannot be changed: {error.strerror}")
+    for each in kept:
+        when = datetime.fromtimestamp(each.measured_s, UTC).astimezone()
+        what = each.describe() or "written by an earlier release"
+        click.echo(f"{when:%Y-%m-%d %H:%M}  {what}  {each.path}")
+    said = "deleted" if clears else "kept"
+    profiles = "profile" if len(kept) == 1 else "profiles"
+    click.echo(f"{len(kept)} {profiles} {said} in {profiles_folder()}")
+    write_json(json_file, {"profiles": [msgspec.to_builtins(each) for each in kept]})
 
 
 def _open(model: str, dtype: str, threads: int, block_size: int) -> Engine:
@@ -196,31 +266,15 @@ def _print_profile(found: Profile) -> None:
         click.echo(f"{text} {beside}; a step takes {choice.step_s:.3f} s")
 
 
-def _record(url: str, api_key: str, json_file: str | None, ca_file: str) -> None:
+def _record(server: Server, json_file: str | None) -> None:
     """Prints and writes the learned cost factors of a live Conductor, with their errors."""
-    import httpx
-
-    from moonpool.api.connection.tls import TlsError, trusting_context
     from moonpool.cost.recorded import RecordError, parse_beliefs
 
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    body = ClusterClient(server).get_bytes("/beliefs")
     try:
-        verify = trusting_context(ca_file) if url.startswith("https:") else True
-        place = f"{url.rstrip('/')}/beliefs"
-        answer = httpx.get(place, headers=headers, timeout=30.0, verify=verify)
-    except TlsError as error:
-        fail(str(error))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url}: {error}; start one or correct --beliefs-of")
-    if answer.status_code != 200:
-        fail(
-            f"{url}/beliefs answered {answer.status_code}: give the address of a moonpool head, and"
-            " its --api-key"
-        )
-    try:
-        record = parse_beliefs(answer.content)
+        record = parse_beliefs(body)
     except RecordError as error:
-        fail(f"{url}/beliefs: {error}")
+        fail(f"{server.url}/beliefs: {error}")
     click.echo(f"{'instance':<16} {'prefill':>8} {'decode':>8} {'transfer':>8}  x its profile")
     for each in record.instances:
         factors = " ".join(f"{each.factors.get(kind, 1.0):>8.2f}" for kind in KINDS)
@@ -234,7 +288,7 @@ def _record(url: str, api_key: str, json_file: str | None, ca_file: str) -> None
     write_json(json_file, msgspec.to_builtins(record))
 
 
-def _profile_live(url: str, model: str | None, json_file: str | None, ca_file: str) -> None:
+def _profile_live(server: Server, model: str | None, json_file: str | None) -> None:
     """Measures a live cluster, and attention workers for `model` unless it is None."""
     from moonpool.profiling.attention_parts import measure_parts, parts_words
     from moonpool.profiling.live_cluster import LiveWorkload, measure_live, with_parts
@@ -243,7 +297,7 @@ def _profile_live(url: str, model: str | None, json_file: str | None, ca_file: s
     workload = LiveWorkload(longest_tokens=PROFILED_TOKENS)
 
     def measure() -> dict[str, Any]:
-        profile = measure_live(url, workload, click.echo, ca_file)
+        profile = measure_live(server.url, workload, click.echo, server.ca_file, server.api_key)
         if model is not None:
             parts = measure_parts(model)
             click.echo(parts_words(parts))

@@ -17,18 +17,15 @@ from moonpool.cli.inputs import read_text
 from moonpool.cli.options import (
     COUNT,
     POSITIVE,
-    api_key_option,
-    ca_file_option,
     json_option,
     requests_option,
     scale_option,
     trace_format_option,
     trace_option,
-    url_option,
 )
 from moonpool.cli.output import check_folders, fail, write_json
 from moonpool.cli.progress import progress
-from moonpool.cli.watch.cluster_events import bearer_key
+from moonpool.cli.server.address import Server, asks_server
 from moonpool.studies.trace_rows import named_trace
 from moonpool.types import MALFORMED
 
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 @click.command()
 @trace_option
 @trace_format_option
-@url_option
+@asks_server(former_flag="--url")
 @click.option(
     "--speed",
     type=POSITIVE,
@@ -96,8 +93,6 @@ if TYPE_CHECKING:
     show_default=True,
     help="Most seconds for one answer.",
 )
-@api_key_option
-@ca_file_option
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of the tokens of the prompts."
 )
@@ -105,7 +100,7 @@ if TYPE_CHECKING:
 def replay(
     trace_file: str,
     trace_format: str,
-    url: str,
+    server: Server,
     speed: float,
     requests: int | None,
     scale: Fraction,
@@ -117,8 +112,6 @@ def replay(
     retries: int,
     concurrency: int,
     timeout_s: float,
-    api_key: str | None,
-    ca_file: str,
     seed: int,
     json_file: str | None,
 ) -> None:
@@ -134,7 +127,7 @@ def replay(
     plan = ReplayPlan(
         trace_file=trace_file,
         trace_format=trace_format,
-        url=url,
+        url=server.url,
         speed=speed,
         requests=requests,
         scale=scale,
@@ -146,8 +139,8 @@ def replay(
         retries=retries,
         concurrency=concurrency,
         timeout_s=timeout_s,
-        api_key=bearer_key(api_key),
-        ca_file=ca_file,
+        api_key=server.api_key,
+        ca_file=server.ca_file,
         seed=seed,
     )
     figures = _run(plan)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ from typing import Any
 import click
 import msgspec
 
-from moonpool.cli.options import api_key_option, json_option
+from moonpool.cli.options import json_option
 from moonpool.cli.output import fail, write_json
-from moonpool.cli.watch.cluster_events import NO_KEY, bearer_key
+from moonpool.cli.server.address import Server, access_options, full_url, is_address
+from moonpool.cli.server.client import ClusterClient
 
-_TIMEOUT_S = 120.0
 _MAX_LISTED = 10
-_HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}")
 
 
 @click.command()
@@ -30,7 +27,7 @@ _HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}")
 )
 @click.option("--trace", metavar="FILE", help="Write the arrivals as a trace for `simulate`.")
 @click.option("--trust-policies", is_flag=True, help="Import the policies that the log names.")
-@api_key_option
+@access_options()
 @json_option
 def rewind(
     source: str,
@@ -39,7 +36,8 @@ def rewind(
     at: float | None,
     trace: str | None,
     trust_policies: bool,
-    api_key: str | None,
+    api_key: str,
+    ca_file: str,
     json_file: str | None,
 ) -> None:
     """Replay the last events of a server's Conductor and compare each decision.
@@ -51,7 +49,7 @@ def rewind(
     from moonpool.rewind.event_log import EventLogError, read_file
     from moonpool.rewind.replay import Replay
 
-    data = _read(source, bearer_key(api_key))
+    data = _read(source, api_key, ca_file)
     try:
         file = read_file(data)
         if save:
@@ -88,13 +86,12 @@ def _check_policies(config: Any, trusted: bool) -> None:
         fail(f"the log names the policy {own[0]}; if that is yours, add --trust-policies")
 
 
-def _read(source: str, key: str) -> bytes:
+def _read(source: str, api_key: str, ca_file: str) -> bytes:
     from moonpool.rewind.event_log import MAX_FILE_BYTES
 
-    if "://" in source:
-        return _fetch(source, key)
-    if _HOST_AND_PORT.fullmatch(source) and not Path(source).exists():
-        return _fetch(f"http://{source}", key)
+    if is_address(source):
+        client = ClusterClient(Server(full_url(source), api_key, ca_file))
+        return client.get_bytes("/cluster/event_log")
     try:
         with Path(source).open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -103,27 +100,6 @@ def _read(source: str, key: str) -> bytes:
     if len(data) > MAX_FILE_BYTES:
         fail(f"{source} has more than {MAX_FILE_BYTES:,} bytes and is no event log")
     return data
-
-
-def _fetch(url: str, key: str) -> bytes:
-    import httpx
-
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        address = f"{url.rstrip('/')}/cluster/event_log"
-        answer = httpx.get(address, headers=headers, timeout=_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url}: {error}; start one or correct the URL")
-    if answer.status_code == 401:
-        fail(NO_KEY)
-    if answer.status_code == 403:
-        try:
-            fail(str(json.loads(answer.content)["error"]["message"]))
-        except (ValueError, KeyError, TypeError):
-            fail(f"{url} refuses the key; give the operator's with --api-key")
-    if answer.status_code != 200:
-        fail(f"{url} has no event log (status {answer.status_code}): correct the URL")
-    return answer.content
 
 
 def _write_private(path: str, data: bytes) -> None:

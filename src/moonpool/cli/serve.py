@@ -28,11 +28,11 @@ from moonpool.cli.options import (
     config_option,
     read_config,
 )
-from moonpool.cli.output import fail
+from moonpool.cli.output import fail, need_package
 from moonpool.config import Config, ConfigError, VllmConfig
 from moonpool.config_rules import vllm_place
 from moonpool.config_schema import Values
-from moonpool.cores import threads_per_process
+from moonpool.cores import crowding, threads_per_process, usable_cores
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkServer, open_fork_server
 from moonpool.runtime.launcher import worker_environment
@@ -206,9 +206,9 @@ def _check_events(vllm: VllmConfig) -> None:
     """Fails here, and not in each worker, where events are to be read and pyzmq is absent."""
     places = (place for named in (vllm.prefill, vllm.decode, vllm.mixed) for place in named)
     if any(vllm_place(place).events for place in places) and find_spec("zmq") is None:
-        from moonpool.vllm.events import NO_PYZMQ
+        from moonpool.vllm.events import no_pyzmq
 
-        fail(NO_PYZMQ)
+        fail(no_pyzmq())
 
 
 def _model_of(place: str) -> str:
@@ -280,12 +280,14 @@ def _run(
             'model.quantization "fp8" is simulated only: serve a checkpoint that is stored in FP8'
             " without it, or use int8 or int4"
         )
-    if config.engine.kind != "vllm" and find_spec("torch") is None:
-        raise ModuleNotFoundError(name="torch")  # here, and not in each process that needs it
+    if config.engine.kind != "vllm":
+        need_package("torch")  # here, and not in each process that needs it
     choose_logging(config.telemetry)
     # First: it must not hold our sockets.
     fork_server = _open_fork_server(config, secret, loads=launch)
     set_up_logging("supervisor")
+    if launch and (crowded := crowding(config, usable_cores())):
+        logging.getLogger("moonpool.cores").warning(crowded)
     network = config.network
     take = listen if standby_of is None else reserve
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moonpool.cli.inputs import open_catalogue_and_profile, report_skipped
+from moonpool.cli.inputs import open_catalogue_and_profile, read_text, report_skipped
 from moonpool.cli.options import (
     FACTOR,
     POLICY_KEYS,
@@ -19,6 +19,7 @@ from moonpool.cli.options import (
     capped_answers_option,
     catalogue_option,
     config_option,
+    fail_config,
     json_option,
     noise_option,
     requests_option,
@@ -140,7 +141,7 @@ RUN_OPTIONS = (
     "--beliefs",
     "beliefs_file",
     type=click.Path(dir_okay=False),
-    help="Use the errors of a live cluster's estimates; a file of `profile --beliefs-of`.",
+    help="Use the errors of a live cluster's estimates; a file of `profile --beliefs`.",
 )
 @click.option(
     "--layer-wise/--no-layer-wise",
@@ -224,10 +225,11 @@ def _write_page(path: str, page: str) -> None:
 
 def read_cluster(config_file: str | None, overrides: Values) -> Config:
     """Returns the paper's cluster, changed by file and flags. Ends the command on a mistake."""
+    text = "" if config_file is None else read_text(config_file, "the config")
     try:
         return cluster_config(config_file, overrides)
     except ConfigError as error:
-        fail(str(error))
+        fail_config(error, text, config_file)
 
 
 def open_hardware(

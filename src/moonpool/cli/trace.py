@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import COUNT, POSITIVE, json_option
 from moonpool.cli.output import fail, write_json
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
@@ -37,7 +38,7 @@ from moonpool.trace.statistics import (
 )
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def trace() -> None:
     """Inspect, generate and download workloads."""
 
@@ -50,7 +51,7 @@ def trace() -> None:
     "format_name",
     default="auto",
     show_default=True,
-    metavar="[mooncake|bailian|azure|burstgpt|vidur|log|MODULE:NAME]",
+    metavar="[mooncake|bailian|azure|burstgpt|vidur|log|vllm|MODULE:NAME]",
     help="Format of the file; a parser of your own as MODULE:NAME.",
 )
 @json_option
@@ -250,8 +251,10 @@ def _print_figures(info: TraceInfo, figures: TraceFigures) -> None:
     arrivals = figures.arrivals
     blocks = f"blocks of {info.block_tokens} tokens" if info.block_tokens else "no block hashes"
     table.add_row("format", f"{info.format}, {blocks}{'' if info.is_sorted else ', not sorted'}")
-    skipped = f" ({info.skipped_rows:,} without prompt or answer skipped)"
-    table.add_row("requests", f"{figures.requests:,}{skipped if info.skipped_rows else ''}")
+    left_out = [f"{info.skipped_rows:,} without prompt or answer"] if info.skipped_rows else []
+    left_out += [f"{info.other_lines:,} lines that are no requests"] if info.other_lines else []
+    skipped = f" ({' and '.join(left_out)} skipped)" if left_out else ""
+    table.add_row("requests", f"{figures.requests:,}{skipped}")
     table.add_row("duration", f"{figures.duration_s:,.0f} s, {arrivals.rate_rps:.3g} requests/s")
     if info.ignored:
         table.add_row("not read", ", ".join(name or "(no name)" for name in info.ignored))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from moonpool.cli.options import COUNT, POSITIVE, ca_file_option, json_option
-from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.cli.options import COUNT, POSITIVE, json_option
+from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
 from moonpool.cli.progress import progress
+from moonpool.cli.server.address import KEYS_FOR_ANYBODY, SERVER_URL, access_options
 
 if TYPE_CHECKING:
     from moonpool.trial.run import TrialPlan
@@ -29,7 +29,7 @@ FAILED = ("refused", "error", "cut", "hung")
 
 
 @click.command()
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.argument("urls", type=SERVER_URL, nargs=-1, required=True, metavar="URL...")
 @click.option("--model", help="Model to request; each server's first unless given.")
 @click.option(
     "--api",
@@ -97,8 +97,7 @@ FAILED = ("refused", "error", "cut", "hung")
     "--restart-command",
     help="Restart the server in the middle with this command, which no shell reads.",
 )
-@click.option("--api-key", help="Bearer key; the environment's OPENAI_API_KEY unless given.")
-@ca_file_option
+@access_options(KEYS_FOR_ANYBODY)
 @click.option("--seed", type=int, help="Seed of the prompts; drawn, and shown, unless given.")
 @json_option
 def trial(
@@ -116,6 +115,7 @@ def trial(
 
     json_file = given.pop("json_file")
     check_folders(json_file)
+    need_package("scipy")
     if restart_command is not None and len(urls) > 1:
         fail("--restart-command restarts one server: give one URL")
     try:
@@ -139,14 +139,12 @@ def trial(
         raise SystemExit(STATUS_BROKEN)
 
 
-def _plan(url: str, *, api: str, api_key: str | None, may_reset_cache: bool, **given: Any) -> Any:
+def _plan(url: str, *, api: str, may_reset_cache: bool, **given: Any) -> Any:
     from moonpool.trial.run import PATHS, TrialPlan
 
     return TrialPlan(
         url=url,
         apis=tuple(PATHS) if api == "both" else (api,),
-        # The server may be anybody's: moonpool's own keys stay here.
-        api_key=api_key or os.environ.get("OPENAI_API_KEY", ""),
         may_reset=may_reset_cache,
         **given,
     )

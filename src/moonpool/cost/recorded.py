@@ -43,7 +43,7 @@ def parse_beliefs(text: str | bytes) -> CostEstimatorRecord:
     try:
         record = msgspec.json.decode(text, type=CostEstimatorRecord)
     except MALFORMED as error:
-        raise RecordError(f"not a record of `moonpool profile --beliefs-of`: {error}") from None
+        raise RecordError(f"not a record of `moonpool profile --beliefs`: {error}") from None
     if not record.instances:
         raise RecordError(
             "the record has no instances: make it while the cluster's instances are up"

@@ -65,7 +65,7 @@ def with_decode_curve(cost: FittedCost, samples: Sequence[DecodeSample]) -> Fitt
 
     A GEMM's tiles make some rows free and others expensive: a batch of two may cost what one does,
     and sixteen twice what eight do. So where single batch sizes were measured
-    (`moonpool profile --url`), base times lie on a broken line through them, and only contexts keep
+    (`moonpool profile URL`), base times lie on a broken line through them, and only contexts keep
     a slope: seconds = base(batch) + g context_tokens. A larger batch never takes less: where the
     means fall, neighbours are levelled to their common mean.
     """

@@ -10,7 +10,7 @@ computed, or that was dropped before: the keys of dropped blocks (ghosts) are re
 while.
 
 Bookkeeping only: no bytes, and no decision when to move which block (`scheduler.ssd_offload`,
-`scheduler.ssd_load`).
+`scheduler.prefix_loader`).
 """
 
 from __future__ import annotations

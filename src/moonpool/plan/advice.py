@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.config import SloConfig
 from moonpool.plan.assess import Assessment, NeighbourFound, PlanGoal
-from moonpool.plan.candidate import Candidate, tokens
+from moonpool.plan.candidate import Candidate, Priced, tokens
 from moonpool.plan.room import Room
 from moonpool.plan.search import ClusterPlan
 from moonpool.plan.trial import Cause, Outcome
@@ -108,13 +108,14 @@ def sentence(
     slo: SloConfig,
     goal: PlanGoal,
     shares_prefixes: bool,
+    priced: Priced,
 ) -> str:
     """Returns the advice in a few sentences."""
     choice = plan.choice
     if choice is None:
         return nothing(plan, slo, goal.wanted)
     text = (
-        f"Buy {_named(choice)}: {choice.share:.1%} of the trace's requests meet TTFT"
+        f"Buy {_named(choice, priced)}: {choice.share:.1%} of the trace's requests meet TTFT"
         f" {slo.ttft_s:g} s and TBT {slo.tbt_s:g} s"
     )
     if choice.interval is not None:
@@ -126,7 +127,7 @@ def sentence(
     if not shares_prefixes:
         text += " The requests share no prefixes: the pool only holds those that run."
     if plan.sure is not None and plan.sure.candidate != choice.candidate:
-        text += f" To be {goal.confidence:.0%} sure, buy {_named(plan.sure)}."
+        text += f" To be {goal.confidence:.0%} sure, buy {_named(plan.sure, priced)}."
     binds = binding(choice, fewer)
     if binds:
         text += f" {binds.capitalize()} is what binds."
@@ -135,9 +136,9 @@ def sentence(
     return text
 
 
-def _named(found: Assessment) -> str:
+def _named(found: Assessment, priced: Priced) -> str:
     one = found.candidate
-    text = f"{one.counts} of {one.hardware} with {tokens(one.cache_tokens * one.num_instances)}"
+    text = f"{priced.words(one)}, with {tokens(one.cache_tokens * one.num_instances)}"
     text += " tokens of DRAM"
     if one.ssd_tokens:
         text += f" and {tokens(one.ssd_tokens * one.num_instances)} of SSD"
@@ -157,7 +158,7 @@ def _room(found: Sequence[Room]) -> str:
     else:
         text = f"It misses the SLOs at {choice.missed:g} times the trace's speed"
     if others:
-        text += f"; of the others at this price, {others[0].candidate.counts} keeps them at"
+        text += f"; of the others at this price, {others[0].candidate.roles} keeps them at"
         text += f" {others[0].kept:g} times"
     return f"{text}."
 
@@ -185,7 +186,7 @@ def nothing(plan: ClusterPlan, slo: SloConfig, wanted: float) -> str:
         best = max(plan.assessed, key=lambda one: one.outcomes[0].how_far())
         cause = main_cause(best.misses())
         text += (
-            f"; nearest came {best.candidate.counts} of {best.candidate.hardware}, with"
+            f"; nearest came {best.candidate.roles} of {best.candidate.hardware}, with"
             f" {'less than ' if best.gave_up else ''}{best.share:.1%}, short of"
             f" {cause or 'nothing else'}"
         )

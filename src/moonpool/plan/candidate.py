@@ -34,6 +34,14 @@ class NodeKind(Struct, frozen=True):
         own = f"{self.num_devices} x {self.device}"
         return f"{own} + {self.num_attention} x {self.attention_device}" if self.offloads else own
 
+    def words(self, count: int) -> str:
+        """Returns so many nodes in words: "one node of 8 A800-SXM"."""
+        nodes = "one node" if count == 1 else f"{count} nodes"
+        own = f"{nodes} of {self.num_devices} {self.device}"
+        if not self.offloads:
+            return own
+        return f"{own} and {self.num_attention} {self.attention_device} for attention"
+
     @property
     def offloads(self) -> bool:
         return self.num_attention > 0
@@ -72,8 +80,15 @@ class Candidate(Struct, frozen=True):
 
     @property
     def counts(self) -> str:
+        """Returns the number of instances of each role in short, for programs: "2P+1D"."""
         roles = ((self.prefill, "P"), (self.decode, "D"), (self.mixed, "M"))
         return "+".join(f"{number}{role}" for number, role in roles if number)
+
+    @property
+    def roles(self) -> str:
+        """Returns the number of instances of each role, for people: "2 prefill + 1 decode"."""
+        roles = ((self.prefill, "prefill"), (self.decode, "decode"), (self.mixed, "mixed"))
+        return " + ".join(f"{number} {role}" for number, role in roles if number)
 
     @property
     def hardware(self) -> str:
@@ -164,6 +179,28 @@ class Priced(Struct, frozen=True):
         each_bytes = (groups + decodes) * self.kv_bytes_per_token
         usd += self.prices.dram_usd_per_h(each_bytes * candidate.cache_tokens)
         return usd + self.prices.ssd_usd_per_h(each_bytes * candidate.ssd_tokens)
+
+    def words(self, candidate: Candidate) -> str:
+        """Returns instances and their nodes: "1 mixed instance on one node of 8 A800-SXM"."""
+        stages = candidate.prefill_stages
+        groups = (candidate.prefill + candidate.mixed) * stages * self.nodes_per_prefill
+        decodes = candidate.decode * self.nodes_per_decode
+        staged = f" ({stages} stages)" if stages > 1 else ""
+        own = [(candidate.prefill, f"prefill{staged}"), (candidate.mixed, f"mixed{staged}")]
+        other = [(candidate.decode, "decode")]
+        if not decodes or not groups or candidate.kind == candidate.decode_kind:
+            kind = candidate.kind if groups else candidate.decode_kind
+            return f"{_instances(*own, *other)} on {kind.words(groups + decodes)}"
+        return (
+            f"{_instances(*own)} on {candidate.kind.words(groups)}, and {_instances(*other)} on"
+            f" {candidate.decode_kind.words(decodes)}"
+        )
+
+
+def _instances(*roles: tuple[int, str]) -> str:
+    """Returns instances of several roles: "2 prefill and 1 decode instances"."""
+    named = " and ".join(f"{number} {role}" for number, role in roles if number)
+    return f"{named} {'instance' if sum(number for number, _ in roles) == 1 else 'instances'}"
 
 
 class Steps(Struct, frozen=True):

@@ -87,7 +87,7 @@ def _mark_choice(axes: Axes, plan: ClusterPlan, at: Sequence[float]) -> None:
     one = plan.choice.candidate
     axes.plot([plan.choice.usd_per_h], at, "*", color="#1f77b4", markersize=15, zorder=5)
     axes.annotate(
-        f"{one.counts}, {one.hardware}",
+        f"{one.roles}, {one.hardware}",
         (plan.choice.usd_per_h, at[0]),
         textcoords="offset points",
         xytext=(8, -14),

@@ -92,19 +92,19 @@ def verdict(plan: ClusterPlan) -> str:
     if plan.choice is None:
         return "Whether offloading attention pays is unknown: no cluster was found."
     chosen = plan.choice.candidate
-    name = f"{chosen.counts} of {chosen.hardware} ({plan.choice.usd_per_h:,.2f} USD/h)"
+    name = f"{chosen.roles} of {chosen.hardware} ({plan.choice.usd_per_h:,.2f} USD/h)"
     offloads = chosen.decode_kind.offloads
     says = "pays" if offloads else "does not pay"
     others = [mix for mix in plan.mixes if mix.start.decode_kind.offloads is not offloads]
     if not others:
         return f"Offloading attention {says}: only {name} was compared."
     rival = min(others, key=_price)
-    counts = rival.start.counts if rival.cheapest is None else rival.cheapest.candidate.counts
+    roles = rival.start.roles if rival.cheapest is None else rival.cheapest.candidate.roles
     way = "without it" if offloads else "with it"
     seen = "" if rival.cheapest is not None else " by the cost model"
     return (
         f"Offloading attention {says}: {name} was chosen, and the cheapest {way},"
-        f" {counts} of {rival.start.hardware}, costs {_price(rival):,.2f} USD/h{seen}."
+        f" {roles} of {rival.start.hardware}, costs {_price(rival):,.2f} USD/h{seen}."
     )
 
 

@@ -169,7 +169,7 @@ class Planner:
         if not candidates:
             return []
         best = "" if self._best is None else f"; best so far {self._named(self._best)}"
-        self._assessor.doing = f"{self._stage}, {candidates[0].counts}{best}"
+        self._assessor.doing = f"{self._stage}, {candidates[0].roles}{best}"
         outcomes = self._assessor.look(candidates)
         for one, outcome in zip(candidates, outcomes, strict=True):
             if outcome.share < self._wanted:
@@ -180,7 +180,7 @@ class Planner:
         return outcomes
 
     def _named(self, one: Candidate) -> str:
-        return f"{one.counts} of {one.hardware} at {self._price(one):,.2f} USD/h"
+        return f"{one.roles} of {one.hardware} at {self._price(one):,.2f} USD/h"
 
     # Starting
 

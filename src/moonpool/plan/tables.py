@@ -32,11 +32,13 @@ def print_plan(plan: ClusterPlan, words: str, wanted: float) -> None:
             click.echo("\nnext to it")
         _print_neighbours(plan.neighbours, choice, wanted)
     click.echo(f"\nnothing cheaper attains as much (wanted: {wanted:.0%})")
-    for found in plan.front()[-FRONT_ROWS:]:
-        click.echo(f"  {_row(found, wanted)}")
+    front = plan.front()[-FRONT_ROWS:]
+    width = max((len(_what(found.candidate)) for found in front), default=0)
+    for found in front:
+        click.echo(f"  {_row(found, wanted, width)}")
     click.echo("\nhardware")
-    for mix in plan.mixes:
-        click.echo(f"  {_mix(mix)}")
+    for line in _mixes(plan.mixes):
+        click.echo(f"  {line}")
     if plan.num_left:
         why = "" if plan.stopped else "; none was expected to keep the SLOs"
         click.echo(
@@ -110,15 +112,15 @@ def _print_neighbours(around: Sequence[NeighbourFound], choice: Assessment, want
         click.echo(f"  {neighbour.change:<34} {price:>14}  {_attained(found, wanted)}{lacks}")
 
 
-def _row(found: Assessment, wanted: float) -> str:
+def _row(found: Assessment, wanted: float, width: int) -> str:
     what = _what(found.candidate)
-    return f"{what:<66} {found.usd_per_h:>9.2f} USD/h  {_attained(found, wanted)}"
+    return f"{what:<{width}} {found.usd_per_h:>9.2f} USD/h  {_attained(found, wanted)}"
 
 
 def _what(one: Candidate) -> str:
     ssd = f" + {tokens(one.ssd_tokens)} SSD" if one.ssd_tokens else ""
     return (
-        f"{one.counts} {one.hardware}, {tokens(one.cache_tokens)}{ssd}, {one.eviction}, chunk"
+        f"{one.roles}, {one.hardware}, {tokens(one.cache_tokens)}{ssd}, {one.eviction}, chunk"
         f" {one.chunk_tokens}"
     )
 
@@ -130,15 +132,29 @@ def _attained(found: Assessment, wanted: float) -> str:
     return f"{found.share:.1%}, P90 TTFT {found.ttft_p90_s:.3g} s: {meets}"
 
 
-def _mix(mix: MixFound) -> str:
-    name = f"{mix.start.layout}, {mix.start.hardware}"
+def _mixes(mixes: Sequence[MixFound]) -> list[str]:
+    """Returns a line for each mix of hardware: its cheapest cluster that keeps the SLOs, if any."""
+    names = [f"{mix.start.layout}, {mix.start.hardware}" for mix in mixes]
+    roles = [_roles(mix) for mix in mixes]
+    wide, high = (max(map(len, texts), default=0) for texts in (names, roles))
+    return [
+        f"{name:<{wide}}  {role:<{high}} {_price(mix)}"
+        for name, role, mix in zip(names, roles, mixes, strict=True)
+    ]
+
+
+def _roles(mix: MixFound) -> str:
     if mix.cheapest is not None:
-        one = mix.cheapest.candidate
-        return f"{name:<44} {one.counts:>10} {mix.cheapest.usd_per_h:>9.2f} USD/h keeps the SLOs"
+        return mix.cheapest.candidate.roles
+    return "-" if mix.num_simulated else mix.start.roles
+
+
+def _price(mix: MixFound) -> str:
+    if mix.cheapest is not None:
+        return f"{mix.cheapest.usd_per_h:>9.2f} USD/h keeps the SLOs"
     if mix.num_simulated:
-        return f"{name:<44} {'-':>10}   none of {mix.num_simulated} simulated keeps the SLOs"
-    start = f"{mix.start.counts:>10} {mix.start_usd_per_h:>9.2f} USD/h"
-    return f"{name:<44} {start} by the cost model; not simulated"
+        return f"  none of {mix.num_simulated} simulated keeps the SLOs"
+    return f"{mix.start_usd_per_h:>9.2f} USD/h by the cost model; not simulated"
 
 
 def figures_of(

@@ -210,8 +210,12 @@ class LiveCapacity:
         block_tokens: int,
         slo_ttft_s: float | None = None,
         slo_tbt_s: float | None = None,
+        api_key: str = "",
+        ca_file: str = "",
     ) -> None:
         self._url = url
+        self._api_key = api_key
+        self._ca_file = ca_file
         self._rows = rows
         self._block_tokens = block_tokens
         self._slo = (slo_ttft_s, slo_tbt_s)
@@ -236,7 +240,7 @@ class LiveCapacity:
         return num_long
 
     async def _query(self) -> ServerFacts:
-        client = HttpClient(self._url)
+        client = HttpClient(self._url, self._api_key, ca_file=self._ca_file)
         try:
             return await query_server(client, None)
         finally:
@@ -249,6 +253,8 @@ class LiveCapacity:
         ttft_s, tbt_s = self._slo
         plan = ReplayPlan(
             url=self._url,
+            api_key=self._api_key,
+            ca_file=self._ca_file,
             rows=tuple(row.faster(speed) for row in resample(self._rows, seed)),
             block_tokens=self._block_tokens,
             slo_ttft_s=ttft_s,

@@ -242,9 +242,11 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 
 
-def measure_live(url: str, workload: LiveWorkload, say: Say, ca_file: str = "") -> LiveProfile:
+def measure_live(
+    url: str, workload: LiveWorkload, say: Say, ca_file: str = "", api_key: str = ""
+) -> LiveProfile:
     """Measures the cluster's profile, and passes a line about it to `say`."""
-    profiler = LiveProfiler(url, workload.longest_tokens or 4096, ca_file)
+    profiler = LiveProfiler(url, workload.longest_tokens or 4096, ca_file, api_key)
     profile = run_on_uvloop(profiler.measure())
     prefill, decode = profile.cost.contention
     error = profile.fit_error

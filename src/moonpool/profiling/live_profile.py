@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from moonpool.api.connection.tls import untrusted_hint
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
 from moonpool.cost.step_curves import with_decode_curve
 from moonpool.profiling.learned_decode_steps import RehearsedRequest, step_spread
@@ -108,11 +109,11 @@ class _Receiver(CompletionReceiver):
 class LiveProfiler:
     """Measures an idle cluster; use `measure`."""
 
-    def __init__(self, url: str, longest_tokens: int, ca_file: str = "") -> None:
+    def __init__(self, url: str, longest_tokens: int, ca_file: str = "", api_key: str = "") -> None:
         """Prompts have at most `longest_tokens`. Raises ProfileError if `url` or `ca_file` (see
         `HttpClient`) cannot be used."""
         try:
-            self._client = HttpClient(url, ca_file=ca_file)
+            self._client = HttpClient(url, api_key, ca_file=ca_file)
         except ValueError as error:
             raise ProfileError(str(error)) from None
         self._longest_tokens = longest_tokens
@@ -215,7 +216,12 @@ class LiveProfiler:
         try:
             status, body = await self._client.get(path)
         except ConnectionFailedError as error:
-            raise ProfileError(f"no server answers at {self._client.url}: {error}") from None
+            hint = untrusted_hint(error)
+            text = f"no server answers at {self._client.url}: {error}"
+            raise ProfileError(f"{text}; {hint}" if hint else text) from None
+        if status in (401, 403):
+            text = f"{self._client.url} needs an API key ({status}): give --api-key"
+            raise ProfileError(text)
         if status != 200:
             raise ProfileError(f"{path} answers {status}: only a moonpool cluster can be profiled")
         return msgspec.json.decode(body)

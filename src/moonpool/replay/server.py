@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from moonpool.api.connection.tls import untrusted_hint
 from moonpool.replay.http_client import ConnectionFailedError, HttpClient
 from moonpool.types import MALFORMED
 
@@ -34,9 +35,9 @@ async def query_server(client: HttpClient, model: str | None) -> ServerFacts:
     try:
         status, body = await client.get("/v1/models")
     except ConnectionFailedError as error:
+        what_to_do = untrusted_hint(error) or "start one with `moonpool serve`, or correct the URL"
         raise ServerUnfitError(
-            f"no server answers at {client.url} ({error}): start one with `moonpool serve`, or"
-            " correct --url"
+            f"no server answers at {client.url} ({error}): {what_to_do}"
         ) from None
     if status in (401, 403):
         raise ServerUnfitError(

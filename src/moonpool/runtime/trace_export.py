@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from moonpool.config import ConfigError
+from moonpool.installation import install_command
 from moonpool.log_limit import limited_logger
 from moonpool.request_record import STAGES, RecordedSpan, RequestRecord
 from moonpool.types import FinishReason
@@ -62,8 +63,8 @@ def open_exporter(endpoint: str) -> TraceExporter | None:
         return TraceExporter(_make_exporter(endpoint))
     except ImportError:
         raise ConfigError(
-            "--otlp-traces-endpoint needs OpenTelemetry: install it with"
-            " pip install 'moonpool[otel]'"
+            "--otlp-traces-endpoint needs OpenTelemetry, which is not installed:"
+            f" {install_command('otel')}"
         ) from None
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from moonpool.installation import install_command
 from moonpool.transfer.parent import end_with
 from moonpool.types import Struct
 
@@ -80,8 +81,8 @@ def _connect(setup: MooncakeSetup, address: int) -> Any:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
         raise RuntimeError(
-            f"Mooncake's client cannot be imported ({error}): pip install 'moonpool[mooncake]',"
-            " and see docs/dependencies.md"
+            f"Mooncake's client cannot be imported ({error}); docs/dependencies.md says what it"
+            f" needs; it is installed by: {install_command('mooncake')}"
         ) from None
     client = MooncakeDistributedStore()
     code = client.setup(

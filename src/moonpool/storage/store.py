@@ -1,9 +1,9 @@
 """The SSD tier: writes blocks of the arena to numbered slots on disk and reads them back.
 
-`kvcache.tiers` decides which block goes to which slot, and when. A store or load ends as
-`TierStore` says. If the folder itself fails, `StoreLost` is posted once and every later operation
-ends at once. While the disk hangs (`io_threads`), every operation ends with an error that shows
-whether the disk may still access its blocks.
+`scheduler.ssd_offload` decides when a block is written, and `kvcache.ssd_tier` to which slot. A
+store or load ends as `TierStore` says. If the folder itself fails, `StoreLost` is posted once and
+every later operation ends at once. While the disk hangs (`io_threads`), every operation ends with
+an error that shows whether the disk may still access its blocks.
 
 All methods return at once. Blocks are moved directly between arena and disk, in this store's
 threads, without the GIL. See `format` for the format and for crash safety.

@@ -7,7 +7,7 @@ an entry in the changelog. docs/python.md shows them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ from moonpool.config import Config
 from moonpool.studies.cluster import cluster_config
 from moonpool.studies.run import RunSettings, run_simulation
 from moonpool.studies.simulation_result import SimulationResult
-from moonpool.studies.trace_rows import TraceRows, as_share
+from moonpool.studies.trace_rows import TraceRows, as_share, as_trace
+from moonpool.trace.row import TraceRow
 
 Tables = Mapping[str, Mapping[str, Any]]
 """A configuration as nested mappings: table, then key."""
 
 
 def simulate(
-    trace: str | Path | TraceRows,
+    trace: str | Path | TraceRows | Iterable[TraceRow],
     *,
     config: str | Path | Tables | Config | None = None,
     placement: Any = None,
@@ -43,6 +44,7 @@ def simulate(
 ) -> SimulationResult:
     """Replays a trace against a simulated cluster, as `moonpool simulate` does.
 
+    `trace` is a file, `TraceRows`, or requests in order of arrival: `TraceRow`s without hash_ids.
     `config` is a TOML file, tables, or a `Config`; the other parameters override it. A policy is a
     name, "module:Class", or an object: a class, a function, or an instance (docs/extending.md).
     `settings` are further fields of `RunSettings`, such as noise=0.05. Raises ValueError
@@ -80,7 +82,7 @@ def simulate(
         trace_format=trace_format,
         **settings,
     )
-    return run_simulation(trace, cluster_config(config, overrides), run, objects)
+    return run_simulation(as_trace(trace), cluster_config(config, overrides), run, objects)
 
 
 def _policy_name(policy: Any) -> str | None:

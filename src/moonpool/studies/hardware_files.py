@@ -62,7 +62,7 @@ def _check_profile(profile: FittedCost, path: str) -> None:
 
 
 def read_beliefs(path: str | None) -> CostEstimatorRecord | None:
-    """Reads what `profile --beliefs-of` wrote. Raises ConfigError."""
+    """Reads what `profile --beliefs` wrote. Raises ConfigError."""
     from moonpool.cost.recorded import RecordError, parse_beliefs
 
     if path is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from moonpool.plan.offloading import with_rivals
 from moonpool.sim.hardware.prices import parse_prices
 from moonpool.studies.cluster import cluster_config
 from moonpool.studies.hardware_files import read_catalogue_and_profile, read_text_file
-from moonpool.studies.trace_rows import TraceRows, as_share, named_trace, open_scaled
+from moonpool.studies.trace_rows import TraceRows, as_share, as_trace, named_trace, open_scaled
 
 if TYPE_CHECKING:
     from moonpool.plan.trial import Workload
@@ -45,7 +46,7 @@ class PlanResult:
 
 
 def plan_cluster(
-    trace: str | Path | TraceRows,
+    trace: str | Path | TraceRows | Iterable[TraceRow],
     *,
     slo_ttft_s: float | None = None,
     slo_tbt_s: float | None = None,
@@ -79,6 +80,7 @@ def plan_cluster(
     from moonpool.plan.tables import figures_of
     from moonpool.plan.workforce import Workforce
 
+    trace = as_trace(trace)
     slo = {"ttft_s": slo_ttft_s, "tbt_s": slo_tbt_s}
     given = {name: value for name, value in slo.items() if value is not None}
     base, kinds = base_and_kinds(cluster_config(config, {"slo": given}), devices, cost)
@@ -95,7 +97,8 @@ def plan_cluster(
         found = Planner(assessor, prepared, bounds).plan()
         around = found.neighbours if found.complete else ()
         fewer = broken_by_fewer(around, assessor.in_full)
-    words = sentence(found, fewer, prepared.base.slo, goal, prepared.shares_prefixes)
+    slos, shares = prepared.base.slo, prepared.shares_prefixes
+    words = sentence(found, fewer, slos, goal, shares, priced)
     figures = figures_of(found, fewer, words, prepared, goal, priced)
     run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
     return PlanResult(figures | {"run": named_trace(trace) | run})

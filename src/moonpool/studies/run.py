@@ -112,5 +112,6 @@ def run_simulation(
         simulation.run(make_arrivals(watch(iter(rows), rows.info), *sizes))
     figures = summarise(simulation, time.perf_counter() - began_s)
     figures["usd"] = instance_usd(config, catalogue, profile, figures["instance_hours"])
+    figures["trace_has_hashes"] = rows.info.block_tokens > 0
     figures["run"] = named_trace(trace) | settings.as_figures()
     return SimulationResult(simulation, figures, log)

@@ -26,6 +26,8 @@ class TraceRows:
         self.name = name
         if not self.rows:
             raise TraceError(f"{name} has no requests")
+        if strange := next((row for row in self.rows if not isinstance(row, TraceRow)), None):
+            raise TraceError(f"{name} has {strange!r:.60}, which is no moonpool.TraceRow")
         times = [row.arrived_s for row in self.rows]
         if sorted(times) != times:
             raise TraceError(f"{name} is not in order of arrival: sort its rows by arrived_s")
@@ -68,6 +70,11 @@ class TraceRows:
             is_sorted=True,
         )
         return Trace(info, (row.faster(speed) for row in chosen))
+
+
+def as_trace(trace: str | Path | TraceRows | Iterable[TraceRow]) -> str | Path | TraceRows:
+    """Returns what names or holds a trace; requests alone become `TraceRows`. Raises TraceError."""
+    return trace if isinstance(trace, str | Path | TraceRows) else TraceRows(trace)
 
 
 def read_trace(

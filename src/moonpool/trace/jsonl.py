@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, TraceRow, damage
 from moonpool.types import MALFORMED
 
@@ -139,9 +140,15 @@ class BailianParser:
         )
 
 
-def jsonl_parser(first_lines: list[bytes], name: str) -> JsonlParser | BailianParser:
-    """The parser for a file with these first lines. `name` is "mooncake", "bailian" or "auto"."""
+def jsonl_parser(
+    first_lines: list[bytes], name: str
+) -> JsonlParser | BailianParser | JsonLogParser:
+    """The parser for a file with these first lines. `name` is "mooncake", "bailian", "log" or
+    "auto"."""
     rows = [_object(line) or {} for line in first_lines]
+    first = next(filter(None, rows), {})
+    if name == "log" or (name == "auto" and not _is_published(first)):
+        return JsonLogParser(first_lines)
     if name == "bailian" or (name == "auto" and "chat_id" in rows[0]):
         return BailianParser(_ignored(_BailianLine, rows[0]))
     times = [row.get("timestamp") for row in rows]
@@ -149,6 +156,15 @@ def jsonl_parser(first_lines: list[bytes], name: str) -> JsonlParser | BailianPa
     block_tokens = 0 if rows[0].get("hash_ids") is None else _block_tokens(rows)
     units_per_s = 1.0 if in_seconds else 1000.0
     return JsonlParser(block_tokens, units_per_s, _ignored(_MooncakeLine, rows[0]))
+
+
+def _is_published(row: dict[str, Any]) -> bool:
+    """Whether a row is meant for Mooncake's or Bailian's format: it has one of their own names, or
+    nearly so. A line that is no object is explained by that format, too."""
+    own = ("input_length", "output_length", "hash_ids", "text_input")
+    return not row or any(
+        field in own or difflib.get_close_matches(field, own[:2], n=1, cutoff=0.8) for field in row
+    )
 
 
 def _ignored(shape: type, first: dict[str, Any]) -> tuple[str, ...]:
@@ -201,7 +217,8 @@ def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
     if line.lstrip().startswith(b"["):
         return "this is a JSON list, not one JSON object per line; convert it by `jq -c '.[]' FILE`"
     if fields is None:
-        return f"this line is not one JSON object ({error})"
+        more = "; put each object on one line by `jq -c . FILE`" if line.strip() == b"{" else ""
+        return f"this line is not one JSON object ({error}){more}"
     known = msgspec.structs.fields(shape)
     names = [field.encode_name for field in known]
     missing = [field for field in _REQUIRED[name] if field not in fields]
@@ -209,8 +226,21 @@ def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
         near = difflib.get_close_matches(field, missing, n=1) if field not in names else ()
         if near:
             return f"unknown field {field!r}; did you mean {near[0]}? rename it"
+    if "text_input" in fields and "input_length" in missing:
+        return (
+            "this row has text_input in place of input_length; moonpool knows no tokenizer for it:"
+            " count its tokens, and give them as input_length"
+        )
+    if "delay" in fields and "timestamp" in missing:
+        return (
+            "this row has a delay in place of a timestamp: it comes so long after the answer before"
+            " it, which is known only when that answer ends; requests are replayed at fixed times,"
+            " so give each row its timestamp, such as those of a run"
+        )
     if missing:
-        return f"this row has no {' and no '.join(missing)}; every row of a {name} trace needs them"
+        them = "it" if len(missing) == 1 else "them"
+        lacks = " and no ".join(missing)
+        return f"this row has no {lacks}; every row of a {name} trace needs {them}"
     for field in (
         "timestamp",
         "input_length",

@@ -11,7 +11,7 @@ from typing import Any
 
 from moonpool.config import ConfigError
 from moonpool.extensions import find_object, make_object
-from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, TraceError
+from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, TraceError, TraceRow
 
 KEY = "trace format"
 
@@ -57,12 +57,12 @@ class OwnParser:
 
     def _checked(self, found: Any) -> ParsedRow:
         try:
-            row = ParsedRow(*found)
+            row = self._parsed(found) if isinstance(found, TraceRow) else ParsedRow(*found)
         except TypeError:
             raise LineError(
-                f"{self.format} returned {type(found).__name__}: it must return None or (time,"
-                " input_tokens, output_tokens), then hash_ids, session, tenant and priority if it"
-                " has them"
+                f"{self.format} returned {type(found).__name__}: it must return None, a TraceRow,"
+                " or (time, input_tokens, output_tokens), then hash_ids, session, tenant and"
+                " priority if it has them"
             ) from None
         if not isinstance(row.time, int | float) or not isfinite(row.time):
             raise LineError(f"{self.format} returned the time {row.time!r}, which is no number")
@@ -79,6 +79,14 @@ class OwnParser:
                 f"{self.format} returned the priority {row.priority!r}: give a whole number"
             )
         return row._replace(hash_ids=ids, session=str(row.session), tenant=str(row.tenant))
+
+    def _parsed(self, row: TraceRow) -> ParsedRow:
+        """`arrived_s` is in seconds, whatever the units of the parser's times are."""
+        time = row.arrived_s
+        if isinstance(time, int | float):
+            time = time * self.units_per_s
+        others = (row.hash_ids, row.session, row.tenant, row.priority)
+        return ParsedRow(time, row.input_tokens, row.output_tokens, *others)
 
     def _check_ids(self, ids: tuple[Any, ...], input_tokens: int) -> None:
         if not self.block_tokens:

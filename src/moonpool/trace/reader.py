@@ -23,18 +23,31 @@ from typing import BinaryIO, Literal, get_args
 
 from moonpool.config import is_own_policy
 from moonpool.extensions import installed_names, own_name
+from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.jsonl import jsonl_parser
 from moonpool.trace.own_format import KEY as OWN_FORMAT
 from moonpool.trace.own_format import OwnParser
-from moonpool.trace.row import LineError, ParsedRow, Parser, TraceError, TraceInfo, TraceRow
+from moonpool.trace.row import (
+    OTHER_LINE,
+    LineError,
+    ParsedRow,
+    Parser,
+    TraceError,
+    TraceInfo,
+    TraceRow,
+)
 from moonpool.trace.table import table_parser
+from moonpool.trace.vllm_log import VllmLogParser, is_vllm_log
 
-TraceFormat = Literal["auto", "mooncake", "bailian", "azure", "burstgpt", "vidur", "log"]
+TraceFormat = Literal["auto", "mooncake", "bailian", "azure", "burstgpt", "vidur", "log", "vllm"]
+LOG_PARSERS = (JsonLogParser, VllmLogParser)
 _JSONL = ("mooncake", "bailian")
 _HEAD_ROWS = 100  # rows that decide between seconds and milliseconds
 
 MAX_LINE_BYTES = 8 << 20
 """Longer than any row: a million block ids of seven digits each."""
+MAX_OTHER_LINES, OTHER_LINES_PER_ROW = 10_000, 100
+"""A log with more lines that are no requests is another kind of file."""
 SAMPLE_ROWS = 8192
 """Rows of which the times decide about ticks."""
 _MIN_ROWS_PER_TIME = 1.05  # fewer equal times are chance, or do not matter
@@ -74,6 +87,7 @@ class _Scan:
     def __init__(self) -> None:
         self.num_rows = 0
         self.skipped_rows = 0
+        self.other_lines = 0
         self.first_time = 0.0
         self.last_time = 0.0
         self.index: _Index | None = None
@@ -91,7 +105,8 @@ def open_trace(
     """Opens the trace at `path`. `arrived_s` counts from its first row and is divided by `speed`.
 
     `format` is a `TraceFormat`, "module:Name", or the name of an installed format.
-    Rows without a prompt or an answer are skipped and counted. Rows of a file with rounded times
+    Rows without a prompt or an answer are skipped and counted, and so are lines of a log that are
+    no requests. Rows of a file with rounded times
     are spread evenly over its ticks, unless `spread_ticks` is False. `limit` is the largest number
     of rows. Raises TraceError.
     """
@@ -105,7 +120,9 @@ def open_trace(
     assert scan is not None
     if scan.num_rows == 0:
         skipped = f"; {scan.skipped_rows} rows have no prompt or no answer and were skipped"
-        raise TraceError(f"{path} has no requests{skipped if scan.skipped_rows else ''}")
+        if isinstance(parser, LOG_PARSERS) and not scan.skipped_rows:
+            skipped = f": {parser.why_none()}"
+        raise TraceError(f"{path} has no requests{skipped if _left_out(scan) else ''}")
     tick = find_tick(scan.head_times)
     info = TraceInfo(
         path=str(path),
@@ -117,12 +134,17 @@ def open_trace(
         tick_s=tick / parser.units_per_s,
         is_sorted=scan.index is None,
         ignored=parser.ignored,
+        other_lines=scan.other_lines,
     )
     parsed = _parsed_rows(path, parser, scan.index)
     if spread_ticks and tick > 0:
         parsed = spread(parsed, tick)
     rows = _rows(parsed, scan.first_time, parser.units_per_s * speed)
     return Trace(info, rows if limit is None else islice(rows, limit))
+
+
+def _left_out(scan: _Scan) -> int:
+    return scan.skipped_rows + scan.other_lines
 
 
 def own_parser(format: str) -> Parser | None:
@@ -143,10 +165,16 @@ def _parser_for(path: Path, format: str) -> Parser:
         if not head:
             raise TraceError(f"{path} is empty; a trace needs at least one request")
         number, _, first = head[0]
-        is_json = first.lstrip()[:1] in (b"{", b"[")
+        rows = [line for _, _, line in islice(lines, _HEAD_ROWS)]
+        if format == "vllm" or (format == "auto" and is_vllm_log([first, *rows])):
+            return VllmLogParser()
+        has_objects = any(line.lstrip().startswith(b"{") for line in (first, *rows))
+        # A log may begin with lines of text, as a start prints them.
+        is_log = format in ("auto", "log") and has_objects
+        is_json = first.lstrip()[:1] in (b"{", b"[") or is_log
         suffix = path.suffix.lower()
         named_json = suffix in (".jsonl", ".json", ".ndjson")
-        wants_json = format in _JSONL or (format == "auto" and (is_json or named_json))
+        wants_json = format in _JSONL or is_log or (format == "auto" and (is_json or named_json))
         if wants_json and not is_json:
             what = f"the file is named {suffix}" if format == "auto" else f"the format is {format}"
             raise error_at(
@@ -160,7 +188,6 @@ def _parser_for(path: Path, format: str) -> Parser:
                 f"{what}, but this line is JSON, not CSV; rename the file",
             )
         try:
-            rows = [line for _, _, line in islice(lines, _HEAD_ROWS)]
             if not wants_json:
                 return table_parser(first, format, rows)
             return jsonl_parser([first, *rows], format)
@@ -189,6 +216,11 @@ def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
             if row is None:
                 scan.skipped_rows += 1
                 continue
+            if row is OTHER_LINE:
+                scan.other_lines += 1
+                if scan.other_lines > MAX_OTHER_LINES + OTHER_LINES_PER_ROW * scan.num_rows:
+                    raise error_at(path, number, _not_a_log(parser, scan))
+                continue
             scan.num_rows += 1
             if origin is None:
                 origin = row.time
@@ -213,13 +245,19 @@ def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
     return scan
 
 
+def _not_a_log(parser: Parser, scan: _Scan) -> str:
+    counts = f"{scan.other_lines:,} lines so far are no requests, and {scan.num_rows:,} are"
+    why = parser.why_none() if isinstance(parser, LOG_PARSERS) and not scan.num_rows else ""
+    return f"{counts}; {why or 'keep the lines of requests only'}"
+
+
 def _parsed_rows(path: Path, parser: Parser, index: _Index | None) -> Iterator[ParsedRow]:
     with open_file(path) as file:
         if index is None:
             for number, _, line in numbered_lines(file, path):
                 if number > parser.header_lines:
                     row = _parse(parser, path, number, line)
-                    if row is not None:
+                    if row is not None and row is not OTHER_LINE:
                         yield row
             return
         for offset, number in zip(index.offsets, index.numbers, strict=True):

@@ -52,7 +52,8 @@ class TraceInfo(Struct, frozen=True):
 
     `block_tokens` is the block size of the trace (0: no hashes). `tick_s` is the step to which its
     times were rounded (0: not rounded, or not noticeably). `skipped_rows` had no prompt or no
-    answer and are not part of `num_rows`. `ignored` are fields that the parser does not use.
+    answer, and `other_lines` of a log were no requests; neither are part of `num_rows`. `ignored`
+    are fields that the parser does not use.
     """
 
     path: str
@@ -64,6 +65,7 @@ class TraceInfo(Struct, frozen=True):
     tick_s: float
     is_sorted: bool
     ignored: tuple[str, ...] = ()
+    other_lines: int = 0
 
 
 class ParsedRow(NamedTuple):
@@ -78,12 +80,17 @@ class ParsedRow(NamedTuple):
     priority: int = 0
 
 
+OTHER_LINE = ParsedRow(-1.0, 0, 0)
+"""What a parser returns for a line of a log that is no request."""
+
+
 class LineError(ValueError):
     """A line cannot be used. The reader adds the file name and the line number."""
 
 
 class Parser(Protocol):
-    """Parses single lines. `parse` raises `LineError`; None is a row to skip and count."""
+    """Parses single lines. `parse` raises `LineError`; None is a row to skip and count, and
+    OTHER_LINE a line that is no row at all."""
 
     format: str
     block_tokens: int  # 0: no hashes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from math import isfinite
 
@@ -75,7 +75,7 @@ LOG_COLUMNS = {
     "session_id": ("session_id", "session", "conversation_id", "chat_id"),
 }
 """Names of the columns of a log of one's own, small or capital, with spaces or underscores."""
-_EPOCH_S, _EPOCH_MS = 1e9, 1e11
+EPOCH_S, _EPOCH_MS = 10**9, 10**11
 """Smaller times count from the log's start. Larger ones count from 1970: in seconds up to the
 second value, and in ms, us and ns up to a thousand times as much each."""
 
@@ -97,7 +97,7 @@ class TableParser:
         has_session = table.session is not None and table.session in header
         self._session = header.index(table.session) if has_session and table.session else -1
         self._columns = header
-        self._read_time: Callable[[bytes], float] = _DatedTime() if table.is_dated else _number
+        self._read_time: Callable[[bytes], float] = DatedTime() if table.is_dated else _number
 
     def parse(self, line: bytes) -> ParsedRow | None:
         """Raises LineError for another number of columns than the header has, and for a cell that
@@ -137,7 +137,7 @@ class TableParser:
         return tokens
 
 
-class _DatedTime:
+class DatedTime:
     """Parses dates to units of 100 ns since 1970. Caches the last minute, which most rows share."""
 
     def __init__(self) -> None:
@@ -282,12 +282,23 @@ def _with_times(
     except ValueError:
         return msgspec.structs.replace(table, is_dated=True)
     latest = max(filter(isfinite, times), default=0.0)
-    if latest >= _EPOCH_S:
-        units_per_s = next((u for u in (1.0, 1e3, 1e6) if latest < _EPOCH_MS * u), 1e9)
+    if latest >= EPOCH_S:
+        units_per_s = float(units_since_1970(latest))
     else:
-        has_fractions = any(not time.is_integer() for time in times if isfinite(time))
-        units_per_s = 1.0 if has_fractions else 1e3
+        units_per_s = float(units_since_start(times))
     return msgspec.structs.replace(table, units_per_s=units_per_s)
+
+
+def units_since_1970(time: float) -> int:
+    """Returns how many of its units a second has, for a time that counts from 1970."""
+    return next((units for units in (1, 10**3, 10**6) if time < _EPOCH_MS * units), 10**9)
+
+
+def units_since_start(times: Iterable[float]) -> int:
+    """The same for times that count from the log's start: milliseconds as in Mooncake's files,
+    unless some have fractions."""
+    finite = (time for time in times if isfinite(time))
+    return 1 if any(not float(time).is_integer() for time in finite) else 1000
 
 
 def _no_header(header: list[str]) -> str:

@@ -29,6 +29,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from moonpool.installation import install_command
 from moonpool.transfer.parent import end_with
 from moonpool.types import Struct
 
@@ -155,7 +156,8 @@ def _open_agent(name: str, devices: str, base: int, num_bytes: int) -> Any:
             from nixl_cu12 import _api as nixl
     except ImportError as error:
         raise RuntimeError(
-            f"NIXL cannot be imported ({error}): pip install 'moonpool[nixl]' on every machine"
+            f"NIXL cannot be imported ({error}); every machine needs it, and this one gets it by:"
+            f" {install_command('nixl')}"
         ) from None
     for logger in ("nixl", "nixl_cu12", "nixl_cu13"):
         logging.getLogger(logger).setLevel(logging.WARNING)

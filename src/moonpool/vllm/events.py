@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from moonpool.installation import install_command
 from moonpool.types import MALFORMED
 from moonpool.vllm.block_names import (
     ExternalBlocksCleared,
@@ -50,11 +51,12 @@ _FIELDS = {
 _LOOSE = msgspec.msgpack.Decoder(list[Any])
 
 
-NO_PYZMQ = (
-    "vLLM's KV events need pyzmq, which is not installed: pip install 'moonpool[vllm]', or from a"
-    " checkout: pip install '.[vllm]'; or leave the tcp:// address out, and moonpool estimates the"
-    " cached blocks"
-)
+def no_pyzmq() -> str:
+    """The error where the package of vLLM's events is absent."""
+    return (
+        f"vLLM's KV events need pyzmq, which is not installed: {install_command('vllm')}; or leave"
+        " the tcp:// address out, and moonpool estimates the cached blocks"
+    )
 
 
 class EventsError(Exception):
@@ -136,7 +138,7 @@ class EventReader:
         try:
             import zmq.asyncio
         except ImportError:
-            raise EventsError(NO_PYZMQ) from None
+            raise EventsError(no_pyzmq()) from None
         self._zmq: Any = zmq
         self._context = zmq.asyncio.Context.instance()
         self._events, self._replay = events, replay

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from moonpool.api.keys import (
     read_keys,
 )
 
+ROOT = Path(__file__).parents[3]
+KEYS_MODULE = ROOT / "src" / "moonpool" / "api" / "keys.py"
 FILE = """
 # key   tenant  share
 sk-1    search  2
@@ -184,3 +187,16 @@ def test_only_the_operator_upgrades_and_no_web_page(
     found = ask("/cluster/upgrade", key, {}, head=head, headers={"host": "127.0.0.1", **headers})
     assert found.status_code == (202 if status == 200 else status), found.text
     assert head.num_upgrades == (status == 200)
+
+
+def test_every_example_of_a_key_file_names_its_limits() -> None:
+    """A bare number is taken as a share, but one way of writing is enough to learn."""
+    texts = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py"), KEYS_MODULE]
+    found = 0
+    for path in texts:
+        for line in re.findall(
+            r"^ *((?:sk-|sha256:)[\w.]+ +[\w-]+ +\S.*)$", path.read_text(), re.M
+        ):
+            found += 1
+            assert all("=" in word for word in line.split()[2:]), f"{path.name}: {line}"
+    assert found >= 5

@@ -43,6 +43,11 @@ def test_a_page_is_self_contained_and_open(path: str) -> None:
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
 
 
+def test_the_page_of_the_routes_is_a_link() -> None:
+    (target,) = re.findall(r'<a href="([^"]*)">/docs</a>', ask("/").text)
+    assert ask(f"/{target}").text == ask("/docs").text
+
+
 @pytest.mark.long
 def test_events_need_a_key_and_show_its_tenant() -> None:
     assert ask("/cluster/events").status_code == 401

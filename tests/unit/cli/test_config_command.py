@@ -154,3 +154,33 @@ def test_the_shell_completes(words: str, expected: str) -> None:
         check=False,
     )
     assert f"plain,{expected}" in done.stdout.split(), done
+
+
+def test_each_mistake_is_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[pool]\nblok = 1\nblock_tokens = "x"\n[slo]\nttft_s = -1\n')
+    for words in (["config", "check", str(path)], ["simulate", "--trace", "t", "--config", path]):
+        done = CliRunner().invoke(cli, [str(word) for word in words])
+        lines = done.stderr.splitlines()
+        assert done.exit_code == 1 and len(lines) == 3
+        assert all(line.startswith(f"moonpool: {path}: ") for line in lines)
+
+
+def test_a_mistake_of_a_flag_is_not_said_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("[pool]\nblok = 1\n")
+    words = ["simulate", "--trace", "t", "--config", str(path), "--slo-ttft", "-1"]
+    lines = CliRunner().invoke(cli, words).stderr.splitlines()
+    assert [line.startswith(f"moonpool: {path}: ") for line in lines] == [True, False]
+
+
+def test_all_files_that_a_config_names_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(
+        '[conductor]\nplacement = "nothing:Here"\n'
+        '[api]\napi_key_file = "no.keys"\nssl_certfile = "no.pem"\n'
+    )
+    lines = run("check", str(path)).stderr.splitlines()
+    assert len(lines) == 3 and all(line.startswith(f"moonpool: {path}: ") for line in lines)
+    for words in ("nothing", "no.keys", "no.pem"):
+        assert sum(words in line for line in lines) == 1

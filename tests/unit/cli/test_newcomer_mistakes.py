@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
+from test_options import COMMANDS
 
 import moonpool.cli.serve as serve
-from moonpool.cli.main import cli, main
+from moonpool.cli.main import SuggestingGroup, cli, main
 from moonpool.cli.watch.cluster_events import time_text
 from moonpool.cli.watch.status import status_lines
 
+ROOT = Path(__file__).parents[3]
 KEYS = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
 
 
@@ -55,6 +60,30 @@ def test_a_command_that_is_nearly_right_is_named(typed: str, near: str) -> None:
     result = CliRunner().invoke(cli, [typed, "--trace", "x"])
     assert result.exit_code == 2
     assert f"No such command {typed!r}. Did you mean {near!r}?" in result.output
+
+
+@pytest.mark.parametrize(
+    ("group", "typed", "near"),
+    [
+        ("bench", "engin", "engine"),
+        ("bench", "capacty", "capacity"),
+        ("pool", "audt", "audit"),
+        ("trace", "inf", "info"),
+        ("config", "chekc", "check"),
+    ],
+)
+def test_a_command_of_a_group_that_is_nearly_right_is_named(
+    group: str, typed: str, near: str
+) -> None:
+    result = CliRunner().invoke(cli, [group, typed])
+    assert result.exit_code == 2
+    assert f"No such command {typed!r}. Did you mean {near!r}?" in result.output
+
+
+def test_every_group_suggests() -> None:
+    groups = [command for command in COMMANDS.values() if isinstance(command, click.Group)]
+    assert len(groups) >= 5
+    assert all(isinstance(group, SuggestingGroup) for group in groups)
 
 
 def test_a_command_like_no_other_gets_no_suggestion() -> None:
@@ -128,6 +157,44 @@ def test_events_without_pyzmq_are_one_line_and_no_worker_starts(
 
 
 @pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        (["plan", "--trace", "t.jsonl"], "scipy", "plan"),
+        (["plan", "--trace", "t.jsonl", "--plot", "p.png"], "matplotlib", "plan"),
+        (["trial", "127.0.0.1:1"], "scipy", "plan"),
+        (["bench", "capacity", "127.0.0.1:1"], "scipy", "plan"),
+        (["profile", "--plot", "p.png"], "matplotlib", "plan"),
+        (["profile"], "torch", "engine"),
+        (["serve", "--port", "0"], "torch", "engine"),
+    ],
+)
+def test_a_package_that_is_absent_is_told_before_any_work(
+    words: list[str],
+    package: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    without(package, monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        main(args=words, prog_name="moonpool")
+    shown = capsys.readouterr()
+    assert ended.value.code == 1 and shown.out == ""
+    assert shown.err.startswith(f"moonpool: this needs {package}, which is not installed: ")
+    assert f"[{extra}]'" in shown.err and shown.err.count("\n") == 1
+
+
+def test_a_plan_without_a_plot_does_not_import_what_draws() -> None:
+    script = (
+        "import sys; from moonpool.cli.main import cli\n"
+        "sys.modules['matplotlib'] = None  # its import fails\n"
+        "cli(['plan', '--trace', 'none.jsonl'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("moonpool: cannot read none.jsonl")
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.02851, "28.5 ms"), (0.9996, "1.00 s"), (2.657, "2.66 s"), (10.25, "10.25 s")],
 )
@@ -157,4 +224,5 @@ def test_the_demo_without_torch_says_so_before_it_starts_anything(
         main(args=["demo"], prog_name="moonpool")
     shown = capsys.readouterr()
     assert ended.value.code == 1 and not shown.out
-    assert shown.err.startswith("moonpool: this needs torch, which is not installed: pip install")
+    assert shown.err.startswith("moonpool: this needs torch, which is not installed: ")
+    assert f"pip install -e '{ROOT}[engine]'" in shown.err and shown.err.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,19 @@ def answer(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
     return found
 
 
+def test_the_default_devices_are_named(trace: str) -> None:
+    said = "planning with nodes of 8 A800-SXM, those of Mooncake's paper"
+    few = ("--trace", trace, *SMALL, "--runs", "2", "--processes", "1")
+    assert said in run_plan(*few).stderr
+    assert said not in run_plan(*few, "--devices", "A800-SXM:8").stderr
+
+
 def test_it_says_what_to_buy_and_why(answer: tuple[dict[str, Any], str]) -> None:
     found, text = answer
     choice = found["choice"]
-    assert text.startswith(f"Buy {choice['cluster']} of 8 x A800-SXM with ")
+    bought = re.search(r"^Buy (.*) on (?:one node|\d+ nodes) of 8 A800-SXM, with ", text, re.M)
+    assert bought is not None and bought[1].rpartition(" ")[2] in ("instance", "instances")
+    assert not re.search(r"\b\d+[PDM]\b(?! tokens| of)", text), "no code for instances"
     assert found["advice"] in text and "USD/h" in text and "another sample like it has" in text
     assert choice["meets"] and choice["share"] >= 0.9 and len(choice["draws"]) == 3
     low, high = choice["another_sample"]["low"], choice["another_sample"]["high"]

@@ -224,7 +224,8 @@ def test_every_command_of_the_page_runs(
 
 BAD_TRACES = {
     "": "is empty",
-    '{"a": 1}\n': "no timestamp",
+    '{"a": 1}\n': "no line has an arrival",
+    '{"timestamp": 1, "output_length": 3}\n': "no input_length; every row of a mooncake trace",
     '{"timestamp": NaN, "input_length": 9, "output_length": 3, "hash_ids": [1]}\n': "JSON",
     "arrived_at,num_prefill_tokens,num_decode_tokens\nnan,374,44\n": "finite number",
     "arrived_at,num_prefill_tokens,num_decode_tokens\n-3,374,44\n": "finite number",

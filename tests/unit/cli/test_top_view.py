@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moonpool.cli.watch.cluster_events import bearer_key
+from moonpool.cli.server.address import bearer_key
 from moonpool.cli.watch.top_view import render
 
 

@@ -24,6 +24,7 @@ from moonpool.sim.hardware.prices import parse_prices
 
 A800, H20 = NodeKind("A800-SXM", 8), NodeKind("H20", 4)
 ONE = Candidate(A800, H20, 3, 2, 0, 1_000_000, 2048)
+PRICED = Priced(parse_prices(""), 500_000.0)
 MIXED = Candidate(A800, A800, 0, 0, 4, 1_000_000, 256)
 
 
@@ -121,3 +122,26 @@ def test_steps_and_words() -> None:
     both = msgspec.structs.replace(ONE, mixed=1, prefill_stages=2)
     assert (both.counts, both.layout) == ("3P+2D+1M", "P/D and mixed")
     assert both.hardware == "2 stages of 8 x A800-SXM / 4 x H20"
+    assert (MIXED.roles, both.roles) == ("4 mixed", "3 prefill + 2 decode + 1 mixed")
+
+
+def test_a_cluster_in_words() -> None:
+    change, h20 = msgspec.structs.replace, ONE.decode_kind
+    one = change(MIXED, mixed=1)
+    split = change(ONE, prefill=1, decode=1, decode_kind=ONE.kind)
+    lamina = change(ONE, prefill=1, decode_kind=NodeKind("H100-SXM", 2, "H20", 4))
+    only = change(MIXED, mixed=0, decode=3, decode_kind=h20)
+    on_one = "1 prefill instance on one node of 8 A800-SXM, and"
+    for candidate, words in (
+        (one, "1 mixed instance on one node of 8 A800-SXM"),
+        (MIXED, "4 mixed instances on 4 nodes of 8 A800-SXM"),
+        (split, "1 prefill and 1 decode instances on 2 nodes of 8 A800-SXM"),
+        (change(split, decode_kind=h20), f"{on_one} 1 decode instance on one node of 4 H20"),
+        (only, "3 decode instances on 3 nodes of 4 H20"),
+        (change(one, prefill_stages=2), "1 mixed (2 stages) instance on 2 nodes of 8 A800-SXM"),
+    ):
+        assert PRICED.words(candidate) == words
+    with_attention = "2 nodes of 2 H100-SXM and 4 H20 for attention"
+    assert PRICED.words(lamina) == f"{on_one} 2 decode instances on {with_attention}"
+    wide = change(PRICED, nodes_per_prefill=2)
+    assert wide.words(one) == "1 mixed instance on 2 nodes of 8 A800-SXM"

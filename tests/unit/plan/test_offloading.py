@@ -74,15 +74,16 @@ def test_the_verdict_is_that_of_the_choice() -> None:
     # By the cost model it looked the cheapest of all, but it took three nodes.
     more = MixFound(lamina, 1.0, assessed(cluster(LAMINA, 3)))
     said = verdict(plan(h100, settled, more))
-    assert "does not pay: 2P+1D of 8 x H100-SXM (12.00 USD/h) was chosen" in said
-    assert said.endswith("2P+3D of 8 x H100-SXM / 2 x H100-SXM + 4 x H20, costs 30.00 USD/h.")
+    assert "does not pay: 2 prefill + 1 decode of 8 x H100-SXM (12.00 USD/h) was chosen" in said
+    kinds = "8 x H100-SXM / 2 x H100-SXM + 4 x H20"
+    assert said.endswith(f"2 prefill + 3 decode of {kinds}, costs 30.00 USD/h.")
     said = verdict(plan(lamina, MixFound(lamina, 1.0), settled))
-    assert "attention pays: 2P+1D of 8 x H100-SXM / 2 x" in said
-    assert said.endswith("without it, 2P+1D of 8 x H100-SXM, costs 12.00 USD/h.")
+    assert "attention pays: 2 prefill + 1 decode of 8 x H100-SXM / 2 x" in said
+    assert said.endswith("without it, 2 prefill + 1 decode of 8 x H100-SXM, costs 12.00 USD/h.")
     assert verdict(plan(h100, settled, MixFound(lamina, 9.0))).endswith(
         "9.00 USD/h by the cost model."
     )
-    assert "only 2P+1D" in verdict(plan(h100, settled))
+    assert "only 2 prefill + 1 decode" in verdict(plan(h100, settled))
     assert "is unknown" in verdict(plan(None, settled, more))
 
 

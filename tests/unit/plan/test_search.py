@@ -166,7 +166,7 @@ def test_of_clusters_at_one_price_the_one_with_the_most_room_is_named() -> None:
     assert by_name["2P+2D"].kept == 1.5
     assert by_name["2P+2D"].missed == 2.0
     assert by_name["4M"].kept == 1.1
-    words = sentence(found, [], BASE.slo, PlanGoal(), True)
+    words = sentence(found, [], BASE.slo, PlanGoal(), True, priced())
     assert "It keeps the SLOs at 1.5 times the trace's speed, not at 2 times" in words
 
 
@@ -211,7 +211,7 @@ def test_a_spent_budget_keeps_what_was_found_and_says_so() -> None:
     assert not found.complete and found.choice is not None and found.choice.share >= 0.9
     nothing, _ = planned(MadeUpWorkforce(truth(40.0, 30.0)), priced(), max_runs=3.0)
     assert nothing.choice is None and not nothing.complete
-    assert "allow more with --runs" in sentence(nothing, [], BASE.slo, PlanGoal(), True)
+    assert "allow more with --runs" in sentence(nothing, [], BASE.slo, PlanGoal(), True, priced())
 
 
 def test_a_time_limit_keeps_the_best_so_far() -> None:
@@ -241,13 +241,13 @@ def test_an_interrupt_keeps_the_best_so_far() -> None:
     found, _ = planned(workforce, priced())
     assert found.stopped == "interrupted"
     assert found.choice is not None and found.choice.interval is None
-    assert sentence(found, [], BASE.slo, PlanGoal(), True).startswith("Buy ")
+    assert sentence(found, [], BASE.slo, PlanGoal(), True, priced()).startswith("Buy ")
 
 
 def test_where_nothing_meets_the_nearest_is_named() -> None:
     found, _ = planned(MadeUpWorkforce(lambda config: (0.5, 0.5)), priced())
     assert found.choice is None and found.neighbours == ()
-    words = sentence(found, [], BASE.slo, PlanGoal(), True)
+    words = sentence(found, [], BASE.slo, PlanGoal(), True, priced())
     assert words.startswith("No cluster was found in which 90%")
 
 
@@ -263,8 +263,10 @@ def test_the_sentence_says_what_is_promised_and_what_one_fewer_breaks() -> None:
     assert choice.share == pytest.approx(0.92) and len(choice.outcomes) == 7
     assert choice.interval.low < 0.9 < choice.interval.high
     fewer = broken_by_fewer(found.neighbours, used.in_full)
-    words = sentence(found, fewer, BASE.slo, PlanGoal(), False)
-    assert words.startswith(f"Buy {choice.candidate.counts} of 8 x A800-SXM with ")
+    words = sentence(found, fewer, BASE.slo, PlanGoal(), False, priced())
+    bought = priced().words(choice.candidate)
+    assert bought.endswith(f" on {choice.candidate.num_instances} nodes of 8 A800-SXM")
+    assert words.startswith(f"Buy {bought}, with ")
     assert f"another sample like it has {choice.interval.low:.1%} to" in words
     assert "share no prefixes" in words and " instance fewer breaks the " in words
     assert "at 00:00" in words

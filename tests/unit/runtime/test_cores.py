@@ -14,6 +14,7 @@ from moonpool.config import parse_config
 from moonpool.cores import (
     Core,
     CoreShare,
+    crowding,
     format_cores,
     name_cpu,
     parse_cores,
@@ -179,3 +180,22 @@ def test_two_nodes_as_the_kernel_describes_them(
 )
 def test_a_cpu_is_named_with_the_instructions_that_matter(cpuinfo: str, name: str) -> None:
     assert name_cpu(cpuinfo) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "cores", "crowded"),
+    [
+        ("[cluster]\nprefill = 50\ndecode = 1\n[engine]\nthreads = 100", 2, "51 engine processes"),
+        ("[cluster]\nprefill = 50\ndecode = 1", 2, "51 engine processes of 1 threads each"),
+        ("[engine]\nthreads = 100", 2, "2 engine processes of 100 threads each share 2 cores"),
+        ("[cluster]\nattention = 60\nmixed = 1\nprefill = 0\ndecode = 0", 8, "61 engine processes"),
+        ("[cluster]\nprefill = 2\ndecode = 2", 1, ""),  # the demo on one core
+        ("[cluster]\nprefill = 50\ndecode = 1", 64, ""),
+        ("[cluster]\nprefill = 2\ndecode = 2\n[engine]\nthreads = 4", 4, ""),
+        ('[cluster]\nprefill = 50\n[engine]\nkind = "vllm"', 2, ""),
+        ('[cluster]\nprefill = 50\n[engine]\ndevice = "cuda"', 2, ""),
+    ],
+)
+def test_far_more_threads_than_cores_are_one_line(text: str, cores: int, crowded: str) -> None:
+    found = crowding(parse_config(text), cores)
+    assert found.startswith(crowded) and bool(found) is bool(crowded) and "\n" not in found

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moonpool.engine.builtin import open_model
@@ -13,7 +14,15 @@ from moonpool.engine.ops import empty_cache
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.engine.step import StepResult
-from moonpool.runtime.profile_store import KEPT_S, profile_path, refine_profile
+from moonpool.runtime.profile_store import (
+    KEPT_S,
+    clear_profiles,
+    kept_profiles,
+    measure_profile,
+    profile_path,
+    profiles_folder,
+    refine_profile,
+)
 from moonpool.scheduler.actions import StepEntry
 
 NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=512"
@@ -63,3 +72,43 @@ def test_a_slow_model_is_measured_in_brief() -> None:
     assert sum(slow.steps) < 120 < sum(fast.steps)
     assert cost.prefill_s(256, 0) == pytest.approx(256 * 0.05, rel=0.1)
     assert cost.decode_step_s(4, 256) == pytest.approx(4 * 0.05, rel=0.1)
+
+
+def test_a_measurement_that_is_not_to_be_kept_writes_nothing(tmp_path: Path) -> None:
+    measure_profile(CountingEngine(1e-4), 1, 0.0, lambda sample: None, keep=False)
+    assert list(tmp_path.iterdir()) == [] and kept_profiles() == []
+
+
+def test_kept_times_are_listed_and_cleared() -> None:
+    engine = CountingEngine(1e-4)
+    refine_profile(engine, 1)
+    measure_profile(engine, 2, 0.0, lambda sample: None)
+    found = kept_profiles()
+    assert [each.threads for each in found] == [2, 1]
+    assert {each.path for each in found} == {str(profile_path(engine, n)) for n in (1, 2)}
+    assert found[0].describe().startswith("llama, 2 layers, 0.1 million parameters, ")
+    assert found[0].describe().endswith(", 2 threads")
+    strange = profiles_folder() / "notes.json"
+    strange.write_text("mine")
+    clear_profiles()
+    assert kept_profiles() == [] and list(profiles_folder().iterdir()) == [strange]
+
+
+def test_times_of_an_earlier_release_are_used_and_listed() -> None:
+    engine = CountingEngine(1e-4)
+    first = refine_profile(engine, 1)
+    path = profile_path(engine, 1)
+    path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes())["samples"]))
+    engine.steps.clear()
+    assert refine_profile(engine, 1) == first and not engine.steps
+    assert [each.describe() for each in kept_profiles()] == [""]
+
+
+def test_a_damaged_file_is_listed_and_measured_again() -> None:
+    engine = CountingEngine(1e-4)
+    path = profile_path(engine, 1)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"{")
+    assert [each.path for each in kept_profiles()] == [str(path)]
+    refine_profile(engine, 1)
+    assert engine.steps and kept_profiles()[0].threads == 1

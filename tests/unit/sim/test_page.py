@@ -20,7 +20,7 @@ from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.report.page import render_report
-from moonpool.sim.report.units import byte_size, duration, percent
+from moonpool.sim.report.units import byte_size, duration, percent, significant
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
@@ -257,3 +257,32 @@ def test_more_instances_than_strips() -> None:
     assert "The first 32 of 43;" in page
     assert len(re.findall(r"<title>prefill-\d+: computed", page)) == 32
     assert len(page.encode()) < 400_000
+
+
+def notes_of(page: str) -> list[str]:
+    return [unescape(note) for note in re.findall(r'<p class="note">(.*?)</p>', page)]
+
+
+def test_the_price_is_a_figure_where_there_is_one() -> None:
+    simulation, figures, page = ordinary()
+    assert "price in USD" not in page
+    hours = sum(figures["instance_hours"].values())
+    page = drawn(simulation, figures | {"usd": 96.0})
+    (value, remark) = re.findall(r"<dt>price in USD</dt><dd>([^<]*)<small>([^<]*)</small>", page)[0]
+    assert value == "96.00" and remark.endswith(" per 1,000 within both SLOs")
+    assert float(remark.split()[0]) == pytest.approx(96_000 / figures["effective"], rel=0.01)
+    page = drawn(simulation, figures | {"usd": 96.0, "effective": 0})
+    assert f"<small>{significant(hours)} instance hours</small>" in page
+
+
+def test_what_the_figures_cannot_say_is_said() -> None:
+    simulation, figures, page = ordinary()
+    assert notes_of(drawn(simulation, figures | {"cost_domain": None})) == []
+    domain = figures["cost_domain"] | {"outside_prefill_share": 0.93, "outside_decode_share": 0.0}
+    page = drawn(simulation, figures | {"cost_domain": domain, "trace_has_hashes": False})
+    outside, hashes = notes_of(page)
+    assert "93% of computed prompt tokens and 0% of generated ones lie outside" in outside
+    assert "has no block hashes, so it cannot show which prompts share a prefix" in hashes
+    assert (
+        notes_of(drawn(simulation, figures | {"cost_domain": None, "trace_has_hashes": True})) == []
+    )

@@ -12,7 +12,7 @@ from tests.forked.commands import run_command
 
 POLICIES = """
 import json
-from moonpool import LineError
+from moonpool import LineError, TraceRow
 
 class First:
     def __call__(self, context):
@@ -33,6 +33,20 @@ class Lines:
             raise LineError("the prompt is unknown; log it")
         return int(time), int(prompt), int(answer)
 
+class Rows:
+    header_lines = 1
+    units_per_s = 1000
+    block_tokens = 512
+    def parse(self, line):
+        time, prompt, answer = line.split(b";")
+        ids = tuple(range(-(-int(prompt) // 512)))
+        return None if answer.strip() == b"-" else TraceRow(
+            int(time) / 10, int(prompt), int(answer), ids, session="s", tenant="t", priority=1
+        )
+
+def huge(line):
+    return TraceRow("noon", 1, 1)
+
 def broken(line):
     return line.index(b"#")
 
@@ -51,6 +65,7 @@ nobody = own_things:Nobody
 again-lru = moonpool.kvcache.eviction:LruEviction
 [moonpool.trace_format]
 semicolons = own_things:Lines
+rows = own_things:Rows
 """
 
 
@@ -93,6 +108,14 @@ def test_installed_names_work_in_files(installed: Path) -> None:
     assert simulate(installed, "--config", "cluster.toml")["rejected"] == 2
 
 
+def test_a_format_may_return_rows_in_seconds(installed: Path) -> None:
+    run(installed, "trace", "info", "log.csv", "--format", "rows", "--json", "rows.json")
+    run(installed, "trace", "info", "log.csv", "--format", "semicolons", "--json", "tuples.json")
+    rows, tuples = (json.loads((installed / f"{n}.json").read_text()) for n in ("rows", "tuples"))
+    assert rows["requests"] == 2 and rows["duration_s"] == tuples["duration_s"] == 1.0
+    assert simulate(installed, trace_format="rows")["trace_has_hashes"]
+
+
 def test_a_format_may_stand_in_a_module(installed: Path) -> None:
     found = simulate(installed, trace_format="own_things:Lines")
     assert found["requests"] == 2
@@ -104,9 +127,10 @@ def test_a_format_may_stand_in_a_module(installed: Path) -> None:
     ("flags", "text"),
     [
         (("--placement", "always-frist"), "'kvcache-centric', 'always-first', nor MODULE:CLASS"),
-        (("--trace-format", "colons"), "vidur, log, semicolons, or MODULE:NAME"),
+        (("--trace-format", "colons"), "vidur, log, vllm, semicolons, rows, or MODULE:NAME"),
         (("--trace-format", "own_things:broken"), "log.csv:1: own_things:broken fails with Value"),
         (("--trace-format", "own_things:short"), "log.csv:1: own_things:short returned tuple"),
+        (("--trace-format", "own_things:huge"), "returned the time 'noon', which is no number"),
         (("--trace-format", "own_things:negative"), "returned -2 tokens of prompt: give"),
         (("--trace-format", "own_things:none"), "own_things.py defines no 'none'"),
     ],

@@ -161,3 +161,15 @@ def test_runs_beside_each_other(folder: Path, result: moonpool.SimulationResult)
     ):
         done = command(folder, "report", *arguments, check=False)
         assert done.returncode == 1 and text in done.stderr and "Traceback" not in done.stderr
+
+
+def test_requests_alone_are_a_trace() -> None:
+    rows = [TraceRow(2.0 * n, 400, 20) for n in range(5)]
+    given = moonpool.simulate(rows, prefill=1, decode=1).summary
+    held = moonpool.simulate(TraceRows(rows), prefill=1, decode=1).summary
+    assert given["requests"] == 5 and given["ttft_s"] == held["ttft_s"]
+    assert not given["trace_has_hashes"]
+    with pytest.raises(ValueError, match=r"which is no moonpool\.TraceRow"):
+        moonpool.simulate([(0.0, 400, 20)], prefill=1, decode=1)
+    with pytest.raises(ValueError, match="give the block_tokens"):
+        moonpool.simulate([TraceRow(0.0, 400, 20, (1,))], prefill=1, decode=1)

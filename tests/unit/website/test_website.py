@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from moonpool.api.openapi import openapi_document
@@ -18,7 +19,7 @@ from moonpool.config_schema import schema_of
 from website.__main__ import main
 from website.command_page import command_page
 from website.http_page import http_page, reference_routes
-from website.pages import linked_files, turn_links
+from website.pages import linked_files, search_rank, turn_links
 
 ROOT = Path(__file__).resolve().parents[3]
 LOADED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//")
@@ -60,6 +61,18 @@ def test_linked_files_come_along_and_a_link_to_nothing_is_an_error(checkout: Pat
         list(linked_files(checkout, page, "[x](nowhere.md)"))
 
 
+def test_the_history_of_the_project_ranks_below_the_guides() -> None:
+    for page in (
+        "CHANGELOG.md",
+        "docs/decisions/001-one-vocabulary.md",
+        "docs/decisions/README.md",
+    ):
+        head = yaml.safe_load(search_rank(ROOT, ROOT / page).strip("-\n"))
+        assert isinstance(head["search"]["boost"], float) and head["search"]["boost"] < 0.0001
+    for page in ("README.md", "SECURITY.md", "docs/serving.md"):
+        assert search_rank(ROOT, ROOT / page) == ""
+
+
 def test_the_page_of_commands_has_every_command_and_flag() -> None:
     page = command_page()
     for name in COMMANDS:
@@ -99,7 +112,8 @@ def _mkdocs(folder: Path) -> Path:
     if installed.exists() and installed.stat().st_mtime >= lock.stat().st_mtime:
         return installed.parent / "bin" / "mkdocs"
     venv.create(folder, with_pip=True)
-    line = [str(folder / "bin" / "pip"), "install", "-q", "-r", str(lock)]
+    line = [str(folder / "bin" / "pip"), "install", "-q", "--require-hashes", "-r"]
+    line.append(str(lock))
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     if done.returncode != 0:
         pytest.skip(f"the packages of the site cannot be installed here: {done.stderr[-300:]}")
@@ -121,6 +135,11 @@ def test_the_site_is_built_with_all_links_and_without_foreign_parts(tmp_path: Pa
     assert len(pages) > 50
     for page in pages:
         assert not LOADED.search(page.read_text()), page
+    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
+    history = [each for each in index if each["location"].startswith(("decisions/", "CHANGELOG"))]
+    guides = [each for each in index if each["location"].startswith(("serving", "models"))]
+    assert len(history) > 200 and all(each["boost"] < 0.0001 for each in history)
+    assert len(guides) > 10 and not any("boost" in each for each in guides)
     with (source / "tuning.md").open("a") as page_file:
         page_file.write("\n[x](serving.md#no-such-part)\n")
     done = subprocess.run(line, capture_output=True, text=True, timeout=300)

@@ -90,6 +90,13 @@ def _no_password() -> str:
     raise ValueError("the key is encrypted; store it without a passphrase")
 
 
+def untrusted_hint(error: Exception) -> str:
+    """What a client's user can do about a certificate that was refused; "" for another error."""
+    if "CERTIFICATE_VERIFY_FAILED" not in str(error):
+        return ""
+    return "give the certificate of its authority with --ca-file"
+
+
 def trusting_context(ca_file: str = "") -> ssl.SSLContext:
     """Returns a client's context, which trusts `ca_file` (PEM), or without it the system's. It
     shows the certificate of CLIENT_CERT_VARIABLE to a server that asks for one.

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
-_TIMEOUT_S = 30.0
-KEY_VARIABLES = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
+from moonpool.cli.server.address import NO_KEY, Server
 
-NO_KEY = (
-    "the API key is missing or invalid: give --api-key, or set MOONPOOL_ADMIN_KEY or"
-    " MOONPOOL_API_KEY in the environment"
-)
+_TIMEOUT_S = 30.0
 
 Frame = dict[str, Any]
 
@@ -26,32 +21,23 @@ class NoFramesError(Exception):
         self.is_final = is_final
 
 
-def bearer_key(given: str | None) -> str:
-    """Returns the key to send: the given one, else that of the environment, else ""."""
-    if given:
-        return given
-    found = (os.environ.get(name, "").replace(",", " ").split() for name in KEY_VARIABLES)
-    return next((keys[0] for keys in found if keys), "")
-
-
 def time_text(seconds: float) -> str:
     """Returns "2.66 s", or "256 ms" below a second."""
     return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
 
 
-def frames(url: str, key: str, ca_file: str) -> Iterator[Frame]:
+def frames(server: Server) -> Iterator[Frame]:
     """Yields the frames of one connection until the server ends it. Raises NoFramesError."""
     import httpx
 
-    from moonpool.api.connection.tls import TlsError, trusting_context
+    from moonpool.api.connection.tls import TlsError
 
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    address = f"{url.rstrip('/')}/cluster/events"
+    url = server.url
     try:
-        verify = trusting_context(ca_file) if address.startswith("https:") else True
-        with httpx.stream(
-            "GET", address, headers=headers, timeout=_TIMEOUT_S, verify=verify
-        ) as events:
+        with (
+            server.open_client(_TIMEOUT_S) as client,
+            client.stream("GET", f"{url}/cluster/events") as events,
+        ):
             if events.status_code in (401, 503):
                 message = str(json.loads(events.read())["error"]["message"])
                 is_final = events.status_code == 401
@@ -66,8 +52,7 @@ def frames(url: str, key: str, ca_file: str) -> Iterator[Frame]:
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise NoFramesError(f"{url} is no URL: {error}", is_final=True) from None
     except httpx.HTTPError as error:
-        text = f"no server answers at {url}: {error}; start one or correct the URL"
-        raise NoFramesError(text, is_final=False) from None
+        raise NoFramesError(server.unreachable(error), is_final=False) from None
     except TlsError as error:
         raise NoFramesError(str(error), is_final=True) from None
     except (ValueError, KeyError, TypeError) as error:
@@ -75,11 +60,11 @@ def frames(url: str, key: str, ca_file: str) -> Iterator[Frame]:
         raise NoFramesError(text, is_final=True) from None
 
 
-def first_frame(url: str, key: str, ca_file: str) -> Frame:
+def first_frame(server: Server) -> Frame:
     """Raises NoFramesError."""
-    for frame in frames(url, key, ca_file):
+    for frame in frames(server):
         return frame
-    raise NoFramesError(f"the server at {url} is stopping", is_final=False)
+    raise NoFramesError(f"the server at {server.url} is stopping", is_final=False)
 
 
 def _checked(frame: Any) -> Frame:

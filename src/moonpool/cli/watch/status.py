@@ -6,19 +6,17 @@ from typing import Any
 
 import click
 
-from moonpool.cli.options import SERVER_URL, api_key_option, ca_file_option
 from moonpool.cli.output import fail
-from moonpool.cli.watch.cluster_events import NoFramesError, bearer_key, first_frame, time_text
+from moonpool.cli.server.address import Server, asks_server
+from moonpool.cli.watch.cluster_events import NoFramesError, first_frame, time_text
 
 
 @click.command()
-@click.argument("url", type=SERVER_URL, default="http://127.0.0.1:8000")
-@api_key_option
-@ca_file_option
-def status(url: str, api_key: str | None, ca_file: str) -> None:
+@asks_server()
+def status(server: Server) -> None:
     """Show the cluster at URL in five lines: instances, load, requests, latencies and hits."""
     try:
-        frame = first_frame(url, bearer_key(api_key), ca_file)
+        frame = first_frame(server)
     except NoFramesError as error:
         fail(str(error))
     for line in status_lines(frame):

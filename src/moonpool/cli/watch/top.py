@@ -17,9 +17,9 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from moonpool.cli.options import SERVER_URL, api_key_option, ca_file_option
 from moonpool.cli.output import fail
-from moonpool.cli.watch.cluster_events import Frame, NoFramesError, bearer_key, first_frame, frames
+from moonpool.cli.server.address import Server, asks_server
+from moonpool.cli.watch.cluster_events import Frame, NoFramesError, first_frame, frames
 from moonpool.cli.watch.top_view import render
 
 _RETRY_S = 2.0
@@ -27,36 +27,32 @@ _POLL_S = 0.2
 
 
 @click.command()
-@click.argument("url", type=SERVER_URL, default="http://127.0.0.1:8000")
-@api_key_option
-@ca_file_option
+@asks_server()
 @click.option("--once", is_flag=True, help="Print one frame and end.")
-def top(url: str, api_key: str | None, ca_file: str, once: bool) -> None:
+def top(server: Server, once: bool) -> None:
     """Watch the cluster at URL: instances, stages, latencies, hits, refusals and requests.
 
     The view changes each second; q or Ctrl-C ends it. Without a terminal it is one frame.
     """
-    key = bearer_key(api_key)
     try:
-        frame = first_frame(url, key, ca_file)
+        frame = first_frame(server)
     except NoFramesError as error:
         fail(str(error))
     console = Console()
     if once or not console.is_terminal:
-        console.print(render(frame, url, "", console.width, None))
+        console.print(render(frame, server.url, "", console.width, None))
         return
     with _single_keys() as has_keys, _interrupt_noted() as interrupted:
-        _watch(console, _Reader(url, key, ca_file, frame), has_keys, interrupted)
+        _watch(console, _Reader(server, frame), has_keys, interrupted)
 
 
 class _Reader(threading.Thread):
     """Reads frames in a thread of its own, and connects again after a loss."""
 
-    def __init__(self, url: str, key: str, ca_file: str, frame: Frame) -> None:
+    def __init__(self, server: Server, frame: Frame) -> None:
         super().__init__(daemon=True)
-        self.url = url
-        self._key = key
-        self._ca_file = ca_file
+        self.url = server.url
+        self._server = server
         self.newest: queue.Queue[tuple[Frame, str]] = queue.Queue(maxsize=8)
         self._last = frame
         self.ended_by: str | None = None
@@ -66,7 +62,7 @@ class _Reader(threading.Thread):
         while True:
             state = f"{self.url} ended the stream, trying again"
             try:
-                for frame in frames(self.url, self._key, self._ca_file):
+                for frame in frames(self._server):
                     self._last = frame
                     self.newest.put((frame, ""))
             except NoFramesError as error:

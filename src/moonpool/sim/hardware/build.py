@@ -179,7 +179,7 @@ def _with_attention(
         if profile.offload is None:
             raise ConfigError(
                 f"{config.hardware.cost} was measured without attention workers: measure with"
-                " `moonpool profile --url URL --attention --json FILE`"
+                " `moonpool profile URL --attention --json FILE`"
             )
         staggered = config.engine.staggered_decodes
         ground_truth = MeasuredOffload(profile, profile.offload, workers, staggered, own_tokens)

@@ -18,6 +18,7 @@ from moonpool.config import Config, parse_config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
 from moonpool.sim.report.cluster_figures import busy_share, cluster_figures, kvcache_figures
+from moonpool.sim.report.notes import notes
 from moonpool.sim.report.plots import Table
 from moonpool.sim.report.units import (
     GAP,
@@ -53,6 +54,7 @@ def render_report(
             seed=simulation.seed,
             lead=_lead(simulation, figures, trace_name),
             details=_details(simulation, figures) if figures["completed"] else "",
+            notes=notes(figures),
             tiles=_tiles(figures),
             sections=(
                 ("What users felt", user_figures(simulation, figures)),
@@ -181,7 +183,20 @@ def _tiles(figures: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
         ("from the cache", percent(figures["cache"]["hit_ratio"]), "of prompt tokens"),
         ("refused", f"{figures['rejected']:,}", percent(refused)),
         ("failed", f"{figures['failed']:,}", "deadline or fault"),
+        *_price(figures),
     )
+
+
+def _price(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The price of the instances, where all devices have one."""
+    usd = figures.get("usd")
+    if usd is None:
+        return []
+    hours = sum(figures["instance_hours"].values())
+    remark = f"{significant(hours)} instance hours"
+    if figures["effective"]:
+        remark = f"{significant(1000 * usd / figures['effective'])} per 1,000 within both SLOs"
+    return [("price in USD", f"{usd:,.2f}", remark)]
 
 
 def _settings(config: Config) -> list[tuple[str, list[tuple[str, str, bool]]]]:

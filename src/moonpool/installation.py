@@ -1,0 +1,82 @@
+"""How this moonpool was installed, and so the command that adds one of its extras.
+
+No index has moonpool, so its name alone would install nothing, or a stranger's package. Installers
+note where a package came from in `direct_url.json` beside its metadata.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
+from shutil import which
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from moonpool.types import MALFORMED
+
+NAME = "moonpool"
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that adds `extra` to this installation, for a shell."""
+    checkout = checkout_of(Path(__file__).resolve())
+    if checkout is not None:
+        return f"{_installer()} -e {quote(f'{checkout}[{extra}]')}"
+    return f"{_installer()} {_source(extra)}"
+
+
+def checkout_of(module: Path) -> Path | None:
+    """Returns the checkout from whose sources this module of the package runs; None: it runs from
+    the folder of an environment."""
+    root = module.parents[2]
+    has_project = (root / "pyproject.toml").is_file()
+    return root if has_project and module.parents[1].name == "src" else None
+
+
+def _installer() -> str:
+    """An installer into the environment of this process, whichever one the shell would find."""
+    python = sys.executable or "python3"
+    if find_spec("pip") is None and which("uv") is not None:
+        return f"uv pip install --python {quote(python)}"
+    pip = which("pip")
+    is_ours = pip is not None and Path(pip).parent == Path(python).parent
+    return "pip install" if is_ours else f"{quote(python)} -m pip install"
+
+
+def _source(extra: str) -> str:
+    """Where the package came from, with the extra, as an argument of pip."""
+    origin = _direct_url()
+    url = str(origin.get("url", ""))
+    if not url:
+        return quote(f"{NAME}[{extra}]")
+    if not url.startswith("file:"):
+        return quote(f"{NAME}[{extra}] @ {_with_revision(url, origin)}")
+    path = Path(unquote(urlsplit(url).path))
+    if path.exists():
+        is_editable = origin.get("dir_info", {}).get("editable", False)
+        return f"{'-e ' if is_editable else ''}{quote(f'{path}[{extra}]')}"
+    if "dir_info" in origin:
+        return f"{quote(f'.[{extra}]')} in a checkout of {NAME}"
+    return f"{quote(f'{path.name}[{extra}]')} where that file is"
+
+
+def _with_revision(url: str, origin: dict[str, Any]) -> str:
+    version_control = origin.get("vcs_info", {})
+    if version_control:
+        url = f"{version_control.get('vcs', 'git')}+{url}@{version_control.get('commit_id', '')}"
+    folder = origin.get("subdirectory", "")
+    return f"{url}#subdirectory={folder}" if folder else url
+
+
+def _direct_url() -> dict[str, Any]:
+    """Returns the note of the installer; empty: it came from an index, or was not installed."""
+    try:
+        text = distribution(NAME).read_text("direct_url.json")
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (PackageNotFoundError, *MALFORMED):
+        return {}
