@@ -8,7 +8,9 @@ not listed is rejected too, unless it is empty or false.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -36,7 +38,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's field: exactly one of these. `grammar` uses Lark's notation."""
+    """vLLM's field: exactly one of these. `grammar` is in Lark or in GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -203,7 +205,9 @@ def decode_body(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
     try:
         try:
             return decoder.decode(raw)
-        except msgspec.ValidationError:
+        except msgspec.ValidationError as error:
+            if not _UNKNOWN.match(str(error)):
+                raise
             return decoder.decode(_without_neutral(raw, decoder.type))
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
@@ -235,21 +239,51 @@ _GUIDED = {
 _GUIDED_HINTS = ("guided_decoding_backend", "guided_whitespace_pattern")
 
 
+_GIVEN = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_EMPTY = frozenset({b"null", b"false", b"{}", b"[]", b'""', b"0", b"0.0"})
+
+
+def _is_empty(value: msgspec.Raw) -> bool:
+    return bytes(value).translate(None, b" \t\r\n") in _EMPTY
+
+
 def _without_neutral(raw: bytes, body_type: type[msgspec.Struct]) -> bytes:
-    """Returns the body without unknown fields that are empty or false, and with vLLM's older names
-    replaced. Called only for a body that does not decode."""
-    given = msgspec.json.decode(raw)
-    if not isinstance(given, dict):
-        return raw
-    known = set(body_type.__struct_fields__)
-    if "structured_outputs" in known and not given.get("structured_outputs"):
-        guided = {new: given.pop(old) for old, new in _GUIDED.items() if given.get(old) is not None}
+    """Returns the body without unknown fields that are empty or false, also within its objects, and
+    with vLLM's older names replaced. Called only for a body with an unknown field.
+
+    Values are not decoded, so that an error in one of them is found in its place.
+    """
+    given = _GIVEN.decode(raw)
+    known = _field_types(body_type)
+    outputs = given.get("structured_outputs")
+    if "structured_outputs" in known and (outputs is None or _is_empty(outputs)):
+        guided = {new: given.pop(old) for old, new in _GUIDED.items() if old in given}
         for hint in _GUIDED_HINTS:
             given.pop(hint, None)
-        if guided:
-            given["structured_outputs"] = guided
-    kept = {k: v for k, v in given.items() if k in known or v not in (None, False, {}, [])}
+        wanted = {name: value for name, value in guided.items() if bytes(value) != b"null"}
+        if wanted:
+            given["structured_outputs"] = msgspec.Raw(msgspec.json.encode(wanted))
+    kept = {}
+    for name, value in given.items():
+        inner = known.get(name)
+        if inner is not None and (within := bytes(value)).startswith(b"{"):
+            value = msgspec.Raw(_without_neutral(within, inner))
+        if name in known or not _is_empty(value):
+            kept[name] = value
     return msgspec.json.encode(kept)
+
+
+@cache
+def _field_types(body_type: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct] | None]:
+    """The fields of a body, with the type of those that are an object with known fields."""
+
+    def struct_in(hint: Any) -> type[msgspec.Struct] | None:
+        types = (hint, *get_args(hint))
+        return next(
+            (t for t in types if isinstance(t, type) and issubclass(t, msgspec.Struct)), None
+        )
+
+    return {name: struct_in(hint) for name, hint in get_type_hints(body_type).items()}
 
 
 def check_unsupported(body: ChatBody | CompletionBody) -> None:
@@ -269,7 +303,8 @@ def _explain(text: str) -> ApiError:
     """Converts msgspec's error text to OpenAI's."""
     match = _AT.match(text)
     assert match is not None
-    what, path = match["what"], match["path"] or None
+    # A key of a free object has no name there: the field that holds it is named.
+    what, path = match["what"], (match["path"] or "").partition("[...]")[0] or None
     unknown = _UNKNOWN.match(what)
     if unknown:
         name = f"{path}.{unknown['name']}" if path else unknown["name"]
@@ -277,6 +312,9 @@ def _explain(text: str) -> ApiError:
             f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
         )
     where = f"'{path}'" if path else "the request body"
+    if what in ("Number out of range", "Integer value out of range"):
+        text = f"Invalid value for {where}: the number is too large."
+        return ApiError(text, param=path)
     expected = _EXPECTED.match(what)
     if expected:
         what = f"expected {expected['wanted']}, but got {expected['got']} instead"

@@ -38,9 +38,9 @@ class Draw:
     """How to draw one sequence's next token.
 
     `generated` are the tokens generated so far, those of this step included; the penalties, the bad
-    words and `min_tokens` read them. `prompt_ids` are the prompt's distinct tokens where a penalty applies
-    to them, else empty. `drafts` are guesses of the tokens to draw: after each that is right, one
-    more token is drawn.
+    words and `min_tokens` read them. `prompt_ids` are the prompt's distinct tokens where a penalty
+    applies to them, else empty. `drafts` are guesses of the tokens to draw: after each that is
+    right, one more token is drawn.
     """
 
     params: SamplingParams

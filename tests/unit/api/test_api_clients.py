@@ -29,6 +29,19 @@ def test_an_unknown_field_without_effect_passes(value: Any) -> None:
     assert complete(ScriptedHead(), mm_processor_kwargs=value).status_code == 200
 
 
+@pytest.mark.parametrize("value", [None, {}, [], False, ""])
+def test_an_unknown_field_without_effect_passes_inside_another(value: Any) -> None:
+    schema = {"name": "x", "schema": {"type": "integer"}, "x": value}
+    wanted = {"type": "json_schema", "json_schema": schema, "y": value}
+    head = ScriptedHead(lambda _: spoken("7"))
+    assert chat(head, response_format=wanted).status_code == 200
+    assert head.requests[0].sampling.grammar
+    outputs = {"regex": "7", "disable_any_whitespace": value}
+    assert complete(head, structured_outputs=outputs).status_code == 200
+    refused = complete(head, structured_outputs={"regex": "7", "x": value, "y": 5})
+    assert refused.json()["error"]["param"] == "structured_outputs.y"
+
+
 def test_an_unknown_field_with_a_value_is_named_beside_one_without() -> None:
     refused = chat(ScriptedHead(), lora_request=None, temprature=0.5)
     assert refused.json()["error"]["param"] == "temprature"
@@ -43,6 +56,7 @@ def test_an_unknown_field_with_a_value_is_named_beside_one_without() -> None:
         ("guided_regex", "regex", "a+", "aa"),
         ("guided_choice", "choice", ["yes", "no"], "no"),
         ("guided_grammar", "grammar", 'start: "x"', "x"),
+        ("guided_grammar", "grammar", 'root ::= "x" | root "y"', "xyy"),
     ],
 )
 def test_vllms_older_names_are_the_newer_ones(old: str, new: str, value: Any, answer: str) -> None:
