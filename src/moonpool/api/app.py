@@ -88,6 +88,11 @@ def make_app(
         endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of)
         return Route(path, endpoint, methods=methods or ("GET",))
 
+    def also(path: str, handler: Handler, *methods: str) -> BaseRoute:
+        """A path that clients of llama.cpp use, where it has the meaning of the one below /v1."""
+        endpoint = _Endpoint(handler, options.api_keys, options.admins, memory, _openai_payload)
+        return Route(path, endpoint, methods=methods, include_in_schema=False)
+
     message_route = partial(route, payload_of=messages.error_payload)
     app = Starlette(
         routes=[
@@ -103,6 +108,7 @@ def make_app(
             route("/v1/models/{model_id:path}", inspector.model),
             route("/tokenize", inspector.tokenize, "POST"),
             route("/detokenize", inspector.detokenize, "POST"),
+            route("/tokenizer_info", inspector.tokenizer_info),
             route("/health", inspector.health, open_to_all=True),
             route("/ping", inspector.health, "GET", "POST", open_to_all=True),
             route("/live", inspector.live, open_to_all=True),
@@ -121,6 +127,9 @@ def make_app(
             route("/cluster/event_log", inspector.event_log),
             route("/docs", HtmlPage("docs_page.html").send, open_to_all=True),
             route("/", HtmlPage("live_page.html").send, open_to_all=True),
+            also("/chat/completions", generator.chat, "POST"),
+            also("/responses", generator.respond, "POST"),
+            also("/models", inspector.models, "GET"),
         ],
         exception_handlers={HTTPException: _routing_error},
     )

@@ -33,8 +33,11 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """`schema`: that of the object, in llama.cpp's and Together's form."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,6 +80,11 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     # Documented by OpenAI or vLLM, without effect here.
     include_reasoning: Any = None
     user: Any = None
@@ -90,9 +98,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     best_of: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: Any = None
     detokenize: Any = None
     spaces_between_special_tokens: Any = None
     kv_transfer_params: Any = None
@@ -115,15 +120,15 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     reasoning_effort: str | None = None
     verbosity: Any = None
     prediction: Any = None
     modalities: Any = None
     audio: Any = None
     chat_template: Any = None
-    continue_final_message: Any = None
     documents: Any = None
-    echo: Any = None
     functions: Any = None
     function_call: Any = None
     web_search_options: Any = None
@@ -138,8 +143,16 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either `input` or vLLM's `messages`."""
+
     model: str | None = None
     input: str | list[str | int | list[int]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     add_special_tokens: bool | None = None
@@ -156,6 +169,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -170,9 +184,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True, False),
     "kv_transfer_params": ({},),
@@ -182,9 +193,7 @@ _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "web_search_options": (),

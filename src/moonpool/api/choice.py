@@ -19,6 +19,7 @@ from moonpool.api.output_text.reasoning import ReasoningReader
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
+from moonpool.api.text_offsets import TextOffsets
 from moonpool.api.tools import ToolCallDelta, ToolReader
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Request, Token, TokenLogprobs
@@ -58,6 +59,7 @@ class Choice:
         self.hide_output = False  # the client asked for no tokens, the engine computed one
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # from the second token on
         self.num_tokens = 0
+        self.reasoning_tokens = 0  # of the output, whose text is reasoning
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -70,6 +72,7 @@ class Choice:
         self._called = False
         self._structured: list[str] | None = [] if request.sampling.grammar else None
         self._ending = ending
+        self._tokenizer = tokenizer
         self._text_stream = tokenizer.stream(ending.skip_special_tokens)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
 
@@ -132,6 +135,10 @@ class Choice:
             ending.skip_special_tokens,
         )
 
+    def text_offsets(self, start: int = 0) -> TextOffsets:
+        """Counts the characters of the output's text. `start`: characters before it."""
+        return TextOffsets(self._tokenizer, self._ending.skip_special_tokens, start)
+
     async def _check_structure(self, delta: Delta) -> None:
         """Raises `RequestRefused` if the output stopped without satisfying its grammar.
 
@@ -147,6 +154,8 @@ class Choice:
         if delta.finish_reason is not None:
             more, rest = reader.flush()
             reasoning, text = reasoning + more, text + rest
+        if reasoning:
+            self.reasoning_tokens += len(delta.tokens)
         return delta._replace(text=text, reasoning="" if self.hide_reasoning else reasoning)
 
     def _read_calls(self, delta: Delta) -> Delta:

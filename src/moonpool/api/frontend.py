@@ -36,6 +36,7 @@ class ModelCard(Struct, frozen=True):
     adapters: tuple[AdapterCard, ...] = ()
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
+    system_fingerprint: str = ""  # of what answers follow from, beside the request
 
     def adapter_of(self, name: str | None) -> str:
         """Returns what `Request.adapter` is for a model's name; "" for the model itself."""
@@ -179,6 +180,8 @@ class ApiOptions:
     tokenizer: str = ""
     """Names the tokenizer for the processes that read large bodies; "": there are none."""
     exports_traces: bool = False
+    strict_max_tokens: bool = False
+    """Refuse a limit on output tokens beyond the room in the context, instead of lowering it."""
     reads_reasoning: bool = True  # tells it from the answer, where the chat template has its tags
     chat_template: str = ""
     """The source of a template that these processes use in place of the tokenizer's own."""

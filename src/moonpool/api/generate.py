@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
+from msgspec import structs
 
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
@@ -154,8 +155,8 @@ class Generator:
         is_new = facts is None and not (context.kept is not None and context.kept.is_resumed)
         if is_new:
             self._rates.begin(context.tenant, arrived_s)
-        max_tokens = self._frontend.card.max_model_tokens
-        arrived_s, facts = context.keep_call(raw, arrived_s, max_tokens, facts, digest, num_returns)
+        card = self._frontend.card
+        arrived_s, facts = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
         left_s = arrived_s + timeout_s - self._frontend.now()
         prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
         is_drawn_anew = is_new and prepared.body.seed is None
@@ -167,14 +168,15 @@ class Generator:
     ) -> tuple[StreamFacts | None, Sequence[Delivered], int]:
         """Returns the facts of the response that a call continues or asks for again, or None; what
         is known of it; and how often it was asked for again."""
-        own = None
+        own, card = None, self._frontend.card
         if position is not None and position.progress:
-            own = position.facts(self._frontend.card.max_model_tokens)
+            own = position.facts(card.max_model_tokens, card.system_fingerprint)
         request_id = context.request_id if own is None else own.request_id
         known = await context.known(digest, request_id, displaces=resumes or own is not None)
         if known is None or (own is not None and _drawn(own) != _drawn(known.facts)):
             return own, (), 0
-        return known.facts, known.deliveries, known.num_returns
+        facts = structs.replace(known.facts, system_fingerprint=card.system_fingerprint)
+        return facts, known.deliveries, known.num_returns
 
     async def _write(
         self,
@@ -208,6 +210,7 @@ class Generator:
                 id=shape.id_prefix + request_id,
                 created=call.facts.created_s,
                 model=body.model or self._names[0],
+                system_fingerprint=call.facts.system_fingerprint,
                 num_per_prompt=body.n or 1,
                 with_logprobs=num_logprobs(body) is not None,
                 with_token_ids=bool(body.return_token_ids),
@@ -270,12 +273,12 @@ class Generator:
         trace = read_traceparent(header, self._options.exports_traces)
         for number, token_ids in enumerate(prepared.prompts):
             most, usual = call.facts.max_model_tokens, card.sampling.get("max_tokens")
-            max_tokens = max_tokens_of(body, len(token_ids), most, usual)
+            strict = self._options.strict_max_tokens
+            max_tokens = max_tokens_of(body, len(token_ids), most, usual, strict)
             for offset in range(body.n or 1):
                 index = len(choices)
-                sampling = sampling_of(
-                    body, ending, prepared.grammar, max_tokens, seed + offset, card
-                )
+                drawn = max_tokens, seed + offset, card, prepared.bad_words
+                sampling = sampling_of(body, ending, prepared.grammar, *drawn)
                 request = Request(
                     request_id=RequestId(f"{request_id}~{index}" if index else request_id),
                     token_ids=token_ids,

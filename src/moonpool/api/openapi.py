@@ -44,6 +44,7 @@ _SUMMARIES = {
     "/v1/models/{model_id}": "Describe one model.",
     "/tokenize": "Convert text or messages to token ids.",
     "/detokenize": "Convert token ids to text.",
+    "/tokenizer_info": "What tokenizer_config.json says, with the chat template in use.",
     "/health": "Status 200 if the cluster can serve.",
     "/ping": "The same as /health.",
     "/live": "Status 200 while the head runs.",
@@ -118,7 +119,7 @@ _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
 def openapi_document(routes: Sequence[BaseRoute]) -> bytes:
     """Returns the document as JSON."""
-    known = (route for route in routes if isinstance(route, Route))
+    known = (r for r in routes if isinstance(r, Route) and r.include_in_schema)
     return _document(tuple((route.path, frozenset(route.methods or ())) for route in known))
 
 
@@ -233,6 +234,7 @@ _RESPONSES: dict[str, Any] = {
         }
     ),
     "Text": _object({"prompt": "string"}),
+    "TokenizerInfo": _object({"tokenizer_class": "string", "chat_template": "string"}),
     "Live": _object({"live": "boolean"}),
     "Ready": _object({"ready": "boolean", "reason": {"type": ["string", "null"]}}),
     "Load": _object({"server_load": "integer"}),
@@ -252,6 +254,7 @@ _RESPONSE_OF = {
     "/v1/messages/count_tokens": "TokenCount",
     "/tokenize": "Tokens",
     "/detokenize": "Text",
+    "/tokenizer_info": "TokenizerInfo",
     "/live": "Live",
     "/ready": "Ready",
     "/load": "Load",

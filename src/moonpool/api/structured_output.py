@@ -87,6 +87,8 @@ def _read(body: ChatBody | CompletionBody) -> tuple[str, str]:
     wanted, outputs = body.response_format, body.structured_outputs
     if outputs is None:
         assert wanted is not None
+        if wanted.schema is not None and wanted.json_schema is None:
+            return "response_format", _json_grammar("response_format", wanted.schema)
         if wanted.type == "json_object":
             return "response_format", _json_grammar("response_format", _ANY_OBJECT)
         if wanted.json_schema is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from moonpool import __version__
 from moonpool.api.app import http_server, make_app
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.tls import TlsError, TlsFiles
@@ -245,6 +247,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         pooling=model.pooling,
         sampling=dict(model.sampling),
         adapters=_adapter_cards(config, model),
+        system_fingerprint=_system_fingerprint(config),
     )
     try:
         head = Head(
@@ -258,6 +261,13 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         return head, model.tokenizer
     except ConfigError as error:
         raise ClusterError(str(error)) from None
+
+
+def _system_fingerprint(config: Config) -> str:
+    """Names the release and the model with its number formats, in the form that OpenAI has."""
+    made = hashlib.blake2b(__version__.encode(), digest_size=5)
+    made.update(msgspec.json.encode((config.engine.kind, config.model)))
+    return f"fp_{made.hexdigest()}"
 
 
 def _adapter_cards(config: Config, model: ModelInfo) -> tuple[AdapterCard, ...]:

@@ -240,8 +240,9 @@ def test_no_tokens_are_answered_where_none_are_wanted() -> None:
         (ScriptedHead(), {"prompt_logprobs": 1}, "does not compute"),
         (scorer(), {"prompt_logprobs": 1, "stream": True}, "not streamed"),
         (scorer(), {"prompt_logprobs": 21}, "between 0 and 20"),
-        (scorer(), {"max_tokens": 0}, "at least 1"),
-        (scorer(), {"max_tokens": -1}, "between 0 and 2147483647"),
+        (scorer(), {"max_tokens": 0}, "0. It must be between 1 and 2147483647"),
+        (scorer(), {"max_tokens": -1}, "-1. It must be between 1 and 2147483647"),
+        (scorer(), {"max_tokens": -1, "echo": True}, "between 0 and 2147483647"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(

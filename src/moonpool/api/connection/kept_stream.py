@@ -35,6 +35,7 @@ class StreamFacts(Struct, frozen=True):
     ids: bytes  # the seed of the ids within the response
     max_model_tokens: int
     tells_reasoning: bool = False  # apart from the answer, where the model's template has its tags
+    system_fingerprint: str = ""
 
     def id_source(self, index: int) -> Callable[[], str]:
         """Returns a function that gives one unpredictable id after another, those of one choice."""
@@ -50,7 +51,7 @@ class StreamFacts(Struct, frozen=True):
         return next_id
 
 
-def draw_facts(request_id: str, max_model_tokens: int) -> StreamFacts:
+def draw_facts(request_id: str, max_model_tokens: int, system_fingerprint: str = "") -> StreamFacts:
     return StreamFacts(
         request_id=request_id,
         seed=secrets.randbits(63),
@@ -58,6 +59,7 @@ def draw_facts(request_id: str, max_model_tokens: int) -> StreamFacts:
         ids=secrets.token_bytes(16),
         max_model_tokens=max_model_tokens,
         tells_reasoning=True,
+        system_fingerprint=system_fingerprint,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 MAX_NESTING = 64
@@ -64,7 +64,7 @@ def gbnf_to_lark(text: str) -> str:
     return "\n".join(lines)
 
 
-def _not_recursive(uses: Mapping[str, set[str]]) -> set[str]:
+def _not_recursive(uses: Mapping[str, Collection[str]]) -> set[str]:
     """The rules that lead neither back to themselves nor to a rule that does."""
     users: dict[str, list[str]] = {name: [] for name in uses}
     for user, used in uses.items():
