@@ -3,7 +3,8 @@
 
 A call is read and checked, and becomes one `Request` per prompt and per `n`. The requests run side
 by side, and their increments become one JSON response or a stream of chunks. The status line is
-sent after the first increment, so that a rejected request still gets its own status.
+sent after the first increment, so that a rejected request still gets its own status, or when a
+placed request has said nothing for a time (see `connection.silence`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 from msgspec import structs
@@ -24,6 +25,7 @@ from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_of
+from moonpool.api.connection.silence import PING, Silence, comment_of
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
@@ -75,6 +77,7 @@ DIGEST_IN_THREAD_BYTES = 1 << 20
 class _Call:
     """One checked call and its limits."""
 
+    kind: Kind
     context: HttpContext
     prepared: PreparedCall
     arrived_s: float
@@ -161,7 +164,7 @@ class Generator:
         prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
         is_drawn_anew = is_new and prepared.body.seed is None
         told = (facts, position, has, known, is_new, is_drawn_anew)
-        return _Call(context, prepared, arrived_s, slo, timeout_s, *told)
+        return _Call(kind, context, prepared, arrived_s, slo, timeout_s, *told)
 
     async def _continued(
         self, context: HttpContext, digest: bytes, position: EventPosition | None, resumes: bool
@@ -348,8 +351,11 @@ class Generator:
                 choice.one_by_one = True
             writer = ResumedEvents(writer, call.has)
         try:
-            async with context.watch(), aclosing(self._run(call, choices)) as deltas:
-                await _send_deltas(context, writer, deltas)
+            silence = Silence(
+                context, self._options.keepalive_s, partial(self._comment, call, choices)
+            )
+            async with context.watch(), aclosing(self._run(call, choices)) as deltas, silence:
+                await _send_deltas(context, writer, deltas, silence)
             last = writer.end()
         except RequestRefused as refused:
             await _end_with_error(context, writer, from_refused(refused))
@@ -362,6 +368,16 @@ class Generator:
             if not context.started:
                 await context.start_events()
             await context.end_events(last)
+
+    def _comment(self, call: _Call, choices: Sequence[Choice]) -> bytes:
+        """Returns what a silent stream says; nothing while the call may still be refused."""
+        running = [c.request.request_id for c in choices if c.finish_reason is None]
+        stages = [self._frontend.stage(request_id) for request_id in running]
+        if not (call.context.started or all(stages)):
+            return b""
+        if call.kind == "messages":
+            return PING
+        return comment_of(next(filter(None, stages), "waiting"))
 
     def _numbered(
         self,
@@ -383,10 +399,15 @@ class Generator:
 
 
 async def _send_deltas(
-    context: HttpContext, writer: EventWriter, deltas: AsyncGenerator[Delta, None]
+    context: HttpContext,
+    writer: EventWriter,
+    deltas: AsyncGenerator[Delta, None],
+    silence: Silence,
 ) -> None:
     has_begun = False
     async for delta in deltas:
+        if silence.heard():
+            await silence.settle()
         events = (b"" if has_begun else writer.begin()) + writer.events(delta)
         has_begun = True
         catches_up = isinstance(writer, NumberedEvents | ResumedEvents) and writer.catches_up
@@ -394,6 +415,8 @@ async def _send_deltas(
             await context.start_events()
         if events:
             await context.send_events(events)
+        if silence.listens(bool(events)):
+            await silence.repeat()
 
 
 def _drawn(facts: StreamFacts) -> tuple[object, ...]:

@@ -90,6 +90,8 @@ _SHARED_KEYS = (
     "api.allowed_origins",
     "api.reasoning_parser",
     "api.request_timeout_s",
+    "api.keepalive_s",
+    "api.strict_max_tokens",
     "api.drain_seconds",
     "api.max_body_bytes",
     "telemetry.log_level",

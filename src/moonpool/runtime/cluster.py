@@ -324,6 +324,8 @@ def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,
         tokenizer=tokenizer,
+        keepalive_s=config.api.keepalive_s,
+        strict_max_tokens=config.api.strict_max_tokens,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),
         reads_reasoning=config.api.reasoning_parser == "auto",
         chat_template=_read_template(template) if template else "",

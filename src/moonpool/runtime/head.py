@@ -61,6 +61,7 @@ from moonpool.runtime.checkpoint import checkpoint
 from moonpool.runtime.explain import (
     describe_cluster,
     describe_record,
+    describe_stage,
     describe_to_tenant,
 )
 from moonpool.runtime.metrics_collector import MetricsCollector
@@ -223,6 +224,10 @@ class Head:
 
     def abort(self, request_id: RequestId) -> None:
         self._post(RequestCancelled(request_id))
+
+    def stage(self, request_id: RequestId) -> str:
+        tracked = self.conductor.requests.get(request_id)
+        return "" if tracked is None else describe_stage(tracked.record)
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         ended = self._ended.get(request_id)
