@@ -188,7 +188,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "kv_transfer_params": ({},),
 }
-_CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
     "modalities": (["text"],),
     "audio": (),
@@ -198,7 +198,7 @@ _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "web_search_options": (),
 }
-_COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "suffix": ("",)}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "suffix": ("",)}
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*?)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
@@ -297,7 +297,7 @@ def _field_types(body_type: type[msgspec.Struct]) -> Mapping[str, type[msgspec.S
 
 def check_unsupported(body: ChatBody | CompletionBody) -> None:
     """Raises `ApiError` for a field that would change the output and is not supported."""
-    table = _CHAT_NEUTRAL if isinstance(body, ChatBody) else _COMPLETION_NEUTRAL
+    table = CHAT_NEUTRAL if isinstance(body, ChatBody) else COMPLETION_NEUTRAL
     for name, neutral in table.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:

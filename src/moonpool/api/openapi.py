@@ -19,6 +19,7 @@ from moonpool.api.bodies import (
 )
 from moonpool.api.endpoints import DrainBody, installed_version
 from moonpool.api.messages import CountTokensBody, MessagesBody
+from moonpool.api.openapi_fields import with_checks
 from moonpool.api.responses import ResponsesBody
 
 _BODIES: dict[str, type[msgspec.Struct]] = {
@@ -144,7 +145,7 @@ def _document(routes: tuple[tuple[str, frozenset[str]], ...]) -> bytes:
             "servers": [{"url": "/", "description": "The server that sent this document."}],
             "paths": paths,
             "components": {
-                "schemas": components
+                "schemas": with_checks(components)
                 | {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
                 | _RESPONSES,
                 "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},

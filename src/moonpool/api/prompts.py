@@ -16,7 +16,7 @@ from moonpool.api.truncation import Truncation, truncation_of
 from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer
 from moonpool.types import BadWord
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -32,8 +32,8 @@ def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if role is None:
         raise ApiError(f"'{where}' has no role.", param=f"{where}.role")
-    if not isinstance(role, str) or role not in _ROLES:
-        expected = ", ".join(sorted(_ROLES))
+    if not isinstance(role, str) or role not in ROLES:
+        expected = ", ".join(sorted(ROLES))
         text = f"Invalid value for '{where}.role': expected one of {expected}."
         raise ApiError(text, param=f"{where}.role")
     plain = {key: value for key, value in message.items() if value is not None}

@@ -15,11 +15,11 @@ from moonpool.types import PRIORITY_RANGE, SAMPLING_RANGES, BadWord, SamplingPar
 
 _SEED_MODULUS = 1 << 63
 MOST_TOKENS = 2**31 - 1
-_MOST_STOPS = 16
+MOST_STOPS = 16
 LONGEST_STOP_CHARS = 4096
 _DEFAULT_COMPLETION_TOKENS = 16
-_MOST_BIASES = 1024
-_LARGEST_BIAS = 100
+MOST_BIASES = 1024
+LARGEST_BIAS = 100
 MOST_ALLOWED = 16_384
 MOST_LISTED = 128
 """Most tokens of `logprob_token_ids`, as in vLLM."""
@@ -79,8 +79,8 @@ def ending_of(body: GenerationBody, card: ModelCard) -> Ending:
     """Returns what ends the output. Raises ApiError for too many stop strings, for an empty or too
     long one, and for a stop token out of the vocabulary."""
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if len(stops) > _MOST_STOPS:
-        raise ApiError(f"'stop' may hold at most {_MOST_STOPS} strings.", param="stop")
+    if len(stops) > MOST_STOPS:
+        raise ApiError(f"'stop' may hold at most {MOST_STOPS} strings.", param="stop")
     for stop in stops:
         if not 0 < len(stop) <= LONGEST_STOP_CHARS:
             text = f"A stop string must have 1 to {LONGEST_STOP_CHARS} characters."
@@ -156,17 +156,17 @@ def _token_list(body: GenerationBody, name: str, most: int, vocab_size: int) -> 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     """Returns the biases by rising token id. The keys of a JSON object are strings."""
-    if len(biases) > _MOST_BIASES:
-        raise ApiError(f"'logit_bias' may hold at most {_MOST_BIASES} tokens.", param="logit_bias")
+    if len(biases) > MOST_BIASES:
+        raise ApiError(f"'logit_bias' may hold at most {MOST_BIASES} tokens.", param="logit_bias")
     read: dict[int, float] = {}
     for name, bias in biases.items():
         if not name.isdecimal() or len(name) > 10:
             text = f"'logit_bias' maps token ids to numbers; {name[:40]!r} is not a token id."
             raise ApiError(text, param="logit_bias")
-        if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
+        if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
             text = (
                 f"Invalid value for 'logit_bias': {_short(bias)}. "
-                f"It must be between {-_LARGEST_BIAS} and {_LARGEST_BIAS}."
+                f"It must be between {-LARGEST_BIAS} and {LARGEST_BIAS}."
             )
             raise ApiError(text, param="logit_bias")
         read[int(name)] = bias

@@ -100,6 +100,37 @@ def test_the_document_names_every_route_and_its_schemas() -> None:
     assert "messages" in schemas["ChatBody"]["properties"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+    ],
+)
+def test_the_documents_ranges_are_those_that_are_checked(path: str, body: dict[str, Any]) -> None:
+    document = call(ScriptedHead(), "/openapi.json", method="GET").json()
+    media = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    name = media["schema"]["$ref"].rpartition("/")[2]
+    schema = document["components"]["schemas"][name]
+    assert set(schema["required"]) == set(body)
+    num_checked = 0
+    for field, found in schema["properties"].items():
+        for limit, beyond in (("minimum", -1), ("maximum", 1)):
+            if limit not in found:
+                continue
+            num_checked += 1
+            given = body | ({"echo": True} if found[limit] == 0 and "prompt" in body else {})
+            good = call(ScriptedHead(), path, given | {field: found[limit]})
+            if (field, limit) != ("min_tokens", "maximum"):  # there it exceeds the context
+                assert good.status_code == 200, (field, good.text)
+            bad = call(ScriptedHead(), path, given | {field: found[limit] + beyond})
+            assert bad.status_code == 400, field
+            assert bad.json()["error"].get("param", field) == field
+    assert num_checked > 1
+
+
 def _references(value: Any) -> list[str]:
     if isinstance(value, dict):
         own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
@@ -220,6 +251,34 @@ def test_an_echo_lists_the_logprobs_of_the_prompt_before_those_of_the_answer() -
         "top_logprobs": [None, {"b": -1.0}, {"a": -0.5, "c": -2.0}, {"d": -0.25}],
         "text_offset": [0, 1, 2, 3],
     }
+
+
+def test_a_chat_has_the_logprobs_of_its_prompt_once() -> None:
+    scored = TokenLogprobs(-2.0, ((97, -0.5), (98, -1.0)), rank=7)
+    head = scorer(Output(tokens=(Token(100, None, (scored,)),)))
+    answer = chat(head, prompt_logprobs=2, n=2, max_tokens=1).json()
+    assert all("prompt_logprobs" not in choice for choice in answer["choices"])
+    first, second = answer["prompt_logprobs"]
+    assert first is None
+    assert {name: entry["rank"] for name, entry in second.items()} == {"105": 7, "97": 1, "98": 2}
+
+
+def test_an_answer_names_what_it_follows_from() -> None:
+    head = ScriptedHead()
+    head.card = msgspec.structs.replace(head.card, system_fingerprint="fp_12")
+    for ask in (chat, complete):
+        assert ask(head).json()["system_fingerprint"] == "fp_12"
+        assert {c["system_fingerprint"] for c in events_of(ask(head, stream=True))} == {"fp_12"}
+
+
+def test_the_fingerprint_follows_from_model_and_formats() -> None:
+    def of(text: str) -> str:
+        return cluster._system_fingerprint(parse_config(text))
+
+    plain = of("")
+    assert plain == of("[api]\nport = 9\n") and plain.startswith("fp_")
+    others = {of('[model]\ndtype = "bfloat16"\n'), of('[model]\nname = "random:m30"\n')}
+    assert len(others | {plain}) == 3
 
 
 def test_no_tokens_are_answered_where_none_are_wanted() -> None:
