@@ -67,8 +67,7 @@ def make_app(
     options = options or ApiOptions()
     bodies = bodies or BodyReader(frontend, options)
     memory = BodyMemory(max(MAX_BODIES_BYTES, 4 * options.max_body_bytes))
-    active = ActiveCalls()
-    shared = frontend, options, bodies, active, RateLimits(options.limits, frontend)
+    shared = frontend, options, bodies, ActiveCalls(), RateLimits(options.limits, frontend)
     generator, embedder = Generator(*shared), Embedder(*shared)
     inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
@@ -87,11 +86,6 @@ def make_app(
         keys = {} if open_to_all else options.api_keys
         endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of)
         return Route(path, endpoint, methods=methods or ("GET",))
-
-    def also(path: str, handler: Handler, *methods: str) -> BaseRoute:
-        """A path that clients of llama.cpp use, where it has the meaning of the one below /v1."""
-        endpoint = _Endpoint(handler, options.api_keys, options.admins, memory, _openai_payload)
-        return Route(path, endpoint, methods=methods, include_in_schema=False)
 
     message_route = partial(route, payload_of=messages.error_payload)
     app = Starlette(
@@ -127,15 +121,31 @@ def make_app(
             route("/cluster/event_log", inspector.event_log),
             route("/docs", HtmlPage("docs_page.html").send, open_to_all=True),
             route("/", HtmlPage("live_page.html").send, open_to_all=True),
-            also("/chat/completions", generator.chat, "POST"),
-            also("/responses", generator.respond, "POST"),
-            also("/models", inspector.models, "GET"),
         ],
         exception_handlers={HTTPException: _routing_error},
     )
-    app.router.redirect_slashes = False
+    _settle_paths(app)
     _allow_origins(app, options.allowed_origins)
     return app
+
+
+_ALSO_WITHOUT_V1 = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/models"})
+"""Clients of llama.cpp leave /v1 out. Other paths without it, such as /completions and /embeddings,
+have meanings of their own there."""
+
+
+def _settle_paths(app: Starlette) -> None:
+    app.router.redirect_slashes = False
+    app.router.routes += [
+        Route(
+            route.path.removeprefix("/v1"),
+            route.endpoint,
+            methods=sorted(route.methods or ()),
+            include_in_schema=False,
+        )
+        for route in app.routes
+        if isinstance(route, Route) and route.path in _ALSO_WITHOUT_V1
+    ]
 
 
 def _allow_origins(app: Starlette, origins: tuple[str, ...]) -> None:

@@ -16,10 +16,10 @@ from msgspec import structs
 from moonpool.api.connection.kept_stream import Delivered, KeptStream
 from moonpool.api.frontend import Frontend, Output, RequestRefused
 from moonpool.api.output_text.reasoning import ReasoningReader
+from moonpool.api.output_text.text_offsets import TextOffsets
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
-from moonpool.api.text_offsets import TextOffsets
 from moonpool.api.tools import ToolCallDelta, ToolReader
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Request, Token, TokenLogprobs

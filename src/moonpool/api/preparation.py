@@ -26,6 +26,7 @@ from moonpool.api.bodies import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.prompt_text.truncation import truncation_of
 from moonpool.api.prompts import PromptReader
 from moonpool.api.responses import ResponsesBody, as_chat, of_input
 from moonpool.api.sampling import (
@@ -38,7 +39,6 @@ from moonpool.api.sampling import (
 )
 from moonpool.api.structured_output import grammar_of
 from moonpool.api.tools import Tools
-from moonpool.api.truncation import truncation_of
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import PRIORITY_RANGE, BadWord
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from moonpool.api.choice import Choice
-from moonpool.api.text_offsets import prompt_offsets
+from moonpool.api.output_text.text_offsets import prompt_offsets
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
 

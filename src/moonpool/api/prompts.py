@@ -11,8 +11,9 @@ import msgspec
 from moonpool.api.bodies import ChatBody, CompletionBody, EmbeddingsBody, missing_parameter
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ModelCard
+from moonpool.api.prompt_text.continuation import cut_at_mark, mark_final
+from moonpool.api.prompt_text.truncation import Truncation, truncation_of
 from moonpool.api.sampling import LONGEST_STOP_CHARS, check_token_ids, context_exceeded
-from moonpool.api.truncation import Truncation, truncation_of
 from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer
 from moonpool.types import BadWord
 
@@ -272,10 +273,10 @@ class PromptReader:
             if not name.isidentifier() or name in _OWN_ARGUMENTS:
                 text = f"'chat_template_kwargs' must not contain {name[:40]!r}."
                 raise ApiError(text, param="chat_template_kwargs")
-        final = _mark_final(plain) if continue_final_message else ""
+        final = mark_final(plain) if continue_final_message else ""
         try:
             rendered = self._tokenizer.render_chat(plain, adds, tools, **arguments)
-            return _cut_at_mark(rendered, final) if continue_final_message else rendered
+            return cut_at_mark(rendered, final) if continue_final_message else rendered
         except ChatTemplateError as error:
             raise ApiError(str(error), param="messages", code="chat_template_error") from None
 
@@ -332,31 +333,6 @@ def _sources(prompt: str | list[str | int | list[int]]) -> Sequence[Any]:
 
 
 _OWN_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
-_MARK = "CONTINUE_FINAL_MESSAGE_HERE "
-
-
-def _mark_final(plain: list[dict[str, Any]]) -> str:
-    """Marks the end of the last message's content, and returns the content. Raises ApiError."""
-    content: str = plain[-1]["content"]
-    if not content:
-        where = f"messages[{len(plain) - 1}].content"
-        text = f"'continue_final_message' needs text to continue, but '{where}' has none."
-        raise ApiError(text, param=where)
-    plain[-1] = plain[-1] | {"content": content + _MARK}
-    return content
-
-
-def _cut_at_mark(rendered: str, final: str) -> str:
-    """Returns a rendered chat up to the end of its last message, as transformers does: without the
-    space at the end of the message where the template removes that."""
-    before, mark, after = rendered.rpartition(_MARK.rstrip())
-    if not mark or final.strip() not in before:
-        text = (
-            "The chat template does not show the text of the last message, so"
-            " 'continue_final_message' cannot be served."
-        )
-        raise ApiError(text, param="continue_final_message", code="chat_template_error")
-    return before if after.startswith(" ") else before.rstrip()
 
 
 def _template_arguments(body: ChatBody) -> dict[str, Any]:

@@ -24,9 +24,9 @@ _NO_INSTANTS = (
 )
 
 
-def describe_stage(record: RequestRecord) -> str:
+def stage_of(record: RequestRecord | None) -> str:
     """What a request does now, in a few words; "" if it is not placed yet."""
-    if record.placed_s is None:
+    if record is None or record.placed_s is None:
         return ""
     if record.prefill_started_s is None:
         return "queue"
