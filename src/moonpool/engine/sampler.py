@@ -106,10 +106,15 @@ def sample(
 def score(
     logits: Tensor, target_ids: Sequence[int], num_logprobs: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """The logprob of one target per row, and of the most likely tokens. logits: [rows, vocab]."""
+    """The logprob of one target per row, and of the most likely tokens. logits: [rows, vocab].
+
+    Raises `NonFiniteLogitsError`.
+    """
     scored = []
     for row, target_id, count in zip(logits, target_ids, num_logprobs, strict=True):
         raw = row.cpu().numpy().astype(np.float64)
+        if not np.isfinite(raw.max()):
+            raise NonFiniteLogitsError(f"a row of the prompt has logit {raw.max()}")
         found = _logprobs(raw, target_id, count)
         scored.append(TokenLogprobs(found.logprob, found.top, _rank(raw, target_id)))
     return scored

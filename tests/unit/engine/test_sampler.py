@@ -168,6 +168,8 @@ def test_nan_is_an_error_not_a_token() -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(NonFiniteLogitsError, match="row 1"):
             sample(rows, [draw(temperature=temperature)] * 2, [0, 0])
+    with pytest.raises(NonFiniteLogitsError, match="of the prompt"):
+        sampler.score(rows, [0, 0], [0, 0])
 
 
 @pytest.mark.parametrize(
