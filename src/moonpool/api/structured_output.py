@@ -76,8 +76,9 @@ async def check_satisfied(grammar: str, text: str) -> None:
         satisfied = matches_grammar(grammar, text)
     if not satisfied:
         message = (
-            "The output ended before it satisfied the requested structured output, because the "
-            "grammar became too complex to follow. Simplify the schema or grammar."
+            "The output ended before it satisfied the requested structured output: the grammar "
+            "became too complex to follow, or 'allowed_token_ids' and 'bad_words' left no token. "
+            "Simplify the schema or grammar, or allow more tokens."
         )
         raise RequestRefused(400, "form_lost", message)
 

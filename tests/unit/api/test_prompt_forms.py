@@ -221,6 +221,50 @@ def test_chats_ids_and_embeddings_are_shortened_too() -> None:
     assert answer.json()["usage"]["prompt_tokens"] == 2
 
 
+@pytest.mark.parametrize(
+    ("body", "prompts"),
+    [
+        ({"messages": turns("Hi", "He")}, [b"HiHe"]),
+        ({"messages": turns("Hi", "He"), "truncate_prompt_tokens": 3}, [b"HiH"]),
+        (
+            {"messages": turns("Hi"), "truncate_prompt_tokens": 1, "truncation_side": "left"},
+            [b"i"],
+        ),
+        ({"input": ["abc", "d" * 999], "truncate_prompt_tokens": -1}, [b"abc", b"d" * 256]),
+        ({"input": "abc", "truncate_prompt_tokens": 256}, [b"abc"]),
+    ],
+)
+def test_chats_are_embedded_and_what_is_embedded_is_shortened(
+    body: dict[str, Any], prompts: list[bytes]
+) -> None:
+    card = msgspec.structs.replace(ScriptedHead().card, embedding_size=8)
+    preparer = Preparer(ByteTokenizer(), card, ApiOptions())
+    work = body_process.BodyWork(kind="embeddings", raw=msgspec.json.encode(body))
+    done = asyncio.run(body_process.perform(preparer, work))
+    assert done.error is None
+    found = body_process.unpack("embeddings", done)
+    assert [bytes(prompt) for prompt in found.prompts] == prompts
+    assert found.original.messages is None and found.original.input is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": turns("Hi"), "input": "x"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({}, "input"),
+        ({"messages": turns("x" * 300)}, "messages"),
+        ({"input": "x", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens"),
+    ],
+)
+def test_embeddings_that_cannot_be_made_are_refused(body: dict[str, Any], param: str) -> None:
+    card = msgspec.structs.replace(ScriptedHead().card, embedding_size=8)
+    preparer = Preparer(ByteTokenizer(), card, ApiOptions())
+    with pytest.raises(ApiError) as found:
+        asyncio.run(preparer.embeddings(msgspec.json.encode(body)))
+    assert found.value.param == param
+
+
 def test_minus_1_leaves_room_for_the_answer() -> None:
     head = ScriptedHead()  # its context has 256 tokens
     for max_tokens, kept in [(16, 240), (255, 1)]:
