@@ -71,6 +71,9 @@ class InstantHead:
     def abort(self, request_id: RequestId) -> None:
         pass
 
+    def stage(self, request_id: RequestId) -> str:
+        return "prefill"
+
     def explain(self, request_id: str) -> dict[str, Any] | None:
         return None
 

@@ -73,6 +73,19 @@ class ApiConfig(Struct, frozen=True):
         float,
         about("Most seconds that one request may take.", "--request-timeout", gt=0, le=86_400),
     ] = 600.0
+    keepalive_s: Annotated[
+        float,
+        about(
+            "A stream that is silent so long sends a comment, so that proxies keep it; 0: never.",
+            "--keepalive",
+            ge=0,
+            le=86_400,
+        ),
+    ] = 5.0
+    strict_max_tokens: Annotated[
+        bool,
+        about("Refuse a max_tokens beyond the room in the context, instead of lowering it."),
+    ] = False
     drain_seconds: Annotated[
         float,
         about(

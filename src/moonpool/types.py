@@ -64,6 +64,13 @@ class Slo(Struct, frozen=True):
     tbt_s: float
 
 
+class BadWord(Struct, frozen=True, array_like=True):
+    """A word that no answer contains: its text, and each sequence of tokens that writes it."""
+
+    text: str
+    token_ids: tuple[tuple[int, ...], ...]
+
+
 class SamplingParams(Struct, frozen=True):
     """How the next token is drawn. `temperature == 0` is greedy; the other limits are then ignored.
 
@@ -89,6 +96,9 @@ class SamplingParams(Struct, frozen=True):
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     grammar: str = ""  # the answer must match it (see `engine.grammar`); "": no constraint
     pooling: Pooling = "none"  # the prompt's embedding takes the place of the first token
+    allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; (): all
+    bad_words: tuple[BadWord, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()  # `logprobs` tells of these instead of the most likely
 
 
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
@@ -103,10 +113,12 @@ SAMPLING_RANGES = {
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Log-probability of the chosen token, and of the most likely ones as (token id, logprob)."""
+    """Log-probability of the chosen token, and of the most likely ones as (token id, logprob).
+    `rank`: the place of a prompt's token among all, from 1 on; 0: it is not told."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class Token(Struct, frozen=True, array_like=True):

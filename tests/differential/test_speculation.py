@@ -15,7 +15,7 @@ import torch
 from moonpool.config import SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptId, AttemptSpec
-from moonpool.types import Role, SamplingParams, Slo
+from moonpool.types import BadWord, Role, SamplingParams, Slo
 from tests.differential.cluster import MODEL, MiniCluster
 from tests.differential.test_paths import make_ops
 
@@ -30,6 +30,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.05},
     {"temperature": 0.0, "logit_bias": ((7, 2.0), (8, 1.0)), "min_tokens": 20},
     {"temperature": 0.0, "stop_token_ids": tuple(range(150, 160))},
+    {"temperature": 0.0, "bad_words": (BadWord("x", tuple((i, i + 1) for i in range(0, 300, 3))),)},
+    {"temperature": 0.3, "seed": 4, "allowed_token_ids": tuple(range(0, 300, 2))},
 ]
 ALL_TOKENS = SpeculativeConfig(method="ngram", prompt_lookup_min=1, num_speculative_tokens=5)
 

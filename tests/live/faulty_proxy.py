@@ -80,7 +80,7 @@ class FaultyProxy:
             await got.aclose()
 
     def _changed(self, line: str) -> list[str]:
-        if self._fault not in ("drop", "double", "mix") or line == "data: [DONE]":
+        if self._fault not in ("drop", "double", "mix") or not line.startswith("data: {"):
             return [line]
         event = json.loads(line.removeprefix("data: "))
         choices: list[dict[str, Any]] = event["choices"]

@@ -67,8 +67,7 @@ def make_app(
     options = options or ApiOptions()
     bodies = bodies or BodyReader(frontend, options)
     memory = BodyMemory(max(MAX_BODIES_BYTES, 4 * options.max_body_bytes))
-    active = ActiveCalls()
-    shared = frontend, options, bodies, active, RateLimits(options.limits, frontend)
+    shared = frontend, options, bodies, ActiveCalls(), RateLimits(options.limits, frontend)
     generator, embedder = Generator(*shared), Embedder(*shared)
     inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
@@ -103,6 +102,7 @@ def make_app(
             route("/v1/models/{model_id:path}", inspector.model),
             route("/tokenize", inspector.tokenize, "POST"),
             route("/detokenize", inspector.detokenize, "POST"),
+            route("/tokenizer_info", inspector.tokenizer_info),
             route("/health", inspector.health, open_to_all=True),
             route("/ping", inspector.health, "GET", "POST", open_to_all=True),
             route("/live", inspector.live, open_to_all=True),
@@ -124,9 +124,28 @@ def make_app(
         ],
         exception_handlers={HTTPException: _routing_error},
     )
-    app.router.redirect_slashes = False
+    _settle_paths(app)
     _allow_origins(app, options.allowed_origins)
     return app
+
+
+_ALSO_WITHOUT_V1 = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/models"})
+"""Clients of llama.cpp leave /v1 out. Other paths without it, such as /completions and /embeddings,
+have meanings of their own there."""
+
+
+def _settle_paths(app: Starlette) -> None:
+    app.router.redirect_slashes = False
+    app.router.routes += [
+        Route(
+            route.path.removeprefix("/v1"),
+            route.endpoint,
+            methods=sorted(route.methods or ()),
+            include_in_schema=False,
+        )
+        for route in app.routes
+        if isinstance(route, Route) and route.path in _ALSO_WITHOUT_V1
+    ]
 
 
 def _allow_origins(app: Starlette, origins: tuple[str, ...]) -> None:

@@ -8,7 +8,9 @@ not listed is rejected too, unless it is empty or false.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -31,12 +33,15 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """`schema`: that of the object, in llama.cpp's and Together's form."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's field: exactly one of these. `grammar` uses Lark's notation."""
+    """vLLM's field: exactly one of these. `grammar` is in Lark or in GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -75,6 +80,11 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     # Documented by OpenAI or vLLM, without effect here.
     include_reasoning: Any = None
     user: Any = None
@@ -88,9 +98,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     best_of: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: Any = None
     detokenize: Any = None
     spaces_between_special_tokens: Any = None
     kv_transfer_params: Any = None
@@ -113,15 +120,15 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     reasoning_effort: str | None = None
     verbosity: Any = None
     prediction: Any = None
     modalities: Any = None
     audio: Any = None
     chat_template: Any = None
-    continue_final_message: Any = None
     documents: Any = None
-    echo: Any = None
     functions: Any = None
     function_call: Any = None
     web_search_options: Any = None
@@ -136,8 +143,16 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either `input` or vLLM's `messages`."""
+
     model: str | None = None
     input: str | list[str | int | list[int]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     add_special_tokens: bool | None = None
@@ -154,6 +169,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -168,26 +184,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True, False),
     "kv_transfer_params": ({},),
 }
-_CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
     "modalities": (["text"],),
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "web_search_options": (),
 }
-_COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "suffix": ("",)}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**_NEUTRAL, "suffix": ("",)}
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*?)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
@@ -203,7 +214,9 @@ def decode_body(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
     try:
         try:
             return decoder.decode(raw)
-        except msgspec.ValidationError:
+        except msgspec.ValidationError as error:
+            if not _UNKNOWN.match(str(error)):
+                raise
             return decoder.decode(_without_neutral(raw, decoder.type))
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
@@ -235,26 +248,56 @@ _GUIDED = {
 _GUIDED_HINTS = ("guided_decoding_backend", "guided_whitespace_pattern")
 
 
+_GIVEN = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_EMPTY = frozenset({b"null", b"false", b"{}", b"[]", b'""', b"0", b"0.0"})
+
+
+def _is_empty(value: msgspec.Raw) -> bool:
+    return bytes(value).translate(None, b" \t\r\n") in _EMPTY
+
+
 def _without_neutral(raw: bytes, body_type: type[msgspec.Struct]) -> bytes:
-    """Returns the body without unknown fields that are empty or false, and with vLLM's older names
-    replaced. Called only for a body that does not decode."""
-    given = msgspec.json.decode(raw)
-    if not isinstance(given, dict):
-        return raw
-    known = set(body_type.__struct_fields__)
-    if "structured_outputs" in known and not given.get("structured_outputs"):
-        guided = {new: given.pop(old) for old, new in _GUIDED.items() if given.get(old) is not None}
+    """Returns the body without unknown fields that are empty or false, also within its objects, and
+    with vLLM's older names replaced. Called only for a body with an unknown field.
+
+    Values are not decoded, so that an error in one of them is found in its place.
+    """
+    given = _GIVEN.decode(raw)
+    known = _field_types(body_type)
+    outputs = given.get("structured_outputs")
+    if "structured_outputs" in known and (outputs is None or _is_empty(outputs)):
+        guided = {new: given.pop(old) for old, new in _GUIDED.items() if old in given}
         for hint in _GUIDED_HINTS:
             given.pop(hint, None)
-        if guided:
-            given["structured_outputs"] = guided
-    kept = {k: v for k, v in given.items() if k in known or v not in (None, False, {}, [])}
+        wanted = {name: value for name, value in guided.items() if bytes(value) != b"null"}
+        if wanted:
+            given["structured_outputs"] = msgspec.Raw(msgspec.json.encode(wanted))
+    kept = {}
+    for name, value in given.items():
+        inner = known.get(name)
+        if inner is not None and (within := bytes(value)).startswith(b"{"):
+            value = msgspec.Raw(_without_neutral(within, inner))
+        if name in known or not _is_empty(value):
+            kept[name] = value
     return msgspec.json.encode(kept)
+
+
+@cache
+def _field_types(body_type: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct] | None]:
+    """The fields of a body, with the type of those that are an object with known fields."""
+
+    def struct_in(hint: Any) -> type[msgspec.Struct] | None:
+        types = (hint, *get_args(hint))
+        return next(
+            (t for t in types if isinstance(t, type) and issubclass(t, msgspec.Struct)), None
+        )
+
+    return {name: struct_in(hint) for name, hint in get_type_hints(body_type).items()}
 
 
 def check_unsupported(body: ChatBody | CompletionBody) -> None:
     """Raises `ApiError` for a field that would change the output and is not supported."""
-    table = _CHAT_NEUTRAL if isinstance(body, ChatBody) else _COMPLETION_NEUTRAL
+    table = CHAT_NEUTRAL if isinstance(body, ChatBody) else COMPLETION_NEUTRAL
     for name, neutral in table.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
@@ -269,7 +312,8 @@ def _explain(text: str) -> ApiError:
     """Converts msgspec's error text to OpenAI's."""
     match = _AT.match(text)
     assert match is not None
-    what, path = match["what"], match["path"] or None
+    # A key of a free object has no name there: the field that holds it is named.
+    what, path = match["what"], (match["path"] or "").partition("[...]")[0] or None
     unknown = _UNKNOWN.match(what)
     if unknown:
         name = f"{path}.{unknown['name']}" if path else unknown["name"]
@@ -277,6 +321,9 @@ def _explain(text: str) -> ApiError:
             f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
         )
     where = f"'{path}'" if path else "the request body"
+    if what in ("Number out of range", "Integer value out of range"):
+        text = f"Invalid value for {where}: the number is too large."
+        return ApiError(text, param=path)
     expected = _EXPECTED.match(what)
     if expected:
         what = f"expected {expected['wanted']}, but got {expected['got']} instead"

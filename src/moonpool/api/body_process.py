@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal, get_args
 
 import msgspec
 
-from moonpool.api.bodies import ChatBody, CompletionBody, EmbeddingsBody
+from moonpool.api.bodies import ChatBody, CompletionBody
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.api.preparation import (
@@ -30,13 +30,12 @@ from moonpool.api.preparation import (
     PreparedCall,
     Preparer,
 )
-from moonpool.api.responses import ResponsesBody
 from moonpool.api.tools import Tools
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
 from moonpool.transfer.parent import end_with
-from moonpool.types import Struct
+from moonpool.types import BadWord, Struct
 
 Kind = Literal[
     "chat",
@@ -99,6 +98,7 @@ class BodyResult(Struct, frozen=True):
     grammar: str = ""
     grammar_field: str = ""
     num_calls: int = 0  # of tools, in the messages
+    bad_words: tuple[BadWord, ...] = ()
 
 
 _WORK = msgspec.msgpack.Decoder(BodyWork)
@@ -113,6 +113,7 @@ _READ_ALREADY = (
     "prompt_cache_retention",
     "response_format",
     "structured_outputs",
+    "bad_words",
 )
 
 
@@ -126,9 +127,8 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
         gone |= {"prompt": None}
     rest = msgspec.json.encode(msgspec.structs.replace(body, **gone))
     if original is not None:
-        has_input = isinstance(original, ResponsesBody | EmbeddingsBody)
-        field = "input" if has_input else "messages"
-        original = msgspec.structs.replace(original, **{field: None})
+        fields = {"input", "messages"}.intersection(original.__struct_fields__)
+        original = msgspec.structs.replace(original, **dict.fromkeys(fields))
     kept = b"" if original is None else msgspec.json.encode(original)
     if len(rest) + len(kept) > MAX_REST_BYTES:
         text = (
@@ -145,6 +145,7 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
         grammar=prepared.grammar,
         grammar_field=prepared.grammar_field,
         num_calls=0 if prepared.tools is None else prepared.tools.num_calls_before,
+        bad_words=prepared.bad_words,
     )
 
 
@@ -164,6 +165,7 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
             echoes=done.echoes,
             original=embedded,
             grammar_field=done.grammar_field,
+            bad_words=done.bad_words,
         )
     chat = CHAT.decode(done.body)
     original: Any = None
@@ -174,8 +176,10 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
         prompts,
         done.grammar,
         Tools(chat, done.num_calls),
+        echoes=done.echoes,
         original=original,
         grammar_field=done.grammar_field,
+        bad_words=done.bad_words,
     )
 
 

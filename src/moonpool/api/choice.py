@@ -17,6 +17,7 @@ from moonpool.api.connection.kept_stream import Delivered, KeptStream
 from moonpool.api.frontend import Frontend, Output, RequestRefused
 from moonpool.api.output_text.said import Said, ToolCallDelta, plain
 from moonpool.api.output_text.source import OutputReader
+from moonpool.api.output_text.text_offsets import TextOffsets
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
@@ -81,6 +82,7 @@ class Choice:
         self.answer_grammar = ""  # that the answer behind the reasoning satisfies
         self._raw: list[str] = []  # the text of a structured output
         self._ending = ending
+        self._tokenizer = tokenizer
         skips = ending.skip_special_tokens
         self._text_stream = tokenizer.stream(skips, shown) if shown else tokenizer.stream(skips)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
@@ -142,6 +144,10 @@ class Choice:
             ending.min_tokens,
             ending.skip_special_tokens,
         )
+
+    def text_offsets(self, start: int = 0) -> TextOffsets:
+        """Counts the characters of the output's text. `start`: characters before it."""
+        return TextOffsets(self._tokenizer, self._ending.skip_special_tokens, start)
 
     async def _check_structure(self) -> None:
         """Raises `RequestRefused` if the output stopped without satisfying its grammar.

@@ -66,8 +66,7 @@ class Embedder:
         is_resumed = context.kept is not None and context.kept.is_resumed
         if not is_resumed:
             self._rates.begin(context.tenant, arrived_s)
-        max_tokens = self._frontend.card.max_model_tokens
-        arrived_s, _ = context.keep_call(raw, arrived_s, max_tokens)
+        arrived_s, _ = context.keep_call(raw, arrived_s, self._frontend.card)
         left_s = arrived_s + timeout_s - self._frontend.now()
         call = await self._bodies.call("embeddings", raw, context.tenant, left_s)
         body: EmbeddingsBody = call.original

@@ -119,6 +119,10 @@ class Inspector:
     async def tokenize(self, context: HttpContext) -> None:
         await self._respond_to_body("tokenize", context)
 
+    async def tokenizer_info(self, context: HttpContext) -> None:
+        """What `tokenizer_config.json` says, as vLLM shows it."""
+        await _respond(context, self._frontend.tokenizer.describe())
+
     async def detokenize(self, context: HttpContext) -> None:
         await self._respond_to_body("detokenize", context)
 

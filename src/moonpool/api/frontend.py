@@ -38,6 +38,7 @@ class ModelCard(Struct, frozen=True):
     adapters: tuple[AdapterCard, ...] = ()
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
+    system_fingerprint: str = ""  # of what answers follow from, beside the request
 
     def adapter_of(self, name: str | None) -> str:
         """Returns what `Request.adapter` is for a model's name; "" for the model itself."""
@@ -100,6 +101,11 @@ class Frontend(Protocol):
 
     def abort(self, request_id: RequestId) -> None:
         """Ends a request early. Unknown ids are ignored."""
+        ...
+
+    def stage(self, request_id: RequestId) -> str:
+        """Returns what a request does now, such as "prefill"; "" if it is not placed yet, and may
+        be refused."""
         ...
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
@@ -180,7 +186,10 @@ class ApiOptions:
     body_timeout_s: float = 30.0
     tokenizer: str = ""
     """Names the tokenizer for the processes that read large bodies; "": there are none."""
+    keepalive_s: float = 5.0  # a silent stream sends a comment so often; 0: never
     exports_traces: bool = False
+    strict_max_tokens: bool = False
+    """Refuse a limit on output tokens beyond the room in the context, instead of lowering it."""
     tool_call_parser: str = "auto"  # the format of calls (see `output_text.formats`)
     reasoning_parser: str = "auto"  # that of reasoning
     chat_template: str = ""
@@ -191,6 +200,8 @@ class ApiOptions:
         return (self.served_names or (card.model_id,)) + tuple(a.name for a in card.adapters)
 
     def __post_init__(self) -> None:
+        if self.keepalive_s < 0:
+            raise ValueError(f"api.keepalive_s must be 0 or more, not {self.keepalive_s}")
         for name in ("max_body_bytes", "max_choices", "thread_above_chars", "body_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"api.{name} must be above 0, not {getattr(self, name)}")

@@ -3,7 +3,8 @@
 
 A call is read and checked, and becomes one `Request` per prompt and per `n`. The requests run side
 by side, and their increments become one JSON response or a stream of chunks. The status line is
-sent after the first increment, so that a rejected request still gets its own status.
+sent after the first increment, so that a rejected request still gets its own status, or when a
+placed request has said nothing for a time (see `connection.silence`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
+from msgspec import structs
 
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_of
+from moonpool.api.connection.silence import PING, Silence, comment_of
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
@@ -76,6 +79,7 @@ DIGEST_IN_THREAD_BYTES = 1 << 20
 class _Call:
     """One checked call and its limits."""
 
+    kind: Kind
     context: HttpContext
     prepared: PreparedCall
     arrived_s: float
@@ -160,27 +164,28 @@ class Generator:
         is_new = facts is None and not (context.kept is not None and context.kept.is_resumed)
         if is_new:
             self._rates.begin(context.tenant, arrived_s)
-        max_tokens = self._frontend.card.max_model_tokens
-        arrived_s, facts = context.keep_call(raw, arrived_s, max_tokens, facts, digest, num_returns)
+        card = self._frontend.card
+        arrived_s, facts = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
         left_s = arrived_s + timeout_s - self._frontend.now()
         prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
         is_drawn_anew = is_new and prepared.body.seed is None
         told = (facts, position, has, known, is_new, is_drawn_anew)
-        return _Call(context, prepared, arrived_s, slo, timeout_s, *told)
+        return _Call(kind, context, prepared, arrived_s, slo, timeout_s, *told)
 
     async def _continued(
         self, context: HttpContext, digest: bytes, position: EventPosition | None, resumes: bool
     ) -> tuple[StreamFacts | None, Sequence[Delivered], int]:
         """Returns the facts of the response that a call continues or asks for again, or None; what
         is known of it; and how often it was asked for again."""
-        own = None
+        own, card = None, self._frontend.card
         if position is not None and position.progress:
-            own = position.facts(self._frontend.card.max_model_tokens)
+            own = position.facts(card.max_model_tokens, card.system_fingerprint)
         request_id = context.request_id if own is None else own.request_id
         known = await context.known(digest, request_id, displaces=resumes or own is not None)
         if known is None or (own is not None and _drawn(own) != _drawn(known.facts)):
             return own, (), 0
-        return known.facts, known.deliveries, known.num_returns
+        facts = structs.replace(known.facts, system_fingerprint=card.system_fingerprint)
+        return facts, known.deliveries, known.num_returns
 
     async def _write(
         self,
@@ -214,6 +219,7 @@ class Generator:
                 id=shape.id_prefix + request_id,
                 created=call.facts.created_s,
                 model=body.model or self._names[0],
+                system_fingerprint=call.facts.system_fingerprint,
                 num_per_prompt=body.n or 1,
                 with_logprobs=num_logprobs(body) is not None,
                 with_token_ids=bool(body.return_token_ids),
@@ -275,11 +281,13 @@ class Generator:
         trace = read_traceparent(header, self._options.exports_traces)
         for number, token_ids in enumerate(prepared.prompts):
             most, usual = call.facts.max_model_tokens, card.sampling.get("max_tokens")
-            max_tokens = max_tokens_of(body, len(token_ids), most, usual)
+            strict = self._options.strict_max_tokens
+            max_tokens = max_tokens_of(body, len(token_ids), most, usual, strict)
             grammar = self._grammar(call, token_ids)
             for offset in range(body.n or 1):
                 index = len(choices)
-                sampling = sampling_of(body, ending, grammar, max_tokens, seed + offset, card)
+                drawn = max_tokens, seed + offset, card, prepared.bad_words
+                sampling = sampling_of(body, ending, grammar, *drawn)
                 request = Request(
                     request_id=RequestId(f"{request_id}~{index}" if index else request_id),
                     token_ids=token_ids,
@@ -371,8 +379,11 @@ class Generator:
                 choice.one_by_one = True
             writer = ResumedEvents(writer, call.has)
         try:
-            async with context.watch(), aclosing(self._run(call, choices)) as deltas:
-                await _send_deltas(context, writer, deltas)
+            silence = Silence(
+                context, self._options.keepalive_s, partial(self._comment, call, choices)
+            )
+            async with context.watch(), aclosing(self._run(call, choices)) as deltas, silence:
+                await _send_deltas(context, writer, deltas, silence)
             last = writer.end()
         except RequestRefused as refused:
             await _end_with_error(context, writer, from_refused(refused))
@@ -385,6 +396,16 @@ class Generator:
             if not context.started:
                 await context.start_events()
             await context.end_events(last)
+
+    def _comment(self, call: _Call, choices: Sequence[Choice]) -> bytes:
+        """Returns what a silent stream says; nothing while the call may still be refused."""
+        running = [c.request.request_id for c in choices if c.finish_reason is None]
+        stages = [self._frontend.stage(request_id) for request_id in running]
+        if not (call.context.started or all(stages)):
+            return b""
+        if call.kind == "messages":
+            return PING
+        return comment_of(next(filter(None, stages), "waiting"))
 
     def _numbered(
         self,
@@ -406,10 +427,15 @@ class Generator:
 
 
 async def _send_deltas(
-    context: HttpContext, writer: EventWriter, deltas: AsyncGenerator[Delta, None]
+    context: HttpContext,
+    writer: EventWriter,
+    deltas: AsyncGenerator[Delta, None],
+    silence: Silence,
 ) -> None:
     has_begun = False
     async for delta in deltas:
+        if silence.heard():
+            await silence.settle()
         events = (b"" if has_begun else writer.begin()) + writer.events(delta)
         has_begun = True
         catches_up = isinstance(writer, NumberedEvents | ResumedEvents) and writer.catches_up
@@ -417,6 +443,8 @@ async def _send_deltas(
             await context.start_events()
         if events:
             await context.send_events(events)
+        if silence.listens(bool(events)):
+            await silence.repeat()
 
 
 def _drawn(facts: StreamFacts) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from moonpool.api.connection.kept_answers import Known
 from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, draw_facts
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.frontend import ModelCard, RequestRefused
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"
@@ -145,7 +145,7 @@ class HttpContext:
         self,
         body: bytes,
         arrived_s: float,
-        max_model_tokens: int,
+        card: ModelCard,
         facts: StreamFacts | None = None,
         digest: bytes = b"",
         num_returns: int = 0,
@@ -160,7 +160,7 @@ class HttpContext:
             self.request_id = facts.request_id
         if self.kept is not None:
             return self.kept.opening.arrived_s, self.kept.opening.facts
-        facts = facts or draw_facts(self.request_id, max_model_tokens)
+        facts = facts or draw_facts(self.request_id, card.max_model_tokens, card.system_fingerprint)
         if self._connection is not None:
             who = self.tenant, self.is_admin
             again = digest, num_returns

@@ -26,6 +26,7 @@ from moonpool.api.bodies import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.prompt_text.truncation import truncation_of
 from moonpool.api.prompts import PromptReader
 from moonpool.api.responses import ResponsesBody, as_chat, of_input
 from moonpool.api.sampling import (
@@ -39,7 +40,7 @@ from moonpool.api.sampling import (
 from moonpool.api.structured_output import grammar_of
 from moonpool.api.tools import Tools
 from moonpool.engine.tokenizer import Tokenizer
-from moonpool.types import PRIORITY_RANGE
+from moonpool.types import PRIORITY_RANGE, BadWord
 
 CHAT = msgspec.json.Decoder(ChatBody)
 COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -55,7 +56,8 @@ MAX_INPUTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """A checked call. `prompts` holds token ids, `echoes` the text before each output.
+    """A checked call. `prompts` holds token ids, `echoes` the text before each output, `bad_words`
+    those of the body with their tokens.
 
     `grammar` constrains the output; "": nothing does. `grammar_field` asks for it. `grammars.check`
     checks it afterwards. `original` is the body of an API other than chat and completions, for its
@@ -69,6 +71,7 @@ class PreparedCall:
     echoes: Sequence[str] = ()
     original: Any = None
     grammar_field: str = ""
+    bad_words: tuple[BadWord, ...] = ()
 
 
 class Preparer:
@@ -107,7 +110,10 @@ class Preparer:
         prompts = await self._prompts.read_completion(body, most_prompts)
         echoes = self._prompts.echoes(body, prompts) if body.echo else ()
         field, grammar = await self._grammar(body, None)
-        return PreparedCall(body, prompts, grammar, echoes=echoes, grammar_field=field)
+        bad_words = self._prompts.bad_words(body.bad_words or ())
+        return PreparedCall(
+            body, prompts, grammar, echoes=echoes, grammar_field=field, bad_words=bad_words
+        )
 
     async def count_tokens(self, raw: bytes) -> bytes:
         """Returns the response with the number of prompt tokens of a message."""
@@ -137,10 +143,17 @@ class Preparer:
         prompt = CompletionBody(
             model=body.model, prompt=body.input, add_special_tokens=body.add_special_tokens
         )
-        prompts = await self._prompts.read_completion(prompt, MAX_INPUTS, "input")
+        most = self.card.max_model_tokens
+        if body.messages is None:
+            param, truncation = "input", truncation_of(body, most, None)
+            prompts = await self._prompts.read_texts(prompt, MAX_INPUTS, param, truncation)
+        elif body.input is not None:
+            raise ApiError("Use either 'input' or 'messages', not both.", param="messages")
+        else:
+            param, prompts = "messages", [await self._prompts.read_embedded_chat(body)]
         for prompt_ids in prompts:
-            if len(prompt_ids) > self.card.max_model_tokens:
-                raise context_exceeded(len(prompt_ids), self.card.max_model_tokens, "input")
+            if len(prompt_ids) > most:
+                raise context_exceeded(len(prompt_ids), most, param)
         return PreparedCall(prompt, prompts, "", original=body)
 
     async def tokenize(self, raw: bytes) -> bytes:
@@ -150,7 +163,8 @@ class Preparer:
         if body.messages is not None:
             text = self._prompts.chat_text(
                 body.messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=bool(body.continue_final_message),
                 tools=body.tools,
                 arguments=body.chat_template_kwargs or {},
             )
@@ -163,7 +177,7 @@ class Preparer:
         tokens = await self._prompts.encode(text, add_special_tokens, "prompt")
         strings = None
         if body.return_token_strs:
-            strings = [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
+            strings = [self._tokenizer.token_name(token_id) for token_id in tokens]
         answer = {
             "count": len(tokens),
             "max_model_len": self.card.max_model_tokens,
@@ -188,7 +202,16 @@ class Preparer:
         tools = Tools(body)
         prompt = await self._prompts.read_chat(body)
         field, grammar = await self._grammar(body, tools)
-        return PreparedCall(body, [prompt], grammar, tools, original=original, grammar_field=field)
+        return PreparedCall(
+            body,
+            [prompt],
+            grammar,
+            tools,
+            echoes=_continued(body),
+            original=original,
+            grammar_field=field,
+            bad_words=self._prompts.bad_words(body.bad_words or ()),
+        )
 
     def _check(self, body: ChatBody | CompletionBody) -> None:
         check_model(body.model, self._names)
@@ -212,6 +235,16 @@ class Preparer:
             return "", ""
         can_end = bool(self.card.eos_token_ids)
         return await asyncio.to_thread(grammar_of, body, can_end, must_call)
+
+
+def _continued(body: ChatBody) -> Sequence[str]:
+    """The text that comes before the output by vLLM's `echo`: the last message, if it is one of the
+    assistant."""
+    last = (body.messages or [{}])[-1]
+    content = last.get("content")
+    if not body.echo or last.get("role") != "assistant" or not isinstance(content, str):
+        return ()
+    return (content,)
 
 
 def check_model(name: str | None, served_names: Sequence[str]) -> None:

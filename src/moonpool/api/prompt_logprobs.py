@@ -6,10 +6,11 @@ a field of its own. A model predicts nothing for a prompt's first token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from moonpool.api.choice import Choice
+from moonpool.api.output_text.text_offsets import prompt_offsets
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
 
@@ -17,14 +18,25 @@ Lists = dict[str, Any]
 """`logprobs` of a completion: its lists have one element per token."""
 
 
+class LogprobsWriter(Protocol):
+    tokenizer: Tokenizer
+
+    def logprobs(
+        self, tokens: Sequence[Token], offsets: Sequence[int], as_ids: bool = False
+    ) -> Lists: ...
+
+
 def echoed_logprobs(
-    choice: Choice, tokens: Sequence[Token], of: Callable[[Sequence[Token]], Lists]
+    choice: Choice, text: str, tokens: Sequence[Token], writer: LogprobsWriter, as_ids: bool
 ) -> Lists:
-    """Returns the lists for prompt and output. `of(tokens)` makes those of tokens."""
+    """Returns the lists for prompt and output. `text`: of the prompt, as it is echoed."""
     prompt = choice.request.token_ids
     scored = choice.prompt_logprobs or ()
     given = [Token(token_id, found) for token_id, found in zip(prompt[1:], scored, strict=True)]
-    found = of([Token(prompt[0], TokenLogprobs(0.0)), *given, *tokens])
+    offsets = prompt_offsets(prompt, text, writer.tokenizer)
+    offsets += choice.text_offsets(len(text)).of(tokens)
+    first = Token(prompt[0], TokenLogprobs(0.0))
+    found = writer.logprobs([first, *given, *tokens], offsets, as_ids)
     found["token_logprobs"][0] = found["top_logprobs"][0] = None
     return found
 
@@ -35,7 +47,7 @@ def prompt_logprobs_field(choice: Choice, tokenizer: Tokenizer) -> list[dict[str
     ids = choice.request.token_ids[1:]
     for token_id, scored in zip(ids, choice.prompt_logprobs or (), strict=True):
         likely = {top_id: (logprob, rank) for rank, (top_id, logprob) in enumerate(scored.top, 1)}
-        entries = {token_id: (scored.logprob, None)} | likely
+        entries = {token_id: (scored.logprob, scored.rank or None)} | likely
         found.append(
             {
                 str(each_id): {

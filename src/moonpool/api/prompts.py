@@ -9,28 +9,16 @@ from typing import Any
 
 import msgspec
 
-from moonpool.api.bodies import ChatBody, CompletionBody, missing_parameter
+from moonpool.api.bodies import ChatBody, CompletionBody, EmbeddingsBody, missing_parameter
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ModelCard
-from moonpool.api.sampling import check_token_ids, context_exceeded
+from moonpool.api.prompt_text.continuation import cut_at_mark, mark_final
+from moonpool.api.prompt_text.truncation import Truncation, truncation_of
+from moonpool.api.sampling import LONGEST_STOP_CHARS, check_token_ids, context_exceeded
 from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer
+from moonpool.types import BadWord
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-_KEYS = frozenset(
-    {
-        "role",
-        "content",
-        "name",
-        "tool_calls",
-        "tool_call_id",
-        "function_call",
-        "refusal",
-        "audio",
-        "annotations",
-        "reasoning",
-        "reasoning_content",
-    }
-)
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -42,17 +30,12 @@ def plain_messages(messages: Sequence[dict[str, Any]] | None) -> list[dict[str, 
 
 
 def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
-    unknown = message.keys() - _KEYS
-    if unknown:
-        name = f"{where}.{min(unknown)}"
-        raise ApiError(
-            f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
-        )
+    """Fields that are not known here reach the chat template, which may read them."""
     role = message.get("role")
     if role is None:
         raise ApiError(f"'{where}' has no role.", param=f"{where}.role")
-    if not isinstance(role, str) or role not in _ROLES:
-        expected = ", ".join(sorted(_ROLES))
+    if not isinstance(role, str) or role not in ROLES:
+        expected = ", ".join(sorted(ROLES))
         text = f"Invalid value for '{where}.role': expected one of {expected}."
         raise ApiError(text, param=f"{where}.role")
     plain = {key: value for key, value in message.items() if value is not None}
@@ -144,6 +127,7 @@ class _Arguments(dict[str, Any]):
         return other + str(self)
 
 
+MOST_BAD_WORDS = 1024
 _MOST_CHARS_PER_TOKEN = 512
 """No token of a known vocabulary is longer, so a longer text cannot fit the context."""
 
@@ -163,11 +147,34 @@ class PromptReader:
             raise missing_parameter("messages")
         text = self.chat_text(
             body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
             tools=self._shown_tools(body),
             arguments=_template_arguments(body),
         )
-        token_ids = await self.encode(text, bool(body.add_special_tokens), "messages")
+        wanted = body.max_tokens or 0
+        if body.max_completion_tokens is not None:
+            wanted = body.max_completion_tokens
+        truncation = truncation_of(body, self._card.max_model_tokens, wanted)
+        return await self._read_text(text, bool(body.add_special_tokens), truncation)
+
+    async def read_embedded_chat(self, body: EmbeddingsBody) -> tuple[int, ...]:
+        """Returns the token ids of messages to be embedded. Raises ApiError as `read_chat`."""
+        text = self.chat_text(
+            body.messages,
+            add_generation_prompt=bool(body.add_generation_prompt),
+            continue_final_message=bool(body.continue_final_message),
+            tools=None,
+            arguments=body.chat_template_kwargs or {},
+        )
+        truncation = truncation_of(body, self._card.max_model_tokens, None)
+        return await self._read_text(text, bool(body.add_special_tokens), truncation)
+
+    async def _read_text(
+        self, text: str, add_special_tokens: bool, truncation: Truncation | None
+    ) -> tuple[int, ...]:
+        """Returns the token ids of a rendered chat."""
+        token_ids = await self.encode(text, add_special_tokens, "messages", truncation=truncation)
         if not token_ids:
             raise ApiError("The messages contain no text.", param="messages")
         return token_ids
@@ -183,7 +190,19 @@ class PromptReader:
         return body.tools
 
     async def read_completion(
-        self, body: CompletionBody, most_prompts: int, param: str = "prompt"
+        self, body: CompletionBody, most_prompts: int
+    ) -> list[tuple[int, ...]]:
+        """Returns the token ids of each prompt. Raises ApiError."""
+        most, wanted = self._card.max_model_tokens, body.max_tokens or 0
+        truncation = truncation_of(body, most, wanted)
+        return await self.read_texts(body, most_prompts, "prompt", truncation)
+
+    async def read_texts(
+        self,
+        body: CompletionBody,
+        most_prompts: int,
+        param: str,
+        truncation: Truncation | None,
     ) -> list[tuple[int, ...]]:
         """`param` is the field's name in the client's body. Raises ApiError."""
         prompt = body.prompt
@@ -197,23 +216,59 @@ class PromptReader:
             raise ApiError(f"'{param}' must not be empty.", param=param)
         add_special_tokens = body.add_special_tokens is not False
         num_chars = sum(len(source) for source in sources if isinstance(source, str))
-        return [await self._read_one(s, add_special_tokens, num_chars, param) for s in sources]
+        how = add_special_tokens, num_chars, param, truncation
+        return [await self._read_one(source, *how) for source in sources]
 
     def echoes(self, body: CompletionBody, prompts: Sequence[tuple[int, ...]]) -> list[str]:
         """Returns the text of each prompt: what the client sent, or its token ids decoded."""
         assert body.prompt is not None
+        is_whole = body.truncate_prompt_tokens is None
         return [
-            source if isinstance(source, str) else self._tokenizer.decode(token_ids)
+            source if is_whole and isinstance(source, str) else self._tokenizer.decode(token_ids)
             for source, token_ids in zip(_sources(body.prompt), prompts, strict=True)
         ]
 
+    def bad_words(self, words: Sequence[str]) -> tuple[BadWord, ...]:
+        """Returns the words with their tokens, as vLLM finds them: at the beginning of a text, and
+        behind a space if the first token is another one then. Raises ApiError."""
+        if len(words) > MOST_BAD_WORDS:
+            raise ApiError(
+                f"'bad_words' may hold at most {MOST_BAD_WORDS} words.", param="bad_words"
+            )
+        return tuple(self._bad_word(word) for word in dict.fromkeys(words))
+
+    def _bad_word(self, word: str) -> BadWord:
+        if len(word) > LONGEST_STOP_CHARS:
+            text = f"A word of 'bad_words' may have at most {LONGEST_STOP_CHARS} characters."
+            raise ApiError(text, param="bad_words")
+        alone, behind = (
+            tuple(self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+            for space in ("", " ")
+        )
+        if not alone:
+            raise ApiError(
+                f"A word of 'bad_words' has no tokens: {word[:40]!r}.", param="bad_words"
+            )
+        found = [alone]
+        if len(behind) == len(alone) and behind[0] != alone[0]:
+            found.append(behind)
+        for token_ids in found:
+            check_token_ids(token_ids, self._card.vocab_size, "bad_words")
+        return BadWord(word, tuple(found))
+
     async def _read_one(
-        self, source: Any, add_special_tokens: bool, num_chars: int, param: str
+        self,
+        source: Any,
+        add_special_tokens: bool,
+        num_chars: int,
+        param: str,
+        truncation: Truncation | None,
     ) -> tuple[int, ...]:
         if not source:
             raise ApiError(f"'{param}' must not be empty.", param=param)
         if isinstance(source, str):
-            token_ids = await self.encode(source, add_special_tokens, param, num_chars)
+            how = add_special_tokens, param, num_chars, truncation
+            token_ids = await self.encode(source, *how)
             if not token_ids:
                 raise ApiError(f"'{param}' has no tokens.", param=param)
             return token_ids
@@ -225,30 +280,45 @@ class PromptReader:
                 code="invalid_type",
             )
         check_token_ids(source, self._card.vocab_size, param)
-        return tuple(source)
+        return tuple(source if truncation is None else truncation.cut(source))
 
     def chat_text(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[dict[str, Any]] | None,
         *,
-        add_generation_prompt: bool,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
         tools: Sequence[dict[str, Any]] | None,
         arguments: dict[str, Any],
     ) -> str:
         """Renders the chat template. Raises ApiError for content that is not text, for an argument
-        that the template may not get, and where the template fails."""
+        that the template may not get, and where the template fails.
+
+        `add_generation_prompt`: None is true, unless the last message is continued.
+        """
+        if add_generation_prompt and continue_final_message:
+            text = "'continue_final_message' needs 'add_generation_prompt' to be false or left out."
+            raise ApiError(text, param="continue_final_message")
+        adds = add_generation_prompt is not False and not continue_final_message
         plain = plain_messages(messages)
         for name in arguments:
             if not name.isidentifier() or name in _OWN_ARGUMENTS:
                 text = f"'chat_template_kwargs' must not contain {name[:40]!r}."
                 raise ApiError(text, param="chat_template_kwargs")
+        final = mark_final(plain) if continue_final_message else ""
         try:
-            return self._tokenizer.render_chat(plain, add_generation_prompt, tools, **arguments)
+            rendered = self._tokenizer.render_chat(plain, adds, tools, **arguments)
+            return cut_at_mark(rendered, final) if continue_final_message else rendered
         except ChatTemplateError as error:
             raise ApiError(str(error), param="messages", code="chat_template_error") from None
 
     async def encode(
-        self, text: str, add_special_tokens: bool, param: str, num_chars: int = 0
+        self,
+        text: str,
+        add_special_tokens: bool,
+        param: str,
+        num_chars: int = 0,
+        truncation: Truncation | None = None,
     ) -> tuple[int, ...]:
         """Tokenises a text. A long one is tokenised in a thread, so that streams go on meanwhile.
 
@@ -256,6 +326,8 @@ class PromptReader:
         field that an error names. Raises ApiError for a text that no context can hold, and for a
         token that the model lacks.
         """
+        if truncation is not None:
+            text = truncation.cut_text(text, _MOST_CHARS_PER_TOKEN)
         if len(text) > self._card.max_model_tokens * _MOST_CHARS_PER_TOKEN:
             raise context_exceeded(None, self._card.max_model_tokens, param)
         encode = self._tokenizer.encode
@@ -263,9 +335,26 @@ class PromptReader:
             token_ids = tuple(await asyncio.to_thread(encode, text, add_special_tokens))
         else:
             token_ids = tuple(encode(text, add_special_tokens))
+        if truncation is not None and len(token_ids) > truncation.num_tokens:
+            around = self._special_around(token_ids) if add_special_tokens else (0, 0)
+            token_ids = tuple(truncation.cut(token_ids, *around))
         if self._tokenizer.vocab_size > self._card.vocab_size:  # the model lacks some tokens
             check_token_ids(token_ids, self._card.vocab_size, param)
         return token_ids
+
+    def _special_around(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """How many of the tokens the tokenizer has put before and behind every text."""
+        added = self._tokenizer.encode("")
+        before = next(
+            (n for n, (a, b) in enumerate(zip(added, token_ids, strict=False)) if a != b),
+            len(added),
+        )
+        after = len(added) - before
+        return (
+            (before, after)
+            if list(token_ids[len(token_ids) - after :]) == added[before:]
+            else (0, 0)
+        )
 
 
 def _sources(prompt: str | list[str | int | list[int]]) -> Sequence[Any]:
@@ -275,7 +364,7 @@ def _sources(prompt: str | list[str | int | list[int]]) -> Sequence[Any]:
     return [prompt] if prompt and isinstance(prompt[0], int) else prompt
 
 
-_OWN_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt"})
+_OWN_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 def _template_arguments(body: ChatBody) -> dict[str, Any]:

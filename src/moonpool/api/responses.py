@@ -313,7 +313,7 @@ class ResponseWriter:
     def _logprobs(self, tokens: Sequence[Token]) -> list[Any]:
         if not self._body.wants_logprobs:
             return []
-        found: list[Any] = self._shape.logprobs(tokens, 0)["content"]
+        found: list[Any] = self._shape.logprobs(tokens, ())["content"]
         return found
 
     def _add_text(

@@ -11,22 +11,25 @@ from dataclasses import dataclass
 from moonpool.api.bodies import ChatBody, CompletionBody, GenerationBody
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ModelCard
-from moonpool.types import PRIORITY_RANGE, SAMPLING_RANGES, SamplingParams
+from moonpool.types import PRIORITY_RANGE, SAMPLING_RANGES, BadWord, SamplingParams
 
 _SEED_MODULUS = 1 << 63
-_MOST_STOPS = 16
-_LONGEST_STOP_CHARS = 4096
+MOST_TOKENS = 2**31 - 1
+MOST_STOPS = 16
+LONGEST_STOP_CHARS = 4096
 _DEFAULT_COMPLETION_TOKENS = 16
-_MOST_BIASES = 1024
-_LARGEST_BIAS = 100
+MOST_BIASES = 1024
+LARGEST_BIAS = 100
+MOST_ALLOWED = 16_384
+MOST_LISTED = 128
+"""Most tokens of `logprob_token_ids`, as in vLLM."""
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+RANGES: tuple[tuple[str, float, float], ...] = (
     *((name, least, most) for name, (least, most) in SAMPLING_RANGES.items()),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("n", 1, 128),
-    ("max_tokens", 0, 2**31 - 1),
-    ("min_tokens", 0, 2**31 - 1),
+    ("min_tokens", 0, MOST_TOKENS),
     ("priority", *PRIORITY_RANGE),
     ("seed", -(2**63), 2**63 - 1),
 )
@@ -60,23 +63,27 @@ def _short(value: float) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def check_ranges(body: GenerationBody) -> None:
+def check_ranges(body: ChatBody | CompletionBody) -> None:
     """Raises ApiError for the first field out of its range."""
-    for name, least, most in _RANGES:
+    for name, least, most in RANGES:
         value = getattr(body, name)
         if value is not None and not least <= value <= most:
             check_range(body, name, least, most)
+    only_echoes = isinstance(body, CompletionBody) and body.echo and not body.stream
+    check_range(body, "max_tokens", 0 if only_echoes else 1, MOST_TOKENS)
+    if isinstance(body, ChatBody):
+        check_range(body, "max_completion_tokens", 1, MOST_TOKENS)
 
 
 def ending_of(body: GenerationBody, card: ModelCard) -> Ending:
     """Returns what ends the output. Raises ApiError for too many stop strings, for an empty or too
     long one, and for a stop token out of the vocabulary."""
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if len(stops) > _MOST_STOPS:
-        raise ApiError(f"'stop' may hold at most {_MOST_STOPS} strings.", param="stop")
+    if len(stops) > MOST_STOPS:
+        raise ApiError(f"'stop' may hold at most {MOST_STOPS} strings.", param="stop")
     for stop in stops:
-        if not 0 < len(stop) <= _LONGEST_STOP_CHARS:
-            text = f"A stop string must have 1 to {_LONGEST_STOP_CHARS} characters."
+        if not 0 < len(stop) <= LONGEST_STOP_CHARS:
+            text = f"A stop string must have 1 to {LONGEST_STOP_CHARS} characters."
             raise ApiError(text, param="stop")
     stop_ids = frozenset(body.stop_token_ids or ())
     check_token_ids(list(stop_ids), card.vocab_size, "stop_token_ids")
@@ -101,6 +108,7 @@ def sampling_of(
     max_tokens: int,
     seed: int,
     card: ModelCard,
+    bad_words: tuple[BadWord, ...] = (),
 ) -> SamplingParams:
     def wanted(name: str, otherwise: float) -> float:
         """Returns the request's value, else the model's default, else the neutral value."""
@@ -129,22 +137,36 @@ def sampling_of(
         logprobs=num_logprobs(body),
         prompt_logprobs=num_prompt_logprobs(body),
         grammar=grammar,
+        allowed_token_ids=_token_list(body, "allowed_token_ids", MOST_ALLOWED, vocab_size),
+        bad_words=bad_words,
+        logprob_token_ids=_token_list(body, "logprob_token_ids", MOST_LISTED, vocab_size),
     )
+
+
+def _token_list(body: GenerationBody, name: str, most: int, vocab_size: int) -> tuple[int, ...]:
+    """Returns the token ids of a field without repetitions; none if the field is absent."""
+    given: list[int] | None = getattr(body, name)
+    if given is None:
+        return ()
+    if not 0 < len(given) <= most:
+        raise ApiError(f"'{name}' must hold 1 to {most} token ids.", param=name)
+    check_token_ids(given, vocab_size, name)
+    return tuple(dict.fromkeys(given))
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     """Returns the biases by rising token id. The keys of a JSON object are strings."""
-    if len(biases) > _MOST_BIASES:
-        raise ApiError(f"'logit_bias' may hold at most {_MOST_BIASES} tokens.", param="logit_bias")
+    if len(biases) > MOST_BIASES:
+        raise ApiError(f"'logit_bias' may hold at most {MOST_BIASES} tokens.", param="logit_bias")
     read: dict[int, float] = {}
     for name, bias in biases.items():
         if not name.isdecimal() or len(name) > 10:
             text = f"'logit_bias' maps token ids to numbers; {name[:40]!r} is not a token id."
             raise ApiError(text, param="logit_bias")
-        if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
+        if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
             text = (
                 f"Invalid value for 'logit_bias': {_short(bias)}. "
-                f"It must be between {-_LARGEST_BIAS} and {_LARGEST_BIAS}."
+                f"It must be between {-LARGEST_BIAS} and {LARGEST_BIAS}."
             )
             raise ApiError(text, param="logit_bias")
         read[int(name)] = bias
@@ -185,8 +207,11 @@ def check_prompt_logprobs(body: ChatBody | CompletionBody, most: int, supported:
 
 
 def check_logprobs(body: ChatBody | CompletionBody, most: int) -> None:
-    """Raises ApiError for more than `most` logprobs per token, and for `top_logprobs` without
-    `logprobs`."""
+    """Raises ApiError for more than `most` logprobs per token, and for `top_logprobs` or
+    `logprob_token_ids` without `logprobs`."""
+    if body.logprob_token_ids is not None and num_logprobs(body) is None:
+        text = "'logprob_token_ids' is only allowed together with 'logprobs'."
+        raise ApiError(text, param="logprob_token_ids")
     if isinstance(body, CompletionBody):
         check_range(body, "logprobs", 0, most)
         return
@@ -198,9 +223,14 @@ def check_logprobs(body: ChatBody | CompletionBody, most: int) -> None:
 
 
 def max_tokens_of(
-    body: ChatBody | CompletionBody, num_prompt_tokens: int, most: int, usual: float | None = None
+    body: ChatBody | CompletionBody,
+    num_prompt_tokens: int,
+    most: int,
+    usual: float | None = None,
+    strict: bool = False,
 ) -> int:
-    """Returns the limit on output tokens. Raises `ApiError` if the context is too short for it.
+    """Returns the limit on output tokens. One beyond the room in the context is lowered to it, as
+    in vLLM. Raises `ApiError` if there is no room, or if `strict`.
 
     `most`: tokens of prompt and output. `usual`: the model's own limit for chats that set none."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
@@ -209,13 +239,12 @@ def max_tokens_of(
         raise context_exceeded(num_prompt_tokens, most, param)
     max_tokens = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        check_range(body, "max_completion_tokens", 1, 2**31 - 1)
         max_tokens = body.max_completion_tokens
     if max_tokens is None:
         if isinstance(body, CompletionBody):
             usual = _DEFAULT_COMPLETION_TOKENS
         max_tokens = left if usual is None else min(left, int(usual))
-    elif max_tokens > left:
+    elif max_tokens > left and strict:
         raise ApiError(
             f"This model's maximum context length is {most} tokens. However, you requested "
             f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {param}, "
@@ -224,12 +253,7 @@ def max_tokens_of(
             param=param,
             code="context_length_exceeded",
         )
-    if max_tokens == 0:
-        if not (isinstance(body, CompletionBody) and body.echo and not body.stream):
-            exception = ", except with 'echo'" if isinstance(body, CompletionBody) else ""
-            text = f"'max_tokens' must be at least 1{exception}."
-            raise ApiError(text, param="max_tokens")
-        max_tokens = 1  # the engine's least; `hide_output` leaves it out
+    max_tokens = min(max(max_tokens, 1), left)  # 1: the engine's least; `hide_output` drops it
     if (body.min_tokens or 0) > max_tokens:
         text = f"'min_tokens' must be at most 'max_tokens' ({max_tokens})."
         raise ApiError(text, param="min_tokens")

@@ -7,7 +7,6 @@ encoded once per response and the encoded text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -32,6 +31,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int
     model: str
+    system_fingerprint: str = ""
     num_per_prompt: int = 1
     with_logprobs: bool = False
     with_token_ids: bool = False
@@ -47,6 +47,7 @@ class Shape(Protocol):
     object: str
     chunk_object: str
     id_prefix: str
+    is_chat: bool
     tokenizer: Tokenizer
 
     def opening(self, choice: Choice) -> bytes:
@@ -60,9 +61,10 @@ class Shape(Protocol):
     def closing_field(self) -> bytes: ...
 
     def logprobs(
-        self, tokens: Sequence[Token], text_offset: int, as_ids: bool = False
+        self, tokens: Sequence[Token], offsets: Sequence[int], as_ids: bool = False
     ) -> dict[str, Any]:
-        """`as_ids`: a token is written as token_id:N instead of its text."""
+        """`offsets`: where the tokens begin in the text. `as_ids`: a token is written as
+        token_id:N instead of its text."""
         ...
 
     def whole(
@@ -101,12 +103,14 @@ class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
+    is_chat = True
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
 
     def opening(self, choice: Choice) -> bytes:
-        return b'"delta":{"role":"assistant","content":""}'
+        content = _encode(choice.echo or "")
+        return b'"delta":{"role":"assistant","content":' + content + b"}"
 
     def text_field(self, text: str, reasoning: str = "") -> bytes:
         if not reasoning:
@@ -128,7 +132,7 @@ class ChatShape:
         return b'"delta":{}'
 
     def logprobs(
-        self, tokens: Sequence[Token], text_offset: int, as_ids: bool = False
+        self, tokens: Sequence[Token], offsets: Sequence[int], as_ids: bool = False
     ) -> dict[str, Any]:
         content = []
         for token in tokens:
@@ -154,6 +158,7 @@ class ChatShape:
         logprobs: dict[str, Any] | None,
         reasoning: str = "",
     ) -> dict[str, Any]:
+        text = (choice.echo or "") + text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": together(calls)}
@@ -171,6 +176,7 @@ class CompletionShape:
     object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
+    is_chat = False
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -189,15 +195,14 @@ class CompletionShape:
         return b'"text":""'
 
     def logprobs(
-        self, tokens: Sequence[Token], text_offset: int, as_ids: bool = False
+        self, tokens: Sequence[Token], offsets: Sequence[int], as_ids: bool = False
     ) -> dict[str, Any]:
         texts: list[str] = []
         values: list[float] = []
         tops: list[dict[str, float]] = []
-        offsets: list[int] = []
         for token in tokens:
             found = _logprobs_of(token)
-            text = self._text(token.token_id)
+            text = self._name(token.token_id, as_ids)
             value = max(found.logprob, _LEAST_LOGPROB)
             likely = dict(found.top) | {token.token_id: value}
             top: dict[str, float] = {}
@@ -205,16 +210,14 @@ class CompletionShape:
                 name = self._name(token_id, as_ids)
                 # Two tokens may have the same text; both are named.
                 top[_id_text(token_id) if name in top else name] = max(logprob, _LEAST_LOGPROB)
-            texts.append(_id_text(token.token_id) if as_ids else text)
+            texts.append(text)
             values.append(value)
             tops.append(top)
-            offsets.append(text_offset)
-            text_offset += len(text)
         return {
             "tokens": texts,
             "token_logprobs": values,
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
     def whole(
@@ -246,19 +249,16 @@ class ChunkWriter:
         self._shape = shape
         self._choices = choices
         self._no_logprobs = b',"logprobs":null'
-        top = {
-            "id": answer.id,
-            "object": shape.chunk_object,
-            "created": answer.created,
-            "model": answer.model,
-        }
+        if answer.with_token_ids:
+            self._no_logprobs += b',"token_ids":[]'
+        top = _top_fields(answer, shape.chunk_object)
         if answer.with_usage and not answer.usage_in_chunks:
             top["usage"] = None
         self._top = b"data: " + _encode(top)[:-1]
         self._starts = [
             self._top + b',"choices":[{"index":%d,' % choice.index for choice in choices
         ]
-        self._text_offsets = [0] * len(choices)
+        self._offsets = [c.text_offsets() for c in choices] if answer.with_logprobs else []
         self._opened = [False] * len(choices)
 
     def begin(self) -> bytes:
@@ -293,7 +293,8 @@ class ChunkWriter:
             parts += (
                 self._starts[index],
                 self._shape.closing_field(),
-                b',"logprobs":null,"finish_reason":%b,"stop_reason":%b'
+                self._no_logprobs,
+                b',"finish_reason":%b,"stop_reason":%b'
                 % (_encode(choice.finish_word), _encode(choice.stop_reason)),
                 self._end(),
             )
@@ -304,7 +305,7 @@ class ChunkWriter:
             return DONE
         first = self._choices[0]
         extra = {"request_id": first.request.request_id, "timings_s": first.timings_s or {}}
-        usage = usage_of(self._choices, self._answer.num_per_prompt)
+        usage = self._usage()
         top = self._top.replace(b',"usage":null', b"")
         last = b',"choices":[],"usage":%b,"moonpool":%b}\n\n' % (_encode(usage), _encode(extra))
         return top + last + DONE
@@ -313,33 +314,38 @@ class ChunkWriter:
         return b"data: " + error.payload() + b"\n\n"
 
     def _open(self, choice: Choice, parts: list[bytes]) -> None:
-        opening = self._shape.opening(choice)
+        opening, prompt = self._shape.opening(choice), b""
         if self._answer.with_token_ids:
             opening = opening or self._shape.text_field("")
-            opening += b',"prompt_token_ids":' + _encode(choice.request.token_ids)
+            prompt = b',"prompt_token_ids":' + _encode(choice.request.token_ids)
         if opening:
             parts += (
                 self._starts[choice.index],
                 opening,
+                b"" if self._shape.is_chat else prompt,
                 self._no_logprobs,
                 b',"finish_reason":null',
-                self._end(),
+                self._end(prompt if self._shape.is_chat else b"", choice),
             )
 
-    def _end(self) -> bytes:
-        if not self._answer.usage_in_chunks:
+    def _end(self, beside: bytes = b"", opened: Choice | None = None) -> bytes:
+        """`beside`: fields after the choice. `opened`: none of its tokens is in this chunk."""
+        if not (beside or self._answer.usage_in_chunks):
             return _END
-        usage = usage_of(self._choices, self._answer.num_per_prompt)
-        return b'}],"usage":' + _encode(usage) + b"}\n\n"
+        usage = b""
+        if self._answer.usage_in_chunks:
+            usage = b',"usage":' + _encode(self._usage(opened))
+        return b"}]" + beside + usage + b"}\n\n"
+
+    def _usage(self, opened: Choice | None = None) -> dict[str, Any]:
+        answer = self._answer
+        return usage_of(self._choices, answer.num_per_prompt, self._shape.is_chat, opened)
 
     def _extras(self, delta: Delta) -> bytes:
         extras = b',"logprobs":null'
         if self._answer.with_logprobs:
-            index = delta.choice.index
-            logprobs = self._shape.logprobs(
-                delta.tokens, self._text_offsets[index], self._answer.tokens_as_ids
-            )
-            self._text_offsets[index] += sum(map(len, logprobs.get("tokens", ())))
+            offsets = self._offsets[delta.choice.index].of(delta.tokens)
+            logprobs = self._shape.logprobs(delta.tokens, offsets, self._answer.tokens_as_ids)
             extras = b',"logprobs":' + _encode(logprobs)
         if self._answer.with_token_ids:
             extras += b',"token_ids":' + _encode([token.token_id for token in delta.tokens])
@@ -353,48 +359,83 @@ def whole_answer(
 ) -> bytes:
     """Returns the body of a response that is not streamed. results: each choice with its text,
     tokens, calls and reasoning."""
-    choices = []
+    choices, prompt = [], dict[str, Any]()
     for choice, text, tokens, calls, reasoning in results:
-        write = partial(shape.logprobs, text_offset=0, as_ids=answer.tokens_as_ids)
         logprobs = None
         if answer.with_logprobs:
-            echoes = choice.echo is not None
-            logprobs = echoed_logprobs(choice, tokens, write) if echoes else write(tokens)
+            logprobs = _whole_logprobs(answer, shape, choice, tokens)
         written = {
             "index": choice.index,
             **shape.whole(choice, text, calls, logprobs, reasoning),
             "finish_reason": choice.finish_word,
             "stop_reason": choice.stop_reason,
         }
-        if answer.with_prompt_logprobs:
-            written["prompt_logprobs"] = prompt_logprobs_field(choice, shape.tokenizer)
         if answer.with_token_ids:
             written["token_ids"] = [token.token_id for token in tokens]
-            written["prompt_token_ids"] = choice.request.token_ids
-        choices.append(written)
+        if not (prompt and shape.is_chat):
+            prompt = _prompt_fields(answer, choice, shape.tokenizer)
+        choices.append(written if shape.is_chat else written | prompt)
+    found = [result[0] for result in results]
     return _encode(
         {
-            "id": answer.id,
-            "object": shape.object,
-            "created": answer.created,
-            "model": answer.model,
+            **_top_fields(answer, shape.object),
             "choices": choices,
-            "usage": usage_of([result[0] for result in results], answer.num_per_prompt),
+            "usage": usage_of(found, answer.num_per_prompt, shape.is_chat),
+            **(prompt if shape.is_chat else {}),
         }
     )
 
 
-def usage_of(choices: Sequence[Choice], num_per_prompt: int) -> dict[str, Any]:
-    """Returns the usage. As at OpenAI, a prompt counts once for all of its choices."""
+def _top_fields(answer: AnswerFormat, kind: str) -> dict[str, Any]:
+    top = {"id": answer.id, "object": kind, "created": answer.created, "model": answer.model}
+    if answer.system_fingerprint:
+        top["system_fingerprint"] = answer.system_fingerprint
+    return top
+
+
+def _prompt_fields(answer: AnswerFormat, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
+    """vLLM's fields about the prompt, which a chat has once and a completion in each choice."""
+    found: dict[str, Any] = {}
+    if answer.with_prompt_logprobs:
+        found["prompt_logprobs"] = prompt_logprobs_field(choice, tokenizer)
+    if answer.with_token_ids:
+        found["prompt_token_ids"] = choice.request.token_ids
+    return found
+
+
+def _whole_logprobs(
+    answer: AnswerFormat, shape: Shape, choice: Choice, tokens: Sequence[Token]
+) -> dict[str, Any]:
+    if choice.echo is None or shape.is_chat:
+        offsets = choice.text_offsets().of(tokens)
+        return shape.logprobs(tokens, offsets, answer.tokens_as_ids)
+    return echoed_logprobs(choice, choice.echo, tokens, shape, answer.tokens_as_ids)
+
+
+def usage_of(
+    choices: Sequence[Choice],
+    num_per_prompt: int,
+    is_chat: bool,
+    opened: Choice | None = None,
+) -> dict[str, Any]:
+    """Returns the usage. As at OpenAI, a prompt counts once for all of its choices.
+
+    `opened`: a choice of which nothing is counted yet.
+    """
     firsts = choices[::num_per_prompt]
+    counted = choices if opened is None else [c for c in choices if c is not opened]
     prompt_tokens = sum(len(choice.request.token_ids) for choice in firsts)
-    completion_tokens = sum(choice.num_tokens for choice in choices)
-    return {
+    completion_tokens = sum(choice.num_tokens for choice in counted)
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)},
     }
+    if is_chat:
+        reasoning_tokens = sum(choice.reasoning_tokens for choice in counted)
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage
 
 
 def _logprobs_of(token: Token) -> TokenLogprobs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from llguidance import LLMatcher
 from moonpool.api.bodies import ChatBody, CompletionBody, JsonSchemaFormat
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import RequestRefused
+from moonpool.api.grammars.gbnf import GbnfError, gbnf_to_lark, is_gbnf
 from moonpool.engine.grammar import matches_grammar
 
 if TYPE_CHECKING:
@@ -49,12 +51,7 @@ def grammar_of(
         name, grammar = "tool_choice", _json_grammar("tool_choice", must_call)
     else:
         name, grammar = _read(body)
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        text = (
-            f"The grammar of '{name}' has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} "
-            "are allowed. Simplify the schema or grammar."
-        )
-        raise ApiError(text, param=name)
+    _check_length(name, grammar)
     if body.ignore_eos or body.min_tokens:
         other = "ignore_eos" if body.ignore_eos else "min_tokens"
         text = (
@@ -79,8 +76,9 @@ async def check_satisfied(grammar: str, text: str) -> None:
         satisfied = matches_grammar(grammar, text)
     if not satisfied:
         message = (
-            "The output ended before it satisfied the requested structured output, because the "
-            "grammar became too complex to follow. Simplify the schema or grammar."
+            "The output ended before it satisfied the requested structured output: the grammar "
+            "became too complex to follow, or 'allowed_token_ids' and 'bad_words' left no token. "
+            "Simplify the schema or grammar, or allow more tokens."
         )
         raise RequestRefused(400, "form_lost", message)
 
@@ -90,6 +88,8 @@ def _read(body: ChatBody | CompletionBody) -> tuple[str, str]:
     wanted, outputs = body.response_format, body.structured_outputs
     if outputs is None:
         assert wanted is not None
+        if wanted.schema is not None and wanted.json_schema is None:
+            return "response_format", _json_grammar("response_format", wanted.schema)
         if wanted.type == "json_object":
             return "response_format", _json_grammar("response_format", _ANY_OBJECT)
         if wanted.json_schema is None:
@@ -140,16 +140,78 @@ def _object_grammar(wanted: bool) -> str:
     return _json_grammar("structured_outputs", _ANY_OBJECT)
 
 
+def _regex_grammar(regex: str) -> str:
+    if not regex:
+        raise _says_nothing("regex")
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def _written_grammar(text: str) -> str:
+    """Returns the grammar of a text in Lark or GBNF. What is wrong with Lark shows when it is
+    compiled."""
+    if not text.strip():
+        raise _says_nothing("grammar")
+    if not is_gbnf(text):
+        return LLMatcher.grammar_from_lark(text)
+    _check_length("structured_outputs", text)
+    try:
+        return LLMatcher.grammar_from_lark(_FROM_GBNF + gbnf_to_lark(text))
+    except GbnfError as error:
+        text = f"The GBNF grammar in 'structured_outputs' is invalid: {error}."
+        raise ApiError(text, param="structured_outputs") from None
+
+
+def _says_nothing(name: str) -> ApiError:
+    text = f"'structured_outputs.{name}' is empty, so it constrains nothing. Leave it out."
+    return ApiError(text, param=f"structured_outputs.{name}")
+
+
+def _check_length(name: str, grammar: str) -> None:
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        text = (
+            f"The grammar of '{name}' has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} "
+            "are allowed. Simplify the schema or grammar."
+        )
+        raise ApiError(text, param=name)
+
+
 _GRAMMARS: dict[str, Callable[[Any], str]] = {
     "json": lambda schema: _json_grammar("structured_outputs", schema),
     "json_object": _object_grammar,
-    "regex": LLMatcher.grammar_from_regex,
+    "regex": _regex_grammar,
     "choice": _choice_grammar,
-    "grammar": LLMatcher.grammar_from_lark,
+    "grammar": _written_grammar,
 }
 
 
-def unusable(name: str, why: str) -> ApiError:
-    """The error of a call whose field `name` has a grammar that cannot be used."""
+def unusable(name: str, why: str, grammar: str = "") -> ApiError:
+    """The error of a call whose field `name` has a grammar that cannot be used. `grammar`: as
+    `grammar_of` returned it."""
     line = " ".join(why.split())[:300]
-    return ApiError(f"The schema or grammar in '{name}' is invalid: {line}", param=name)
+    for pattern, words in _IN_WORDS:
+        line = pattern.sub(words, line)
+    kind = "schema or grammar"
+    if grammar.startswith(_FROM_GBNF):
+        kind = "GBNF grammar"
+    elif grammar and not grammar.startswith("{"):
+        kind = "Lark grammar (GBNF has '::=' in its rules)"
+    return ApiError(f"The {kind} in '{name}' is invalid: {line}", param=name)
+
+
+_FROM_GBNF = "// from GBNF\n"
+_IN_WORDS = (
+    (
+        re.compile(r"^NoExtensionBias$"),
+        "a '$ref' leads back to itself, so the schema describes no value",
+    ),
+    (
+        re.compile(r"^Pointer '(.*)' does not exist$"),
+        r"a '$ref' points to '\1', which is not there",
+    ),
+    (
+        re.compile(r"^Resource '(.*)' is not present in a registry.*$"),
+        r"a '$ref' names '\1': only references within the schema are followed",
+    ),
+    (re.compile(r"^Unimplemented keys: \[(.*)\]$"), r"these keywords are not supported: \1"),
+)
+"""Texts of llguidance that say nothing to who wrote the schema."""

@@ -91,6 +91,8 @@ _SHARED_KEYS = (
     "api.tool_call_parser",
     "api.reasoning_parser",
     "api.request_timeout_s",
+    "api.keepalive_s",
+    "api.strict_max_tokens",
     "api.drain_seconds",
     "api.max_body_bytes",
     "telemetry.log_level",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ Row = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 FIRST_CANDIDATES = 256
+KEPT_LISTS = 64
+"""Lists of allowed tokens whose arrays are kept between steps."""
 _MASK = (1 << 64) - 1
 
 
@@ -34,10 +37,10 @@ class NonFiniteLogitsError(ArithmeticError):
 class Draw:
     """How to draw one sequence's next token.
 
-    `generated` are the tokens generated so far, those of this step included; the penalties and
-    `min_tokens` read them. `prompt_ids` are the prompt's distinct tokens where a penalty applies
-    to them, else empty. `drafts` are guesses of the tokens to draw: after each that is right, one
-    more token is drawn.
+    `generated` are the tokens generated so far, those of this step included; the penalties, the bad
+    words and `min_tokens` read them. `prompt_ids` are the prompt's distinct tokens where a penalty
+    applies to them, else empty. `drafts` are guesses of the tokens to draw: after each that is
+    right, one more token is drawn.
     """
 
     params: SamplingParams
@@ -103,11 +106,24 @@ def sample(
 def score(
     logits: Tensor, target_ids: Sequence[int], num_logprobs: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """The logprob of one target per row, and of the most likely tokens. logits: [rows, vocab]."""
+    """The logprob of one target per row, and of the most likely tokens. logits: [rows, vocab].
+
+    Raises `NonFiniteLogitsError`.
+    """
     scored = []
     for row, target_id, count in zip(logits, target_ids, num_logprobs, strict=True):
-        scored.append(_logprobs(row.cpu().numpy().astype(np.float64), target_id, count))
+        raw = row.cpu().numpy().astype(np.float64)
+        if not np.isfinite(raw.max()):
+            raise NonFiniteLogitsError(f"a row of the prompt has logit {raw.max()}")
+        found = _logprobs(raw, target_id, count)
+        scored.append(TokenLogprobs(found.logprob, found.top, _rank(raw, target_id)))
     return scored
+
+
+def _rank(raw: Row, token_id: int) -> int:
+    """The place of a token among all by logit, from 1 on; ties by id."""
+    own = raw[token_id]
+    return 1 + int((raw > own).sum()) + int((raw[:token_id] == own).sum())
 
 
 def uniform(seed: int, position: int) -> float:
@@ -133,6 +149,8 @@ def _is_plainly_greedy(draw: Draw) -> bool:
         and params.repetition_penalty == 1
         and not params.logit_bias
         and not params.grammar
+        and not params.allowed_token_ids
+        and not params.bad_words
     )
 
 
@@ -147,23 +165,21 @@ def _allowed(draw: Draw, grammars: Grammars | None) -> Mask | None:
 
 def _draw(raw: Row, draw: Draw, position: int, allowed: Mask | None) -> Token:
     params = draw.params
-    row = _penalised(raw, draw)
-    if allowed is not None:
-        row[~allowed] = -np.inf
+    row = _masked(_penalised(raw, draw), draw, allowed)
     if params.temperature == 0:
         token_id = int(row.argmax())
     else:
-        candidates, weights = _candidates(row / params.temperature, params)
+        candidates, weights = _candidates(_scaled(row, params.temperature), params)
         bounds = weights.cumsum()
         place = np.searchsorted(bounds, uniform(params.seed, position) * bounds[-1], side="right")
         token_id = int(candidates[min(int(place), len(candidates) - 1)])
     if params.logprobs is None:
         return Token(token_id)
-    return Token(token_id, _logprobs(raw, token_id, params.logprobs))
+    return Token(token_id, _logprobs(raw, token_id, params.logprobs, params.logprob_token_ids))
 
 
 def _penalised(raw: Row, draw: Draw) -> Row:
-    """The row [vocab] with logit biases, penalties, and end tokens masked before `min_tokens`."""
+    """The row [vocab] with logit biases and penalties."""
     params = draw.params
     row = raw.copy()
     for token_id, bias in params.logit_bias:
@@ -176,20 +192,77 @@ def _penalised(raw: Row, draw: Draw) -> Row:
     if params.presence_penalty or params.frequency_penalty:
         for token_id, count in Counter(draw.generated).items():
             row[token_id] -= params.presence_penalty + params.frequency_penalty * count
-    if len(draw.generated) < params.min_tokens:
-        ends = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends.update(draw.eos_token_ids)
-        row[[token_id for token_id in ends if 0 <= token_id < len(row)]] = -np.inf
     return row
+
+
+def _masked(row: Row, draw: Draw, allowed: Mask | None) -> Row:
+    """The row [vocab] with -inf for each token that may not be drawn; `row` is overwritten.
+
+    One token is always left. Where grammar, allowed tokens and bad words leave none, the answer
+    ends, if the model has a token for that; and the ends wait for `min_tokens` only if there is
+    another token.
+    """
+    params = draw.params
+    if allowed is not None or params.allowed_token_ids or params.bad_words:
+        kept = row.copy()
+        if allowed is not None:
+            kept[~allowed] = -np.inf
+        if params.allowed_token_ids:
+            others = np.ones(len(row), np.bool_)
+            others[_within(_id_array(params.allowed_token_ids), row)] = False
+            kept[others] = -np.inf
+        kept[_completing(draw)] = -np.inf
+        if kept.max() == -np.inf:
+            ends = _within(draw.eos_token_ids, row)
+            kept[ends] = row[ends]
+        row = kept if kept.max() > -np.inf else row
+    if len(draw.generated) < params.min_tokens:
+        early = [*params.stop_token_ids, *(() if params.ignore_eos else draw.eos_token_ids)]
+        kept = row.copy()
+        kept[_within(early, row)] = -np.inf
+        row = kept if kept.max() > -np.inf else row
+    return row
+
+
+def _completing(draw: Draw) -> list[int]:
+    """The tokens that would complete a bad word."""
+    generated = draw.generated
+    found = []
+    for word in draw.params.bad_words:
+        for *before, last in word.token_ids:
+            start = len(generated) - len(before)
+            if not before or (start >= 0 and list(generated[start:]) == before):
+                found.append(last)
+    return found
+
+
+@lru_cache(KEPT_LISTS)
+def _id_array(token_ids: tuple[int, ...]) -> Ids:
+    return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+
+
+def _within(token_ids: Sequence[int] | Ids, row: Row) -> Ids:
+    """Those ids that the row has: a model may lack tokens of its tokenizer."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return ids[(ids >= 0) & (ids < len(row))]
+
+
+def _scaled(row: Row, temperature: float) -> Row:
+    """The row over the temperature, less its greatest number: 0 and below.
+
+    The difference comes first, because a quotient by a temperature near 0 has no number. A
+    difference that becomes -inf is right: such a token is never drawn.
+    """
+    with np.errstate(over="ignore"):
+        scaled: Row = (row - row.max()) / temperature
+    return scaled
 
 
 def _candidates(row: Row, params: SamplingParams) -> tuple[Ids, Row]:
     """The token ids that top_k, top_p and min_p keep, and their weights (not normalised).
 
-    row: [vocab]; both results: [candidates].
+    row: [vocab], of which the greatest number is 0; both results: [candidates].
     """
-    row = row - row.max()
     if not params.top_k and params.top_p >= 1:
         weights = np.exp(row)
         if params.min_p > 0:
@@ -215,7 +288,10 @@ def _largest(row: Row, count: int) -> Ids:
     """Ids of the `count` largest numbers in falling order; ties by id."""
     ids = np.arange(len(row))
     if count < len(row):
-        ids = np.argpartition(-row, count - 1)[:count]
+        least = np.partition(row, len(row) - count)[len(row) - count]
+        above = np.flatnonzero(row > least)
+        ties = np.flatnonzero(row == least)[: count - len(above)]
+        ids = np.concatenate([above, ties])
     return ids[np.lexsort((ids, -row[ids]))]
 
 
@@ -227,13 +303,16 @@ def _nucleus(probabilities: Row, top_p: float) -> int:
     return min(reached + 1, len(probabilities))
 
 
-def _logprobs(raw: Row, token_id: int, count: int) -> TokenLogprobs:
+def _logprobs(raw: Row, token_id: int, count: int, listed: Sequence[int] = ()) -> TokenLogprobs:
     """Logprobs of the model's own distribution, before temperature and penalties, as in OpenAI's
-    API. raw: [vocab]."""
-    peak = raw.max()
-    normaliser = peak + np.log(np.exp(raw - peak).sum())
-    top = _largest(raw, min(count, len(raw))) if count else np.empty(0, dtype=np.int64)
+    API. raw: [vocab]. listed: these tokens are told beside the drawn one, instead of the `count`
+    most likely."""
+    scaled = raw - raw.max()  # first: beside a great logit, the logarithm has no digits
+    normaliser = np.log(np.exp(scaled).sum())
+    top: Ids = np.asarray(listed, dtype=np.int64)
+    if count and not listed:
+        top = _largest(raw, min(count, len(raw)))
     return TokenLogprobs(
-        float(raw[token_id] - normaliser),
-        tuple((int(i), float(raw[i] - normaliser)) for i in top),
+        float(scaled[token_id] - normaliser),
+        tuple((int(i), float(scaled[i] - normaliser)) for i in top),
     )

@@ -55,6 +55,14 @@ class Tokenizer(Vocabulary, Protocol):
         """Whether that template describes tools to the model."""
         ...
 
+    def token_name(self, token_id: int) -> str:
+        """The token as the vocabulary writes it."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What `tokenizer_config.json` says of it, with the chat template in use."""
+        ...
+
     def use_chat_template(self, source: str) -> None:
         """Replaces the chat template. Raises `ChatTemplateError`."""
         ...

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-DISPENSABLE = frozenset({"cache_share"})
-"""Fields since protocol 11 without which a peer serves the request as well."""
+DISPENSABLE = frozenset({"cache_share", "rank"})
+"""Fields since protocol 11 without which a peer serves the request as well. Of a struct that is an
+array, they are the last ones."""
 
 
 def without_defaults(value: Any) -> Any:
@@ -21,7 +22,11 @@ def without_defaults(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         form = value.__struct_config__
         if form.array_like:
-            return value
+            return [
+                without_defaults(getattr(value, name))
+                for name in value.__struct_fields__
+                if name not in DISPENSABLE
+            ]
         found: dict[str, Any] = {}
         if form.tag_field is not None:
             found[form.tag_field] = form.tag

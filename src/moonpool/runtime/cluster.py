@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from moonpool import __version__
 from moonpool.api.app import http_server, make_app
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.tls import TlsError, TlsFiles
@@ -247,6 +249,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         grammar_waits=config.engine.kind != "vllm",
         sampling=dict(model.sampling),
         adapters=_adapter_cards(config, model),
+        system_fingerprint=_system_fingerprint(config),
     )
     try:
         head = Head(
@@ -260,6 +263,13 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         return head, model.tokenizer
     except ConfigError as error:
         raise ClusterError(str(error)) from None
+
+
+def _system_fingerprint(config: Config) -> str:
+    """Names the release and the model with its number formats, in the form that OpenAI has."""
+    made = hashlib.blake2b(__version__.encode(), digest_size=5)
+    made.update(msgspec.json.encode((config.engine.kind, config.model)))
+    return f"fp_{made.hexdigest()}"
 
 
 def _adapter_cards(config: Config, model: ModelInfo) -> tuple[AdapterCard, ...]:
@@ -321,6 +331,8 @@ def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,
         tokenizer=tokenizer,
+        keepalive_s=config.api.keepalive_s,
+        strict_max_tokens=config.api.strict_max_tokens,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),
         tool_call_parser=config.api.tool_call_parser,
         reasoning_parser=config.api.reasoning_parser,

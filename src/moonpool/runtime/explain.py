@@ -24,6 +24,18 @@ _NO_INSTANTS = (
 )
 
 
+def stage_of(record: RequestRecord | None) -> str:
+    """What a request does now, in a few words; "" if it is not placed yet."""
+    if record is None or record.placed_s is None:
+        return ""
+    if record.prefill_started_s is None:
+        return "queue"
+    if record.prefill_done_s is None:
+        tokens = f"{record.num_prompt_tokens} tokens, {record.cached_tokens} of them cached"
+        return f"prefill of {tokens}"
+    return "handover" if record.first_token_s is None else "decode"
+
+
 def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict[str, Any]:
     """Describes a request: its placement with the reasons, and the time of each stage."""
     since_arrival_s = {

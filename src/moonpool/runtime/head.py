@@ -58,11 +58,7 @@ from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, Trans
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.rewind.event_log import EventLog, write_file
 from moonpool.runtime.checkpoint import checkpoint
-from moonpool.runtime.explain import (
-    describe_cluster,
-    describe_record,
-    describe_to_tenant,
-)
+from moonpool.runtime.explain import describe_cluster, describe_record, describe_to_tenant, stage_of
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.pace import Pace
 from moonpool.runtime.request_log import RequestLogger
@@ -223,6 +219,10 @@ class Head:
 
     def abort(self, request_id: RequestId) -> None:
         self._post(RequestCancelled(request_id))
+
+    def stage(self, request_id: RequestId) -> str:
+        tracked = self.conductor.requests.get(request_id)
+        return stage_of(None if tracked is None else tracked.record)
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         ended = self._ended.get(request_id)

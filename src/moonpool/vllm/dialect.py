@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from moonpool.protocol.messages import AttemptSpec
-from moonpool.types import MALFORMED, FinishReason, Token, TokenLogprobs
+from moonpool.types import MALFORMED, FinishReason, SamplingParams, Token, TokenLogprobs
 from moonpool.vllm.block_names import salt_of
 from moonpool.vllm.instance import EngineOutput, SubmitRequest
 
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - of `return_tokens_as_token_ids`
 _SEED_MASK = (1 << 63) - 1
+_GREEDY_BELOW = 1e-5
+"""vLLM draws at 0.01 for every temperature below that but 0; from here on, greedy is nearer."""
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.M)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -92,6 +94,11 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
         raise DialectError(
             "structured output cannot continue after a fault; send the request again"
         )
+    if _begins_bad_word(work.token_ids[work.num_prompt_tokens :], sampling):
+        raise DialectError(
+            "an answer whose last tokens may begin one of its bad words cannot continue after a "
+            "fault; send the request again"
+        )
     min_tokens = max(sampling.min_tokens - num_done, 0)
     body: dict[str, Any] = {
         "model": work.adapter or model_id,
@@ -100,7 +107,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
         "return_token_ids": True,
         "max_tokens": 1 if submit.hands_over else max(sampling.max_tokens - num_done, 1),
         "min_tokens": min(min_tokens, 1) if submit.hands_over else min_tokens,
-        "temperature": sampling.temperature,
+        "temperature": 0.0 if sampling.temperature < _GREEDY_BELOW else sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
@@ -118,6 +125,12 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     if sampling.logprobs is not None:
         body["logprobs"] = sampling.logprobs
         body["return_tokens_as_token_ids"] = True
+        if sampling.logprob_token_ids:
+            body["logprob_token_ids"] = list(sampling.logprob_token_ids)
+    if sampling.allowed_token_ids:
+        body["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.bad_words:
+        body["bad_words"] = [word.text for word in sampling.bad_words]
     if sampling.grammar:
         body["structured_outputs"] = _structured_outputs(sampling.grammar)
     salt = salt_of(layout_fingerprint, work.tenant, work.adapter)
@@ -137,6 +150,17 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     elif submit.handle:
         body["kv_transfer_params"] = msgspec.json.decode(submit.handle)
     return _encode(body)
+
+
+def _begins_bad_word(generated: Sequence[int], sampling: SamplingParams) -> bool:
+    """Whether an answer goes on within a bad word: vLLM looks for these in its own tokens only."""
+    done = tuple(generated)
+    return any(
+        done[-length:] == token_ids[:length]
+        for word in sampling.bad_words
+        for token_ids in word.token_ids
+        for length in range(1, min(len(token_ids), len(done) + 1))
+    )
 
 
 def _structured_outputs(grammar: str) -> dict[str, Any]:
@@ -185,8 +209,11 @@ def _tokens(work: AttemptSpec, choice: _Choice) -> tuple[Token, ...]:
     if len(logprobs.token_logprobs) != len(ids):
         raise DialectError("its log-probabilities do not match its tokens")
     tops = logprobs.top_logprobs or [None] * len(ids)
+    listed = work.sampling.logprob_token_ids
     return tuple(
-        Token(token_id=i, logprobs=TokenLogprobs(logprob=_least(logprob), top=_top(top, most)))
+        Token(
+            token_id=i, logprobs=TokenLogprobs(logprob=_least(logprob), top=_top(top, most, listed))
+        )
         for i, logprob, top in zip(ids, logprobs.token_logprobs, tops, strict=True)
     )
 
@@ -195,14 +222,19 @@ def _least(logprob: float | None) -> float:
     return -9999.0 if logprob is None else logprob  # vLLM sends null for minus infinity
 
 
-def _top(top: Mapping[str, float] | None, most: int) -> tuple[tuple[int, float], ...]:
-    """Returns the `most` likely tokens first. vLLM may also list the drawn one."""
-    found = []
+def _top(
+    top: Mapping[str, float] | None, most: int, listed: Sequence[int] = ()
+) -> tuple[tuple[int, float], ...]:
+    """Returns the `most` likely tokens first, or the `listed` ones. vLLM may also list the drawn
+    one."""
+    found: dict[int, float] = {}
     for name, logprob in (top or {}).items():
         number = name.removeprefix(_TOKEN_PREFIX)
         if number.isdigit():
-            found.append((int(number), logprob))
-    return tuple(sorted(found, key=lambda pair: -pair[1])[:most])
+            found[int(number)] = logprob
+    if listed:
+        return tuple((token_id, found[token_id]) for token_id in listed if token_id in found)
+    return tuple(sorted(found.items(), key=lambda pair: -pair[1])[:most])
 
 
 def _finish(reason: str | None) -> FinishReason | None:

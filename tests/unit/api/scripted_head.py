@@ -24,7 +24,8 @@ from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token, TokenLogprobs
 
-Step = Output | Exception | float  # a float: seconds of silence
+Step = Output | Exception | float | threading.Event
+"""A float: seconds of silence. An event: silence until the test sets it."""
 Script = Callable[[Request], Sequence[Step]]
 
 
@@ -80,6 +81,7 @@ class ScriptedHead:
         self.num_drops = self.num_upgrades = 0
         self.num_views = 0
         self.most_views = 1
+        self.is_placed = True  # requests are, from the beginning
         self.explanations: dict[str, dict[str, Any]] = {}
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
@@ -126,6 +128,10 @@ class ScriptedHead:
                 if isinstance(step, float):
                     await asyncio.sleep(step)
                     continue
+                if isinstance(step, threading.Event):
+                    while not step.is_set():
+                        await asyncio.sleep(0.005)
+                    continue
                 ended = step.finish_reason is not None
                 yield step
         finally:
@@ -134,6 +140,9 @@ class ScriptedHead:
 
     def abort(self, request_id: RequestId) -> None:
         self.aborted.append(request_id)
+
+    def stage(self, request_id: RequestId) -> str:
+        return "prefill" if self.is_placed else ""
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         return self.explanations.get(request_id)

@@ -46,6 +46,7 @@ def test_a_chat_answer_has_openais_shape() -> None:
         "completion_tokens": 5,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -81,7 +82,7 @@ def test_usage_so_far_is_in_every_chunk_where_that_is_asked_for() -> None:
     head = ScriptedHead(lambda _: spoken("He", "llo", cached_tokens=2))
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events_of(chat(head, stream=True, stream_options=options))
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [2, 2, 5, 5, 5]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 2, 5, 5, 5]
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {2}
     alone = events_of(chat(head, stream=True, stream_options={"continuous_usage_stats": True}))
     assert all("usage" not in chunk for chunk in alone)
@@ -277,11 +278,26 @@ def test_completion_logprobs_have_openais_shape() -> None:
 
 def test_token_ids_come_back_when_asked_for() -> None:
     head = ScriptedHead(lambda _: spoken("ab"))
-    choice = chat(head, return_token_ids=True).json()["choices"][0]
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([72, 105], [97, 98])
+    answer = chat(head, return_token_ids=True, n=2).json()
+    assert answer["prompt_token_ids"] == [72, 105], "once: the choices of a chat share their prompt"
+    for choice in answer["choices"]:
+        assert choice["token_ids"] == [97, 98] and "prompt_token_ids" not in choice
     chunks = events_of(chat(head, return_token_ids=True, stream=True))
-    assert chunks[0]["choices"][0]["prompt_token_ids"] == [72, 105]
-    assert chunks[1]["choices"][0]["token_ids"] == [97, 98]
+    assert chunks[0]["prompt_token_ids"] == [72, 105]
+    assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[], [97, 98], []]
+
+
+def test_a_completion_has_its_prompts_token_ids_in_each_choice() -> None:
+    head = ScriptedHead(lambda _: spoken("ab"))
+    asked = {"return_token_ids": True, "prompt": ["Hi", "you"]}
+    first, second = complete(head, **asked).json()["choices"]
+    assert (first["prompt_token_ids"], second["prompt_token_ids"]) == ([72, 105], [121, 111, 117])
+    assert first["token_ids"] == second["token_ids"] == [97, 98]
+    choices = [chunk["choices"][0] for chunk in events_of(complete(head, **asked, stream=True))]
+    assert [i for c in choices if c["index"] == 1 for i in c["token_ids"]] == [97, 98]
+    prompts = [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c]
+    assert sorted(prompts) == [[72, 105], [121, 111, 117]]
 
 
 def test_sampling_fields_reach_the_head() -> None:

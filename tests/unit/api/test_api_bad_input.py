@@ -103,6 +103,14 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": " \n\t"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs"),
+        ({"guided_grammar": ""}, "structured_outputs.grammar"),
+        ({"guided_regex": ""}, "structured_outputs.regex"),
+        ({"guided_choice": []}, "structured_outputs.choice"),
+        ({"guided_json": ""}, "structured_outputs"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
         ({"best_of": 3}, "best_of"),
         ({"length_penalty": 1.2}, "length_penalty"),
@@ -162,7 +170,6 @@ def test_a_token_that_the_model_lacks_is_refused(ask: Any) -> None:
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages[0].content[0].text",
         ),
-        ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
         ({"messages": [{"role": "user", "content": ""}]}, "messages"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
@@ -256,13 +263,70 @@ def test_bodies_that_are_not_json_objects(path: str, raw: bytes, code: str) -> N
     [
         (b'{"temperature": NaN}', "invalid_json"),
         (b'{"temperature": Infinity}', "invalid_json"),
-        (b'{"temperature": 1e999}', "invalid_type"),
+        (b'{"temperature": 1e999}', "invalid_value"),
         (b'{"user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_numbers_and_nesting_that_json_cannot_hold(path: str, raw: bytes, code: str) -> None:
     assert_error(call(ScriptedHead(), path, raw=raw), 400, code=code)
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        ('{"max_tokens": 1' + "0" * 6000 + "}", "max_tokens"),
+        ('{"max_tokens": -1' + "0" * 400 + "}", "max_tokens"),
+        ('{"n": 1e999, "lora_request": null}', "n"),
+        ('{"lora_request": null, "temperature": -1e999}', "temperature"),
+        ('{"stop_token_ids": [1, 1e999]}', "stop_token_ids[1]"),
+        ('{"logit_bias": {"1": 1e999}}', "logit_bias"),
+        ('{"user": {"a": [1e999]}}', "user"),
+        (
+            '{"response_format": {"type": "text", "json_schema": {"schema": {"a": 1e999}}}}',
+            "response_format.json_schema.schema",
+        ),
+        (
+            '{"response_format": {"x": null, "type": "text", "json_schema": {"strict": 1e999}}}',
+            "response_format.json_schema.strict",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_number_too_large_is_named(path: str, raw: str, param: str) -> None:
+    text = assert_error(call(ScriptedHead(), path, raw=raw.encode()), 400, param)
+    assert f"'{param}'" in text and "[...]" not in text
+    assert len(text) < 200
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$ref": "#"}, "a '$ref' leads back to itself"),
+        ({"allOf": [{"$ref": "#"}]}, "a '$ref' leads back to itself"),
+        ({"$ref": "#/x"}, "a '$ref' points to '/x', which is not there"),
+        ({"$ref": "http://x/y"}, "only references within the schema are followed"),
+        ({"not": {}}, 'these keywords are not supported: "not"'),
+    ],
+)
+def test_an_unusable_schema_is_explained(schema: dict[str, Any], words: str) -> None:
+    answer = complete(ScriptedHead(), response_format=json_schema(schema))
+    assert words in assert_error(answer, 400, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ('root = "a"', "The Lark grammar (GBNF has '::=' in its rules)"),
+        ('root ::= "a', "The GBNF grammar in 'structured_outputs' is invalid: line 1: "),
+        ("root ::= other", "the rule 'root' uses 'other', which is not defined."),
+        ('root ::= "a"{999999}{9}', "GBNF grammar"),
+        ("# nothing", "The Lark grammar"),
+    ],
+)
+def test_an_unusable_grammar_is_explained_in_its_notation(grammar: str, words: str) -> None:
+    answer = complete(ScriptedHead(), structured_outputs={"grammar": grammar})
+    assert words in assert_error(answer, 400, "structured_outputs")
 
 
 def test_a_prompt_beyond_the_context_is_told_its_size() -> None:
@@ -272,7 +336,9 @@ def test_a_prompt_beyond_the_context_is_told_its_size() -> None:
 
 
 def test_prompt_and_answer_beyond_the_context_are_added_up() -> None:
-    response = chat(ScriptedHead(), max_tokens=255)
+    body = {"messages": [USER], "max_tokens": 255}
+    strict = ApiOptions(strict_max_tokens=True)
+    response = call(ScriptedHead(), "/v1/chat/completions", body, options=strict)
     text = assert_error(response, 400, "messages", "context_length_exceeded")
     assert "you requested 257 tokens (2 in the messages, 255 in the completion)" in text
     assert chat(ScriptedHead(), max_tokens=254).status_code == 200

@@ -29,6 +29,19 @@ def test_an_unknown_field_without_effect_passes(value: Any) -> None:
     assert complete(ScriptedHead(), mm_processor_kwargs=value).status_code == 200
 
 
+@pytest.mark.parametrize("value", [None, {}, [], False, ""])
+def test_an_unknown_field_without_effect_passes_inside_another(value: Any) -> None:
+    schema = {"name": "x", "schema": {"type": "integer"}, "x": value}
+    wanted = {"type": "json_schema", "json_schema": schema, "y": value}
+    head = ScriptedHead(lambda _: spoken("7"))
+    assert chat(head, response_format=wanted).status_code == 200
+    assert head.requests[0].sampling.grammar
+    outputs = {"regex": "7", "disable_any_whitespace": value}
+    assert complete(head, structured_outputs=outputs).status_code == 200
+    refused = complete(head, structured_outputs={"regex": "7", "x": value, "y": 5})
+    assert refused.json()["error"]["param"] == "structured_outputs.y"
+
+
 def test_an_unknown_field_with_a_value_is_named_beside_one_without() -> None:
     refused = chat(ScriptedHead(), lora_request=None, temprature=0.5)
     assert refused.json()["error"]["param"] == "temprature"
@@ -43,6 +56,7 @@ def test_an_unknown_field_with_a_value_is_named_beside_one_without() -> None:
         ("guided_regex", "regex", "a+", "aa"),
         ("guided_choice", "choice", ["yes", "no"], "no"),
         ("guided_grammar", "grammar", 'start: "x"', "x"),
+        ("guided_grammar", "grammar", 'root ::= "x" | root "y"', "xyy"),
     ],
 )
 def test_vllms_older_names_are_the_newer_ones(old: str, new: str, value: Any, answer: str) -> None:
@@ -84,6 +98,37 @@ def test_the_document_names_every_route_and_its_schemas() -> None:
         name.removeprefix("#/components/schemas/") in schemas for name in references
     )
     assert "messages" in schemas["ChatBody"]["properties"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+    ],
+)
+def test_the_documents_ranges_are_those_that_are_checked(path: str, body: dict[str, Any]) -> None:
+    document = call(ScriptedHead(), "/openapi.json", method="GET").json()
+    media = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    name = media["schema"]["$ref"].rpartition("/")[2]
+    schema = document["components"]["schemas"][name]
+    assert set(schema["required"]) == set(body)
+    num_checked = 0
+    for field, found in schema["properties"].items():
+        for limit, beyond in (("minimum", -1), ("maximum", 1)):
+            if limit not in found:
+                continue
+            num_checked += 1
+            given = body | ({"echo": True} if found[limit] == 0 and "prompt" in body else {})
+            good = call(ScriptedHead(), path, given | {field: found[limit]})
+            if (field, limit) != ("min_tokens", "maximum"):  # there it exceeds the context
+                assert good.status_code == 200, (field, good.text)
+            bad = call(ScriptedHead(), path, given | {field: found[limit] + beyond})
+            assert bad.status_code == 400, field
+            assert bad.json()["error"].get("param", field) == field
+    assert num_checked > 1
 
 
 def _references(value: Any) -> list[str]:
@@ -208,6 +253,34 @@ def test_an_echo_lists_the_logprobs_of_the_prompt_before_those_of_the_answer() -
     }
 
 
+def test_a_chat_has_the_logprobs_of_its_prompt_once() -> None:
+    scored = TokenLogprobs(-2.0, ((97, -0.5), (98, -1.0)), rank=7)
+    head = scorer(Output(tokens=(Token(100, None, (scored,)),)))
+    answer = chat(head, prompt_logprobs=2, n=2, max_tokens=1).json()
+    assert all("prompt_logprobs" not in choice for choice in answer["choices"])
+    first, second = answer["prompt_logprobs"]
+    assert first is None
+    assert {name: entry["rank"] for name, entry in second.items()} == {"105": 7, "97": 1, "98": 2}
+
+
+def test_an_answer_names_what_it_follows_from() -> None:
+    head = ScriptedHead()
+    head.card = msgspec.structs.replace(head.card, system_fingerprint="fp_12")
+    for ask in (chat, complete):
+        assert ask(head).json()["system_fingerprint"] == "fp_12"
+        assert {c["system_fingerprint"] for c in events_of(ask(head, stream=True))} == {"fp_12"}
+
+
+def test_the_fingerprint_follows_from_model_and_formats() -> None:
+    def of(text: str) -> str:
+        return cluster._system_fingerprint(parse_config(text))
+
+    plain = of("")
+    assert plain == of("[api]\nport = 9\n") and plain.startswith("fp_")
+    others = {of('[model]\ndtype = "bfloat16"\n'), of('[model]\nname = "random:m30"\n')}
+    assert len(others | {plain}) == 3
+
+
 def test_no_tokens_are_answered_where_none_are_wanted() -> None:
     head = scorer(Output(tokens=(Token(100, None, (TokenLogprobs(-1.0),)),)))
     answer = complete(head, prompt="ab", echo=True, max_tokens=0, prompt_logprobs=0).json()
@@ -226,8 +299,9 @@ def test_no_tokens_are_answered_where_none_are_wanted() -> None:
         (ScriptedHead(), {"prompt_logprobs": 1}, "does not compute"),
         (scorer(), {"prompt_logprobs": 1, "stream": True}, "not streamed"),
         (scorer(), {"prompt_logprobs": 21}, "between 0 and 20"),
-        (scorer(), {"max_tokens": 0}, "at least 1"),
-        (scorer(), {"max_tokens": -1}, "between 0 and 2147483647"),
+        (scorer(), {"max_tokens": 0}, "0. It must be between 1 and 2147483647"),
+        (scorer(), {"max_tokens": -1}, "-1. It must be between 1 and 2147483647"),
+        (scorer(), {"max_tokens": -1, "echo": True}, "between 0 and 2147483647"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(

@@ -159,7 +159,7 @@ def test_a_schema_holds_and_a_stop_sequence_is_named() -> None:
     ("fields", "words"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "'max_tokens' must be at least 1."),
+        ({"max_tokens": 0}, "'max_tokens': 0. It must be between 1"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},

@@ -224,7 +224,7 @@ def test_what_is_unknown_is_computed_again_or_refused() -> None:
     assert '"token_ids":[101]' in ask(seeded, "4").text
     assert '"token_ids":[100]' not in ask(seeded, "4").text
     greedy = ask({"temperature": 0}, "6").text
-    assert '"token_ids"' not in greedy
+    assert '"token_ids":[' not in greedy.replace('"token_ids":[]', "")
     assert '"finish_reason":"length"' in greedy
     assert greedy.endswith("data: [DONE]\n\n")
     assert ask(drawn, "0").status_code == 200

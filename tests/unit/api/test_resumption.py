@@ -23,7 +23,7 @@ from moonpool.api.app import HttpServer, http_server, make_app
 from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes
-from moonpool.api.frontend import Output
+from moonpool.api.frontend import ApiOptions, Output
 from moonpool.types import FinishReason, Request, Token
 
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -42,18 +42,30 @@ CALLS: dict[str, dict[str, Any]] = {
 PATHS = [*CALLS]
 
 
-def scripted(sizes: Sequence[int]) -> ScriptedHead:
-    """A head that says the text in increments of so many tokens, from where the client is."""
+PERIOD_S = 0.004
+"""From one look at a silent stream to the next."""
+
+
+class SometimesSilent(ScriptedHead):
+    is_silent = False
+
+
+def scripted(sizes: Sequence[int], silences: Sequence[bool] = (False,)) -> SometimesSilent:
+    """A head that says the text in increments of so many tokens, from where the client is. Before
+    some it is silent."""
 
     def script(_: Request) -> list[Step]:
         position, steps, number = len(head.delivered[-1] or ()), list[Step](), 0
         while position < len(TEXT):
             part = TEXT[position : position + sizes[number % len(sizes)]]
+            if silences[number % len(silences)]:
+                steps.append(2.5 * PERIOD_S)
             steps.append(Output(tokens=tuple(map(Token, part))))
             position, number = position + len(part), number + 1
         return [*steps, Output(finish_reason=FinishReason.STOP)]
 
-    head = ScriptedHead(script)
+    head = SometimesSilent(script)
+    head.is_silent = any(silences)
     return head
 
 
@@ -65,8 +77,9 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return ours, theirs
 
 
-def make_server(head: ScriptedHead, shelf: Shelf, date: bytes) -> HttpServer:
-    server = http_server(make_app(head), keeper=shelf)
+def make_server(head: SometimesSilent, shelf: Shelf, date: bytes) -> HttpServer:
+    options = ApiOptions(keepalive_s=PERIOD_S if head.is_silent else 0)
+    server = http_server(make_app(head, options), keeper=shelf)
     server.config.load()
     server.server_state = ServerState()
     server.server_state.default_headers = [(b"date", date)]
@@ -88,10 +101,10 @@ def received(
     return raw[:num_bytes], raw[num_bytes:]
 
 
-def respond(path: str, sizes: Sequence[int], shelf: Shelf) -> tuple[bytes, int]:
+def respond(path: str, head: SometimesSilent, shelf: Shelf) -> tuple[bytes, int]:
     """Returns the response of a server that nothing happens to, and the position of its begin."""
     ours, theirs = connected()
-    server = make_server(scripted(sizes), shelf, b"Mon")
+    server = make_server(head, shelf, b"Mon")
     body = json.dumps(CALLS[path]).encode()
     ours.sendall(
         b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
@@ -112,11 +125,11 @@ def respond(path: str, sizes: Sequence[int], shelf: Shelf) -> tuple[bytes, int]:
         return received(ours, begin)[1], base
 
 
-def go_on(log: bytes, sent: bytes, sizes: Sequence[int]) -> bytes:
+def go_on(log: bytes, sent: bytes, head: SometimesSilent) -> bytes:
     """Returns what another head sends over a connection that has sent these bytes."""
     ours, theirs = connected()
     shelf = Shelf()
-    server = make_server(scripted(sizes), shelf, b"Tue")
+    server = make_server(head, shelf, b"Tue")
     fd = os.memfd_create("log")
     os.write(fd, log)
     found = CallLog(shelf, 7, fd)
@@ -153,6 +166,7 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
     assert response.headers["date"] == "Mon"
     blocks = response.read().decode().split("\n\n")
     assert blocks.pop() == ""
+    blocks = [block for block in blocks if not block.startswith(": ")]
     data = [block.split("data: ", 1)[1] for block in blocks]
     return [json.loads(text) for text in data if text != "[DONE]"]
 
@@ -169,32 +183,64 @@ def text_of(events: list[dict[str, Any]]) -> str:
     return text
 
 
+shares = st.floats(0, 1) | st.sampled_from([0.0, 1.0])
 sizes_of_increments = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
 @settings(max_examples=60, deadline=None, phases=NO_SHRINKING)
-@given(st.sampled_from(PATHS), sizes_of_increments, sizes_of_increments, st.data())
+@given(st.sampled_from(PATHS), sizes_of_increments, sizes_of_increments, shares, shares)
 def test_a_response_goes_on_at_the_exact_byte(
-    path: str, first: list[int], second: list[int], data: st.DataObject
+    path: str, first: list[int], second: list[int], logged: float, sent: float
 ) -> None:
+    alike = first == second == [1]
+    check_going_on(path, scripted(first), scripted(second), logged, sent, alike)
+
+
+@settings(max_examples=15, deadline=None, phases=NO_SHRINKING)
+@given(
+    st.sampled_from(PATHS),
+    sizes_of_increments,
+    st.lists(st.booleans(), min_size=1, max_size=4).filter(any),
+    shares,
+    shares,
+)
+def test_what_a_silent_stream_says_is_made_again_in_its_place(
+    path: str, sizes: list[int], silences: list[bool], logged: float, sent: float
+) -> None:
+    heads = scripted(sizes, silences), scripted(sizes, silences)
+    whole = check_going_on(path, *heads, logged, sent)
+    assert (b"event: ping" if path == "/v1/messages" else b": prefill\n\n") in whole
+
+
+def check_going_on(
+    path: str,
+    first: SometimesSilent,
+    second: SometimesSilent,
+    logged: float,
+    sent: float,
+    alike: bool = False,
+) -> bytes:
+    """Lets the second head go on with the first one's response, which it returns. `logged`, `sent`:
+    the shares of the log, and of the bytes that it may have sent by then, that are there."""
     shelf = Shelf()
     whole, base = respond(path, first, shelf)
     log = shelf.log()
     assert text_of(events_of(whole)) == TEXT.decode()
     begin = shelf.sent[0][0]
-    cut = data.draw(st.integers(begin, len(log)), label="bytes of the log")
+    cut = begin + round(logged * (len(log) - begin))
     # A head logs an increment before it sends a byte of it. So a log without an entry goes with
     # at most the bytes that were sent before this entry.
     ends = [*(size for size, _ in shelf.sent[1:]), len(log)]
     before = [sent - base for end, (_, sent) in zip(ends, shelf.sent, strict=True) if end > cut]
     most = min(before, default=len(whole))
-    num_sent = data.draw(st.integers(0, most), label="bytes sent")
+    num_sent = round(sent * most)
     rest = go_on(log[:cut], whole[:num_sent], second)
     events = events_of(whole[:num_sent] + rest)
     assert text_of(events) == TEXT.decode()
-    if cut == len(log) or first == second == [1]:
+    if cut == len(log) or alike:
         assert whole[:num_sent] + rest == whole
     shelf.close()
+    return whole
 
 
 class _Sink:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from moonpool.engine import sampler
 from moonpool.engine.sampler import Draw, NonFiniteLogitsError, uniform
-from moonpool.types import SamplingParams, Token
+from moonpool.types import BadWord, SamplingParams, Token
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -121,6 +121,24 @@ def test_a_repetition_penalty_is_what_transformers_makes_of_it() -> None:
     assert theirs.argmax(-1).tolist() != logits.argmax(-1).tolist()
 
 
+def test_bad_words_are_those_that_transformers_bans() -> None:
+    logits = torch.randn(300, 12, generator=torch.Generator().manual_seed(3))
+    rng = random.Random(4)
+    num_banned = 0
+    for row in logits:
+        generated = [rng.randrange(12) for _ in range(rng.randrange(5))]
+        words = [[rng.randrange(12) for _ in range(rng.choice((1, 2, 2, 3)))] for _ in range(9)]
+        ids = torch.tensor([generated], dtype=torch.long)
+        theirs = NoBadWordsLogitsProcessor(words)(ids, row.unsqueeze(0).clone())
+        params = SamplingParams(
+            temperature=0.0, bad_words=tuple(BadWord("", (tuple(word),)) for word in words)
+        )
+        (token,) = sample(row.unsqueeze(0), [Draw(params, generated, ())], [0])
+        assert token.token_id == int(theirs.argmax())
+        num_banned += token.token_id != int(row.argmax())
+    assert num_banned > 30
+
+
 def test_biases_are_added_to_the_logits_of_any_draw() -> None:
     row = LOGITS.unsqueeze(0)
 
@@ -168,6 +186,8 @@ def test_nan_is_an_error_not_a_token() -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(NonFiniteLogitsError, match="row 1"):
             sample(rows, [draw(temperature=temperature)] * 2, [0, 0])
+    with pytest.raises(NonFiniteLogitsError, match="of the prompt"):
+        sampler.score(rows, [0, 0], [0, 0])
 
 
 @pytest.mark.parametrize(

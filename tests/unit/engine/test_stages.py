@@ -34,7 +34,7 @@ from moonpool.engine.step import StepError
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.transfer.arena import Arena
-from moonpool.types import SamplingParams
+from moonpool.types import BadWord, SamplingParams
 from tests.forked.commands import begin_peer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -131,6 +131,21 @@ def test_the_last_stage_applies_penalties_and_min_tokens(pair: Pair) -> None:
     ):
         step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], params, generated)]
         assert pair.stages.step(step).tokens == pair.one.step(step).tokens
+
+
+def test_the_last_stage_knows_which_words_have_begun(pair: Pair) -> None:
+    def first_token(generated: tuple[int, ...], *bad: int) -> int:
+        words = (BadWord("w", (bad,)),) if bad else ()
+        params = SamplingParams(temperature=0.0, bad_words=words)
+        step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], params, generated)]
+        found = pair.stages.step(step).tokens
+        assert found == pair.one.step(step).tokens
+        assert found[0] is not None
+        return found[0].token_id
+
+    best = first_token((8, 9))
+    assert first_token((8, 9), 8, 9, best) != best
+    assert first_token((9, 8), 8, 9, best) == best
 
 
 def test_the_last_stage_applies_penalties_to_prompt_tokens(pair: Pair) -> None:

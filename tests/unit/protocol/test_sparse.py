@@ -7,10 +7,16 @@ import pytest
 
 from moonpool.config import AttentionConfig, Config, PoolConfig
 from moonpool.protocol.frames import DownFrame, Joined, Setup, Stop
-from moonpool.protocol.messages import Abort, AttemptId, AttemptSpec, StartPrefill
+from moonpool.protocol.messages import (
+    Abort,
+    AttemptId,
+    AttemptSpec,
+    AttemptTokens,
+    StartPrefill,
+)
 from moonpool.protocol.sparse import without_defaults
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.types import InstanceId, SamplingParams, Slo
+from moonpool.types import InstanceId, SamplingParams, Slo, Token, TokenLogprobs
 
 CONFIG = Config()
 ADDRESS = PeerAddress(
@@ -60,3 +66,13 @@ def test_a_share_of_the_cache_does_not_reach_a_peer_that_lacks_it() -> None:
     )
     found = without_defaults(StartPrefill(work=work))
     assert "cache_share" not in found["work"] and found["work"]["share"] == 2.0
+
+
+def test_a_rank_does_not_reach_a_peer_that_lacks_it() -> None:
+    scored = TokenLogprobs(-1.0, ((3, -0.5),), rank=2)
+    report = AttemptTokens(AttemptId("r"), (Token(3, scored, (scored,)),))
+    body = msgspec.msgpack.encode(without_defaults(report))
+    former = [-1.0, [[3, -0.5]]]
+    assert msgspec.msgpack.decode(body) == ["r", [[3, former, [former], b""]], None]
+    (token,) = msgspec.msgpack.decode(body, type=AttemptTokens).tokens
+    assert token.logprobs == TokenLogprobs(-1.0, ((3, -0.5),))

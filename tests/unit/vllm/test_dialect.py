@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 from moonpool.protocol.block_hash import root_key
 from moonpool.protocol.messages import AttemptId, AttemptSpec
-from moonpool.types import FinishReason, SamplingParams, Slo
+from moonpool.types import BadWord, FinishReason, SamplingParams, Slo
 from moonpool.vllm.dialect import (
     DialectError,
     VllmFacts,
@@ -62,15 +62,53 @@ def test_every_way_to_draw_is_passed_on() -> None:
         stop_token_ids=(9,),
         logit_bias=((3, -2.0),),
         logprobs=2,
+        logprob_token_ids=(8, 4),
+        allowed_token_ids=(1, 2),
+        bad_words=(BadWord("no", ((7,), (3, 4))),),
     )
     sent = body(SubmitRequest(work(sampling)))
-    special = {"logit_bias": {"3": -2.0}, "stop_token_ids": [9]}
+    lists = {"logprob_token_ids": [8, 4], "allowed_token_ids": [1, 2], "bad_words": ["no"]}
+    special = {"logit_bias": {"3": -2.0}, "stop_token_ids": [9], **lists}
     for name in set(SamplingParams.__struct_fields__) - {"grammar", "prompt_logprobs", "pooling"}:
         assert sent[name] == special.get(name, getattr(sampling, name)), name
     assert sent["prompt"] == [5, 6, 7]
     assert sent["return_token_ids"] is True
     assert sent["return_tokens_as_token_ids"] is True
     assert "cache_salt" not in sent
+
+
+@pytest.mark.parametrize(("given", "sent"), [(5e-324, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (2.0, 2.0)])
+def test_a_temperature_near_0_is_greedy(given: float, sent: float) -> None:
+    assert body(SubmitRequest(work(SamplingParams(temperature=given))))["temperature"] == sent
+
+
+def test_an_answer_within_a_bad_word_does_not_continue_after_a_fault() -> None:
+    """vLLM looks for bad words in the tokens of its own request."""
+    sampling = SamplingParams(bad_words=(BadWord("no", ((7,), (1, 2, 9))),))
+    for done in (0, 1, 2):  # the answer so far: nothing, (0,), (0, 1)
+        asked = SubmitRequest(work(sampling, done=done))
+        if done < 2:
+            assert body(asked)["bad_words"] == ["no"]
+        else:
+            with pytest.raises(DialectError, match="bad words"):
+                body(asked)
+    with pytest.raises(DialectError, match="bad words"):
+        body(SubmitRequest(work(sampling, done=3)))
+    assert body(SubmitRequest(work(sampling, done=4)))["bad_words"] == ["no"]
+
+
+def test_logprobs_of_listed_tokens_keep_the_order_of_the_list() -> None:
+    choice = {
+        "token_ids": [5],
+        "logprobs": {
+            "tokens": ["token_id:5"],
+            "token_logprobs": [-1.0],
+            "top_logprobs": [{"token_id:8": -3.0, "token_id:5": -1.0, "token_id:4": -0.5}],
+        },
+    }
+    asked = work(SamplingParams(logprobs=1, logprob_token_ids=(8, 4)))
+    (token,) = read_output(asked, json.dumps({"choices": [choice]}).encode()).tokens
+    assert token.logprobs is not None and token.logprobs.top == ((8, -3.0), (4, -0.5))
 
 
 def test_what_was_generated_before_a_fault_is_not_generated_again() -> None:

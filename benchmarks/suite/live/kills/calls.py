@@ -41,6 +41,12 @@ def calls(count: int, seed: int, longest: int = 240) -> list[tuple[str, Body]]:
                 found.append(("/v1/responses", body))
             case 4:
                 found.append(("/v1/completions", {"prompt": tokens, **shared, "n": 2}))
+            case 6:  # what may be said depends on the tokens before, also those before a fault
+                banned = {"bad_words": [text[:1], text[:2], text[-2:]]}
+                found.append(("/v1/completions", {"prompt": tokens, **shared, **banned}))
+            case 7:
+                allowed = {"allowed_token_ids": sorted({*tokens})}
+                found.append(("/v1/completions", {"prompt": tokens, **shared, **allowed}))
             case _:
                 found.append(("/v1/completions", {"prompt": tokens, **shared}))
         if "completions" in found[-1][0]:
@@ -69,7 +75,8 @@ def texts_of(path: str, body: Body, raw: bytes) -> Texts:
         raise ResponseError("the stream ends within an event")
     if "completions" in path and (not blocks or not blocks.pop().endswith("data: [DONE]")):
         raise ResponseError("the stream ends without [DONE]")
-    events = [json.loads(block.split("data: ", 1)[1]) for block in blocks]
+    said = [block for block in blocks if not block.startswith(": ")]  # comments say nothing
+    events = [json.loads(block.split("data: ", 1)[1]) for block in said]
     texts: Texts = {}
     for event in events:
         _read(event, texts)

@@ -35,6 +35,7 @@ class StreamFacts(Struct, frozen=True):
     ids: bytes  # the seed of the ids within the response
     max_model_tokens: int
     tells_reasoning: bool = False  # apart from the answer, where the model's template has its tags
+    system_fingerprint: str = ""
 
     def id_source(self, index: int) -> Callable[[], str]:
         """Returns a function that gives one unpredictable id after another, those of one choice."""
@@ -50,7 +51,7 @@ class StreamFacts(Struct, frozen=True):
         return next_id
 
 
-def draw_facts(request_id: str, max_model_tokens: int) -> StreamFacts:
+def draw_facts(request_id: str, max_model_tokens: int, system_fingerprint: str = "") -> StreamFacts:
     return StreamFacts(
         request_id=request_id,
         seed=secrets.randbits(63),
@@ -58,6 +59,7 @@ def draw_facts(request_id: str, max_model_tokens: int) -> StreamFacts:
         ids=secrets.token_bytes(16),
         max_model_tokens=max_model_tokens,
         tells_reasoning=True,
+        system_fingerprint=system_fingerprint,
     )
 
 
@@ -116,6 +118,12 @@ class Named(Struct, frozen=True, array_like=True, tag="n"):
     request_id: str
 
 
+class Commented(Struct, frozen=True, array_like=True, tag="c"):
+    """Bytes between increments that say nothing (see `silence`)."""
+
+    data: bytes
+
+
 class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
     """A further head goes on from here."""
 
@@ -124,7 +132,7 @@ class ReadAhead(Struct, frozen=True, array_like=True, tag="a"):
     """Bytes of the connection's next request were read, and are lost with the head."""
 
 
-Entry = Delivered | RefusedThen | Named | TakenOver | ReadAhead
+Entry = Delivered | RefusedThen | Named | Commented | TakenOver | ReadAhead
 _encode = msgspec.msgpack.Encoder().encode
 _OPENING = msgspec.msgpack.Decoder(Opening)
 _ENTRY: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
@@ -209,6 +217,15 @@ class KeptStream:
     def deliveries(self) -> list[Delivered]:
         return [entry for entry in self.entries if isinstance(entry, Delivered)]
 
+    def comments(self) -> list[tuple[int, bytes]]:
+        """Returns the comments, each with the number of increments before it."""
+        found, num_delivered = [], 0
+        for entry in self.entries:
+            num_delivered += isinstance(entry, Delivered)
+            if isinstance(entry, Commented):
+                found.append((num_delivered, entry.data))
+        return found
+
     def refusal(self) -> RequestRefused | None:
         """Returns why the call was refused, or is now."""
         num_fruitless = 0
@@ -257,6 +274,10 @@ class KeptStream:
                 projection=refused.projection,
             )
         )
+
+    def note_comment(self, data: bytes) -> None:
+        """Logs bytes between increments. Call it before one of them is sent."""
+        self._write(Commented(data=data))
 
     def note_name(self, request_id: str) -> None:
         self._write(Named(request_id=request_id))

@@ -61,7 +61,7 @@ class GrammarCheck:
         if len(self._troubles) > MAX_KEPT:
             self._troubles.popitem(last=False)
         if trouble:
-            raise unusable(field, trouble)
+            raise unusable(field, trouble, grammar)
 
     def close(self) -> None:
         self._compiler.close()

@@ -22,6 +22,7 @@ from moonpool.api.connection.kept_stream import StreamFacts
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import RequestRefused
 from moonpool.api.shapes import EventWriter
+from moonpool.protocol.sparse import without_defaults
 
 HEADER = "Last-Event-ID"
 MAX_ID_BYTES = 8192
@@ -53,7 +54,7 @@ class EventPosition(NamedTuple):
         """Where a response begins."""
         return cls(request_id, facts.seed, facts.created_s, facts.ids, call)
 
-    def facts(self, max_model_tokens: int) -> StreamFacts:
+    def facts(self, max_model_tokens: int, system_fingerprint: str = "") -> StreamFacts:
         return StreamFacts(
             request_id=self.request_id,
             seed=self.seed,
@@ -61,6 +62,7 @@ class EventPosition(NamedTuple):
             ids=self.ids,
             max_model_tokens=max_model_tokens,
             tells_reasoning=True,
+            system_fingerprint=system_fingerprint,
         )
 
     def prefix(self) -> str:
@@ -115,7 +117,9 @@ def digest_of_call(path: str, model: str, choices: Sequence[Choice]) -> bytes:
     made = hashlib.blake2b(path.encode() + b"\0" + model.encode(), digest_size=8)
     for choice in choices:
         request = choice.request
-        made.update(msgspec.msgpack.encode((request.token_ids, request.sampling, request.adapter)))
+        # Without defaults, so that a parameter which a release adds changes no other call.
+        sampling = without_defaults(request.sampling)
+        made.update(msgspec.msgpack.encode((request.token_ids, sampling, request.adapter)))
         made.update(msgspec.msgpack.encode(choice.ending_key))
     return made.digest()
 

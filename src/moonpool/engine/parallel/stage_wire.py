@@ -263,7 +263,7 @@ def _pack_draw(draw: Draw, position: int) -> StageDraw:
     """Sends the generated tokens only if the draw reads them, because they may be many."""
     params, generated = draw.params, tuple(draw.generated)
     penalties = params.presence_penalty or params.frequency_penalty or draw.prompt_ids
-    looked_at = penalties or params.grammar
+    looked_at = penalties or params.grammar or params.bad_words
     if not looked_at and len(generated) >= params.min_tokens:
         params, generated = msgspec.structs.replace(params, min_tokens=0), ()
     return StageDraw(

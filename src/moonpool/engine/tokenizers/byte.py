@@ -49,6 +49,19 @@ class ByteTokenizer:
             return _BYTES[token_id]
         return _SPECIALS.get(token_id) or b"<%d>" % token_id
 
+    def token_name(self, token_id: int) -> str:
+        is_plain = not 0x80 <= token_id < 0x100
+        return self.token_bytes(token_id).decode() if is_plain else f"<0x{token_id:02X}>"
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "tokenizer_class": type(self).__name__,
+            "bos_token": self.token_name(BOS_ID),
+            "eos_token": self.token_name(EOS_ID),
+            "pad_token": self.token_name(PAD_ID),
+            "chat_template": self.tool_template,
+        }
+
     def stream(
         self, skip_special_tokens: bool = True, shown: Mapping[int, str] | None = None
     ) -> ByteTextStream:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from moonpool.engine.tokenizers.chat_template import ROLES_TEMPLATE, ChatTemplat
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _RELEASE_GIL_ABOVE_CHARS = 4096
+_OF_FILES = frozenset({"auto_map", "name_or_path", "vocab_file", "merges_file", "tokenizer_file"})
+"""What `tokenizer_config.json` says of places and code, which clients do not need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class TokenizerParts:
     eos_token_ids: tuple[int, ...]
     template: str | None = None
     tool_template: str | None = None
+    described: Mapping[str, Any] = field(default_factory=dict)
+    """`tokenizer_config.json`, if there is one."""
 
 
 class _Source(msgspec.Struct):
@@ -63,6 +67,7 @@ class HfTokenizer:
         """`source` is a folder, or what another file holds. Raises `TokenizerError`."""
         parts = _folder_parts(source) if isinstance(source, Path) else source
         self._special_tokens = dict(parts.special_tokens)
+        self._described = dict(parts.described)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(parts.source)
         except Exception as error:
@@ -77,7 +82,7 @@ class HfTokenizer:
         self.eos_token_ids = self._end_tokens(parts)
         self._bytes_of = bytes_function(msgspec.json.decode(parts.source, type=_Source).decoder)
         self._bytes: dict[int, bytes] = {}
-        default = parts.template or ROLES_TEMPLATE
+        default = self._template = parts.template or ROLES_TEMPLATE
         self.tool_template = parts.tool_template or default
         try:
             self._chat = ChatTemplate(default, parts.tool_template, parts.special_tokens)
@@ -119,6 +124,14 @@ class HfTokenizer:
             self._bytes[token_id] = found
         return found
 
+    def token_name(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def describe(self) -> dict[str, Any]:
+        told = {k: v for k, v in self._described.items() if k not in _OF_FILES}
+        name = {"tokenizer_class": type(self).__name__}
+        return name | told | self._special_tokens | {"chat_template": self._template}
+
     def stream(
         self, skip_special_tokens: bool = True, shown: Mapping[int, str] | None = None
     ) -> TextStream:
@@ -134,7 +147,7 @@ class HfTokenizer:
 
     def use_chat_template(self, source: str) -> None:
         self._chat = ChatTemplate(source, special_tokens=self._special_tokens)
-        self.tool_template = source
+        self.tool_template = self._template = source
 
     def render_chat(
         self,
@@ -195,6 +208,7 @@ def _folder_parts(folder: Path) -> TokenizerParts:
         eos_token_ids=_listed_ends(folder),
         template=default,
         tool_template=for_tools,
+        described=config,
     )
 
 

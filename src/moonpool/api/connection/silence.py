@@ -1,0 +1,121 @@
+"""Bytes in a stream that says nothing for a time, so that proxies keep its connection.
+
+A comment is logged before it is sent, as an increment is. So another head that goes on makes the
+same bytes again, in the same places. The first one sends the headers, so there is none before the
+request is placed: until then a refusal has its own status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from moonpool.api.http_context import HttpContext
+
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+"""Anthropic's event for it."""
+
+
+def comment_of(text: str) -> bytes:
+    """Returns a comment of server-sent events, which clients pass over."""
+    return b": %b\n\n" % text.encode("ascii", "replace")
+
+
+class Silence:
+    """Watches one stream between `heard` and `listens`. Its time is that between two looks, so that
+    an increment costs no look at a clock."""
+
+    def __init__(
+        self, context: HttpContext, period_s: float, next_comment: Callable[[], bytes]
+    ) -> None:
+        """A comment comes after one to two periods of silence; 0: none comes. `next_comment`
+        returns it; empty: there is none yet."""
+        self._context = context
+        self._period_s = period_s
+        self._next_comment = next_comment
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._listens = False
+        self._num_heard = self._num_sent = self._num_at_look = 0
+        kept = context.kept
+        is_resumed = kept is not None and kept.is_resumed
+        self._sent_before = deque(kept.comments() if is_resumed and kept is not None else ())
+        self._num_known = len(kept.deliveries()) if is_resumed and kept is not None else 0
+
+    async def __aenter__(self) -> Self:
+        if self._period_s > 0:
+            self._await_look()
+        if self._sent_before:
+            await self.repeat()
+        self._listens = True
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._listens = False
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sending is not None:
+            if isinstance(error, asyncio.CancelledError):
+                self._sending.cancel()
+            else:
+                await self._sending
+
+    def heard(self) -> bool:
+        """An increment has come, and is logged already. True: call `settle` before it is sent."""
+        self._listens = False
+        self._num_heard += 1
+        return self._sending is not None
+
+    async def settle(self) -> None:
+        """Waits until a comment before the increment is sent."""
+        if self._sending is not None:
+            await self._sending
+
+    def listens(self, has_sent: bool) -> bool:
+        """The increment is dealt with. True: call `repeat` before the next one is awaited.
+
+        `has_sent`: it had bytes. Those of a tool call may be held back for long.
+        """
+        self._num_sent += has_sent
+        self._listens = True
+        return bool(self._sent_before)
+
+    async def repeat(self) -> None:
+        """Sends the comments that an earlier head has sent here."""
+        while self._sent_before and self._sent_before[0][0] <= self._num_heard:
+            await self._send(self._sent_before.popleft()[1])
+
+    def _await_look(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
+
+    def _look(self) -> None:
+        self._await_look()
+        is_silent = self._listens and self._num_sent == self._num_at_look
+        self._num_at_look = self._num_sent
+        if not is_silent or self._sending is not None or self._num_heard < self._num_known:
+            return
+        comment = self._next_comment()
+        if comment:
+            self._sending = asyncio.create_task(self._log_and_send(comment))
+
+    async def _log_and_send(self, comment: bytes) -> None:
+        try:
+            if self._listens:  # else an increment came first
+                if self._context.kept is not None:
+                    self._context.kept.note_comment(comment)
+                await self._send(comment)
+        finally:
+            self._sending = None
+
+    async def _send(self, comment: bytes) -> None:
+        if not self._context.started:
+            await self._context.start_events()
+        await self._context.send_events(comment)

@@ -1,0 +1,1 @@
+"""The text of a prompt before it becomes a request."""
