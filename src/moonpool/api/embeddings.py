@@ -69,7 +69,7 @@ class Embedder:
         max_tokens = self._frontend.card.max_model_tokens
         arrived_s, _ = context.keep_call(raw, arrived_s, max_tokens)
         left_s = arrived_s + timeout_s - self._frontend.now()
-        call = await self._bodies.call("embeddings", raw, context.tenant, left_s)
+        call = await self._bodies.call("embeddings", raw, context.party, left_s)
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
         adapter = self._frontend.card.adapter_of(body.model)

@@ -40,10 +40,10 @@ class Keeper:
         self.held: set[int] = set()
         self.cut_numbers: list[int] = []
 
-    def keep(self, socket_fd: int, log_fd: int) -> int | None:
-        return self.keep_cut(log_fd)
+    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
+        return self.keep_cut(log_fd, party)
 
-    def keep_cut(self, log_fd: int) -> int | None:
+    def keep_cut(self, log_fd: int, party: str) -> int | None:
         self.num_kept += 1
         self.held.add(self.num_kept)
         return self.num_kept
@@ -54,11 +54,11 @@ class Keeper:
     def drop(self, number: int) -> None:
         self.held.remove(number)
 
-    def take_memory(self, num_bytes: int) -> bool:
+    def take_memory(self, num_bytes: int, party: str) -> bool:
         self.num_bytes += num_bytes
         return True
 
-    def release_memory(self, num_bytes: int) -> None:
+    def release_memory(self, num_bytes: int, party: str) -> None:
         self.num_bytes -= num_bytes
 
 

@@ -32,21 +32,21 @@ class Logs:
     def __init__(self) -> None:
         self.fds: list[tuple[int, int]] = []
 
-    def keep(self, socket_fd: int, log_fd: int) -> int | None:
+    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         self.fds.append((os.dup(socket_fd), os.dup(log_fd)))
         return len(self.fds) - 1
 
-    def keep_cut(self, log_fd: int) -> int | None:
+    def keep_cut(self, log_fd: int, party: str) -> int | None:
         return None
 
     def cut(self, number: int) -> None: ...
 
     def drop(self, number: int) -> None: ...
 
-    def take_memory(self, num_bytes: int) -> bool:
+    def take_memory(self, num_bytes: int, party: str) -> bool:
         return True
 
-    def release_memory(self, num_bytes: int) -> None: ...
+    def release_memory(self, num_bytes: int, party: str) -> None: ...
 
 
 async def inherited(logs: Logs) -> list[KeptStream | HalfRead]:
