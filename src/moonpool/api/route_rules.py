@@ -27,6 +27,15 @@ class RouteRule:
     pages: Pages = "own"
     body_bytes: int = 0
 
+    @property
+    def words(self) -> tuple[str, str, str, str]:
+        """Who, from where, which web pages, and how large a body."""
+        where = "the server's machine" if self.is_local else "anywhere"
+        body = f"{self.body_bytes >> 10} KiB" if self.body_bytes else "none"
+        if self.body_bytes == CALL_BODY:
+            body = "`api.max_body_bytes`"
+        return self.callers, where, self.pages, body
+
 
 def _open(path: str) -> RouteRule:
     return RouteRule(path, "everybody", pages="all")

@@ -30,6 +30,7 @@ OPTIONS = ApiOptions(api_keys=KEYS, admins=frozenset({"admin"}), max_body_bytes=
 KEY = b"authorization: Bearer k-ann\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n"
 CALL = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HUGE = b"content-length: 99999999999\r\n\r\n"
 ASK = json.dumps({"prompt": "x", "stream": True}).encode()
 RUNNING = CALL + KEY + b"content-length: %d\r\n\r\n%b" % (len(ASK), ASK)
 UPGRADE = b"connection: upgrade\r\nupgrade: websocket\r\n\r\n"
@@ -52,12 +53,11 @@ ENDLESS: dict[str, tuple[bytes, bytes]] = {
     "a trailer, with a key": (CALL + KEY + CHUNKED + b"\r\n1\r\n{\r\n0\r\nX: ", b"a"),
     "trailers of a route without a body": (b"GET /health HTTP/1.1\r\nhost: x\r\n" + CHUNKED
                                            + b"\r\n0\r\n", b"X: a\r\n"),
-    "a body of a refused call": (CALL + b"content-length: 99999999999\r\n\r\n", b" "),
+    "a body of a refused call": (CALL + HUGE, b" "),
     "chunks of a refused call": (CALL + CHUNKED + b"\r\n", b"1\r\n \r\n"),
     "a body above its limit": (CALL + KEY + CHUNKED + b"\r\n", b"100\r\n%b\r\n" % (b" " * 256)),
-    "a body that is declared too large": (CALL + KEY + b"content-length: 99999999999\r\n\r\n", b" "),
-    "a body that nobody reads": (b"POST /ping HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999"
-                                 b"\r\n\r\n", b" "),
+    "a body that is declared too large": (CALL + KEY + HUGE, b" "),
+    "a body that nobody reads": (b"POST /ping HTTP/1.1\r\nhost: x\r\n" + HUGE, b" "),
     "chunks that nobody reads": (b"GET /health HTTP/1.1\r\nhost: x\r\n" + CHUNKED + b"\r\n",
                                  b"1\r\n \r\n"),
     "a body beside a stream": (b"GET /cluster/events HTTP/1.1\r\nhost: x\r\n" + KEY + CHUNKED
