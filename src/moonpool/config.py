@@ -235,7 +235,9 @@ class NetworkConfig(Struct, frozen=True):
     """Where the head listens for workers, and how they exchange blocks. A worker's default address
     for its peers is the one by which it reaches the head."""
 
-    head_host: Annotated[str, about("Address at which the head listens for workers.")] = "127.0.0.1"
+    head_host: Annotated[
+        str, about("Address at which the head listens for workers.", protects=True)
+    ] = "127.0.0.1"
     head_port: Annotated[
         int,
         about("Port at which the head listens for workers; 0 takes a free one.", ge=0, le=65535),

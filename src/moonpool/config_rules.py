@@ -64,6 +64,12 @@ def check_values(config: Config) -> None:
             f"given with api.{name}",
         )
     _check_tls(config)
+    for origin in config.api.allowed_origins:
+        wanted = "origins such as https://example.org, without a path, or *"
+        require(_ORIGIN.fullmatch(origin) is not None, "api.allowed_origins", wanted)
+    for host in config.api.allowed_hosts:
+        wanted = "names such as api.example.org, without a port"
+        require(_HOST.fullmatch(host) is not None, "api.allowed_hosts", wanted)
     for key in config.api.api_keys:
         require(
             0 < len(key) <= 1024 and key.isascii() and key.isprintable() and " " not in key,
@@ -87,6 +93,8 @@ def _check_tls(config: Config) -> None:
 
 
 _WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
+_ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+")
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]", re.ASCII)
 _LORA_MODULE = re.compile(r"([A-Za-z0-9][\w./:-]{0,199})=(.+)", re.ASCII)
 
 

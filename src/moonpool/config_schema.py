@@ -28,13 +28,17 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the text says what is wrong and what to do."""
 
 
-def about(description: str, flag: str = "", metavar: str = "", **limits: Any) -> Meta:
+def about(
+    description: str, flag: str = "", metavar: str = "", protects: bool = False, **limits: Any
+) -> Meta:
     """Metadata of one field: a full sentence with its unit, and the limits `ge`, `gt`, `le`, `lt`.
 
     `flag` is needed only where it is not the key with dashes; `metavar` where the type's name says
-    too little.
+    too little. `protects`: a value that is given and empty is a mistake, such as a variable that is
+    not set, and must not leave the server open.
     """
-    return Meta(description=description, extra={"flag": flag, "metavar": metavar}, **limits)
+    extra = {"flag": flag, "metavar": metavar, "protects": protects}
+    return Meta(description=description, extra=extra, **limits)
 
 
 class FieldSchema(NamedTuple):
@@ -49,6 +53,10 @@ class FieldSchema(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.table}.{self.key}"
+
+    @property
+    def protects(self) -> bool:
+        return bool((self.meta.extra or {}).get("protects"))
 
     @property
     def limits(self) -> str:
@@ -98,7 +106,8 @@ def parse_toml(text: str, config: type[msgspec.Struct]) -> Values:
 
 
 def check_names(tables: Values, config: type[msgspec.Struct]) -> None:
-    """Raises ConfigError for an unknown table or key, and names the nearest known one."""
+    """Raises ConfigError for an unknown table or key, and names the nearest known one; and for a
+    value that protects and is empty."""
     hints = get_type_hints(config)
     for table, values in tables.items():
         if table not in hints:
@@ -109,6 +118,18 @@ def check_names(tables: Values, config: type[msgspec.Struct]) -> None:
         for key in values:
             if key not in known:
                 raise ConfigError(f"unknown key {table}.{key}{_nearest(key, known)}")
+    _check_given(tables, config)
+
+
+def _check_given(tables: Values, config: type[msgspec.Struct]) -> None:
+    """Raises ConfigError for a value that protects, is given, and is empty."""
+    for field in schema_of(config).values():
+        given = tables.get(field.table, {}).get(field.key)
+        each = given if isinstance(given, list | tuple) else [given]
+        if field.protects and any(isinstance(one, str) and not one.strip() for one in each):
+            raise ConfigError(
+                f"{field.name} ({field.flag}) is given and empty: give a value, or leave it out"
+            )
 
 
 def _nearest(name: str, known: Any) -> str:

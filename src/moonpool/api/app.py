@@ -26,8 +26,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from moonpool.api import messages
-from moonpool.api.access import Access
-from moonpool.api.body_memory import BodyMemory
+from moonpool.api.access.admission import Access
+from moonpool.api.access.route_rules import RouteRule, rule_of
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.acceptor import Acceptor
 from moonpool.api.connection.call_log import StreamKeeper
@@ -48,7 +48,7 @@ from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.openapi import openapi_document
 from moonpool.api.rate_limits import RateLimits
-from moonpool.api.route_rules import RouteRule, rule_of
+from moonpool.api.sharing.body_memory import BodyMemory
 
 logger = logging.getLogger(__name__)
 HAND_OVER_LOOK_S = 0.01

@@ -15,12 +15,12 @@ import sys
 
 import msgspec
 
-from moonpool.api.body_memory import SMALL_BYTES
 from moonpool.api.body_process import LENGTH, BodyResult, BodyStart, BodyWork, Kind, unpack
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend, ModelCard, RequestRefused
 from moonpool.api.grammars.check import GrammarCheck
 from moonpool.api.preparation import PreparedCall, Preparer
+from moonpool.api.sharing.body_memory import SMALL_BYTES
 from moonpool.api.turns import FairTurns
 
 logger = logging.getLogger(__name__)

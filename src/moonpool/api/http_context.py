@@ -17,11 +17,11 @@ from typing import Protocol, Self
 
 from starlette.types import Receive, Scope, Send
 
-from moonpool.api.body_memory import BodyMemory, HeldBody
 from moonpool.api.connection.kept_answers import Known
 from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, draw_facts
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
 from moonpool.api.frontend import RequestRefused
+from moonpool.api.sharing.body_memory import BodyMemory, HeldBody
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"

@@ -13,7 +13,7 @@ import msgspec
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import Frontend
 from moonpool.api.http_context import HttpContext
-from moonpool.api.shared_buffer import SharedBuffer
+from moonpool.api.sharing.shared_buffer import SharedBuffer
 
 FRAME_S = 1.0
 MAX_VIEWERS = 32

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute, Route
 
+from moonpool.api.access.route_rules import RouteRule, rule_of
 from moonpool.api.bodies import (
     ChatBody,
     CompletionBody,
@@ -20,7 +21,6 @@ from moonpool.api.bodies import (
 from moonpool.api.endpoints import DrainBody, installed_version
 from moonpool.api.messages import CountTokensBody, MessagesBody
 from moonpool.api.responses import ResponsesBody
-from moonpool.api.route_rules import RouteRule, rule_of
 
 _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,

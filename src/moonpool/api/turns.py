@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from moonpool.api.frontend import RequestRefused
-from moonpool.api.shared_buffer import SharedBuffer
+from moonpool.api.sharing.shared_buffer import SharedBuffer
 
 MAX_WAITING = 256
 

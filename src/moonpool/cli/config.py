@@ -51,19 +51,13 @@ def check(file: str) -> None:
 
 def _check_references(file: str, found: Config) -> None:
     """Ends the command if a policy, a file of keys or a certificate that it names is unusable."""
-    from moonpool.api.connection.tls import TlsError, TlsFiles
-    from moonpool.api.keys import KeyFileError, read_keys
+    from moonpool.api.access.protection import UNPROTECTED, check_protection
     from moonpool.policy_loading import load_policies
-    from moonpool.transfer.tls import PeerTls, PeerTlsError
 
     try:
         load_policies(found.conductor)
-        read_keys(found.api.api_keys, found.api.api_key_file, os.environ)
-        if found.api.ssl_certfile:
-            TlsFiles(found.api.ssl_certfile, found.api.ssl_keyfile, found.api.ssl_ca_certs)
-        if found.tls.certfile:
-            PeerTls(found.tls.certfile, found.tls.keyfile, found.tls.ca_certs)
-    except (ConfigError, KeyFileError, TlsError, PeerTlsError) as error:
+        check_protection(found)
+    except (ConfigError, *UNPROTECTED) as error:
         fail(f"{file}: {error}")
     template = found.model.chat_template
     if template:

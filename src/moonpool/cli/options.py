@@ -159,9 +159,22 @@ api_key_option = click.option(
     help="Bearer key; the environment's MOONPOOL_ADMIN_KEY, MOONPOOL_API_KEY or OPENAI_API_KEY"
     " unless given.",
 )
+
+
+def not_empty(context: click.Context, param: click.Parameter, value: str) -> str:
+    """Ends the command if an option that protects is given and empty, as by a variable that is not
+    set."""
+    assert param.name is not None
+    is_given = context.get_parameter_source(param.name) is not click.core.ParameterSource.DEFAULT
+    if is_given and not value.strip():
+        fail(f"{param.opts[0]} is given and empty: give a value, or leave it out")
+    return value
+
+
 ca_file_option = click.option(
     "--ca-file",
     default="",
+    callback=not_empty,
     type=click.Path(dir_okay=False),
     help="Trust these certificates (PEM) over https, in place of the system's.",
 )

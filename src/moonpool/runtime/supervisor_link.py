@@ -14,7 +14,7 @@ import msgspec
 from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, KeptStream
-from moonpool.api.shared_buffer import SharedBuffer, party_at
+from moonpool.api.sharing.shared_buffer import SharedBuffer, party_at
 from moonpool.cores import CoreShare
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.supervision import (

@@ -15,11 +15,12 @@ import pytest
 from relay import relayed
 from scripted_head import ScriptedHead, call, served
 
-from moonpool.api import live_page, route_rules
+from moonpool.api import live_page
+from moonpool.api.access import route_rules
+from moonpool.api.access.local_client import why_not_local
+from moonpool.api.access.route_rules import RULES, NoRuleError, RouteRule
 from moonpool.api.app import make_app
 from moonpool.api.frontend import ApiOptions
-from moonpool.api.local_client import why_not_local
-from moonpool.api.route_rules import RULES, NoRuleError, RouteRule
 
 KEYS = {"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}
 KEYED = ApiOptions(api_keys=KEYS, admins=frozenset({"admin"}))

@@ -15,9 +15,9 @@ import openai
 import pytest
 from scripted_head import ScriptedHead, Step, one_by_one, served, spoken, wait_until
 
-from moonpool.api import body_memory
 from moonpool.api.connection.listening import PortError, listen
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
+from moonpool.api.sharing import body_memory
 from moonpool.types import Request, Token
 
 USER = {"role": "user", "content": "Hi"}

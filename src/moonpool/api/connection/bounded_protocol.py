@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from moonpool.api.connection.connection_limit import MAX_LINGERING, ConnectionLimit
 from moonpool.api.connection.resumption import accepted_bytes
-from moonpool.api.shared_buffer import party_of
+from moonpool.api.sharing.shared_buffer import party_of
 from moonpool.log_limit import limited_logger
 
 MAX_HEADER_BYTES = 64 << 10

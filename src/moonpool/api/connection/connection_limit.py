@@ -6,7 +6,7 @@ import resource
 from typing import Protocol
 
 from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE
-from moonpool.api.shared_buffer import ReclaimedBuffer, SharedBuffer
+from moonpool.api.sharing.shared_buffer import ReclaimedBuffer, SharedBuffer
 from moonpool.log_limit import limited_logger
 
 MAX_HALF_READ = 512
@@ -24,7 +24,7 @@ _MOST_CONNECTIONS = 16_384
 log = limited_logger("moonpool.http")
 
 
-class Connection(Protocol):
+class PlacedConnection(Protocol):
     """What the limit needs to know of a connection."""
 
     def give_back(self) -> None:
@@ -48,10 +48,12 @@ class ConnectionLimit:
         self.calls = SharedBuffer(largest)
         """Calls under way, by tenant: each takes a connection that nobody can end."""
         self.half_read = SharedBuffer(min(MAX_HALF_READ, largest // 20))  # others are for answers
-        self.half_headers: ReclaimedBuffer[Connection] = ReclaimedBuffer(MAX_HALF_HEADER_BYTES)
-        self.unread: ReclaimedBuffer[Connection] = ReclaimedBuffer(MAX_UNREAD_BYTES)
+        self.half_headers: ReclaimedBuffer[PlacedConnection] = ReclaimedBuffer(
+            MAX_HALF_HEADER_BYTES
+        )
+        self.unread: ReclaimedBuffer[PlacedConnection] = ReclaimedBuffer(MAX_UNREAD_BYTES)
         self._num_of: dict[str, int] = {}  # open ones by party
-        self._waiting: dict[str, dict[Connection, None]] = {}  # by party, longest first
+        self._waiting: dict[str, dict[PlacedConnection, None]] = {}  # by party, longest first
 
     def enter(self, party: str) -> bool:
         """Makes room for one more connection. Returns False if all of them are in use."""
@@ -62,7 +64,7 @@ class ConnectionLimit:
         self._num_of[party] = self._num_of.get(party, 0) + 1
         return True
 
-    def leave(self, connection: Connection, party: str) -> None:
+    def leave(self, connection: PlacedConnection, party: str) -> None:
         """Also for one that has made room for another."""
         self.work(connection, party)
         self.num_open -= 1
@@ -70,10 +72,10 @@ class ConnectionLimit:
         if not self._num_of[party]:
             del self._num_of[party]
 
-    def wait(self, connection: Connection, party: str) -> None:
+    def wait(self, connection: PlacedConnection, party: str) -> None:
         self._waiting.setdefault(party, {})[connection] = None
 
-    def work(self, connection: Connection, party: str) -> None:
+    def work(self, connection: PlacedConnection, party: str) -> None:
         """It waits no longer."""
         waiting = self._waiting.get(party)
         if waiting is not None:

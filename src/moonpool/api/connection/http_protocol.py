@@ -18,7 +18,7 @@ from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_answers import KeptAnswers, Known
 from moonpool.api.connection.kept_stream import KeptStream, Opening, StreamFacts
 from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes, request_bytes
-from moonpool.api.shared_buffer import party_at
+from moonpool.api.sharing.shared_buffer import party_at
 from moonpool.log_limit import limited_logger
 
 READ_S = 5.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream, StreamFacts
-from moonpool.api.shared_buffer import oldest_of_most
+from moonpool.api.sharing.shared_buffer import oldest_of_most
 from moonpool.log_limit import limited_logger
 
 log = limited_logger("moonpool.head")

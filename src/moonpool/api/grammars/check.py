@@ -24,7 +24,7 @@ from moonpool.api.grammars.check_process import (
     read_frame,
     write_frame,
 )
-from moonpool.api.shared_buffer import oldest_of_most
+from moonpool.api.sharing.shared_buffer import oldest_of_most
 from moonpool.api.structured_output import unusable
 from moonpool.api.turns import FairTurns
 

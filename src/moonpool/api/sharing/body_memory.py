@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonpool.api.errors import ApiError
-from moonpool.api.shared_buffer import ReclaimedBuffer
+from moonpool.api.sharing.shared_buffer import ReclaimedBuffer
 
 SMALL_BYTES = 64 << 10
 MAX_SMALL_BYTES = 256 << 20
