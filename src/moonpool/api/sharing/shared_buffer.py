@@ -28,9 +28,10 @@ class SharedBuffer:
     def taken_by(self, party: str) -> int:
         return self._taken_by.get(party, 0)
 
-    def has_room(self, party: str, amount: int = 1) -> bool:
+    def has_room(self, party: str, amount: int = 1, more: int = 0) -> bool:
+        """`more`: what others might give back."""
         own = self.taken_by(party)
-        left = self.capacity - (self.taken - own)
+        left = self.capacity - (self.taken - own - more)
         return own + amount <= (left if not party else (left + 1) // 2)
 
     def take(self, party: str, amount: int = 1) -> bool:
@@ -104,8 +105,12 @@ class ReclaimedBuffer(Generic[H]):
 
     def grow(self, holder: H, party: str, amount: int) -> bool:
         """Adds to what the holder has. Returns False if its party has too much already."""
-        while not self._buffer.has_room(party, amount):
-            if not self._reclaim(self._buffer.taken_by(party) + amount):
+        if not self._buffer.has_room(party, amount):
+            found = self._reclaimable(party, amount)
+            for each in found:
+                self.drop(each)
+                each.give_back()
+            if not found:
                 return False
         self._buffer.add(party, amount)
         before = self._amounts.get(holder)
@@ -125,15 +130,26 @@ class ReclaimedBuffer(Generic[H]):
             self._forget(holder, party)
             self._buffer.release(party, amount)
 
-    def _reclaim(self, wanted: int) -> bool:
-        """Takes a part from a party that has more than another one `wanted`."""
-        richest = max(self._loose, key=self._buffer.taken_by, default=None)
-        if richest is None or self._buffer.taken_by(richest) <= wanted:
-            return False
-        holder = next(iter(self._loose[richest]))
-        self.drop(holder)
-        holder.give_back()
-        return True
+    def _reclaimable(self, party: str, amount: int) -> list[H]:
+        """Returns parts whose end makes the room, each of a party that has more than this one would
+        have; none if there are too few."""
+        wanted = self._buffer.taken_by(party) + amount
+        sums = {name: self._buffer.taken_by(name) for name in self._loose}
+        oldest = {name: iter(parts) for name, parts in self._loose.items()}
+        found: list[H] = []
+        more = 0
+        while not self._buffer.has_room(party, amount, more):
+            richest = max(sums, key=sums.__getitem__, default=None)
+            if richest is None or sums[richest] <= wanted:
+                return []
+            part = next(oldest[richest], None)
+            if part is None:
+                del sums[richest]
+                continue
+            found.append(part)
+            sums[richest] -= self._amounts[part][1]
+            more += self._amounts[part][1]
+        return found
 
     def _forget(self, holder: H, party: str) -> None:
         loose = self._loose.get(party)
