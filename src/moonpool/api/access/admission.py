@@ -123,11 +123,8 @@ class Access:
                 why = await asyncio.to_thread(why_not_local, context.client, context.server)
         if why:
             text = f"This endpoint is open to the server's own machine only, and {why}."
-            hint = (
-                ""
-                if self._keys
-                else " A server with keys (--api-key-file) asks for the operator's."
-            )
+            hint = " Give the server keys (--api-key-file), and send the operator's."
+            hint = "" if self._keys or name else hint
             raise ApiError(text + hint, status=403, code="not_local")
 
     # Web pages

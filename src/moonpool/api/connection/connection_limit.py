@@ -19,7 +19,7 @@ MAX_LINGERING = 32
 """Connections above the limit that may wait at a time until their clients have read why."""
 RESERVED_FILES = 192
 """Descriptors kept for workers, files and the process itself."""
-_MOST_CONNECTIONS = 16_384
+MOST_CONNECTIONS = 16_384
 
 log = limited_logger("moonpool.http")
 
@@ -104,7 +104,7 @@ def most_connections(keeps: bool) -> int:
     `keeps`: answers have logs, which take descriptors too.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_CONNECTIONS + RESERVED_FILES
+    wanted = MOST_CONNECTIONS + RESERVED_FILES
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
