@@ -193,7 +193,7 @@ class HttpContext:
         if self._connection is None:
             self.party = tenant
             return
-        if not self._connection.belong_to(tenant):
+        if not self._connection.belong_to(tenant) and self.kept is None:
             text = "This API key has too many calls under way. Send the request again later."
             after = ((b"retry-after", b"1"),)
             raise ApiError(text, status=503, code="too_many_calls", headers=after)

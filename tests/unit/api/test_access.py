@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from relay import relayed
 from scripted_head import ScriptedHead, call, served
 
 from moonpool.api import live_page
-from moonpool.api.access import route_rules
+from moonpool.api.access import admission, route_rules
 from moonpool.api.access.local_client import why_not_local
 from moonpool.api.access.route_rules import RULES, NoRuleError, RouteRule
 from moonpool.api.app import make_app
@@ -162,6 +163,18 @@ def test_a_name_that_a_page_may_have_is_told_from_an_own_one(host: str) -> None:
         assert httpx.get(f"{url}/cluster", headers={"host": host}).status_code == 200
 
 
+def test_a_name_in_the_file_of_hosts_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# a.b.c\n\n127.0.1.1 gpu.corp.example gpu # d.e.f\n0.0.0.0 ads.example\n")
+    monkeypatch.setattr(admission, "_HOSTS_FILE", str(path))
+    with served(ScriptedHead()) as url:
+        for host, status in (("gpu.corp.example", 200), ("ads.example", 403), ("d.e.f", 403)):
+            headers = {"host": f"{host}:8000"}
+            assert httpx.get(f"{url}/cluster", headers=headers).status_code == status
+
+
 def test_an_allowed_page_calls_and_steers_nothing() -> None:
     page = {"origin": "https://page.example", "sec-fetch-site": "cross-site"}
     for origins, status in ((("https://page.example",), 200), (("*",), 200), ((), 403)):
@@ -264,3 +277,17 @@ def test_a_header_that_decides_comes_once(name: str) -> None:
 def test_two_keys_of_one_request_are_the_same(headers: dict[str, str], status: int) -> None:
     answer = call(ScriptedHead(), "/v1/models", method="GET", headers=headers, options=KEYED)
     assert answer.status_code == status
+
+
+def test_of_several_traceparents_none_is_used() -> None:
+    one = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    options = ApiOptions(exports_traces=True)
+    head = ScriptedHead()
+    with served(head, options) as url:
+        for headers in ([("traceparent", one)], [("traceparent", one)] * 2):
+            body = {"prompt": "x"}
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+    alone, double = (request.trace for request in head.requests)
+    assert alone is not None and alone.trace_id == one[3:35]
+    assert double is None or double.trace_id != one[3:35]

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from ipaddress import ip_address
 
@@ -38,7 +41,9 @@ _SINGLE = frozenset(
 """Headers that decide something: two lines of one are refused, because another part of the way may
 have read the other line. The parser sees to Content-Length, the connection to Host; of several
 traceparents none is used, as W3C's text wants."""
+_TRACEPARENT = b"traceparent"
 _LOCAL_NAMES = frozenset({"localhost", "localhost."})
+_HOSTS_FILE = "/etc/hosts"
 _PRIVATE_ENDS = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test")
 """Ends of names that nobody can register, and so no foreign page has."""
 _FORWARDING = frozenset(
@@ -131,7 +136,7 @@ class Access:
 
     @cached_property
     def _own_names(self) -> frozenset[str]:
-        names = {socket.gethostname(), *self._options.allowed_hosts}
+        names = {socket.gethostname(), *_names_in_file(), *self._options.allowed_hosts}
         return frozenset(name.lower() for name in names)
 
     def _check_page(self, context: HttpContext) -> None:
@@ -171,12 +176,13 @@ class Access:
 def _check_single(context: HttpContext) -> None:
     if len(context.headers) == len(context.scope["headers"]):
         return
-    seen: set[bytes] = set()
-    for name, _ in context.scope["headers"]:
-        if name in seen and name in _SINGLE:
-            text = f"The header {name.decode()} came more than once. Send it once."
-            raise ApiError(text, param=name.decode(), code="invalid_header")
-        seen.add(name)
+    counts = Counter(name for name, _ in context.scope["headers"])
+    twice = next((name.decode() for name in counts if counts[name] > 1 and name in _SINGLE), "")
+    if twice:
+        text = f"The header {twice} came more than once. Send it once."
+        raise ApiError(text, param=twice, code="invalid_header")
+    if counts[_TRACEPARENT] > 1:
+        del context.headers[_TRACEPARENT]
 
 
 def _check_from_no_page(context: HttpContext) -> None:
@@ -195,6 +201,15 @@ def _check_from_no_page(context: HttpContext) -> None:
 
 def _is_of_page(name: bytes) -> bool:
     return name == b"origin" or name.startswith(_FETCH_START)
+
+
+def _names_in_file() -> Iterator[str]:
+    """Yields the names that this machine resolves by itself, so that no page can change them."""
+    with suppress(OSError, UnicodeDecodeError), open(_HOSTS_FILE, encoding="utf-8") as file:
+        for line in file:
+            address, *names = line.partition("#")[0].split() or ("",)
+            if address not in ("", "0.0.0.0", "::"):  # noqa: S104 - names that are blocked
+                yield from names
 
 
 def _foreign(text: str) -> ApiError:
