@@ -85,7 +85,9 @@ class KeepingConnection(Protocol):
         tenant has too many calls under way."""
         ...
 
-    def begin_body(self) -> None: ...
+    def begin_body(self) -> bool:
+        """A handler reads the body from now on. Returns whether all of it has arrived."""
+        ...
 
     def end_body(self) -> None: ...
 
@@ -211,32 +213,26 @@ class HttpContext:
         max_bytes = min(max_bytes, self.max_body_bytes)
         self._check_content(max_bytes)
         body = self._body = HeldBody(self._memory, self.party)
-        if self._connection is not None:
-            self._connection.begin_body()
-        try:
+        connection = self._connection
+        if connection is None:
             received = await self._receive_body(body, max_bytes, timeout_s)
-        finally:
-            if self._connection is not None:
-                self._connection.end_body()
+        else:
+            is_complete = connection.begin_body()
+            try:
+                if is_complete:
+                    received = await self._receive_parts(body, max_bytes)
+                else:
+                    received = await self._receive_body(body, max_bytes, timeout_s)
+            finally:
+                connection.end_body()
         body.finish()
         return received
 
     async def _receive_body(self, body: HeldBody, max_bytes: int, timeout_s: float) -> bytes:
-        received = bytearray()  # no list: a part may be as small as a byte
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 body.on_lost = lambda: limit.reschedule(0.0)  # at once
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError
-                    chunk: bytes = message.get("body", b"")
-                    if len(received) + len(chunk) > max_bytes:
-                        raise _too_large(max_bytes)
-                    body.grow(len(chunk))
-                    if not message.get("more_body"):
-                        return bytes(received + chunk) if received else chunk
-                    received += chunk
+                return await self._receive_parts(body, max_bytes)
         except TimeoutError:
             if body.is_lost:
                 raise body.refusal() from None
@@ -244,6 +240,20 @@ class HttpContext:
             raise ApiError(text, status=408, code="body_timeout") from None
         finally:
             body.on_lost = None
+
+    async def _receive_parts(self, body: HeldBody, max_bytes: int) -> bytes:
+        received = bytearray()  # no list: a part may be as small as a byte
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            chunk: bytes = message.get("body", b"")
+            if len(received) + len(chunk) > max_bytes:
+                raise _too_large(max_bytes)
+            body.grow(len(chunk))
+            if not message.get("more_body"):
+                return bytes(received + chunk) if received else chunk
+            received += chunk
 
     async def respond(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()

@@ -12,7 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from ipaddress import ip_address
 
 from moonpool.api.access.local_client import why_not_local
@@ -168,9 +168,7 @@ class Access:
         """Whether no foreign page can have the name: it is an address, nobody can register it, or
         it is the server's own."""
         name = _name_of(host).lower().rstrip(".")
-        if not name or "." not in name or name.endswith(_PRIVATE_ENDS) or name in self._own_names:
-            return True
-        return _is_address(name)
+        return _is_address_or_private(name) or name in self._own_names
 
 
 def _check_single(context: HttpContext) -> None:
@@ -234,14 +232,18 @@ def _is_local_name(name: str) -> bool:
     return name.lower() in _LOCAL_NAMES or _is_loopback(name)
 
 
-def _is_address(text: str) -> bool:
+@lru_cache(1024)
+def _is_address_or_private(name: str) -> bool:
+    if "." not in name or name.endswith(_PRIVATE_ENDS):
+        return True
     try:
-        ip_address(text)
+        ip_address(name)
     except ValueError:
         return False
     return True
 
 
+@lru_cache(1024)
 def _is_loopback(text: str) -> bool:
     try:
         found = ip_address(text)

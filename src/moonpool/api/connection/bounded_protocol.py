@@ -76,6 +76,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_place = False  # among the calls of its tenant
         self._upgrades = False
         self._is_entered = False
+        self._is_turned_away = False  # all places are taken
         self._running: RequestResponseCycle | None = None
         self._refusal: tuple[int, str] | None = None  # the last response; status 0: none
         self._num_skipped_bytes = 0
@@ -91,6 +92,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.limit.wait(self, self._address)
             self._await_header()
             return
+        self._is_turned_away = True
         self.limit.num_lingering += 1
         text = "All connections of this server are in use. Send the request again later."
         self._refuse(503, text)
@@ -102,8 +104,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.limit.unread.drop(self)
         if self._is_entered:
             self.limit.leave(self, self._address)
-        else:
-            self.limit.num_lingering -= 1
+        self.limit.num_lingering -= self._is_turned_away
         super().connection_lost(exc)
         # uvicorn tells it the newest request only, which may wait behind the one that is answered.
         if self._running is not None and not self._running.response_complete:
@@ -260,9 +261,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._responds:  # the rest of a body that nobody wanted has arrived
             self.await_next()
 
-    def begin_body(self) -> None:
-        """A handler reads the body from now on, and bounds it itself."""
+    def begin_body(self) -> bool:
+        """A handler reads the body from now on, and bounds it itself. Returns whether all of it has
+        arrived."""
         self._is_reading = True
+        return self._running is not None and not self._running.more_body
 
     def end_body(self) -> None:
         self._is_reading = False
@@ -344,7 +347,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Closes the connection when its client has read the last response, or a moment later."""
         self._stop_timer()
         self._unset_keepalive_if_required()
-        is_crowded = not self._is_entered and self.limit.num_lingering > MAX_LINGERING
+        is_crowded = self._is_turned_away and self.limit.num_lingering > MAX_LINGERING
         if is_crowded or not self.transport.can_write_eof():
             self.transport.close()
             return
