@@ -45,7 +45,7 @@ def why_not_local(client: Address | None, server: Address | None) -> str:
         if found is None:
             return "the process that sends it is unknown"
         if found.uid != os.geteuid():
-            return "another user than the server's has sent it"
+            return "another user than the server's has sent it: send it as that user"
         holders = [each for each in _processes() if found.inode in each[1]]
         if not holders:
             return "the process that sends it cannot be seen"
