@@ -13,6 +13,8 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from moonpool.config_api import ApiConfig as ApiConfig
+from moonpool.config_hardware import HardwareConfig as HardwareConfig
+from moonpool.config_hardware import Parallelism as Parallelism
 from moonpool.config_schema import ConfigError as ConfigError
 from moonpool.config_schema import Values, about, convert_tables, load_toml, name_problems
 from moonpool.config_schema import choices as choices
@@ -33,7 +35,6 @@ SsdAdmission = Literal["second-use", "always"]
 Batching = Literal["chunked", "fixed-chunks", "prefill-first", "whole-prompts", "alternating"]
 DecodePrediction = Literal["duration", "length"]
 RoleBalance = Literal["off", "advise", "switch"]
-Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
@@ -235,7 +236,9 @@ class NetworkConfig(Struct, frozen=True):
     """Where the head listens for workers, and how they exchange blocks. A worker's default address
     for its peers is the one by which it reaches the head."""
 
-    head_host: Annotated[str, about("Address at which the head listens for workers.")] = "127.0.0.1"
+    head_host: Annotated[
+        str, about("Address at which the head listens for workers.", protects=True)
+    ] = "127.0.0.1"
     head_port: Annotated[
         int,
         about("Port at which the head listens for workers; 0 takes a free one.", ge=0, le=65535),
@@ -465,64 +468,6 @@ class VllmConfig(Struct, frozen=True):
             metavar="URL[,EVENTS[,REPLAY]]",
         ),
     ] = ()
-
-
-class HardwareConfig(Struct, frozen=True):
-    """The hardware of simulated instances. `cost` is the cost model that the simulation runs on: a
-    calibrated model of the catalogue, "roofline" (of `device` and `shape`), or the file of a
-    measured profile. `nodes_per_prefill` nodes form one prefill (or mixed) instance, joined by
-    `parallelism`. Decode instances may run on other nodes, and may keep KVCache and attention on
-    `attention_devices_per_node` additional devices (Lamina). Their own devices then hold weights
-    only, and serve `decode_batches` staggered batches on one replica fewer."""
-
-    cost: Annotated[
-        str, about("Source of step times: a800-llama3-70b, roofline, or the file of a profile.")
-    ] = "a800-llama3-70b"
-    device: Annotated[str, about("Device of the catalogue; it implies roofline costs.")] = (
-        "A800-SXM"
-    )
-    shape: Annotated[str, about("Model shape of the catalogue.")] = "llama3-70b"
-    devices_per_node: Annotated[int, about("Devices of one node.", ge=1, le=64)] = 8
-    nodes_per_prefill: Annotated[
-        int, about("Nodes that form one prefill or mixed instance.", ge=1, le=64)
-    ] = 1
-    parallelism: Annotated[
-        Parallelism, about("How the nodes of one prefill instance share a prompt.")
-    ] = "tp"
-    draft_acceptance: Annotated[
-        float,
-        about("Share of right drafts among those after right ones.", ge=0, le=1),
-    ] = 0.0
-    ssd_read_bytes_per_s: Annotated[
-        float,
-        about(
-            "Read bandwidth of one node's SSD in bytes per second; 0 takes a usual SSD.",
-            ge=0,
-        ),
-    ] = 0.0
-    ssd_write_bytes_per_s: Annotated[
-        float,
-        about(
-            "Write bandwidth of one node's SSD in bytes per second; 0 takes a usual SSD.",
-            ge=0,
-        ),
-    ] = 0.0
-    decode_device: Annotated[
-        str, about("Device of decode instances; empty takes that of prefill instances.")
-    ] = ""
-    decode_devices_per_node: Annotated[
-        int, about("Devices of one decode node; 0 takes as many as of a prefill node.", ge=0, le=64)
-    ] = 0
-    attention_device: Annotated[
-        str,
-        about("Device that keeps the KVCache of decode instances and computes their attention."),
-    ] = ""
-    attention_devices_per_node: Annotated[
-        int, about("Attention devices of one decode node.", ge=0, le=64)
-    ] = 0
-    decode_batches: Annotated[
-        int, about("Staggered batches of a decode instance with attention devices.", ge=1, le=8)
-    ] = 2
 
 
 class Config(Struct, frozen=True):

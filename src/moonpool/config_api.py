@@ -9,11 +9,13 @@ from moonpool.types import Struct
 
 
 class ApiConfig(Struct, frozen=True):
-    host: Annotated[str, about("Address of the HTTP API.")] = "127.0.0.1"
+    host: Annotated[str, about("Address of the HTTP API.", protects=True)] = "127.0.0.1"
     port: Annotated[int, about("Port of the HTTP API.", ge=0, le=65535)] = 8000
     api_keys: Annotated[
         tuple[str, ...],
-        about("Accept this bearer key; each key is a tenant of its own.", "--api-key"),
+        about(
+            "Accept this bearer key; each key is a tenant of its own.", "--api-key", protects=True
+        ),
     ] = ()
     api_key_file: Annotated[
         str,
@@ -21,11 +23,17 @@ class ApiConfig(Struct, frozen=True):
             "File with a bearer key on each line, then optionally its tenant and limits.",
             "--api-key-file",
             metavar="FILE",
+            protects=True,
         ),
     ] = ""
     ssl_certfile: Annotated[
         str,
-        about("Serve HTTPS with this certificate chain (PEM).", "--ssl-certfile", metavar="FILE"),
+        about(
+            "Serve HTTPS with this certificate chain (PEM).",
+            "--ssl-certfile",
+            metavar="FILE",
+            protects=True,
+        ),
     ] = ""
     ssl_keyfile: Annotated[
         str,
@@ -33,6 +41,7 @@ class ApiConfig(Struct, frozen=True):
             "Key of the certificate (PEM); in the certificate's file unless given.",
             "--ssl-keyfile",
             metavar="FILE",
+            protects=True,
         ),
     ] = ""
     ssl_ca_certs: Annotated[
@@ -41,6 +50,7 @@ class ApiConfig(Struct, frozen=True):
             "Serve only clients with a certificate that this authority (PEM) has signed.",
             "--ssl-ca-certs",
             metavar="FILE",
+            protects=True,
         ),
     ] = ""
     max_body_bytes: Annotated[int, about("Largest accepted request body in bytes.", gt=0)] = (
@@ -51,6 +61,15 @@ class ApiConfig(Struct, frozen=True):
         about(
             "Let web pages of this origin call the API, such as https://example.org; * means all.",
             "--allowed-origin",
+            protects=True,
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        about(
+            "Without keys, serve requests for this host, too; a web page may make up others.",
+            "--allowed-host",
+            protects=True,
         ),
     ] = ()
     tool_call_parser: Annotated[

@@ -77,6 +77,15 @@ def _check_https(config: Config) -> None:
         )
 
 
+def _check_web(config: Config) -> None:
+    for origin in config.api.allowed_origins:
+        wanted = "origins such as https://example.org, without a path, or *"
+        require(_ORIGIN.fullmatch(origin) is not None, "api.allowed_origins", wanted)
+    for host in config.api.allowed_hosts:
+        wanted = "names such as api.example.org, without a port"
+        require(_HOST.fullmatch(host) is not None, "api.allowed_hosts", wanted)
+
+
 def _check_api_keys(config: Config) -> None:
     for key in config.api.api_keys:
         require(
@@ -101,6 +110,8 @@ def _check_tls(config: Config) -> None:
 
 
 _WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
+_ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+")
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]", re.ASCII)
 _LORA_MODULE = re.compile(r"([A-Za-z0-9][\w./:-]{0,199})=(.+)", re.ASCII)
 
 
@@ -372,5 +383,6 @@ _PARTS = (
     _check_policies,
     _check_https,
     _check_tls,
+    _check_web,
     _check_api_keys,
 )

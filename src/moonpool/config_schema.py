@@ -36,13 +36,17 @@ class ConfigError(ValueError):
         return "; ".join(self.problems)
 
 
-def about(description: str, flag: str = "", metavar: str = "", **limits: Any) -> Meta:
+def about(
+    description: str, flag: str = "", metavar: str = "", protects: bool = False, **limits: Any
+) -> Meta:
     """Metadata of one field: a full sentence with its unit, and the limits `ge`, `gt`, `le`, `lt`.
 
     `flag` is needed only where it is not the key with dashes; `metavar` where the type's name says
-    too little.
+    too little. `protects`: a value that is given and empty is a mistake, such as a variable that is
+    not set, and must not leave the server open.
     """
-    return Meta(description=description, extra={"flag": flag, "metavar": metavar}, **limits)
+    extra = {"flag": flag, "metavar": metavar, "protects": protects}
+    return Meta(description=description, extra=extra, **limits)
 
 
 class FieldSchema(NamedTuple):
@@ -57,6 +61,10 @@ class FieldSchema(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.table}.{self.key}"
+
+    @property
+    def protects(self) -> bool:
+        return bool((self.meta.extra or {}).get("protects"))
 
     @property
     def limits(self) -> str:
@@ -111,8 +119,8 @@ def load_toml(text: str) -> Values:
 
 
 def name_problems(tables: Values, config: type[msgspec.Struct]) -> list[str]:
-    """Returns a line for each unknown table and key, with the nearest known one. Takes them out of
-    `tables`."""
+    """Returns a line for each unknown table and key, with the nearest known one, and for each value
+    that protects and is empty. Takes them out of `tables`."""
     hints = get_type_hints(config)
     problems = []
     for table, values in list(tables.items()):
@@ -127,6 +135,20 @@ def name_problems(tables: Values, config: type[msgspec.Struct]) -> list[str]:
             tables[table] = {key: value for key, value in values.items() if key in known}
             continue
         del tables[table]
+    return [*problems, *_empty_protections(tables, config)]
+
+
+def _empty_protections(tables: Values, config: type[msgspec.Struct]) -> list[str]:
+    """Returns a line for each value that protects, is given, and is empty. Takes them out of
+    `tables`."""
+    problems = []
+    for field in schema_of(config).values():
+        given = tables.get(field.table, {}).get(field.key)
+        each = given if isinstance(given, list | tuple) else [given]
+        if field.protects and any(isinstance(one, str) and not one.strip() for one in each):
+            what = f"{field.name} ({field.flag}) is given and empty"
+            problems.append(f"{what}: give a value, or leave it out")
+            del tables[field.table][field.key]
     return problems
 
 

@@ -19,6 +19,7 @@ class TlsConfig(Struct, frozen=True):
             " (PEM).",
             "--cluster-ssl-certfile",
             metavar="FILE",
+            protects=True,
         ),
     ] = ""
     keyfile: Annotated[
@@ -27,6 +28,7 @@ class TlsConfig(Struct, frozen=True):
             "Key of that certificate (PEM); in the certificate's file unless given.",
             "--cluster-ssl-keyfile",
             metavar="FILE",
+            protects=True,
         ),
     ] = ""
     ca_certs: Annotated[
@@ -35,6 +37,7 @@ class TlsConfig(Struct, frozen=True):
             "Authority (PEM) that has signed the certificates of all parts, and of nothing else.",
             "--cluster-ssl-ca-certs",
             metavar="FILE",
+            protects=True,
         ),
     ] = ""
 

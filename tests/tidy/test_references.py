@@ -88,14 +88,15 @@ def known() -> dict[str, Path]:
 
 
 def gone(text: Text, pattern: re.Pattern[str]) -> Iterator[str]:
-    """The references to a file, or to a test in it, that does not exist."""
+    """The references to a file, or to a test or constant in it, that does not exist."""
     for found in pattern.finditer(text.text):
         name, test = found.groups()
         if name in OF_OTHERS or name.isupper() or name.startswith("FOLDER/"):
             continue
         beside = (text.path.parent / name).resolve()
         path = beside if beside.is_file() else known().get(name.removeprefix("./"))
-        if path is None or (test and not re.search(rf"\b(?:def|class) {test}\b", path.read_text())):
+        made = rf"(?m)\b(?:def|class) {test}\b|^{test}\b.* = "
+        if path is None or (test and not re.search(made, path.read_text())):
             yield text.at(found)
 
 

@@ -56,6 +56,7 @@ LEVELS = (
 )
 ROOMS_OF_FILES = {
     "config_schema": "config",
+    "config_hardware": "config",
     "config_rules": "config",
     "config_telemetry": "config",
     "config_tls": "config",

@@ -1,14 +1,17 @@
-"""Every line of SECURITY.md's threat model names a test that exists; reliability.md is current."""
+"""Every line of SECURITY.md's threat model names a test that exists, and its tables are those of
+the source; reliability.md is current."""
 
 from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from benchmarks.reliability_page import PAGE, RESULTS, current
+from moonpool.api.access.route_rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text()
@@ -36,3 +39,30 @@ def test_a_threat_names_a_test_that_exists(row: str) -> None:
 def test_the_page_of_faults_is_what_the_results_give() -> None:
     assert RESULTS.exists()
     assert PAGE.read_text() == current(), "run `moonpool bench faults`"
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the rows below a heading of SECURITY.md."""
+    text = TEXT[TEXT.index(f"\n## {heading}\n") + 1 :].split("\n## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def test_the_page_says_of_each_route_who_may_call_it() -> None:
+    expected = [[f"`{rule.path.replace(':path}', '}')}`", *rule.words] for rule in RULES.values()]
+    assert table("Who may call what") == expected
+
+
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
+
+
+@pytest.mark.parametrize("row", table("What clients share"), ids=lambda row: row[0])
+def test_the_page_says_how_much_clients_may_fill(row: list[str]) -> None:
+    named = re.fullmatch(r"`src/([\w/]+)\.py::(\w+)`", row[3])
+    assert named is not None, row
+    bound = getattr(import_module(named[1].replace("/", ".")), named[2])
+    told = re.match(r"(\d+)(?: (KiB|MiB))?\b", row[1])
+    if told is None:
+        assert row[1] == "as many as connections"
+    else:
+        assert bound == int(told[1]) * UNITS.get(told[2], 1)

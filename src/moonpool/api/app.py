@@ -1,4 +1,4 @@
-"""The HTTP application and its server: routes, API keys and errors.
+"""The HTTP application and its server: routes and errors.
 
 The endpoints themselves are in `generate` and `endpoints`.
 """
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from email.utils import formatdate
 from functools import partial
 from typing import cast
@@ -21,11 +21,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from moonpool.api import messages
+from moonpool.api.access.admission import CallerCheck
+from moonpool.api.access.route_rules import RouteRule, rule_of
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.acceptor import Acceptor
 from moonpool.api.connection.call_log import StreamKeeper
@@ -41,16 +43,14 @@ from moonpool.api.errors import ApiError, ClientGoneError, from_refused, interna
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.generate import Generator
 from moonpool.api.html_page import HtmlPage
-from moonpool.api.http_context import ActiveCalls, BodyMemory, HttpContext, request_id_of
-from moonpool.api.keys import KeyRing
+from moonpool.api.http_context import ActiveCalls, HttpContext, request_id_of
 from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.openapi import openapi_document
 from moonpool.api.rate_limits import RateLimits
+from moonpool.api.sharing.body_memory import BodyMemory
 
 logger = logging.getLogger(__name__)
-MAX_BODIES_BYTES = 256 << 20
-"""Most bytes of bodies that the server holds at a time, unless four of the largest need more."""
 HAND_OVER_LOOK_S = 0.01
 RENEWAL_S = 2.0
 """From one look at the certificate's files to the next."""
@@ -62,11 +62,11 @@ def make_app(
 ) -> Starlette:
     """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop.
 
-    `bodies` is closed by the caller.
+    `bodies` is closed by the caller. Raises NoRuleError for a route that `route_rules` lacks.
     """
     options = options or ApiOptions()
     bodies = bodies or BodyReader(frontend, options)
-    memory = BodyMemory(max(MAX_BODIES_BYTES, 4 * options.max_body_bytes))
+    memory, access = BodyMemory(options.max_body_bytes), CallerCheck(options)
     shared = frontend, options, bodies, ActiveCalls(), RateLimits(options.limits, frontend)
     generator, embedder = Generator(*shared), Embedder(*shared)
     inspector = Inspector(frontend, options, bodies)
@@ -77,53 +77,46 @@ def make_app(
         await context.respond(200, openapi_document(app.routes))
 
     def route(
-        path: str,
-        handler: Handler,
-        *methods: str,
-        open_to_all: bool = False,
-        payload_of: ErrorPayload = _openai_payload,
-    ) -> BaseRoute:
-        keys = {} if open_to_all else options.api_keys
-        endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of)
+        path: str, handler: Handler, *methods: str, payload_of: ErrorPayload = _openai_payload
+    ) -> Route:
+        endpoint = _Endpoint(handler, access, rule_of(path), memory, payload_of)
         return Route(path, endpoint, methods=methods or ("GET",))
 
     message_route = partial(route, payload_of=messages.error_payload)
-    app = Starlette(
-        routes=[
-            route("/v1/chat/completions", generator.chat, "POST"),
-            route("/v1/completions", generator.complete, "POST"),
-            route("/v1/embeddings", embedder.embed, "POST"),
-            route("/v1/responses", generator.respond, "POST"),
-            message_route("/v1/messages", generator.message, "POST"),
-            message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),
-            route("/load", generator.load, open_to_all=True),
-            route("/openapi.json", openapi, open_to_all=True),
-            route("/v1/models", inspector.models),
-            route("/v1/models/{model_id:path}", inspector.model),
-            route("/tokenize", inspector.tokenize, "POST"),
-            route("/detokenize", inspector.detokenize, "POST"),
-            route("/tokenizer_info", inspector.tokenizer_info),
-            route("/health", inspector.health, open_to_all=True),
-            route("/ping", inspector.health, "GET", "POST", open_to_all=True),
-            route("/live", inspector.live, open_to_all=True),
-            route("/ready", inspector.ready, open_to_all=True),
-            route("/metrics", inspector.metrics, open_to_all=True),
-            route("/version", inspector.version, open_to_all=True),
-            route("/server_info", inspector.server_info),
-            route("/explain/{request_id}", inspector.explain),
-            route("/cluster", inspector.cluster),
-            route("/cluster/hot", inspector.hot),
-            route("/reset_prefix_cache", controller.reset_prefix_cache, "POST"),
-            route("/cluster/drain", controller.drain, "POST"),
-            route("/cluster/upgrade", controller.upgrade, "POST"),
-            route("/beliefs", inspector.beliefs),
-            route("/cluster/events", live_page.events),
-            route("/cluster/event_log", inspector.event_log),
-            route("/docs", HtmlPage("docs_page.html").send, open_to_all=True),
-            route("/", HtmlPage("live_page.html").send, open_to_all=True),
-        ],
-        exception_handlers={HTTPException: _routing_error},
-    )
+    routes = [
+        route("/v1/chat/completions", generator.chat, "POST"),
+        route("/v1/completions", generator.complete, "POST"),
+        route("/v1/embeddings", embedder.embed, "POST"),
+        route("/v1/responses", generator.respond, "POST"),
+        message_route("/v1/messages", generator.message, "POST"),
+        message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),
+        route("/load", generator.load),
+        route("/openapi.json", openapi),
+        route("/v1/models", inspector.models),
+        route("/v1/models/{model_id:path}", inspector.model),
+        route("/tokenize", inspector.tokenize, "POST"),
+        route("/detokenize", inspector.detokenize, "POST"),
+        route("/tokenizer_info", inspector.tokenizer_info),
+        route("/health", inspector.health),
+        route("/ping", inspector.health, "GET", "POST"),
+        route("/live", inspector.live),
+        route("/ready", inspector.ready),
+        route("/metrics", inspector.metrics),
+        route("/version", inspector.version),
+        route("/server_info", inspector.server_info),
+        route("/explain/{request_id}", inspector.explain),
+        route("/cluster", inspector.cluster),
+        route("/cluster/hot", inspector.hot),
+        route("/reset_prefix_cache", controller.reset_prefix_cache, "POST"),
+        route("/cluster/drain", controller.drain, "POST"),
+        route("/cluster/upgrade", controller.upgrade, "POST"),
+        route("/beliefs", inspector.beliefs),
+        route("/cluster/events", live_page.events),
+        route("/cluster/event_log", inspector.event_log),
+        route("/docs", HtmlPage("docs_page.html").send),
+        route("/", HtmlPage("live_page.html").send),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _routing_error})
     _settle_paths(app)
     _allow_origins(app, options.allowed_origins)
     return app
@@ -166,32 +159,28 @@ def _openai_payload(error: ApiError, _request_id: str) -> bytes:
 
 
 class _Endpoint:
-    """A bare ASGI application: checks the API key, calls one handler, and reports its errors."""
+    """A bare ASGI application: admits a request by its route's rule, calls one handler, and reports
+    its errors."""
 
     def __init__(
         self,
         handler: Handler,
-        api_keys: Mapping[str, str],
-        admins: frozenset[str],
+        access: CallerCheck,
+        rule: RouteRule,
         memory: BodyMemory,
         payload_of: ErrorPayload,
     ):
         """`payload_of` writes an error in the endpoint's format."""
         self._handler = handler
+        self._access = access
+        self._rule = rule
         self._memory = memory
         self._payload_of = payload_of
-        self._keys = KeyRing(api_keys)
-        self._admins = admins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = HttpContext(scope, receive, send, self._memory)
         try:
-            if context.kept is not None:  # checked by the head that received it
-                context.tenant = context.kept.opening.tenant
-                context.is_admin = context.kept.opening.is_admin
-            elif self._keys:
-                context.tenant = self._tenant(context)
-                context.is_admin = context.tenant in self._admins
+            await self._access.admit(context, self._rule)
             await self._handler(context)
         except ClientGoneError:
             return
@@ -213,21 +202,6 @@ class _Endpoint:
             return
         payload = self._payload_of(error, context.request_id)
         await context.respond(error.status, payload, headers=error.headers)
-
-    def _tenant(self, context: HttpContext) -> str:
-        """Returns the tenant of the request's key."""
-        scheme, _, given = context.headers.get(b"authorization", b"").partition(b" ")
-        if not scheme:  # as Anthropic's clients send it
-            scheme, given = b"bearer", context.headers.get(b"x-api-key", b"")
-        found = self._keys.tenant_of(given.strip()) if scheme.lower() == b"bearer" else None
-        if found is None:
-            raise ApiError(
-                "The API key is missing or invalid. Send the header 'Authorization: Bearer KEY'.",
-                status=401,
-                code="invalid_api_key",
-                headers=((b"www-authenticate", b"Bearer"),),
-            )
-        return found
 
 
 async def _routing_error(request: HttpRequest, error: Exception) -> Response:
@@ -298,7 +272,7 @@ class HttpServer(uvicorn.Server):
 
     def _begin(self, sock: socket.socket) -> LimitedProtocol:
         protocol = self._new_protocol()
-        protocol.hold(sock.fileno())
+        protocol.hold(sock)
         return protocol
 
     async def resume(self, sock: socket.socket, received: KeptStream | HalfRead) -> None:
@@ -377,6 +351,7 @@ def http_server(
         loop="uvloop",
         http=limited_protocol(keeper=keeper, answers=answers),
         ws="none",
+        proxy_headers=False,  # the address is that of the connection, whatever a header says
         lifespan="off",
         access_log=False,
         log_config=None,  # uvicorn would otherwise set up logging for the whole process

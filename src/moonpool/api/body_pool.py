@@ -20,11 +20,12 @@ from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend, ModelCard, RequestRefused
 from moonpool.api.grammars.check import GrammarCheck
 from moonpool.api.preparation import PreparedCall, Preparer
+from moonpool.api.sharing.body_memory import SMALL_BYTES
 from moonpool.api.turns import FairTurns
 
 logger = logging.getLogger(__name__)
 
-LARGE_BYTES = 64 << 10
+LARGE_BYTES = SMALL_BYTES
 HUGE_BYTES = 2 << 20
 STREAM_BYTES = 1 << 20
 _DONE = msgspec.msgpack.Decoder(BodyResult)
@@ -41,26 +42,27 @@ class BodyReader:
         self._huge = _Lane()
         self._grammars = GrammarCheck()
 
-    async def call(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> PreparedCall:
-        """Returns a checked call. Raises `ApiError` and `RequestRefused`."""
+    async def call(self, kind: Kind, raw: bytes, party: str, timeout_s: float) -> PreparedCall:
+        """Returns a checked call. `party`: as in `SharedBuffer`. Raises `ApiError` and
+        `RequestRefused`."""
         began_s = self._frontend.now()
         if self._is_small(raw):
             call = await getattr(self._preparer, kind)(raw)
             assert isinstance(call, PreparedCall)
         else:
-            call = unpack(kind, await self._run(kind, raw, tenant, timeout_s))
+            call = unpack(kind, await self._run(kind, raw, party, timeout_s))
         if call.grammar:
             left_s = began_s + timeout_s - self._frontend.now()
-            await self._grammars.require(call.grammar_field, call.grammar, tenant, left_s)
+            await self._grammars.require(call.grammar_field, call.grammar, party, left_s)
         return call
 
-    async def respond(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> bytes:
+    async def respond(self, kind: Kind, raw: bytes, party: str, timeout_s: float) -> bytes:
         """Returns a whole response, of an endpoint that generates nothing. Raises as `call`."""
         if self._is_small(raw):
             found = await getattr(self._preparer, kind)(raw)
             assert isinstance(found, bytes)
             return found
-        return (await self._run(kind, raw, tenant, timeout_s)).response
+        return (await self._run(kind, raw, party, timeout_s)).response
 
     def _is_small(self, raw: bytes) -> bool:
         """Whether the body is read in this process, from now on by the present card."""
@@ -73,13 +75,13 @@ class BodyReader:
         self._huge.close()
         self._grammars.close()
 
-    async def _run(self, kind: Kind, raw: bytes, tenant: str, timeout_s: float) -> BodyResult:
+    async def _run(self, kind: Kind, raw: bytes, party: str, timeout_s: float) -> BodyResult:
         lane = self._huge if len(raw) > HUGE_BYTES else self._large
         start = _start_of(self._preparer.card, self._options)
         work = msgspec.msgpack.encode(BodyWork(kind=kind, raw=raw))
         try:
             async with asyncio.timeout(timeout_s):
-                done = _DONE.decode(await lane.run(tenant, start, work))
+                done = _DONE.decode(await lane.run(party, start, work))
         except TimeoutError:
             text = "the request's deadline passed while its body was read"
             raise RequestRefused(504, "deadline", text) from None
@@ -111,9 +113,9 @@ class _Lane:
         self._turns = FairTurns("large bodies wait to be read", "too_many_large_bodies")
         self._closed = False
 
-    async def run(self, tenant: str, start: bytes, work: bytes) -> bytes:
+    async def run(self, party: str, start: bytes, work: bytes) -> bytes:
         """Returns the reply. A process that ended is replaced once. Raises ApiError."""
-        async with self._turns.turn(tenant):
+        async with self._turns.turn(party):
             for is_last in (False, True):
                 try:
                     return await self._exchange(start, work)

@@ -68,7 +68,7 @@ class Embedder:
             self._rates.begin(context.tenant, arrived_s)
         arrived_s, _ = context.keep_call(raw, arrived_s, self._frontend.card)
         left_s = arrived_s + timeout_s - self._frontend.now()
-        call = await self._bodies.call("embeddings", raw, context.tenant, left_s)
+        call = await self._bodies.call("embeddings", raw, context.party, left_s)
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
         adapter = self._frontend.card.adapter_of(body.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 from datetime import UTC, datetime
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -77,9 +76,8 @@ class Inspector:
     async def hot(self, context: HttpContext) -> None:
         """Takes `?limit=N`, the most prefixes to return. Block keys do not tell their tenant.
 
-        Raises ApiError for a tenant, and for a limit out of range.
+        Raises ApiError for a limit out of range.
         """
-        _check_admin(context)
         query = parse_qs(context.scope.get("query_string", b"").decode("ascii", "replace"))
         text = query.get("limit", [str(DEFAULT_HOT)])[-1]
         if not text.isdigit() or not 1 <= int(text[:9]) <= MAX_HOT:
@@ -88,14 +86,11 @@ class Inspector:
         await _respond(context, {"prefixes": found})
 
     async def beliefs(self, context: HttpContext) -> None:
-        """Shows what the Conductor assumes of each instance. Raises ApiError for a tenant."""
-        _check_admin(context)
+        """Shows what the Conductor assumes of each instance."""
         await _respond(context, self._frontend.beliefs())
 
     async def event_log(self, context: HttpContext) -> None:
-        """The log holds the token ids of all tenants' prompts and answers. Raises ApiError for a
-        tenant."""
-        _check_admin(context)
+        """The log holds the token ids of all tenants' prompts and answers."""
         await context.respond(200, self._frontend.event_log(), b"application/octet-stream")
 
     async def explain(self, context: HttpContext) -> None:
@@ -134,7 +129,7 @@ class Inspector:
         options = self._options
         _, timeout_s = limits_of(context, self._frontend)
         raw = await context.read_body(options.max_body_bytes, options.body_timeout_s)
-        response = await self._bodies.respond(kind, raw, context.tenant, timeout_s)
+        response = await self._bodies.respond(kind, raw, context.party, timeout_s)
         await context.respond(200, response)
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -179,30 +174,23 @@ _DRAIN = msgspec.json.Decoder(DrainBody)
 
 
 class Controller:
-    """Serves the endpoints that change the cluster, to clients on the head's machine only."""
+    """Serves the endpoints that change the cluster."""
 
     def __init__(self, frontend: Frontend, options: ApiOptions):
         self._frontend = frontend
         self._options = options
 
     async def reset_prefix_cache(self, context: HttpContext) -> None:
-        """Empties the prefix cache, as vLLM does; instances do so a moment later.
-
-        Raises ApiError for a client on another machine.
-        """
-        _check_local(context)
+        """Empties the prefix cache, as vLLM does; instances do so a moment later."""
         self._frontend.drop_cached_blocks()
         await context.respond(200, b"", b"text/plain")
 
     async def drain(self, context: HttpContext) -> None:
         """Begins to drain an instance and responds at once; `/cluster` shows the progress.
 
-        Raises ApiError for a client that may not drain, for a body that is not valid, and for an
-        instance that cannot be drained (409).
+        Raises ApiError for a body that is not valid, and for an instance that cannot be drained
+        (409).
         """
-        _check_local(context)
-        _check_not_from_a_page(context)
-        _check_admin(context)
         options = self._options
         body = decode_body(
             _DRAIN, await context.read_body(options.max_body_bytes, options.body_timeout_s)
@@ -218,58 +206,5 @@ class Controller:
     async def upgrade(self, context: HttpContext) -> None:
         """Replaces the head by one from the code on disk, and responds at once. `/cluster` shows
         the next head, or why there is none."""
-        _check_local(context)
-        _check_not_from_a_page(context)
-        _check_admin(context)
         self._frontend.upgrade()
         await context.respond(202, msgspec.json.encode({"upgrading": True}))
-
-
-def _check_admin(context: HttpContext) -> None:
-    """Raises `ApiError` for a tenant: what concerns all tenants is the operator's."""
-    if not context.is_admin:
-        text = "This endpoint needs the operator's key, because it shows or steers all tenants."
-        raise ApiError(text, status=403, code="admin_key_required")
-
-
-_LOCAL_NAMES = frozenset({"localhost", "localhost."})
-
-
-def _is_local_name(host: str) -> bool:
-    """Whether a Host header or an origin's authority names this machine, with or without a port."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    if name.lower() in _LOCAL_NAMES:
-        return True
-    try:
-        return ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def _check_not_from_a_page(context: HttpContext) -> None:
-    """Raises `ApiError` for a request that a web page in a local browser might have sent."""
-    headers = context.headers
-    host = headers.get(b"host", b"localhost").decode("latin-1")
-    origin = headers.get(b"origin", b"").decode("latin-1").partition("://")[2]
-    has_origin = b"origin" in headers
-    if not _is_local_name(host) or (has_origin and not _is_local_name(origin)):
-        text = "This endpoint takes no requests of web pages or for another host's name."
-        raise ApiError(text, status=403, code="foreign_origin")
-    content_type = headers.get(b"content-type", b"").split(b";", 1)[0].strip().lower()
-    if content_type != b"application/json":
-        text = "The Content-Type of the request must be application/json."
-        raise ApiError(text, status=415, code="unsupported_media_type")
-
-
-def _check_local(context: HttpContext) -> None:
-    """Raises `ApiError` for a remote client: an API key does not allow shutting instances down."""
-    host = (context.scope.get("client") or ("",))[0]
-    try:
-        local = ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local:
-        text = (
-            "This endpoint is only open to the head's own machine. Send the request to 127.0.0.1."
-        )
-        raise ApiError(text, status=403, code="not_local")

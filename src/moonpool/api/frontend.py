@@ -179,6 +179,7 @@ class ApiOptions:
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)  # by tenant
     served_names: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # whose web pages may call the API; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # names of a server without keys besides its own
     max_body_bytes: int = 32 << 20
     max_choices: int = 128  # prompts x n of one call
     max_logprobs: int = 20

@@ -167,7 +167,7 @@ class Generator:
         card = self._frontend.card
         arrived_s, facts = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
         left_s = arrived_s + timeout_s - self._frontend.now()
-        prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
+        prepared = await self._bodies.call(kind, raw, context.party, left_s)
         is_drawn_anew = is_new and prepared.body.seed is None
         told = (facts, position, has, known, is_new, is_drawn_anew)
         return _Call(kind, context, prepared, arrived_s, slo, timeout_s, *told)

@@ -21,6 +21,7 @@ from moonpool.api.connection.kept_answers import Known
 from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, draw_facts
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
 from moonpool.api.frontend import ModelCard, RequestRefused
+from moonpool.api.sharing.body_memory import BodyMemory, HeldBody
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"
@@ -74,27 +75,23 @@ class ActiveCalls:
             self._ids.discard(scoped)
 
 
-class BodyMemory:
-    """The bytes of all bodies that a server holds at a time, at most `limit_bytes`."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self.taken_bytes = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Raises `ApiError` if the server holds too many bodies already."""
-        if self.taken_bytes + num_bytes > self._limit_bytes:
-            text = "This server receives too many large bodies now. Send the request again later."
-            after = ((b"retry-after", b"5"),)
-            raise ApiError(text, status=503, code="too_many_large_bodies", headers=after)
-        self.taken_bytes += num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        self.taken_bytes -= num_bytes
-
-
 class KeepingConnection(Protocol):
     """The connection of a request, if it can keep answers."""
+
+    party: str
+
+    def belong_to(self, tenant: str) -> bool:
+        """The present request is of this tenant; "": of one without others. Returns False if its
+        tenant has too many calls under way."""
+        ...
+
+    def begin_body(self) -> bool:
+        """A handler reads the body from now on. Returns whether all of it has arrived."""
+        ...
+
+    def end_body(self) -> None: ...
+
+    def end_call(self) -> None: ...
 
     def keep(
         self,
@@ -116,7 +113,8 @@ class KeepingConnection(Protocol):
 
 
 class HttpContext:
-    """One HTTP request. The endpoint sets `tenant` and `is_admin` after it has checked the API key.
+    """One HTTP request. `CallerCheck` sets `tenant`, `is_admin`, `party`, and the largest body of
+    the route, after it has checked the API key.
 
     `memory` counts the body until `close`.
     """
@@ -124,9 +122,11 @@ class HttpContext:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, memory: BodyMemory | None = None
     ):
-        self._memory = memory or BodyMemory(1 << 62)
-        self._num_body_bytes = 0
+        self._memory = memory or BodyMemory()
+        self._body: HeldBody | None = None
         self.scope = scope
+        self.client: tuple[str, int] | None = scope.get("client")
+        self.server: tuple[str, int | None] | None = scope.get("server")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.kept: KeptStream | None = scope.get("moonpool.kept")
         """The log of the call, from which another head could go on, or this one does."""
@@ -135,6 +135,9 @@ class HttpContext:
         )
         self.tenant = ""
         self.is_admin = True  # also without API keys
+        self.party = ""
+        """Whose room the request takes, as in `SharedBuffer`."""
+        self.max_body_bytes = 1 << 62
         self.started = False
         self.continues = False  # a response that another connection began
         self._receive = receive
@@ -187,42 +190,70 @@ class HttpContext:
                 self.kept.note_refused(error)
             raise
 
-    def close(self) -> None:
-        """The body is no longer needed."""
-        self._memory.release(self._num_body_bytes)
-        self._num_body_bytes = 0
+    def belong_to(self, tenant: str) -> None:
+        """The request takes the room of this tenant; "": of its address. Raises ApiError (503)."""
+        if self._connection is None:
+            self.party = tenant
+            return
+        if not self._connection.belong_to(tenant) and self.kept is None:
+            text = "This API key has too many calls under way. Send the request again later."
+            after = ((b"retry-after", b"1"),)
+            raise ApiError(text, status=503, code="too_many_calls", headers=after)
+        self.party = self._connection.party
 
-    def _count(self, num_bytes: int) -> None:
-        self._memory.take(num_bytes)
-        self._num_body_bytes += num_bytes
+    def close(self) -> None:
+        """The request has ended, and its body is no longer needed."""
+        if self._body is not None:
+            self._body.close()
+        if self._connection is not None:
+            self._connection.end_call()
 
     async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
-        """Returns the body. Raises `ApiError` with 413, 415 or 408, and `ClientGoneError`."""
+        """Returns the body. Raises `ApiError` with 413, 415, 408 or 503, and `ClientGoneError`."""
+        max_bytes = min(max_bytes, self.max_body_bytes)
         self._check_content(max_bytes)
-        message = await self._receive()
-        if message["type"] == "http.request" and not message.get("more_body"):
-            body: bytes = message.get("body", b"")
-            if len(body) > max_bytes:
-                raise _too_large(max_bytes)
-            self._count(len(body))
-            return body
-        received = bytearray()  # no list: a part may be as small as a byte
+        body = self._body = HeldBody(self._memory, self.party)
+        connection = self._connection
+        if connection is None:
+            received = await self._receive_body(body, max_bytes, timeout_s)
+        else:
+            is_complete = connection.begin_body()
+            try:
+                if is_complete:
+                    received = await self._receive_parts(body, max_bytes)
+                else:
+                    received = await self._receive_body(body, max_bytes, timeout_s)
+            finally:
+                connection.end_body()
+        body.finish()
+        return received
+
+    async def _receive_body(self, body: HeldBody, max_bytes: int, timeout_s: float) -> bytes:
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError
-                    chunk = message.get("body", b"")
-                    if len(received) + len(chunk) > max_bytes:
-                        raise _too_large(max_bytes)
-                    self._count(len(chunk))
-                    received += chunk
-                    if not message.get("more_body"):
-                        return bytes(received)
-                    message = await self._receive()
+            async with asyncio.timeout(timeout_s) as limit:
+                body.on_lost = lambda: limit.reschedule(0.0)  # at once
+                return await self._receive_parts(body, max_bytes)
         except TimeoutError:
+            if body.is_lost:
+                raise body.refusal() from None
             text = f"The request body did not arrive within {timeout_s:g} s. Send it again."
             raise ApiError(text, status=408, code="body_timeout") from None
+        finally:
+            body.on_lost = None
+
+    async def _receive_parts(self, body: HeldBody, max_bytes: int) -> bytes:
+        received = bytearray()  # no list: a part may be as small as a byte
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            chunk: bytes = message.get("body", b"")
+            if len(received) + len(chunk) > max_bytes:
+                raise _too_large(max_bytes)
+            body.grow(len(chunk))
+            if not message.get("more_body"):
+                return bytes(received + chunk) if received else chunk
+            received += chunk
 
     async def respond(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()

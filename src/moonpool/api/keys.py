@@ -20,7 +20,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 KEYS_VARIABLE = "MOONPOOL_API_KEY"
@@ -33,6 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_SHARE = 1000.0
 MAX_PRIORITY = 1_000_000
 _HASHED = "sha256:"
+MAX_FILE_BYTES = 16 << 20
 
 
 class KeyFileError(ValueError):
@@ -89,17 +89,35 @@ NO_KEYS = ApiKeys()
 
 
 def read_keys(given: tuple[str, ...], path: str, environment: Mapping[str, str]) -> ApiKeys:
-    """Reads the keys of configuration, file ("": none) and environment. Raises KeyFileError."""
+    """Reads the keys of configuration, file ("": none) and environment. A source that is there and
+    has no key would leave the server open to all. Raises KeyFileError."""
+    text = _read_file(path) if path else ""
+    named = environment.get(KEYS_VARIABLE, "").replace(",", " ").split()
+    operator = environment.get(ADMIN_KEY_VARIABLE, "").strip()
+    for name, found in ((KEYS_VARIABLE, named), (ADMIN_KEY_VARIABLE, operator)):
+        if name in environment and not found:
+            raise KeyFileError(f"{name} is set and has no key: set one, or unset the variable")
     try:
-        text = Path(path).read_text(encoding="utf-8") if path else ""
-        named = environment.get(KEYS_VARIABLE, "").replace(",", " ").split()
-        operator = environment.get(ADMIN_KEY_VARIABLE, "").strip()
-        return collect_keys((*given, *named), text, operator)
-    except (OSError, UnicodeDecodeError) as error:
-        raise KeyFileError(f"cannot read the API keys in {path}: {error}") from None
+        keys = collect_keys((*given, *named), text, operator)
     except KeyFileError as error:
         where = path or f"{KEYS_VARIABLE} and {ADMIN_KEY_VARIABLE}"
         raise KeyFileError(f"API keys ({where}): {error}") from None
+    if path and not any(line.partition("#")[0].strip() for line in text.splitlines()):
+        raise KeyFileError(f"the key file {path} has no key: write one on a line, or name no file")
+    return keys
+
+
+def _read_file(path: str) -> str:
+    """Raises KeyFileError."""
+    try:
+        with open(path, "rb") as file:
+            found = file.read(MAX_FILE_BYTES + 1)
+        text = found.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyFileError(f"cannot read the API keys in {path}: {error}") from None
+    if len(found) > MAX_FILE_BYTES:
+        raise KeyFileError(f"the key file {path} has more than {MAX_FILE_BYTES >> 20} MiB")
+    return text
 
 
 def collect_keys(given: tuple[str, ...], file_text: str, admin_key: str) -> ApiKeys:

@@ -13,9 +13,10 @@ import msgspec
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import Frontend
 from moonpool.api.http_context import HttpContext
+from moonpool.api.sharing.shared_buffer import SharedBuffer
 
 FRAME_S = 1.0
-MAX_VIEWERS = 16
+MAX_VIEWERS = 32
 
 
 class LivePage:
@@ -23,7 +24,7 @@ class LivePage:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._num_viewers = 0
+        self._viewers = SharedBuffer(MAX_VIEWERS)
         self._frames: dict[str | None, tuple[float, bytes]] = {}
 
     async def events(self, context: HttpContext) -> None:
@@ -31,12 +32,15 @@ class LivePage:
 
         Raises `ApiError` with 503 if there are too many viewers.
         """
-        if self._num_viewers >= MAX_VIEWERS:
-            text = f"{MAX_VIEWERS} clients watch this server already. Close one of them."
+        tenant = None if context.is_admin else context.tenant
+        viewers, party = self._viewers, context.party
+        if not viewers.take(party):
+            text = (
+                f"{viewers.taken} clients watch this server already, {viewers.taken_by(party)} of"
+                " them yours. Close one of them."
+            )
             after = ((b"retry-after", b"10"),)
             raise ApiError(text, status=503, code="too_many_viewers", headers=after)
-        tenant = None if context.is_admin else context.tenant
-        self._num_viewers += 1
         try:
             async with context.watch():
                 await context.start_events()
@@ -45,8 +49,8 @@ class LivePage:
                     await asyncio.sleep(FRAME_S)
                 await context.end_events(b"event: end\ndata: {}\n\n")
         finally:
-            self._num_viewers -= 1
-            if not self._num_viewers:
+            viewers.release(party)
+            if not viewers.taken:
                 self._frames.clear()
 
     def _frame(self, tenant: str | None) -> bytes:

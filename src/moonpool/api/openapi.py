@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute, Route
 
+from moonpool.api.access.route_rules import RouteRule, rule_of
 from moonpool.api.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -90,7 +91,7 @@ _KINDS = {
 }
 
 
-_OF_BODIES = (400, 408, 413, 415, 503)
+_OF_BODIES = (408, 413, 415, 503)
 _OF_CALLS = (*_OF_BODIES, 404, 429, 504)
 _ERRORS: dict[str, tuple[int, ...]] = {
     "/v1/chat/completions": _OF_CALLS,
@@ -105,29 +106,9 @@ _ERRORS: dict[str, tuple[int, ...]] = {
     "/explain/{request_id}": (404,),
     "/ready": (503,),
     "/cluster/events": (503,),
-    "/cluster/event_log": (403,),
-    "/cluster/hot": (400, 403),
-    "/reset_prefix_cache": (403,),
-    "/cluster/drain": (*_OF_BODIES, 403, 409),
-    "/cluster/upgrade": (403, 415),
-    "/beliefs": (403,),
+    "/cluster/drain": (*_OF_BODIES, 409),
 }
-"""Error statuses besides 401. Any endpoint may also respond 500, which is a bug."""
-_OPEN = frozenset(
-    {
-        "/",
-        "/docs",
-        "/version",
-        "/openapi.json",
-        "/load",
-        "/metrics",
-        "/health",
-        "/ping",
-        "/live",
-        "/ready",
-    }
-)
-"""They need no API key."""
+"""Error statuses besides those of `_refusals`. Any endpoint may respond 500, which is a bug."""
 _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
 
@@ -146,9 +127,9 @@ def _document(routes: tuple[tuple[str, frozenset[str]], ...]) -> bytes:
     of_path = dict(zip(_BODIES, schemas, strict=True))
     paths: dict[str, Any] = {}
     for route, methods in routes:
-        path = route.replace(":path}", "}")
+        path, rule = route.replace(":path}", "}"), rule_of(route)
         paths[path] = {
-            method.lower(): _operation(path, method, of_path.get(path))
+            method.lower(): _operation(path, method, of_path.get(path), rule)
             for method in sorted(methods - {"HEAD"})
         }
     return msgspec.json.encode(
@@ -284,7 +265,15 @@ def _content(kind: str, schema: str | None) -> dict[str, Any]:
     return {kind: found}
 
 
-def _responses(path: str) -> dict[str, Any]:
+def _refusals(rule: RouteRule) -> set[int]:
+    """How a request may be refused before its handler has it."""
+    found = {400}
+    if rule.callers != "everybody":
+        found |= {401, 403, 503}
+    return found | {415} if rule.pages == "none" else found
+
+
+def _responses(path: str, rule: RouteRule) -> dict[str, Any]:
     """What an operation may respond, by status."""
     success = _content(
         _KINDS.get(path, "text/plain" if path in _TEXT else _JSON), _RESPONSE_OF.get(path)
@@ -296,7 +285,7 @@ def _responses(path: str) -> dict[str, Any]:
     errors = _content(_JSON, "MessagesError" if path in _MESSAGES else "Error")
     if path == "/ready":
         errors = _content(_JSON, "Ready")
-    statuses = {*_ERRORS.get(path, ()), *(() if path in _OPEN else (401,))}
+    statuses = {*_ERRORS.get(path, ()), *_refusals(rule)}
     for error in sorted(statuses):
         found[str(error)] = {"description": HTTPStatus(error).phrase, "content": errors}
     if path in ("/health", "/ping"):
@@ -304,13 +293,19 @@ def _responses(path: str) -> dict[str, Any]:
     return found
 
 
-def _operation(path: str, method: str, body: dict[str, Any] | None) -> dict[str, Any]:
+def _operation(
+    path: str, method: str, body: dict[str, Any] | None, rule: RouteRule
+) -> dict[str, Any]:
+    callers, where, pages, largest = rule.words
     name = path.strip("/").translate(str.maketrans("/{}.", "____")) or "index"
     found: dict[str, Any] = {
         "operationId": f"{method.lower()}_{name}",
         "summary": _SUMMARIES.get(path, ""),
-        "responses": _responses(path),
+        "description": f"For {callers}, from {where}. Web pages: {pages}. Body: {largest}.",
+        "responses": _responses(path, rule),
     }
+    if rule.callers == "everybody":
+        found["security"] = []
     if "{" in path:
         parameter = path[path.index("{") + 1 : path.index("}")]
         found["parameters"] = [

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from moonpool.api.frontend import RequestRefused
+from moonpool.api.sharing.shared_buffer import SharedBuffer
 
-MAX_WAITING = 128
-MAX_WAITING_OF_TENANT = 96
+MAX_WAITING = 256
 
 
 class FairTurns:
@@ -21,26 +21,27 @@ class FairTurns:
         self._what = what
         self._code = code
         self._busy = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # next tenant first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # next party first
+        self._places = SharedBuffer(MAX_WAITING)
 
     @contextlib.asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
+    async def turn(self, party: str) -> AsyncIterator[None]:
+        """`party`: as in `SharedBuffer`."""
         if self._busy:
-            await self._wait(tenant)
+            with self._places.place(party) as found:
+                if not found:
+                    text = f"Too many {self._what}. Send the request again later."
+                    raise RequestRefused(503, self._code, text, 5.0)
+                await self._wait(party)
         self._busy = True
         try:
             yield
         finally:
             self._pass_on()
 
-    async def _wait(self, tenant: str) -> None:
-        own = self._waiting.get(tenant, ())
-        num_waiting = sum(len(turns) for turns in self._waiting.values())
-        if num_waiting >= MAX_WAITING or len(own) >= MAX_WAITING_OF_TENANT:
-            text = f"Too many {self._what}. Send the request again later."
-            raise RequestRefused(503, self._code, text, 5.0)
+    async def _wait(self, party: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._waiting.setdefault(party, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -49,13 +50,13 @@ class FairTurns:
             raise
 
     def _pass_on(self) -> None:
-        """Gives the turn to the next tenant's oldest call."""
+        """Gives the turn to the next party's oldest call."""
         while self._waiting:
-            tenant, turns = next(iter(self._waiting.items()))
-            del self._waiting[tenant]
+            party, turns = next(iter(self._waiting.items()))
+            del self._waiting[party]
             turn = turns.popleft()
             if turns:
-                self._waiting[tenant] = turns
+                self._waiting[party] = turns
             if not turn.done():
                 turn.set_result(None)
                 return  # `_busy` stays set for it

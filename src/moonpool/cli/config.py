@@ -52,26 +52,18 @@ def check(file: str) -> None:
 
 def _check_references(file: str, found: Config) -> None:
     """Ends the command if policies, a file of keys or certificates that it names are unusable."""
-    from moonpool.api.connection.tls import TlsError, TlsFiles
-    from moonpool.api.keys import KeyFileError, read_keys
+    from moonpool.api.access.protection import UNPROTECTED, protections
     from moonpool.policy_loading import load_policies
-    from moonpool.transfer.tls import PeerTls, PeerTlsError
 
     checks: list[Callable[[], object]] = [
         lambda: load_policies(found.conductor),
-        lambda: read_keys(found.api.api_keys, found.api.api_key_file, os.environ),
+        *protections(found),
     ]
-    if found.api.ssl_certfile:
-        https = (found.api.ssl_certfile, found.api.ssl_keyfile, found.api.ssl_ca_certs)
-        checks.append(lambda: TlsFiles(*https))
-    if found.tls.certfile:
-        peers = (found.tls.certfile, found.tls.keyfile, found.tls.ca_certs)
-        checks.append(lambda: PeerTls(*peers))
     problems = []
     for check in checks:
         try:
             check()
-        except (ConfigError, KeyFileError, TlsError, PeerTlsError) as error:
+        except (ConfigError, *UNPROTECTED) as error:
             problems.append(f"{file}: {error}")
     if problems:
         fail(*problems)

@@ -52,8 +52,9 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def _line(key: str, value: Any) -> str:
-    return f"# {key}: not set" if value is None else f"{key} = {toml_value(value)}"
+def _line(field: FieldSchema, value: Any) -> str:
+    is_unset = value is None or (field.protects and value == "")
+    return f"# {field.key}: not set" if is_unset else f"{field.key} = {toml_value(value)}"
 
 
 def _value(config: msgspec.Struct, field: FieldSchema) -> Any:
@@ -85,7 +86,7 @@ def effective_toml(
 def _effective(config: Config, field: FieldSchema, environment: Mapping[str, str]) -> str:
     value = _value(config, field)
     if field.name not in SECRETS:
-        return _line(field.key, value)
+        return _line(field, value)
     more = len(environment.get("MOONPOOL_API_KEY", "").replace(",", " ").split())
     from_environment = f", and {more} of MOONPOOL_API_KEY" if more else ""
     return f"# {field.key}: {len(value)} (not shown){from_environment}"
@@ -124,7 +125,7 @@ def new_file(config: Config) -> str:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            lines.append(f"# {_line(field.key, _value(config, field))}")
+            lines.append(f"# {_line(field, _value(config, field))}")
     return "\n".join(lines) + "\n"
 
 

@@ -134,6 +134,18 @@ catalogue_option = click.option(
     type=click.Path(dir_okay=False),
     help="TOML file with more devices, model shapes and prices.",
 )
+
+
+def not_empty(context: click.Context, param: click.Parameter, value: str) -> str:
+    """Ends the command if an option that protects is given and empty, as by a variable that is not
+    set."""
+    assert param.name is not None
+    is_given = context.get_parameter_source(param.name) is not click.core.ParameterSource.DEFAULT
+    if is_given and not value.strip():
+        fail(f"{param.opts[0]} is given and empty: give a value, or leave it out")
+    return value
+
+
 json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write all figures to this file."
 )

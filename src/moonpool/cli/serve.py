@@ -18,6 +18,7 @@ import click
 import msgspec
 from setproctitle import setproctitle
 
+from moonpool.api.access.protection import UNPROTECTED, check_protection
 from moonpool.api.connection.listening import BACKLOG, PortError, listen, reserve
 from moonpool.cli.head_process import import_for, run_line
 from moonpool.cli.logs import choose_logging, set_up_logging
@@ -89,6 +90,7 @@ _SHARED_KEYS = (
     "api.ssl_ca_certs",
     "api.allowed_origins",
     "api.tool_call_parser",
+    "api.allowed_hosts",
     "api.reasoning_parser",
     "api.request_timeout_s",
     "api.keepalive_s",
@@ -284,6 +286,10 @@ def _run(
         )
     if config.engine.kind != "vllm":
         need_package("torch")  # here, and not in each process that needs it
+    try:
+        check_protection(config)
+    except UNPROTECTED as error:
+        fail(str(error))
     choose_logging(config.telemetry)
     # First: it must not hold our sockets.
     fork_server = _open_fork_server(config, secret, loads=launch)
@@ -315,7 +321,9 @@ def next_supervisor(fd: int, trial: bool) -> None:
     """Go on as the supervisor of an upgraded cluster."""
     try:
         state = read_state(fd)
-    except SuccessionError as error:
+        if trial:
+            check_protection(state.config)
+    except (SuccessionError, *UNPROTECTED) as error:
         fail(str(error))
     if trial:
         return

@@ -15,6 +15,7 @@ import uvloop
 from setproctitle import getproctitle, setproctitle
 
 from moonpool.cli.logs import choose_logging, log_options, set_up_logging
+from moonpool.cli.options import not_empty
 from moonpool.cli.output import fail
 from moonpool.config import (
     ConfigError,
@@ -107,6 +108,7 @@ def cluster_secret() -> bytes:
     "--cluster-ssl-certfile",
     "certfile",
     default="",
+    callback=not_empty,
     metavar="FILE",
     help="Encrypt connections to head and peers; certificate of this machine (PEM).",
 )
@@ -114,6 +116,7 @@ def cluster_secret() -> bytes:
     "--cluster-ssl-keyfile",
     "keyfile",
     default="",
+    callback=not_empty,
     metavar="FILE",
     help="Key of that certificate (PEM); in the certificate's file unless given.",
 )
@@ -121,6 +124,7 @@ def cluster_secret() -> bytes:
     "--cluster-ssl-ca-certs",
     "ca_certs",
     default="",
+    callback=not_empty,
     metavar="FILE",
     help="Authority (PEM) that has signed the certificates of all parts, and of nothing else.",
 )

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from moonpool import __version__
+from moonpool.api.access.protection import UNPROTECTED, open_keys, open_peer_tls, open_tls
 from moonpool.api.app import http_server, make_app
 from moonpool.api.body_pool import BodyReader
-from moonpool.api.connection.tls import TlsError, TlsFiles
 from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
-from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, read_keys
+from moonpool.api.keys import NO_KEYS, ApiKeys
 from moonpool.api.output_text.formats import UnknownParserError, check_parsers
 from moonpool.config import Config, ConfigError
 from moonpool.config_rules import check_values, lora_module
@@ -38,7 +38,6 @@ from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
 from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
-from moonpool.transfer.tls import PeerTls, PeerTlsError
 from moonpool.types import Pooling
 
 log = logging.getLogger("moonpool")
@@ -53,10 +52,9 @@ async def serve_cluster(link: SupervisorLink) -> None:
     inherited = await link.inherit()
     begin = inherited.begin
     config = resolved(begin.config)
-    tls, peer_tls = _tls(config), _peer_tls(config)
     try:
-        keys = read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
-    except KeyFileError as error:
+        tls, peer_tls, keys = open_tls(config), open_peer_tls(config), open_keys(config)
+    except UNPROTECTED as error:
         raise ClusterError(str(error)) from None
     head, tokenizer = _make_head(config, begin.secret, keys)
     head.on_silent, head.on_instances = link.kill, link.know
@@ -121,23 +119,6 @@ async def _begin(link: SupervisorLink, head: Head, config: Config, inherited: In
         url = f"{scheme}://{host}:{inherited.http.getsockname()[1]}"
         again = "" if begin.is_first else " again"
         log.info("serving %s%s at %s (Ctrl-C ends it)", config.model.name, again, url)
-
-
-def _tls(config: Config) -> TlsFiles | None:
-    api = config.api
-    try:
-        files = api.ssl_certfile, api.ssl_keyfile, api.ssl_ca_certs
-        return TlsFiles(*files) if api.ssl_certfile else None
-    except TlsError as error:
-        raise ClusterError(str(error)) from None
-
-
-def _peer_tls(config: Config) -> PeerTls | None:
-    own = config.tls
-    try:
-        return PeerTls(own.certfile, own.keyfile, own.ca_certs) if own.certfile else None
-    except PeerTlsError as error:
-        raise ClusterError(str(error)) from None
 
 
 def _note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[None]) -> None:
@@ -330,6 +311,7 @@ def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
         served_names=(config.model.served_name,) if config.model.served_name else (),
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,
+        allowed_hosts=config.api.allowed_hosts,
         tokenizer=tokenizer,
         keepalive_s=config.api.keepalive_s,
         strict_max_tokens=config.api.strict_max_tokens,

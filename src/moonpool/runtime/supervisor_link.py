@@ -14,6 +14,7 @@ import msgspec
 from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, KeptStream
+from moonpool.api.sharing.shared_buffer import SharedBuffer, party_at
 from moonpool.cores import CoreShare
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.supervision import (
@@ -79,12 +80,13 @@ class SupervisorLink:
         self._inherited: asyncio.Future[Inheritance] = asyncio.get_running_loop().create_future()
         self._inheritance: Inheritance | None = None
         self._next_number = 0
-        self._kept: set[int] = set()
-        self._num_log_bytes = 0
-        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        self._most_kept = MAX_KEPT
-        if hard_limit != resource.RLIM_INFINITY:
-            self._most_kept = min(MAX_KEPT, hard_limit // MAX_KEPT_SHARE)
+        self._kept: dict[int, str] = {}  # -> party
+        self._num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        by_files = MAX_KEPT
+        if self._num_files != resource.RLIM_INFINITY:
+            by_files = self._num_files // MAX_KEPT_SHARE
+        self._places = SharedBuffer(min(MAX_KEPT, by_files))
+        self._log_bytes = SharedBuffer(MAX_LOG_BYTES)
         self._packets: PacketSocket[ToHead, FromHead] = PacketSocket(
             sock, msgspec.msgpack.Decoder(ToHead), self._on_packet, self._on_end
         )
@@ -145,39 +147,57 @@ class SupervisorLink:
 
     # The keeper of streams
 
-    def keep(self, socket_fd: int, log_fd: int) -> int | None:
-        if len(self._kept) >= self._most_kept:
-            log.warning("more than %d answers at a time: some would end with the head", MAX_KEPT)
-            return None
-        return self._keep(KeepAnswer(number=self._next_number), (socket_fd, log_fd))
+    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
+        return self._keep(KeepAnswer(number=self._next_number), (socket_fd, log_fd), party)
 
-    def keep_cut(self, log_fd: int) -> int | None:
-        if len(self._kept) >= self._most_kept:
-            return None
-        return self._keep(KeepCutAnswer(number=self._next_number), (log_fd,))
+    def keep_cut(self, log_fd: int, party: str) -> int | None:
+        return self._keep(KeepCutAnswer(number=self._next_number), (log_fd,), party)
 
-    def _keep(self, packet: KeepAnswer | KeepCutAnswer, fds: Sequence[int]) -> int | None:
+    def _keep(
+        self, packet: KeepAnswer | KeepCutAnswer, fds: Sequence[int], party: str
+    ) -> int | None:
+        if not self._places.has_room(party):
+            self._warn_of_full(party)
+            return None
         self._next_number += 1
         if not self._packets.send(packet, fds):
             return None
-        self._kept.add(packet.number)
+        self._note_kept(packet.number, party)
         return packet.number
+
+    def _note_kept(self, number: int, party: str) -> None:
+        self._kept[number] = party
+        self._places.add(party, 1)
+
+    def _warn_of_full(self, party: str) -> None:
+        """Names the limit that was reached."""
+        most = self._places.capacity
+        why = f"MAX_KEPT is {MAX_KEPT}"
+        if most < MAX_KEPT:
+            why = f"a {MAX_KEPT_SHARE}th of the {self._num_files} file descriptors (ulimit -Hn)"
+        log.warning(
+            "%d answers are kept, %d of them for one client, of at most %d (%s): further ones would"
+            " end with the head",
+            self._places.taken,
+            self._places.taken_by(party),
+            most,
+            why,
+        )
 
     def cut(self, number: int) -> None:
         self._packets.send(CutAnswer(number=number))
 
     def drop(self, number: int) -> None:
-        self._kept.discard(number)
+        party = self._kept.pop(number, None)
+        if party is not None:
+            self._places.release(party)
         self._packets.send(DropAnswer(number=number))
 
-    def take_memory(self, num_bytes: int) -> bool:
-        if self._num_log_bytes + num_bytes > MAX_LOG_BYTES:
-            return False
-        self._num_log_bytes += num_bytes
-        return True
+    def take_memory(self, num_bytes: int, party: str) -> bool:
+        return self._log_bytes.take(party, num_bytes)
 
-    def release_memory(self, num_bytes: int) -> None:
-        self._num_log_bytes -= num_bytes
+    def release_memory(self, num_bytes: int, party: str) -> None:
+        self._log_bytes.release(party, num_bytes)
 
     # Packets
 
@@ -209,26 +229,30 @@ class SupervisorLink:
 
     def _take(self, number: int, socket_fd: int, log_fd: int) -> None:
         assert self._inheritance is not None
-        self._kept.add(number)
+        sock = socket.socket(fileno=socket_fd)
         call_log = CallLog(self, number, log_fd)
+        received: HalfRead | KeptStream
         try:
             call_log.read()
-            kind = HalfRead if HalfRead.is_in(call_log) else KeptStream
-            received = kind.take_over(call_log)
+            if HalfRead.is_in(call_log):
+                received = HalfRead.take_over(call_log, party_at(sock))
+            else:
+                received = KeptStream.take_over(call_log)
         except (ValueError, OSError) as error:
             log.warning("an answer cannot go on: %s", error)
             call_log.drop()
-            os.close(socket_fd)
+            sock.close()
             return
-        self._inheritance.answers.append((received, socket.socket(fileno=socket_fd)))
+        self._note_kept(number, call_log.party)
+        self._inheritance.answers.append((received, sock))
 
     def _take_cut(self, number: int, log_fd: int) -> None:
         assert self._inheritance is not None
-        self._kept.add(number)
         call_log = CallLog(self, number, log_fd)
         try:
             call_log.read()
             self._inheritance.cut_answers.append(KeptStream.take_cut(call_log))
+            self._note_kept(number, call_log.party)
         except (ValueError, OSError) as error:
             log.warning("an answer must be computed again if its client comes back: %s", error)
             call_log.drop()

@@ -240,6 +240,8 @@ def _context(protocol: int, certfile: str, keyfile: str, ca_certs: str) -> ssl.S
     except (OSError, ValueError) as error:
         text = f"cannot use {_FLAG}ca-certs {ca_certs}: {error}; give certificates in PEM"
         raise PeerTlsError(text) from None
+    if not context.cert_store_stats()["x509"]:
+        raise PeerTlsError(f"{_FLAG}ca-certs {ca_certs} holds no certificate: give one in PEM")
     return context
 
 

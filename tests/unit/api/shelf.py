@@ -21,14 +21,14 @@ class Shelf:
         self._socket_fd = -1
         self._number = 6
 
-    def keep(self, socket_fd: int, log_fd: int) -> int | None:
+    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         self.close()
         self._socket_fd, self.log_fd = os.dup(socket_fd), os.dup(log_fd)
         self.sent.clear()  # of an earlier log
         self._number += 1
         return self._number
 
-    def keep_cut(self, log_fd: int) -> int | None:
+    def keep_cut(self, log_fd: int, party: str) -> int | None:
         self.close()
         self.log_fd = os.dup(log_fd)
         self._number += 1
@@ -43,7 +43,7 @@ class Shelf:
         if number == self._number:
             self._close_socket()
 
-    def take_memory(self, num_bytes: int) -> bool:
+    def take_memory(self, num_bytes: int, party: str) -> bool:
         if self._socket_fd >= 0:
             self.sent.append((os.fstat(self.log_fd).st_size, accepted_bytes(self._socket_fd)))
         if self.taken_bytes + num_bytes > self.limit_bytes:
@@ -51,7 +51,7 @@ class Shelf:
         self.taken_bytes += num_bytes
         return True
 
-    def release_memory(self, num_bytes: int) -> None:
+    def release_memory(self, num_bytes: int, party: str) -> None:
         self.taken_bytes -= num_bytes
 
     def log(self) -> bytes:

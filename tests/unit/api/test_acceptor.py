@@ -33,9 +33,9 @@ def test_a_connection_is_held_before_its_protocol_hears_of_it(
         order.append("made")
         made(self, transport)
 
-    def note_keep(self: Shelf, socket_fd: int, log_fd: int) -> int | None:
+    def note_keep(self: Shelf, socket_fd: int, log_fd: int, party: str) -> int | None:
         order.append("held")
-        return keep(self, socket_fd, log_fd)
+        return keep(self, socket_fd, log_fd, party)
 
     monkeypatch.setattr(LimitedProtocol, "connection_made", note_made)
     monkeypatch.setattr(Shelf, "keep", note_keep)

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
-from scripted_head import ScriptedHead, call, chat, complete, events_of, spoken
+from scripted_head import ScriptedHead, call, chat, complete, events_of, served, spoken
 
 from moonpool.api import body_process
 from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat
@@ -138,11 +139,17 @@ def _references(value: Any) -> list[str]:
     return [name for each in value for name in _references(each)] if isinstance(value, list) else []
 
 
-def test_the_prefix_cache_is_reset_from_the_own_machine_only() -> None:
+def test_the_prefix_cache_is_reset_by_a_plain_post_without_a_body() -> None:
     head = ScriptedHead()
-    assert call(head, "/reset_prefix_cache").status_code == 200
+    with served(head) as url:
+        assert httpx.post(f"{url}/reset_prefix_cache").status_code == 200
+        assert head.num_drops == 1
+        assert httpx.get(f"{url}/reset_prefix_cache").status_code == 405
+        for content in ("text/plain", "application/x-www-form-urlencoded"):
+            headers = {"content-type": content}
+            answer = httpx.post(f"{url}/reset_prefix_cache", content=b"x", headers=headers)
+            assert answer.status_code == 415
     assert head.num_drops == 1
-    assert call(head, "/reset_prefix_cache", method="GET").status_code == 405
 
 
 def test_the_load_counts_calls_under_way() -> None:

@@ -15,9 +15,9 @@ import openai
 import pytest
 from scripted_head import ScriptedHead, Step, one_by_one, served, spoken, wait_until
 
-from moonpool.api import app as app_module
 from moonpool.api.connection.listening import PortError, listen
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
+from moonpool.api.sharing import body_memory
 from moonpool.types import Request, Token
 
 USER = {"role": "user", "content": "Hi"}
@@ -171,7 +171,8 @@ def test_a_body_in_pieces_is_put_together_and_bounded() -> None:
 
 
 def test_bodies_that_never_end_hold_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "MAX_BODIES_BYTES", 0)
+    monkeypatch.setattr(body_memory, "SMALL_BYTES", 0)
+    monkeypatch.setattr(body_memory, "MAX_LARGE_BYTES", 0)  # that is eight of the largest bodies
     half = raw_request("/v1/completions", b"{" + b" " * 900, length=1000)
     with served(ScriptedHead(), ApiOptions(max_body_bytes=1000)) as url:
         links = [connected(url) for _ in range(8)]

@@ -12,7 +12,7 @@ import pytest
 from scripted_head import ScriptedHead, Step, served, spoken, wait_until
 
 from moonpool.api import app as app_module
-from moonpool.api.connection import http_protocol
+from moonpool.api.connection import bounded_protocol
 from moonpool.api.connection.http_protocol import limited_protocol
 from moonpool.api.frontend import Output
 from moonpool.log_limit import MAX_LINES
@@ -39,13 +39,13 @@ def test_a_large_header_gets_431_and_a_usual_one_passes() -> None:
         answer = httpx.get(f"{url}/version", headers={"x-large": "a" * 30_000})
         assert answer.status_code == 200
         with connected(url) as link:
-            link.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * (http_protocol.MAX_HEADER_BYTES + 8))
+            link.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * (bounded_protocol.MAX_HEADER_BYTES + 8))
             assert link.recv(4096).startswith(b"HTTP/1.1 431")
 
 
 @pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\nX: y\r\n"])
 def test_half_a_header_is_given_up(monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
-    monkeypatch.setattr(http_protocol, "HEADER_S", 0.2)
+    monkeypatch.setattr(bounded_protocol, "HEADER_S", 0.2)
     with served(ScriptedHead()) as url, connected(url) as link:
         link.sendall(first)
         got = link.recv(4096)
@@ -55,7 +55,7 @@ def test_half_a_header_is_given_up(monkeypatch: pytest.MonkeyPatch, first: bytes
 def test_the_time_of_a_header_does_not_count_while_a_response_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEADER_S", 0.1)
+    monkeypatch.setattr(bounded_protocol, "HEADER_S", 0.1)
     head = ScriptedHead(lambda _: [*spoken("a", finish=None), 0.4, *spoken("b")])
     body = json.dumps(BODY | {"stream": True}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
@@ -88,7 +88,7 @@ def streaming(url: str) -> socket.socket:
 
 
 def test_a_stream_that_nobody_reads_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "UNREAD_S", 0.5)
+    monkeypatch.setattr(bounded_protocol, "UNREAD_S", 0.5)
     head = ScriptedHead(endless)  # type: ignore[arg-type]
     with served(head) as url, streaming(url):
         assert wait_until(lambda: len(head.requests) == 1)
@@ -117,8 +117,8 @@ def test_a_stream_that_nobody_reads_takes_no_more_output_than_fits_its_buffers()
 
 @pytest.mark.long
 def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "UNREAD_S", 3.0)
-    monkeypatch.setattr(http_protocol, "MIN_READ_BYTES", 1)
+    monkeypatch.setattr(bounded_protocol, "UNREAD_S", 3.0)
+    monkeypatch.setattr(bounded_protocol, "MIN_READ_BYTES", 1)
     head = ScriptedHead(endless)  # type: ignore[arg-type]
     with served(head) as url, streaming(url) as link:
         until_s = time.monotonic() + 7

@@ -40,10 +40,10 @@ class Keeper:
         self.held: set[int] = set()
         self.cut_numbers: list[int] = []
 
-    def keep(self, socket_fd: int, log_fd: int) -> int | None:
-        return self.keep_cut(log_fd)
+    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
+        return self.keep_cut(log_fd, party)
 
-    def keep_cut(self, log_fd: int) -> int | None:
+    def keep_cut(self, log_fd: int, party: str) -> int | None:
         self.num_kept += 1
         self.held.add(self.num_kept)
         return self.num_kept
@@ -54,11 +54,11 @@ class Keeper:
     def drop(self, number: int) -> None:
         self.held.remove(number)
 
-    def take_memory(self, num_bytes: int) -> bool:
+    def take_memory(self, num_bytes: int, party: str) -> bool:
         self.num_bytes += num_bytes
         return True
 
-    def release_memory(self, num_bytes: int) -> None:
+    def release_memory(self, num_bytes: int, party: str) -> None:
         self.num_bytes -= num_bytes
 
 
@@ -281,6 +281,25 @@ def test_what_nobody_comes_back_for_is_forgotten(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(kept_answers, "CUT_S", 0.05)
         client.stream(path, body, 2, x_request_id="short")
         assert wait_until(lambda: len(keeper.held) == 1)
+
+
+def test_the_cut_answers_of_one_tenant_leave_those_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = "/v1/completions"
+    body = PATHS[path] | {"temperature": 1}
+    monkeypatch.setattr(kept_answers, "MAX_CUT", 4)
+    options = ApiOptions(api_keys={"ka": "a", "kb": "b"})
+    mine = {"x_request_id": "mine", "authorization": "Bearer ka"}
+    with cluster(options=options) as (head, keeper, client):
+        client.stream(path, body, 3, **mine)
+        for number in range(8):
+            theirs = {"x_request_id": f"r{number}", "authorization": "Bearer kb"}
+            client.stream(path, body, 2, **theirs)
+            assert wait_until(lambda number=number: len(keeper.cut_numbers) == number + 2)
+        assert wait_until(lambda: len(keeper.held) == 4)
+        rest, _, _ = client.stream(path, body, x_resume_tokens="9", **mine)
+        assert bytes(rest) == (TEXT + str(head.requests[0].sampling.seed)).encode()[9:]
 
 
 def test_an_answer_goes_on_so_often_without_a_new_admission(

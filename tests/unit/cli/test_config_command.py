@@ -46,7 +46,8 @@ def test_a_new_file_holds_every_default(defaults: Config) -> None:
     unset = {
         name
         for name, field in schema_of(Config).items()
-        if getattr(getattr(defaults, field.table), field.key) is None
+        if (value := getattr(getattr(defaults, field.table), field.key)) is None
+        or (field.protects and value == "")
     }
     assert named == set(schema_of(Config)) - unset
     assert parse_config(text) == defaults

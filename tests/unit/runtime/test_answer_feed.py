@@ -30,10 +30,10 @@ class Keeper:
     def __init__(self) -> None:
         self.num_kept = 0
 
-    def keep(self, socket_fd: int, log_fd: int) -> int | None:
+    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         return self.keep_cut(log_fd)
 
-    def keep_cut(self, log_fd: int) -> int | None:
+    def keep_cut(self, log_fd: int, party: str) -> int | None:
         self.num_kept += 1
         return self.num_kept
 
@@ -41,10 +41,10 @@ class Keeper:
 
     def drop(self, number: int) -> None: ...
 
-    def take_memory(self, num_bytes: int) -> bool:
+    def take_memory(self, num_bytes: int, party: str) -> bool:
         return True
 
-    def release_memory(self, num_bytes: int) -> None: ...
+    def release_memory(self, num_bytes: int, party: str) -> None: ...
 
 
 class Wire:

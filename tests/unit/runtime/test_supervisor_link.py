@@ -1,17 +1,21 @@
-"""What a head inherits of calls: each of them once."""
+"""What a head inherits of calls: each of them once. And whose calls outlive a head."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
+from collections.abc import Callable
 
 import msgspec
+import pytest
 
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
 from moonpool.config import Config
 from moonpool.protocol.supervision import FromHead, HeadBegin, TakeAnswer, TakeNoMore, ToHead
+from moonpool.runtime import supervisor_link
 from moonpool.runtime.packets import PacketSocket, packet_pair
 from moonpool.runtime.supervisor_link import SupervisorLink
 
@@ -32,21 +36,21 @@ class Logs:
     def __init__(self) -> None:
         self.fds: list[tuple[int, int]] = []
 
-    def keep(self, socket_fd: int, log_fd: int) -> int | None:
+    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         self.fds.append((os.dup(socket_fd), os.dup(log_fd)))
         return len(self.fds) - 1
 
-    def keep_cut(self, log_fd: int) -> int | None:
+    def keep_cut(self, log_fd: int, party: str) -> int | None:
         return None
 
     def cut(self, number: int) -> None: ...
 
     def drop(self, number: int) -> None: ...
 
-    def take_memory(self, num_bytes: int) -> bool:
+    def take_memory(self, num_bytes: int, party: str) -> bool:
         return True
 
-    def release_memory(self, num_bytes: int) -> None: ...
+    def release_memory(self, num_bytes: int, party: str) -> None: ...
 
 
 async def inherited(logs: Logs) -> list[KeptStream | HalfRead]:
@@ -82,3 +86,49 @@ def test_of_two_logs_of_one_connection_the_kept_call_goes_on() -> None:
     assert answers[0].received == [b"POST "]
     for fd in (fd for pair in logs.fds for fd in pair):
         os.close(fd)
+
+
+def with_link(work: Callable[[SupervisorLink], None]) -> None:
+    async def run() -> None:
+        ours, theirs = packet_pair()
+        link = SupervisorLink(theirs)
+        work(link)
+        link.close()
+        ours.close()
+
+    asyncio.run(run())
+
+
+def test_one_tenant_leaves_room_for_the_logs_of_another_and_the_limit_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+
+    def work(link: SupervisorLink) -> None:
+        log = os.memfd_create("log")
+        numbers = [link.keep_cut(log, "ann") for _ in range(12)]
+        assert [number is not None for number in numbers] == [True] * 10 + [False] * 2
+        assert all(link.keep_cut(log, "bob") is not None for _ in range(2))
+        assert numbers[0] is not None
+        link.drop(numbers[0])
+        assert link.keep_cut(log, "ann") is None, "half of 18 is 9"
+        half = supervisor_link.MAX_LOG_BYTES // 2
+        assert link.take_memory(half, "ann") and not link.take_memory(1, "ann")
+        assert link.take_memory(half // 2, "bob") and not link.take_memory(half // 2, "bob")
+        link.release_memory(half, "ann")
+        os.close(log)
+
+    with_link(work)
+    [line, *_] = caplog.messages
+    assert "of at most 20 (a 5th of the 100 file descriptors" in line
+
+
+def test_without_other_tenants_one_has_all_places(caplog: pytest.LogCaptureFixture) -> None:
+    def work(link: SupervisorLink) -> None:
+        log = os.memfd_create("log")
+        most = link._places.capacity
+        assert all(link.keep_cut(log, "") is not None for _ in range(min(most, 50)))
+        os.close(log)
+
+    with_link(work)
+    assert caplog.messages == []

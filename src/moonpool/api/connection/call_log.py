@@ -17,13 +17,14 @@ _LENGTH = struct.Struct("<I")
 
 
 class StreamKeeper(Protocol):
-    """Who outlives this head and holds what its successor needs."""
+    """Who outlives this head and holds what its successor needs. Parties share its room as that of
+    a `SharedBuffer`."""
 
-    def keep(self, socket_fd: int, log_fd: int) -> int | None:
+    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         """Holds duplicates of both. Returns their number; None: there is no room."""
         ...
 
-    def keep_cut(self, log_fd: int) -> int | None:
+    def keep_cut(self, log_fd: int, party: str) -> int | None:
         """As `keep`, of a call whose connection ends with this process."""
         ...
 
@@ -33,46 +34,55 @@ class StreamKeeper(Protocol):
 
     def drop(self, number: int) -> None: ...
 
-    def take_memory(self, num_bytes: int) -> bool:
+    def take_memory(self, num_bytes: int, party: str) -> bool:
         """Counts bytes of logs. Returns False if that would be too many."""
         ...
 
-    def release_memory(self, num_bytes: int) -> None: ...
+    def release_memory(self, num_bytes: int, party: str) -> None: ...
 
 
 class CallLog:
     """The records of one call. After `drop` it takes no more, and no other head reads it."""
 
-    def __init__(self, keeper: StreamKeeper, number: int, fd: int, num_bytes: int = 0) -> None:
-        """`num_bytes`: those that the keeper has counted. The log owns `fd`."""
+    def __init__(
+        self, keeper: StreamKeeper, number: int, fd: int, num_bytes: int = 0, party: str = ""
+    ) -> None:
+        """`num_bytes`: those that the keeper has counted for the party. The log owns `fd`."""
         self.records: list[bytes] = []  # of earlier heads
         self.number = number
+        self.party = party
         self.is_kept = True
         self._keeper = keeper
         self.num_first_bytes = 0
         """Length of the first record."""
         self._fd = fd
         self._num_bytes = num_bytes
+        self._num_read_bytes = 0
 
     @classmethod
-    def begin(cls, keeper: StreamKeeper, socket_fd: int | None, first: bytes) -> Self | None:
+    def begin(
+        cls, keeper: StreamKeeper, socket_fd: int | None, first: bytes, party: str
+    ) -> Self | None:
         """Starts a log with its first record; None: there is no room for it. Without a socket,
         another head reads the log only when the client comes back."""
-        if not keeper.take_memory(len(first)):
+        if not keeper.take_memory(len(first), party):
             return None
         number = fd = None
         try:
             fd = os.memfd_create("moonpool call", os.MFD_CLOEXEC)
             _append(fd, first)
-            number = keeper.keep_cut(fd) if socket_fd is None else keeper.keep(socket_fd, fd)
+            if socket_fd is None:
+                number = keeper.keep_cut(fd, party)
+            else:
+                number = keeper.keep(socket_fd, fd, party)
         except OSError as error:
             log.warning("a call would not outlive the head: %s", error)
         if number is None or fd is None:
-            keeper.release_memory(len(first))
+            keeper.release_memory(len(first), party)
             if fd is not None:
                 os.close(fd)
             return None
-        begun = cls(keeper, number, fd, len(first))
+        begun = cls(keeper, number, fd, len(first), party)
         begun.num_first_bytes = _LENGTH.size + len(first)
         return begun
 
@@ -83,18 +93,24 @@ class CallLog:
         self.num_first_bytes = _LENGTH.size + len(self.records[0]) if self.records else 0
         os.ftruncate(self._fd, num_bytes)
         os.lseek(self._fd, num_bytes, os.SEEK_SET)
-        self._num_bytes = num_bytes if self._keeper.take_memory(num_bytes) else 0
+        self._num_read_bytes = num_bytes
+
+    def belong_to(self, party: str) -> None:
+        """Counts what was read for a party, if there is room."""
+        self.party = party
+        taken = self._keeper.take_memory(self._num_read_bytes, party)
+        self._num_bytes = self._num_read_bytes if taken else 0
 
     def append(self, body: bytes) -> None:
         """Adds a record. If there is no room for it, the log is dropped."""
         if not self.is_kept:
             return
         try:
-            if self._keeper.take_memory(len(body)):
+            if self._keeper.take_memory(len(body), self.party):
                 self._num_bytes += len(body)
                 _append(self._fd, body)
                 return
-            error = "the logs of all calls are full"
+            error = "the logs of calls are full, or those of its tenant"
         except OSError as failure:
             error = str(failure)
         log.warning("a call would not outlive the head any more: %s", error)
@@ -122,7 +138,7 @@ class CallLog:
         if self.is_kept:
             self.is_kept = False
             self._keeper.drop(self.number)
-            self._keeper.release_memory(self._num_bytes)
+            self._keeper.release_memory(self._num_bytes, self.party)
             os.close(self._fd)
 
 

@@ -26,9 +26,11 @@ class HalfRead:
         self._log = call_log
 
     @classmethod
-    def begin(cls, keeper: StreamKeeper, socket_fd: int, base: int) -> HalfRead | None:
+    def begin(
+        cls, keeper: StreamKeeper, socket_fd: int, base: int, party: str = ""
+    ) -> HalfRead | None:
         """Keeps a request of which nothing is logged yet; None: there is no room for it."""
-        call_log = CallLog.begin(keeper, socket_fd, _START.pack(_MARK, base))
+        call_log = CallLog.begin(keeper, socket_fd, _START.pack(_MARK, base), party)
         return None if call_log is None else cls(call_log, base)
 
     @staticmethod
@@ -37,7 +39,7 @@ class HalfRead:
         return bool(call_log.records) and call_log.records[0].startswith(_MARK)
 
     @classmethod
-    def take_over(cls, call_log: CallLog) -> HalfRead:
+    def take_over(cls, call_log: CallLog, party: str = "") -> HalfRead:
         """Raises ValueError if the log is damaged, or too many heads have died of the request."""
         first, *records = call_log.records
         if len(first) != _START.size:
@@ -47,8 +49,14 @@ class HalfRead:
         num_heads = 1 + len(records) - len(half_read.received)
         if num_heads > MAX_FRUITLESS:
             raise ValueError(f"{num_heads} heads ended while they read this request")
+        call_log.belong_to(party)
         call_log.append(b"")  # stands for a further head
         return half_read
+
+    @property
+    def party(self) -> str:
+        """Who has the room that the log takes."""
+        return self._log.party
 
     def note(self, data: bytes) -> None:
         """Logs bytes. Call it before they are parsed."""

@@ -1,88 +1,33 @@
-"""One HTTP connection with limits: uvicorn's protocol, which alone has none for headers.
-
-A header has a largest size and a time to arrive. A connection that sends neither a header nor waits
-for a response is idle; when all connections are taken, a new one ends the one idle longest. So
-connections that only wait cannot lock clients out. A client that does not read its response, or
-sends too many requests ahead, loses its connection.
-"""
+"""One HTTP connection of a head: reads within limits, and keeps calls that outlive the head."""
 
 from __future__ import annotations
 
 import asyncio
-import resource
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from typing import Any, cast
 
 from starlette.types import Scope
-from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from moonpool.api.connection.bounded_protocol import BoundedProtocol
 from moonpool.api.connection.call_log import StreamKeeper
+from moonpool.api.connection.connection_limit import ConnectionLimit, most_connections
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_answers import KeptAnswers, Known
-from moonpool.api.connection.kept_stream import (
-    MAX_KEPT_SHARE,
-    KeptStream,
-    Opening,
-    StreamFacts,
-)
+from moonpool.api.connection.kept_stream import KeptStream, Opening, StreamFacts
 from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes, request_bytes
+from moonpool.api.sharing.shared_buffer import party_at
 from moonpool.log_limit import limited_logger
 
-MAX_HEADER_BYTES = 64 << 10
-HEADER_S = 20.0
-"""Seconds for the header of a request to arrive, from its first byte or the connection's start."""
 READ_S = 5.0
 """Seconds for a request to arrive whose connection another head shall have."""
-UNREAD_S = 60.0
-MIN_READ_BYTES = 16 << 10
-"""A client whose response waits reads so many bytes every UNREAD_S, or loses its connection."""
-MAX_PIPELINED = 64
-"""Most requests that may wait behind the one that is answered."""
-MAX_HALF_READ = 512
-"""Most requests at a time that shall outlive this process before they have arrived."""
 FLUSH_S = 0.05
 """How often a complete response is looked at until the kernel has all of it."""
-_RESERVED_FILES = 192
-"""Descriptors kept for workers, files and the process itself."""
-_MOST_CONNECTIONS = 16_384
-_BODY = '{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}'
 
 
-log = limited_logger("moonpool.http")
-
-
-class ConnectionLimit:
-    """The open connections of one server, at most `largest`."""
-
-    def __init__(self, largest: int) -> None:
-        self.largest = largest
-        self.num_open = 0
-        self.num_half_read = 0
-        self.most_half_read = min(MAX_HALF_READ, largest // 20)  # the others are for answers
-        self.idle: dict[LimitedProtocol, None] = {}  # longest idle first
-
-    def enter(self) -> bool:
-        """Makes room for one more connection. Returns False if all of them are in use."""
-        if self.num_open >= self.largest:
-            if not self.idle:
-                log.warning("all %d connections are in use: new ones get 503", self.largest)
-                return False
-            log.warning(
-                "%d connections are open, as many as the limit of file descriptors allows: the one"
-                " idle longest ends for each new one",
-                self.largest,
-            )
-            longest = next(iter(self.idle))
-            del self.idle[longest]
-            longest.transport.abort()
-        self.num_open += 1
-        return True
-
-
-class LimitedProtocol(HttpToolsProtocol):
+class LimitedProtocol(BoundedProtocol):
     """Created by uvicorn for each connection; `limit` is set by `limited_protocol`."""
 
     limit: ConnectionLimit
@@ -92,13 +37,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._header_bytes = 0
-        self._in_header = True
-        self._entered = False
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._unread_timer: asyncio.TimerHandle | None = None
-        self._accepted_bytes = 0
-        self._running: RequestResponseCycle | None = None
         self._kept: KeptStream | None = None
         self._resumed: KeptStream | None = None
         self._half_read: HalfRead | None = None
@@ -111,120 +49,60 @@ class LimitedProtocol(HttpToolsProtocol):
             resumed = ResumedTransport(transport, self._num_sent)
             transport = cast(asyncio.Transport, resumed)
         super().connection_made(transport)
-        self._entered = self.limit.enter()
-        if not self._entered:
-            self._refuse(
-                503, "All connections of this server are in use. Send the request again later."
-            )
+        if self._is_ending:
             return
-        self.limit.idle[self] = None
-        self._await_header()
         if self._half_read is None and self._resumed is None:
             self._keep_half_read()  # before anything arrives: what is not read is lost, too
         for piece in self._received_before:  # now: what the kernel has comes after it
-            if not self.transport.is_closing():
-                self._parse(piece)
+            self._parse(piece)
         self._received_before.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._stop_unread()
         is_complete = exc is None and self._running is not None and self._running.response_complete
         if self._kept is not None and not is_complete:
             self.answers.lose(self._kept)
             self._kept = None
         self._drop_kept()
         self._drop_half_read()
-        self.limit.idle.pop(self, None)
-        if self._entered:
-            self.limit.num_open -= 1
-            self._entered = False
         super().connection_lost(exc)
-        # uvicorn tells it the newest request only, which may wait behind the one that is answered.
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
-        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         if self._kept is not None:
             self._kept.note_read_ahead()
         if self._half_read is not None:
             self._half_read.note(data)
-        begins = self._in_header and not self._header_bytes and not self._responds
+        begins = not self._is_partial and not self._responds
         num_messages = self._num_messages
-        self._parse(data)
-        if begins and num_messages == self._num_messages and self._half_read is None:
+        super().data_received(data)
+        is_whole = num_messages != self._num_messages
+        if begins and not is_whole and not self._is_ending and self._half_read is None:
             self._keep_half_read(data)
 
-    def _parse(self, data: bytes) -> None:
-        if self._in_header and not self.transport.is_closing():
-            room = MAX_HEADER_BYTES - self._header_bytes
-            head, data = data[:room], data[room:]
-            self._header_bytes += len(head)
-            if self._header_timer is None and not self._responds:
-                self._await_header()
-            super().data_received(head)
-            if data and self._in_header and not self.transport.is_closing():
-                self._refuse(431, f"The header exceeds {MAX_HEADER_BYTES} bytes. Shorten it.")
-                return
-            if not data:
-                return
-        if not self.transport.is_closing():
-            super().data_received(data)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_unread()
-
-    def on_headers_complete(self) -> None:
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self.transport.abort()
-            return
-        self._stop_timer()
-        self._in_header = False
-        self.limit.idle.pop(self, None)
+    def _begin_request(self) -> None:
         self.scope["moonpool.connection"] = self  # type: ignore[typeddict-unknown-key]
-        if self._resumed is None:
-            super().on_headers_complete()
+        kept = self._resumed
+        if kept is None:
+            super()._begin_request()
             return
-        kept = self._kept = self._resumed
-        self._resumed = None
+        self._kept, self._resumed = kept, None
         self.answers.begin(kept, self.transport.abort)
         self.scope["moonpool.kept"] = kept  # type: ignore[typeddict-unknown-key]
-        super().on_headers_complete()
+        super()._begin_request()
         self.cycle.default_headers = list(kept.opening.default_headers)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
     def on_message_complete(self) -> None:
-        self._num_messages += 1
+        self._num_messages += not self._upgrades
         super().on_message_complete()
-        self._in_header = True  # of the next request, if there is one
-        self._header_bytes = 0
-        if not self._responds:  # the rest of a body that nobody wanted has arrived
-            self._stop_timer()
-            self.limit.idle[self] = None
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
         self._drop_half_read()
-        if self.transport.get_write_buffer_size():
-            self._watch_reader()
         if self._kept is not None:
             self.loop.call_soon(self._end_kept, self._kept)
-        if self.transport.is_closing() or self._responds:
-            return
-        if self._header_bytes:  # the next header, or the rest of this body, is on its way
-            self._await_header()
-        if self._in_header:
-            self.limit.idle[self] = None
+        super().on_response_complete()
+
+    def _refuse(self, status: int, text: str) -> None:
+        self._drop_half_read()
+        super()._refuse(status, text)
 
     # Another head takes over
 
@@ -236,19 +114,14 @@ class LimitedProtocol(HttpToolsProtocol):
             return 0.0
         if self._responds:
             return inf
-        if self._header_bytes or not self._in_header:
+        if self._refusal is not None:
+            return 0.0
+        if self._is_partial:
             return READ_S
         if self.scheme != "https":
             give(self._fd)
         self.transport.abort()
         return 0.0
-
-    def await_next(self) -> None:
-        """The connection is one of another head, after a response: it waits like any such."""
-        self._stop_timer()
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
 
     # Answers that outlive this process
 
@@ -280,11 +153,11 @@ class LimitedProtocol(HttpToolsProtocol):
                 num_returns=num_returns,
             )
             fd = None if base is None else self._fd
-            self._kept = KeptStream.begin(self.keeper, fd, opening)
+            self._kept = KeptStream.begin(self.keeper, fd, opening, self._tenant)
             if self._kept is not None:
                 self.answers.begin(self._kept, self.transport.abort)
         self._drop_half_read()  # not earlier: one of both is always kept
-        if self._kept is not None and self._header_bytes:
+        if self._kept is not None and self._is_partial:
             self._kept.note_read_ahead()
         return self._kept
 
@@ -297,11 +170,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def begin_response(self) -> None:
         """What is sent from now on follows from the kept call, if from anything."""
         self._drop_half_read()
-
-    @property
-    def _fd(self) -> int:
-        number: int = self.transport.get_extra_info("socket").fileno()
-        return number
 
     def _sent_bytes(self) -> int | None:
         """All bytes that this connection has sent, or has yet to send, as `accepted_bytes` counts
@@ -320,33 +188,34 @@ class LimitedProtocol(HttpToolsProtocol):
             self._resumed = received
         else:
             self._half_read = received
-            self.limit.num_half_read += 1
+            self.limit.half_read.add(received.party, 1)
         self._received_before, self._num_sent = received.received, num_sent
 
-    def hold(self, socket_fd: int) -> None:
+    def hold(self, sock: socket.socket) -> None:
         """Keeps a connection that was accepted just now. Call it before the connection is made."""
         with suppress(OSError):
-            self._begin_half_read(socket_fd, accepted_bytes(socket_fd))
+            self._begin_half_read(sock.fileno(), accepted_bytes(sock.fileno()), party_at(sock))
 
     def _keep_half_read(self, data: bytes = b"") -> None:
         """Keeps a request that began with these bytes and is not complete yet."""
         base = self._sent_bytes()
         if base is not None:
-            self._begin_half_read(self._fd, base)
+            self._begin_half_read(self._fd, base, self._address)
         if self._half_read is not None:
             self._half_read.note(data)
 
-    def _begin_half_read(self, socket_fd: int, base: int) -> None:
-        if self.keeper is None or self.limit.num_half_read >= self.limit.most_half_read:
+    def _begin_half_read(self, socket_fd: int, base: int, party: str) -> None:
+        if self.keeper is None or not self.limit.half_read.has_room(party):
             return
-        self._half_read = HalfRead.begin(self.keeper, socket_fd, base)
-        self.limit.num_half_read += self._half_read is not None
+        self._half_read = HalfRead.begin(self.keeper, socket_fd, base, party)
+        if self._half_read is not None:
+            self.limit.half_read.add(party, 1)
 
     def _drop_half_read(self) -> None:
         if self._half_read is not None:
             self._half_read.drop()
+            self.limit.half_read.release(self._half_read.party)
             self._half_read = None
-            self.limit.num_half_read -= 1
 
     def _end_kept(self, kept: KeptStream) -> None:
         """Drops an answer once the kernel has all of it."""
@@ -364,68 +233,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self.answers.drop(self._kept)
             self._kept = None
 
-    # Clients that do not read
-
-    def _watch_reader(self) -> None:
-        if self._unread_timer is None:
-            self._accepted_bytes = self._accepted()
-            self._unread_timer = self.loop.call_later(UNREAD_S, self._on_unread)
-
-    def _on_unread(self) -> None:
-        self._unread_timer = None
-        if not self.transport.get_write_buffer_size():
-            return
-        if self._accepted() - self._accepted_bytes < MIN_READ_BYTES:
-            log.warning("a client read less than %d bytes in %g s", MIN_READ_BYTES, UNREAD_S)
-            self.transport.abort()
-        else:
-            self._watch_reader()
-
-    def _stop_unread(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
-
-    def _accepted(self) -> int:
-        """The bytes that the kernel has accepted; it accepts more when the client reads."""
-        try:
-            return accepted_bytes(self._fd)
-        except OSError:
-            return 0
-
-    @property
-    def _responds(self) -> bool:
-        return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
-
-    def _await_header(self) -> None:
-        self._stop_timer()
-        self._header_timer = self.loop.call_later(HEADER_S, self._on_late_header)
-
-    def _on_late_header(self) -> None:
-        self._header_timer = None
-        if self._in_header and self._header_bytes:
-            self._refuse(408, f"The header did not arrive within {HEADER_S:g} s. Send it again.")
-        else:
-            self.transport.close()
-
-    def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _refuse(self, status: int, text: str) -> None:
-        if self._responds:
-            self.transport.abort()
-            return
-        words = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
-        reason = words.get(status, "Service Unavailable")
-        body = _BODY % text
-        self.transport.write(
-            f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode()
-        )
-        self.transport.close()
-
 
 def limited_protocol(
     largest: int | None = None,
@@ -434,21 +241,6 @@ def limited_protocol(
 ) -> type[LimitedProtocol]:
     """Returns a protocol class whose connections share one limit."""
     limited_logger("uvicorn.error")
-    limit = ConnectionLimit(largest or _largest(keeper is not None))
+    limit = ConnectionLimit(largest or most_connections(keeper is not None))
     shared = {"limit": limit, "keeper": keeper, "answers": answers or KeptAnswers()}
     return type("LimitedProtocol", (LimitedProtocol,), shared)
-
-
-def _largest(keeps: bool) -> int:
-    """Returns how many connections the descriptors suffice for, after raising their limit.
-
-    `keeps`: answers have logs, which take descriptors too.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_CONNECTIONS + _RESERVED_FILES
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if keeps:
-        soft -= soft // MAX_KEPT_SHARE
-    return max(soft - _RESERVED_FILES, min(soft // 2, 64))

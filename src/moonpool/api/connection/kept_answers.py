@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream, StreamFacts
+from moonpool.api.sharing.shared_buffer import oldest_of_most
 from moonpool.log_limit import limited_logger
 
 log = limited_logger("moonpool.head")
@@ -120,9 +121,15 @@ class KeptAnswers:
         self._num_bytes[kept.number] = kept.log.num_bytes
         self._num_cut_bytes += kept.log.num_bytes
         while len(self._cut) > MAX_CUT or self._num_cut_bytes > MAX_CUT_BYTES:
-            self._forget(next(iter(self._cut)))
+            self._forget(oldest_of_most(self._cut_sizes()))
         loop = asyncio.get_running_loop()
         loop.call_later(CUT_S, self._forget, kept.number)
+
+    def _cut_sizes(self) -> Iterator[tuple[int, str, float]]:
+        """Yields number, tenant and share of the room of each answer that is held."""
+        for number, kept in self._cut.items():
+            share = 1 / MAX_CUT + self._num_bytes[number] / MAX_CUT_BYTES
+            yield number, kept.opening.tenant, share
 
     def _drop(self, kept: KeptStream) -> None:
         kept.drop()

@@ -159,11 +159,11 @@ class KeptStream:
 
     @classmethod
     def begin(
-        cls, keeper: StreamKeeper, socket_fd: int | None, opening: Opening
+        cls, keeper: StreamKeeper, socket_fd: int | None, opening: Opening, party: str = ""
     ) -> KeptStream | None:
         """Keeps a call; None: there is no room for it. Without a socket, its connection ends with
-        this process."""
-        call_log = CallLog.begin(keeper, socket_fd, _encode(opening))
+        this process. `party`: as in `SharedBuffer`."""
+        call_log = CallLog.begin(keeper, socket_fd, _encode(opening), party)
         return None if call_log is None else cls(call_log, opening, socket_fd is not None)
 
     @classmethod
@@ -194,6 +194,7 @@ class KeptStream:
         except MALFORMED as error:
             raise ValueError(f"the log of an answer is damaged: {error}") from None
         kept.has_delivered = bool(kept.deliveries())
+        call_log.belong_to(kept.opening.tenant)
         return kept
 
     @property

@@ -76,6 +76,7 @@ class TlsFiles:
             except OSError as error:  # ssl.SSLError is one
                 text = f"cannot use --ssl-ca-certs {self._ca_certs}: {error}; give a PEM file"
                 raise TlsError(text) from None
+            _require_authority(context, f"--ssl-ca-certs {self._ca_certs}")
             context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_cert_chain(self._certfile, self._keyfile or None, _no_password)
@@ -83,6 +84,12 @@ class TlsFiles:
             where = f"{self._certfile} with --ssl-keyfile {self._keyfile or self._certfile}"
             text = f"cannot use --ssl-certfile {where}: {error}; give PEM files that fit each other"
             raise TlsError(text) from None
+
+
+def _require_authority(context: ssl.SSLContext, what: str) -> None:
+    """A file may be valid PEM and hold no certificate. Raises TlsError."""
+    if not context.cert_store_stats()["x509"]:
+        raise TlsError(f"{what} holds no certificate: give a PEM file with one")
 
 
 def _no_password() -> str:
@@ -107,9 +114,14 @@ def trusting_context(ca_file: str = "") -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=ca_file or None)
     except OSError as error:
         raise TlsError(f"cannot use --ca-file {ca_file}: {error.strerror or error}") from None
-    own = os.environ.get(CLIENT_CERT_VARIABLE, "")
+    if ca_file:
+        _require_authority(context, f"--ca-file {ca_file}")
+    own = os.environ.get(CLIENT_CERT_VARIABLE)
+    if own is not None and not own.strip():
+        text = f"{CLIENT_CERT_VARIABLE} is set and empty: name a file, or unset the variable"
+        raise TlsError(text)
     try:
-        if own:
+        if own is not None:
             context.load_cert_chain(own, None, _no_password)
     except (OSError, ValueError) as error:
         text = f"cannot use {CLIENT_CERT_VARIABLE}={own}: {error}; it needs certificate and key"

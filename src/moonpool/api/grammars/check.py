@@ -24,6 +24,7 @@ from moonpool.api.grammars.check_process import (
     read_frame,
     write_frame,
 )
+from moonpool.api.sharing.shared_buffer import oldest_of_most
 from moonpool.api.structured_output import unusable
 from moonpool.api.turns import FairTurns
 
@@ -36,19 +37,20 @@ class GrammarCheck:
     """The grammars of one server's calls. `close` ends its process."""
 
     def __init__(self) -> None:
-        self._troubles: OrderedDict[bytes, str] = OrderedDict()
+        self._troubles: OrderedDict[bytes, str] = OrderedDict()  # longest unused first
+        self._parties: dict[bytes, str] = {}  # who asked first
         self._turns = FairTurns("grammars wait to be compiled", "too_many_grammars")
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._compiler = _Compiler()
 
-    async def require(self, field: str, grammar: str, tenant: str, timeout_s: float) -> None:
-        """Raises `ApiError` if the grammar in `field` cannot be used, and `RequestRefused` if it
-        was not compiled in time."""
+    async def require(self, field: str, grammar: str, party: str, timeout_s: float) -> None:
+        """`party`: as in `SharedBuffer`. Raises `ApiError` if the grammar in `field` cannot be
+        used, and `RequestRefused` if it was not compiled in time."""
         key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
         trouble = self._troubles.get(key)
         if trouble is None:
             try:
-                async with asyncio.timeout(timeout_s), self._turns.turn(tenant):
+                async with asyncio.timeout(timeout_s), self._turns.turn(party):
                     loop = asyncio.get_running_loop()
                     trouble = await loop.run_in_executor(
                         self._thread, self._compiler.trouble_of, grammar
@@ -56,12 +58,17 @@ class GrammarCheck:
             except TimeoutError:
                 text = "the request's deadline passed while its grammar was compiled"
                 raise RequestRefused(504, "deadline", text) from None
-        self._troubles[key] = trouble
-        self._troubles.move_to_end(key)
-        if len(self._troubles) > MAX_KEPT:
-            self._troubles.popitem(last=False)
+        self._keep(key, trouble, party)
         if trouble:
             raise unusable(field, trouble, grammar)
+
+    def _keep(self, key: bytes, trouble: str, party: str) -> None:
+        self._troubles[key] = trouble
+        self._troubles.move_to_end(key)
+        self._parties.setdefault(key, party)
+        if len(self._troubles) > MAX_KEPT:
+            gone = oldest_of_most((each, self._parties[each], 1) for each in self._troubles)
+            del self._troubles[gone], self._parties[gone]
 
     def close(self) -> None:
         self._compiler.close()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from moonpool.cli.options import ParamType
+from moonpool.cli.options import ParamType, not_empty
 from moonpool.types import Struct
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def access_options(keys: tuple[str, ...] = OWN_KEYS) -> Callable[[F], F]:
         command = click.option(
             "--ca-file",
             default="",
+            callback=not_empty,
             type=click.Path(dir_okay=False),
             help="Trust these certificates (PEM) over https, in place of the system's.",
         )(command)

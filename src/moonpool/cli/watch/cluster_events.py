@@ -38,10 +38,11 @@ def frames(server: Server) -> Iterator[Frame]:
             server.open_client(_TIMEOUT_S) as client,
             client.stream("GET", f"{url}/cluster/events") as events,
         ):
-            if events.status_code in (401, 503):
+            if events.status_code in (401, 403, 503):
                 message = str(json.loads(events.read())["error"]["message"])
-                is_final = events.status_code == 401
-                raise NoFramesError(NO_KEY if is_final else message, is_final=is_final)
+                has_no_key = events.status_code == 401
+                is_final = events.status_code != 503
+                raise NoFramesError(NO_KEY if has_no_key else message, is_final=is_final)
             events.raise_for_status()
             for line in events.iter_lines():
                 if line.startswith("data: ") and line != "data: {}":

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moonpool.api.access.protection import open_peer_tls
 from moonpool.config import Config
 from moonpool.protocol.frames import (
     AnswersCopied,
@@ -29,7 +30,7 @@ from moonpool.protocol.known_heads import KnownHeads
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head_link import HeadGoneError, HeadLink, WorkerError
 from moonpool.runtime.takeover.answer_copies import AnswerCopies
-from moonpool.transfer.tls import PeerTls, PeerTlsError
+from moonpool.transfer.tls import PeerTlsError
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.standby")
@@ -63,9 +64,8 @@ class Standby:
         self._setup: Setup | None = None
         self._link: HeadLink | None = None
         self._answers = AnswerCopies()
-        tls = config.tls
         try:
-            self._tls = PeerTls(tls.certfile, tls.keyfile, tls.ca_certs) if tls.certfile else None
+            self._tls = open_peer_tls(config)
         except PeerTlsError as error:
             raise ClusterError(str(error)) from None
 

@@ -1,0 +1,1 @@
+"""Who may call a server, and what keeps others out."""

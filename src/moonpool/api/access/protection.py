@@ -1,0 +1,44 @@
+"""What a server is asked to protect itself with: keys, certificates, authorities. What cannot be
+used ends the start, and never leaves the server without it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+from moonpool.api.connection.tls import TlsError, TlsFiles
+from moonpool.api.keys import ApiKeys, KeyFileError, read_keys
+from moonpool.config import Config
+from moonpool.transfer.tls import PeerTls, PeerTlsError
+
+UNPROTECTED = (KeyFileError, TlsError, PeerTlsError)
+"""What these functions raise: each text is one line."""
+
+
+def open_keys(config: Config) -> ApiKeys:
+    return read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
+
+
+def open_tls(config: Config) -> TlsFiles | None:
+    """Returns the files of the HTTP port; None: it speaks no TLS."""
+    api = config.api
+    files = api.ssl_certfile, api.ssl_keyfile, api.ssl_ca_certs
+    return TlsFiles(*files) if api.ssl_certfile else None
+
+
+def open_peer_tls(config: Config) -> PeerTls | None:
+    """Returns the contexts of connections between machines; None: they speak no TLS."""
+    own = config.tls
+    return PeerTls(own.certfile, own.keyfile, own.ca_certs) if own.certfile else None
+
+
+def protections(config: Config) -> tuple[Callable[[], object], ...]:
+    """Returns what opens each of them once."""
+    return tuple(partial(each, config) for each in (open_keys, open_tls, open_peer_tls))
+
+
+def check_protection(config: Config) -> None:
+    """Opens all of it once, before anything is started."""
+    for check in protections(config):
+        check()

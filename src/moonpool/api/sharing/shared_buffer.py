@@ -1,0 +1,181 @@
+"""Buffers that many clients fill, divided so that none of them shuts another out.
+
+A **party** is a tenant, or an address where no key tells the tenant. It may have half of what the
+other parties leave, so that a further one always finds room: two parties that take all they can
+have a third each, and three a quarter. The party "" has no others beside it, and may have all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterable, Iterator
+from ipaddress import IPv6Address, ip_address
+from typing import Generic, Protocol, TypeVar
+
+_NETWORK_BITS = 64
+"""An IPv6 client has a whole network of so many bits to choose its address from."""
+
+
+class SharedBuffer:
+    """Bytes or places, at most `capacity`."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.taken = 0
+        self._taken_by: dict[str, int] = {}
+
+    def taken_by(self, party: str) -> int:
+        return self._taken_by.get(party, 0)
+
+    def has_room(self, party: str, amount: int = 1, more: int = 0) -> bool:
+        """`more`: what others might give back."""
+        own = self.taken_by(party)
+        left = self.capacity - (self.taken - own - more)
+        return own + amount <= (left if not party else (left + 1) // 2)
+
+    def take(self, party: str, amount: int = 1) -> bool:
+        """Returns whether there was room."""
+        if not self.has_room(party, amount):
+            return False
+        self.add(party, amount)
+        return True
+
+    def add(self, party: str, amount: int) -> None:
+        """Counts what is there already."""
+        self.taken += amount
+        self._taken_by[party] = self.taken_by(party) + amount
+
+    def release(self, party: str, amount: int = 1) -> None:
+        self.taken -= amount
+        left = self.taken_by(party) - amount
+        if left:
+            self._taken_by[party] = left
+        else:
+            del self._taken_by[party]
+
+    @contextlib.contextmanager
+    def place(self, party: str) -> Iterator[bool]:
+        """Takes one place for as long as it lasts; yields whether there was one."""
+        found = self.take(party)
+        try:
+            yield found
+        finally:
+            if found:
+                self.release(party)
+
+
+K = TypeVar("K")
+
+
+def oldest_of_most(entries: Iterable[tuple[K, str, float]]) -> K:
+    """Returns which of the entries goes first where all cannot stay: the oldest one of the party
+    that has most. `entries`: at least one, each with its party and size, oldest first."""
+    sizes: dict[str, float] = {}
+    oldest: dict[str, K] = {}
+    for key, party, size in entries:
+        sizes[party] = sizes.get(party, 0.0) + size
+        oldest.setdefault(party, key)
+    return oldest[max(sizes, key=sizes.__getitem__)]
+
+
+class Holder(Protocol):
+    """Who holds a part of a buffer that others may need."""
+
+    def give_back(self) -> None:
+        """Ends what the part is held for. The buffer has forgotten it already."""
+        ...
+
+
+H = TypeVar("H", bound=Holder)
+
+
+class ReclaimedBuffer(Generic[H]):
+    """A shared buffer whose parts come back when others need them: first the oldest part of the
+    party that has most. `keep` makes a part one that its holder alone gives back."""
+
+    def __init__(self, capacity: int) -> None:
+        self._buffer = SharedBuffer(capacity)
+        self._amounts: dict[H, tuple[str, int]] = {}
+        self._loose: dict[str, dict[H, None]] = {}  # by party, oldest first
+
+    @property
+    def taken(self) -> int:
+        return self._buffer.taken
+
+    def grow(self, holder: H, party: str, amount: int) -> bool:
+        """Adds to what the holder has. Returns False if its party has too much already."""
+        if not self._buffer.has_room(party, amount):
+            found = self._reclaimable(party, amount)
+            for each in found:
+                self.drop(each)
+                each.give_back()
+            if not found:
+                return False
+        self._buffer.add(party, amount)
+        before = self._amounts.get(holder)
+        if before is None:
+            self._loose.setdefault(party, {})[holder] = None
+        self._amounts[holder] = party, amount + (0 if before is None else before[1])
+        return True
+
+    def keep(self, holder: H) -> None:
+        if holder in self._amounts:
+            self._forget(holder, self._amounts[holder][0])
+
+    def drop(self, holder: H) -> None:
+        """The holder has nothing any more; it may have had nothing."""
+        if holder in self._amounts:
+            party, amount = self._amounts.pop(holder)
+            self._forget(holder, party)
+            self._buffer.release(party, amount)
+
+    def _reclaimable(self, party: str, amount: int) -> list[H]:
+        """Returns parts whose end makes the room, each of a party that has more than this one would
+        have; none if there are too few."""
+        wanted = self._buffer.taken_by(party) + amount
+        sums = {name: self._buffer.taken_by(name) for name in self._loose}
+        oldest = {name: iter(parts) for name, parts in self._loose.items()}
+        found: list[H] = []
+        more = 0
+        while not self._buffer.has_room(party, amount, more):
+            richest = max(sums, key=sums.__getitem__, default=None)
+            if richest is None or sums[richest] <= wanted:
+                return []
+            part = next(oldest[richest], None)
+            if part is None:
+                del sums[richest]
+                continue
+            found.append(part)
+            sums[richest] -= self._amounts[part][1]
+            more += self._amounts[part][1]
+        return found
+
+    def _forget(self, holder: H, party: str) -> None:
+        loose = self._loose.get(party)
+        if loose is not None:
+            loose.pop(holder, None)
+            if not loose:
+                del self._loose[party]
+
+
+def party_of(address: str) -> str:
+    """Returns the party of a client that no key names: its address, or its network of IPv6."""
+    try:
+        found = ip_address(address)
+    except ValueError:
+        return f"address {address}"
+    if isinstance(found, IPv6Address):
+        if found.ipv4_mapped is not None:
+            return f"address {found.ipv4_mapped}"
+        network = int(found) >> (128 - _NETWORK_BITS) << (128 - _NETWORK_BITS)
+        return f"address {IPv6Address(network)}/{_NETWORK_BITS}"
+    return f"address {found}"
+
+
+def party_at(sock: socket.socket) -> str:
+    """Returns the party at the other end of a TCP connection; "" if it has gone."""
+    try:
+        return party_of(sock.getpeername()[0])
+    except OSError:
+        return ""
