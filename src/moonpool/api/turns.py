@@ -1,4 +1,4 @@
-"""Turns at something that serves one call at a time: the tenants take them one after the other."""
+"""Turns at something that serves few calls at a time: the tenants take them one after the other."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ MAX_WAITING_OF_TENANT = 96
 
 
 class FairTurns:
-    """`async with turns.turn(tenant)` holds the turn. What waits is bounded."""
+    """`async with turns.turn(tenant)` holds a turn. What waits is bounded."""
 
-    def __init__(self, what: str, code: str) -> None:
-        """A call too many is refused with `code`, and a text with `what`: "large bodies wait"."""
+    def __init__(self, what: str, code: str, places: int = 1, most_waiting: int = 0) -> None:
+        """A call too many is refused with `code`, and a text with `what`: "large bodies wait".
+        `places`: turns at a time. `most_waiting`: another bound, for one tenant too; 0: the usual.
+        """
         self._what = what
         self._code = code
-        self._busy = False
+        self._num_free = places
+        self._most_waiting = most_waiting
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # next tenant first
+        self._num_waiting = 0
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        if self._busy:
+        if self._num_free:
+            self._num_free -= 1
+        else:
             await self._wait(tenant)
-        self._busy = True
         try:
             yield
         finally:
@@ -35,12 +40,13 @@ class FairTurns:
 
     async def _wait(self, tenant: str) -> None:
         own = self._waiting.get(tenant, ())
-        num_waiting = sum(len(turns) for turns in self._waiting.values())
-        if num_waiting >= MAX_WAITING or len(own) >= MAX_WAITING_OF_TENANT:
+        most, most_own = self._most_waiting or MAX_WAITING, MAX_WAITING_OF_TENANT
+        if self._num_waiting >= most or len(own) >= (self._most_waiting or most_own):
             text = f"Too many {self._what}. Send the request again later."
             raise RequestRefused(503, self._code, text, 5.0)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
+        self._num_waiting += 1
         try:
             await turn
         except asyncio.CancelledError:
@@ -54,9 +60,10 @@ class FairTurns:
             tenant, turns = next(iter(self._waiting.items()))
             del self._waiting[tenant]
             turn = turns.popleft()
+            self._num_waiting -= 1
             if turns:
                 self._waiting[tenant] = turns
             if not turn.done():
                 turn.set_result(None)
-                return  # `_busy` stays set for it
-        self._busy = False
+                return  # the place stays taken, by that call
+        self._num_free += 1

@@ -16,7 +16,7 @@ from moonpool.engine.model_folder import (
     read_config,
     sampling_defaults,
 )
-from moonpool.engine.tokenizer import Tokenizer, Vocabulary
+from moonpool.engine.tokenizer import Tokenizer, TokenizerParts, Vocabulary
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
 from moonpool.types import Pooling
@@ -70,16 +70,23 @@ def model_info_without_weights(name: str, dtype: str) -> ModelInfo:
     )
 
 
-def open_tokenizer(source: str, vocab_size: int) -> Tokenizer:
-    """Opens the tokenizer named by `LoadedModel.tokenizer`. Raises `TokenizerError`."""
+def open_tokenizer(source: str, vocab_size: int, parts: TokenizerParts | None = None) -> Tokenizer:
+    """Opens the tokenizer named by `LoadedModel.tokenizer`. `parts`: what `tokenizer_parts` gave.
+    Raises `TokenizerError`."""
     if source == BYTE_TOKENIZER:
         return ByteTokenizer(vocab_size)
-    path = Path(source)
-    if path.suffix == GGUF_SUFFIX:
-        from moonpool.engine.gguf.tokenizer import gguf_tokenizer  # needs torch
+    return HfTokenizer(parts or tokenizer_parts(source) or Path(source))
 
-        return gguf_tokenizer(path)
-    return HfTokenizer(path)
+
+def tokenizer_parts(source: str) -> TokenizerParts | None:
+    """What a GGUF file says of its tokenizer; None if that is read from a folder. Raises
+    `TokenizerError`."""
+    path = Path(source)
+    if path.suffix != GGUF_SUFFIX:
+        return None
+    from moonpool.engine.gguf.tokenizer import gguf_parts  # needs torch
+
+    return gguf_parts(path)
 
 
 def open_vocabulary(source: str, vocab_size: int) -> Vocabulary:

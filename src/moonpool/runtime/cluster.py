@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -27,13 +26,12 @@ from moonpool.cores import (
     threads_per_process,
     usable_cores,
 )
-from moonpool.engine.model_info import ModelInfo, model_info_without_weights, open_tokenizer
-from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, unlike
+from moonpool.engine.model_info import ModelInfo
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
+from moonpool.runtime.served_model import ServedModel, begin_reader, load_tokenizer, read_model
 from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
 from moonpool.transfer.tls import PeerTls, PeerTlsError
 from moonpool.types import Pooling
@@ -55,15 +53,17 @@ async def serve_cluster(link: SupervisorLink) -> None:
         keys = read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
     except KeyFileError as error:
         raise ClusterError(str(error)) from None
-    head, tokenizer = _make_head(config, begin.secret, keys)
+    model = read_model(config)
+    options = _api_options(config, model, keys)
+    reader = await begin_reader(model, options, begin.is_first)
+    head = _make_head(config, model, begin.secret, keys)
     head.on_silent, head.on_instances = link.kill, link.know
     head.succession, head.num_restarts = link, begin.num_restarts
     head.num_upgrades, head.standbys.epoch = begin.num_upgrades, begin.epoch
     await head.start(inherited.control, peer_tls)
     if begin.expected:
         head.expect(begin.expected)
-    options = _api_options(config, tokenizer, keys)
-    bodies = BodyReader(head, options)
+    bodies = BodyReader(head, options, reader)
     for kept in inherited.cut_answers:
         head.standbys.answers.adopt(kept)
     app = make_app(head, options, bodies)
@@ -164,31 +164,6 @@ async def _wait_for_workers(head: Head, count: int, stop: asyncio.Event) -> None
         raise ClusterError(f"the workers did not start within {START_S:.0f} s; see the log above")
 
 
-def _model_info(config: Config) -> ModelInfo:
-    """Raises ModelError."""
-    if config.engine.kind == "vllm":
-        return model_info_without_weights(config.model.name, config.model.dtype)
-    from moonpool.engine.builtin import model_info  # needs torch
-
-    return model_info(config.model.name, config.model.dtype, config.model.lora_modules)
-
-
-def _check_draft_model(config: Config, tokenizer: Tokenizer) -> None:
-    """Raises ModelError and TokenizerError if the draft model does not fit the model."""
-    settings = config.engine.speculative_config
-    if settings is None or not settings.model:
-        return
-    from moonpool.engine.builtin import model_info  # needs torch
-
-    drafts = model_info(settings.model, config.model.dtype)
-    found = unlike(tokenizer, open_tokenizer(drafts.tokenizer, drafts.vocab_size))
-    if found:
-        raise ModelError(
-            f"the draft model {settings.model} has another vocabulary than {config.model.name}:"
-            f" {found}; use a draft model with the same tokenizer"
-        )
-
-
 def resolved(config: Config) -> Config:
     """Resolves device and dtype, so that all instances agree on them.
 
@@ -211,18 +186,9 @@ def resolved(config: Config) -> Config:
     return settled
 
 
-def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[Head, str]:
-    """Returns the head, and the name of its tokenizer."""
-    try:
-        model = _model_info(config)
-        tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
-        _check_draft_model(config, tokenizer)
-        if config.model.chat_template:
-            tokenizer.use_chat_template(_read_template(config.model.chat_template))
-    except (ModelError, TokenizerError) as error:
-        raise ClusterError(str(error)) from None
-    except ChatTemplateError as error:
-        raise ClusterError(f"{config.model.chat_template}: {error}") from None
+def _make_head(config: Config, served: ServedModel, secret: bytes, keys: ApiKeys = NO_KEYS) -> Head:
+    """Raises ClusterError."""
+    model, tokenizer = served.info, load_tokenizer(config, served)
     for note in model.notes:
         log.info("%s", note)
     longest = model.max_positions
@@ -247,7 +213,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         adapters=_adapter_cards(config, model),
     )
     try:
-        head = Head(
+        return Head(
             config,
             card,
             tokenizer,
@@ -255,7 +221,6 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
             tenant_shares=keys.shares,
             tenant_caches=keys.cache_shares,
         )
-        return head, model.tokenizer
     except ConfigError as error:
         raise ClusterError(str(error)) from None
 
@@ -297,15 +262,7 @@ def _computes_here(config: Config) -> bool:
     return engine.kind == "moonpool" and max(degrees) <= 1 and not config.cluster.attention
 
 
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
-
-
-def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
-    template = config.model.chat_template
+def _api_options(config: Config, model: ServedModel, keys: ApiKeys) -> ApiOptions:
     return ApiOptions(
         api_keys=keys.tenants,
         admins=keys.admins,
@@ -313,10 +270,11 @@ def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
         served_names=(config.model.served_name,) if config.model.served_name else (),
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,
-        tokenizer=tokenizer,
+        tokenizer=model.info.tokenizer,
+        tokenizer_parts=model.parts,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),
         reads_reasoning=config.api.reasoning_parser == "auto",
-        chat_template=_read_template(template) if template else "",
+        chat_template=model.chat_template,
     )
 
 

@@ -21,8 +21,8 @@ from moonpool.engine.gguf.splits import pre_tokenizer, split_of
 from moonpool.engine.gguf.values import MetadataValues
 from moonpool.engine.shown import shown
 from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import TokenizerError
-from moonpool.engine.tokenizers.huggingface import HfTokenizer, TokenizerParts, bytes_function
+from moonpool.engine.tokenizer import TokenizerError, TokenizerParts
+from moonpool.engine.tokenizers.huggingface import HfTokenizer, bytes_function
 
 LONGEST_TOKEN = 256
 """Longer tokens get no merges of their own: the number of possible merges grows with the length."""
@@ -34,9 +34,13 @@ CONTROL, USER_DEFINED = 3, 4
 
 def gguf_tokenizer(path: Path) -> HfTokenizer:
     """The tokenizer of a GGUF file. Raises `TokenizerError`."""
+    return HfTokenizer(gguf_parts(path))
+
+
+def gguf_parts(path: Path) -> TokenizerParts:
+    """What a GGUF file says of its tokenizer. Raises `TokenizerError`."""
     with _as_tokenizer_errors():
-        parts = tokenizer_parts(read_gguf(path))
-    return HfTokenizer(parts)
+        return tokenizer_parts(read_gguf(path))
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from moonpool.engine.shown import shown_name
 from moonpool.engine.spec import LARGEST_SIZE, ModelError
 from moonpool.engine.tokenizer import (
     ByteTextStream,
-    ChatTemplateError,
     DiffTextStream,
     TextStream,
     TokenizerError,
+    TokenizerParts,
 )
 from moonpool.engine.tokenizers.chat_template import ROLES_TEMPLATE, ChatTemplate
 
@@ -41,21 +40,6 @@ MAX_TOKEN_CHARS = 4096
 MAX_GROWTH = 16
 MAX_SOURCE_BYTES = 256 << 20
 """Largest `tokenizer.json` that is read. That of Gemma 3 has 33 MB."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerParts:
-    """What a tokenizer is made from. `source` is the text of a `tokenizer.json`.
-
-    `special_tokens` are by the names that templates use, such as `bos_token`.
-    """
-
-    where: str
-    source: str
-    special_tokens: Mapping[str, str]
-    eos_token_ids: tuple[int, ...]
-    template: str | None = None
-    tool_template: str | None = None
 
 
 class _Source(msgspec.Struct):
@@ -80,10 +64,7 @@ class HfTokenizer:
         self._bytes: dict[int, bytes] = {}
         default = parts.template or ROLES_TEMPLATE
         self.tool_template = parts.tool_template or default
-        try:
-            self._chat = ChatTemplate(default, parts.tool_template, parts.special_tokens)
-        except ChatTemplateError as error:
-            raise TokenizerError(f"{parts.where}: {error}") from None
+        self._chat = ChatTemplate(default, parts.tool_template, parts.special_tokens)
 
     def _end_tokens(self, parts: TokenizerParts) -> tuple[int, ...]:
         """All end tokens: chat models often end a turn and a text with different tokens."""
@@ -129,6 +110,9 @@ class HfTokenizer:
     @property
     def knows_tools(self) -> bool:
         return self._chat.knows_tools
+
+    def check_chat_template(self) -> None:
+        self._chat.check()
 
     def use_chat_template(self, source: str) -> None:
         self._chat = ChatTemplate(source, special_tokens=self._special_tokens)
