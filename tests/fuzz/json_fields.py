@@ -60,7 +60,7 @@ class FieldMutator:
         elif kind == 2:
             parent[key] = [child] * rng.choice((1, 2, 1000))
         elif kind == 3:
-            parent[key] = _nested(child, rng.choice((1, 5, 900)))
+            parent[key] = _nested(child, rng.choice((1, 5, 250)))
         elif kind == 4 and isinstance(child, int | float):
             parent[key] = child * rng.choice((-1, 2, 3, 0.5, 10**6))
         else:
