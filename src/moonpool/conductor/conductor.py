@@ -7,7 +7,7 @@ routes the events, and owns the instances: their joins, their blocks, their depa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from moonpool.conductor.actions import (
@@ -134,6 +134,12 @@ class Conductor:
             self.replication,
         )
         self._marks_replicas = config.spare_copies_first
+
+    def watch(self, on_work: Callable[[RequestId | None], None]) -> None:
+        """`on_work` is called with a request before it is planned, and with None after that. It
+        must change nothing here: a driver notes what it works on, for the case that it ends there.
+        """
+        self._lifecycle.on_work = on_work
 
     @property
     def requests(self) -> dict[RequestId, TrackedRequest]:

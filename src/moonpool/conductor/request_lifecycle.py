@@ -11,7 +11,7 @@ attempt's prompt. Each draw is keyed by (seed, position), so the answer continue
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 import msgspec
@@ -68,6 +68,11 @@ MAX_TRIED_PER_TURN = 8
 """Waiting requests that are planned in vain in one turn: the others would hardly fit either."""
 POLICY_ERROR_TEXT = "a placement or admission policy of this server failed; see its log"
 
+
+def _note_nothing(request_id: RequestId | None) -> None:
+    """Nobody asks which request is worked on."""
+
+
 AttemptReport = (
     PrefillStarted
     | PrefillDone
@@ -117,6 +122,7 @@ class RequestLifecycle:
         self._max_attempts = max_attempts
         self._actions = actions
         self._prefetching, self._replication = prefetching, replication
+        self.on_work: Callable[[RequestId | None], None] = _note_nothing
 
     # Arrival and placement
 
@@ -158,7 +164,9 @@ class RequestLifecycle:
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
+        self.on_work(tracked.request.request_id)
         planned = self._planner.plan(tracked, now)
+        self.on_work(None)
         if isinstance(planned, Rejection) and self.waiting.may_wait(tracked, planned):
             if tracked.request.request_id not in self.waiting:
                 tracked.explanation.add(f"waits: {planned.message}")

@@ -64,10 +64,13 @@ async def serve_cluster(link: SupervisorLink) -> None:
     if begin.expected:
         head.expect(begin.expected)
     bodies = BodyReader(head, options, reader)
+    answers = head.standbys.answers
+    answers.enders = link.enders
+    head.work.mark = link.mark
     for kept in inherited.cut_answers:
-        head.standbys.answers.adopt(kept)
+        answers.adopt(kept)
     app = make_app(head, options, bodies)
-    server = http_server(app, tls=tls, keeper=link, answers=head.standbys.answers)
+    server = http_server(app, tls=tls, keeper=link, answers=answers, mark=link.mark)
     beat = asyncio.create_task(link.beat())
     await _begin(link, head, config, inherited)
     for received, sock in inherited.answers:

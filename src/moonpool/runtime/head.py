@@ -66,7 +66,7 @@ from moonpool.runtime.explain import (
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.pace import Pace
 from moonpool.runtime.request_log import RequestLogger
-from moonpool.runtime.response_stream import ResponseStream
+from moonpool.runtime.response_stream import ResponseStream, WorkWatch
 from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.succession import NoSuccession, Succession
 from moonpool.runtime.takeover.standby_links import StandbyLinks, setup_of
@@ -136,6 +136,7 @@ class Head:
         self._secret = secret
         self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
         self._answers: dict[RequestId, ResponseStream] = {}
+        self.work = WorkWatch(self.conductor, self._answers)
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
@@ -206,7 +207,7 @@ class Head:
                 "The server is stopping. Send the request again, to another server if there is one."
             )
             raise RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
-        answer = ResponseStream()
+        answer = ResponseStream(self.work.number)
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
         try:

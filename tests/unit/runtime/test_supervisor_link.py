@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 
 import msgspec
 
@@ -19,7 +20,7 @@ OPENING = Opening(
     request=b"GET / HTTP/1.1\r\n\r\n",
     default_headers=(),
     base=0,
-    arrived_s=0.0,
+    arrived_s=time.monotonic(),
     tenant="",
     is_admin=True,
     facts=draw_facts("r", 10),

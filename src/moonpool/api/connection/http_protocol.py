@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from moonpool.api.connection.kept_stream import (
     StreamFacts,
 )
 from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes, request_bytes
+from moonpool.api.connection.work_mark import MarkedWork, WorkMark
 from moonpool.log_limit import limited_logger
 
 MAX_HEADER_BYTES = 64 << 10
@@ -89,6 +90,8 @@ class LimitedProtocol(HttpToolsProtocol):
     keeper: StreamKeeper | None = None
     """Holds answers that shall outlive this process."""
     answers: KeptAnswers
+    mark: WorkMark | None = None
+    """Where the supervisor sees which call is worked on."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -121,9 +124,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._await_header()
         if self._half_read is None and self._resumed is None:
             self._keep_half_read()  # before anything arrives: what is not read is lost, too
-        for piece in self._received_before:  # now: what the kernel has comes after it
-            if not self.transport.is_closing():
-                self._parse(piece)
+        with self._marked():
+            for piece in self._received_before:  # now: what the kernel has comes after it
+                if not self.transport.is_closing():
+                    self._parse(piece)
         self._received_before.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -147,6 +151,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
+        with self._marked():
+            self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
         if self._kept is not None:
             self._kept.note_read_ahead()
         if self._half_read is not None:
@@ -193,6 +201,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             return
         kept = self._kept = self._resumed
+        kept.mark = self.mark
         self._resumed = None
         self.answers.begin(kept, self.transport.abort)
         self.scope["moonpool.kept"] = kept  # type: ignore[typeddict-unknown-key]
@@ -201,7 +210,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, app if self.mark is None else self._marked_app(app))
 
     def on_message_complete(self) -> None:
         self._num_messages += 1
@@ -225,6 +234,32 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_header()
         if self._in_header:
             self.limit.idle[self] = None
+
+    # What the supervisor sees if this process ends
+
+    @property
+    def number(self) -> int | None:
+        """Of the call that another head would go on with."""
+        received = self._kept or self._half_read or self._resumed
+        return None if received is None else received.number
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        number = None if self.mark is None else self.number
+        if self.mark is None or number is None:
+            yield
+            return
+        self.mark.set(number)
+        try:
+            yield
+        finally:
+            self.mark.clear()
+
+    def _marked_app(self, app: ASGI3Application) -> ASGI3Application:
+        async def run(scope: Any, receive: Any, send: Any) -> None:
+            await MarkedWork(app(scope, receive, send), self)  # type: ignore[arg-type]
+
+        return run
 
     # Another head takes over
 
@@ -262,6 +297,7 @@ class LimitedProtocol(HttpToolsProtocol):
         is_admin: bool,
         digest: bytes = b"",
         num_returns: int = 0,
+        num_ended: int = 0,
     ) -> KeptStream | None:
         """Keeps the call that is being answered. None: it cannot be kept."""
         self._drop_kept()
@@ -278,11 +314,15 @@ class LimitedProtocol(HttpToolsProtocol):
                 facts=facts,
                 digest=digest,
                 num_returns=num_returns,
+                num_ended=num_ended,
             )
             fd = None if base is None else self._fd
             self._kept = KeptStream.begin(self.keeper, fd, opening)
             if self._kept is not None:
+                self._kept.mark = self.mark
                 self.answers.begin(self._kept, self.transport.abort)
+                if self.mark is not None:
+                    self.mark.set(self._kept.number)  # until now it had another number, or none
         self._drop_half_read()  # not earlier: one of both is always kept
         if self._kept is not None and self._header_bytes:
             self._kept.note_read_ahead()
@@ -293,6 +333,10 @@ class LimitedProtocol(HttpToolsProtocol):
     ) -> Known | None:
         """Returns what is known of a call that comes again."""
         return await self.answers.find(tenant, request_id, digest, displaces)
+
+    def num_ended(self, tenant: str, digest: bytes) -> int:
+        """Returns how many heads calls like this one have ended."""
+        return self.answers.enders.count(tenant, digest)
 
     def begin_response(self) -> None:
         """What is sent from now on follows from the kept call, if from anything."""
@@ -431,11 +475,17 @@ def limited_protocol(
     largest: int | None = None,
     keeper: StreamKeeper | None = None,
     answers: KeptAnswers | None = None,
+    mark: WorkMark | None = None,
 ) -> type[LimitedProtocol]:
     """Returns a protocol class whose connections share one limit."""
     limited_logger("uvicorn.error")
     limit = ConnectionLimit(largest or _largest(keeper is not None))
-    shared = {"limit": limit, "keeper": keeper, "answers": answers or KeptAnswers()}
+    shared = {
+        "limit": limit,
+        "keeper": keeper,
+        "answers": answers or KeptAnswers(),
+        "mark": mark,
+    }
     return type("LimitedProtocol", (LimitedProtocol,), shared)
 
 
