@@ -15,8 +15,6 @@ import os
 import time
 from collections.abc import AsyncIterator
 
-from moonpool.api.body_client import BodyClient, BodyProcessEndedError, NotReadError
-from moonpool.api.body_limits import body_s, ended_twice, too_long
 from moonpool.api.body_process import (
     BYTE_TOKENIZER,
     LARGE_BYTES,
@@ -27,6 +25,8 @@ from moonpool.api.body_process import (
     Kind,
     unpack,
 )
+from moonpool.api.body_reading.client import BodyClient, BodyProcessEndedError, NotReadError
+from moonpool.api.body_reading.limits import body_s, ended_twice, too_long
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend, ModelCard, RequestRefused
 from moonpool.api.grammars.check import GrammarCheck

@@ -24,12 +24,12 @@ from typing import Any, BinaryIO, Literal, get_args
 import msgspec
 
 from moonpool.api.bodies import ChatBody, CompletionBody, EmbeddingsBody
-from moonpool.api.body_limits import (
+from moonpool.api.body_reading.limits import (
     LOAD_BYTES,
     LOAD_S,
     CallLimits,
     LimitReachedError,
-    Stage,
+    ReadStage,
     StageNote,
     body_bytes,
     limit_error,
@@ -50,7 +50,7 @@ from moonpool.api.preparation import (
 )
 from moonpool.api.responses import ResponsesBody
 from moonpool.api.tools import Tools
-from moonpool.engine.shown import shown_name
+from moonpool.engine.families.shown import shown_name
 from moonpool.engine.tokenizer import (
     ChatTemplateError,
     Tokenizer,
@@ -235,21 +235,21 @@ class _Noted:
         self._note = note
 
     def render_chat(self, *arguments: Any, **named: Any) -> str:
-        self._note.set(Stage.TEMPLATE)
+        self._note.set(ReadStage.TEMPLATE)
         text = self._tokenizer.render_chat(*arguments, **named)
-        self._note.set(Stage.OTHER)
+        self._note.set(ReadStage.OTHER)
         return text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        self._note.set(Stage.TOKENIZER)
+        self._note.set(ReadStage.TOKENIZER)
         found = self._tokenizer.encode(text, add_special_tokens)
-        self._note.set(Stage.OTHER)
+        self._note.set(ReadStage.OTHER)
         return found
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        self._note.set(Stage.TOKENIZER)
+        self._note.set(ReadStage.TOKENIZER)
         text = self._tokenizer.decode(token_ids, skip_special_tokens)
-        self._note.set(Stage.OTHER)
+        self._note.set(ReadStage.OTHER)
         return text
 
     def __getattr__(self, name: str) -> Any:
@@ -319,7 +319,7 @@ class _Reader:
 
     def _read(self, work: BodyWork) -> BodyResult:
         assert self._preparer is not None
-        self._note.set(Stage.OTHER)
+        self._note.set(ReadStage.OTHER)
         try:
             with self._limits.within(work.limit_s, body_bytes(len(work.raw))):
                 return perform(self._preparer, work)

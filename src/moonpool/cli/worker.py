@@ -25,6 +25,7 @@ from moonpool.config import (
 )
 from moonpool.config_rules import vllm_place
 from moonpool.gc_tuning import settle_threads
+from moonpool.protocol.supervision import HUNG_STATUS
 from moonpool.transfer.parent import end_with
 from moonpool.types import InstanceId, Role
 
@@ -196,7 +197,7 @@ def worker(
     except HungError as error:
         sys.stderr.write(f"moonpool: {error}\n")
         sys.stderr.flush()
-        os._exit(1)  # an exit in order would wait for the thread that hangs
+        os._exit(HUNG_STATUS)  # an exit in order would wait for the thread that hangs
     except WorkerError as error:
         fail(str(error))
     except asyncio.CancelledError:

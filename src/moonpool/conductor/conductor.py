@@ -16,6 +16,7 @@ from moonpool.conductor.actions import (
     ConductorEvent,
     DrainRequested,
     HotRequested,
+    InstanceCrashed,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -177,6 +178,8 @@ class Conductor:
                 self._on_instance_joined(event.info, now)
             case InstanceLost():
                 self._on_instance_lost(event.instance_id, event.reason, now)
+            case InstanceCrashed():
+                self._lifecycle.on_instance_crashed(event.instance_id, now)
             case DrainRequested():
                 self._drain(event.instance_id, event.within_s, event.why, now, event.returns)
             case HotRequested():

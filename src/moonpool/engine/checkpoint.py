@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.families.shown import listed, shown, shown_name
 from moonpool.engine.families.stored import Shape, StoredTensor
 from moonpool.engine.model_folder import (
     WORD_PATTERNS,
@@ -37,7 +38,6 @@ from moonpool.engine.quantized.checkpoints import (
     read_scheme,
 )
 from moonpool.engine.quantized.matrix import Matrix, plain, reordered
-from moonpool.engine.shown import listed, shown, shown_name
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import stored_shapes, stored_tensors
 

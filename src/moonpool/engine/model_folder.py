@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moonpool.engine.families.shown import shown, shown_name
 from moonpool.engine.families.values import Fields
-from moonpool.engine.shown import shown, shown_name
 from moonpool.engine.spec import ModelError
 from moonpool.types import SAMPLING_RANGES
 
@@ -85,12 +85,14 @@ def read_text(path: Path, most_bytes: int = MAX_TEXT_BYTES) -> str:
 
 def read_value(path: Path) -> Any:
     """The value in a JSON file. Raises `ModelError`, and FileNotFoundError."""
+    text = read_text(path)
     try:
-        return json.loads(read_text(path))
-    except ModelError:
-        raise
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:  # half a character could not be written or logged
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from None
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@
       |   starts the workers, unless they run                  |
       | <-- HeadUp ------------------------------------------- |  serves
       | <-- HeadBeat, InstancesKnown, KillWorker ------------- |
+      | -- WorkerCrashed (it ended by itself) -------------> |
       | <-- KeepAnswer, CutAnswer, DropAnswer, HeadsEnded ---- |
       | -- FinishHead (a signal came) -----------------------> |
       | <-- HeadEnding --------------------------------------- |  then it stops the workers
@@ -34,6 +35,9 @@ import msgspec
 
 from moonpool.config import Config
 from moonpool.types import InstanceId, Role, Struct
+
+HUNG_STATUS = 70
+"""The exit status of a worker whose engine hangs."""
 
 
 class Packet(Struct, frozen=True):
@@ -104,6 +108,12 @@ class TakeNoMore(Packet, frozen=True, tag=True):
     """There are no more answers to go on with."""
 
     next_number: int  # of the first answer that this head keeps
+
+
+class WorkerCrashed(Packet, frozen=True, tag=True):
+    """A worker has ended by itself: not by a kill from outside."""
+
+    instance_id: InstanceId
 
 
 class FinishHead(Packet, frozen=True, tag=True):
@@ -255,6 +265,7 @@ ToHead = (
     | TakeCutAnswer
     | TakeConnection
     | TakeNoMore
+    | WorkerCrashed
     | FinishHead
     | HandOver
     | UpgradeFailed

@@ -6,12 +6,15 @@ import asyncio
 import logging
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from moonpool.api.app import http_server, make_app
-from moonpool.api.body_pool import BodyReader
+from moonpool.api.body_pool import BodyReader, body_start, is_foreign
+from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.connection.tls import TlsError, TlsFiles
 from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
 from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, read_keys
@@ -26,12 +29,19 @@ from moonpool.cores import (
     threads_per_process,
     usable_cores,
 )
-from moonpool.engine.model_info import ModelInfo
+from moonpool.engine.model_info import (
+    BYTE_TOKENIZER,
+    ModelInfo,
+    model_info_without_weights,
+    open_tokenizer,
+    tokenizer_parts,
+)
+from moonpool.engine.spec import ModelError
+from moonpool.engine.tokenizer import Tokenizer, TokenizerError, TokenizerParts, unlike
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
-from moonpool.runtime.served_model import ServedModel, begin_reader, load_tokenizer, read_model
 from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
 from moonpool.transfer.tls import PeerTls, PeerTlsError
 from moonpool.types import Pooling
@@ -58,6 +68,7 @@ async def serve_cluster(link: SupervisorLink) -> None:
     reader = await begin_reader(model, options, begin.is_first)
     head = _make_head(config, model, begin.secret, keys)
     head.on_silent, head.on_instances = link.kill, link.know
+    link.on_crash = head.note_crash
     head.succession, head.num_restarts = link, begin.num_restarts
     head.num_upgrades, head.standbys.epoch = begin.num_upgrades, begin.epoch
     await head.start(inherited.control, peer_tls)
@@ -165,6 +176,117 @@ async def _wait_for_workers(head: Head, count: int, stop: asyncio.Event) -> None
         raise ClusterError(failed.result())
     if not done:
         raise ClusterError(f"the workers did not start within {START_S:.0f} s; see the log above")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the files of the model say. They come from elsewhere: a tokenizer, and a chat template,
+    may take any time and memory to load. So a process with limits loads them first: `begin_reader`.
+
+    `parts`: of a tokenizer that is in no folder. `chat_template`: the source of one that is used
+    in place of the model's own. `drafts`: the draft model, if there is one."""
+
+    info: ModelInfo
+    parts: TokenizerParts | None
+    chat_template: str
+    drafts: ModelInfo | None
+
+
+def read_model(config: Config) -> ServedModel:
+    """Reads the files but for the tokenizer. Raises ClusterError."""
+    try:
+        info = _model_info(config)
+        return ServedModel(
+            info,
+            tokenizer_parts(info.tokenizer),
+            _read_template(config.model.chat_template),
+            _draft_info(config),
+        )
+    except (ModelError, TokenizerError) as error:
+        raise ClusterError(str(error)) from None
+
+
+async def begin_reader(
+    model: ServedModel, options: ApiOptions, is_first: bool
+) -> BodyClient | None:
+    """Starts the process that reads small bodies, where there is one. The first head waits until
+    it has loaded the tokenizers. Raises ClusterError."""
+    if is_first and model.drafts is not None and model.drafts.tokenizer != BYTE_TOKENIZER:
+        await _load_apart(model.drafts)
+    if not is_foreign(options):
+        return None
+    reader = BodyClient(body_start(options, model.info.vocab_size))
+    starting = reader.begin()
+    if is_first:
+        trouble = await starting
+        if trouble:
+            reader.end()
+            raise ClusterError(trouble)
+    return reader
+
+
+async def _load_apart(drafts: ModelInfo) -> None:
+    try:
+        parts = tokenizer_parts(drafts.tokenizer)
+    except TokenizerError as error:
+        raise ClusterError(str(error)) from None
+    options = ApiOptions(tokenizer=drafts.tokenizer, tokenizer_parts=parts)
+    process = BodyClient(body_start(options, drafts.vocab_size))
+    trouble = await process.begin()
+    process.end()
+    if trouble:
+        raise ClusterError(f"the draft model: {trouble}")
+
+
+def load_tokenizer(config: Config, model: ServedModel) -> Tokenizer:
+    """Raises ClusterError; also if the draft model has another vocabulary."""
+    info = model.info
+    try:
+        tokenizer = open_tokenizer(info.tokenizer, info.vocab_size, model.parts)
+        if model.chat_template:
+            tokenizer.use_chat_template(model.chat_template)
+        if model.drafts is not None:
+            drafts = open_tokenizer(model.drafts.tokenizer, model.drafts.vocab_size)
+            _check_alike(config, unlike(tokenizer, drafts))
+    except TokenizerError as error:
+        raise ClusterError(str(error)) from None
+    return tokenizer
+
+
+def _check_alike(config: Config, found: str) -> None:
+    settings = config.engine.speculative_config
+    if found and settings is not None:
+        raise ClusterError(
+            f"the draft model {settings.model} has another vocabulary than {config.model.name}:"
+            f" {found}; use a draft model with the same tokenizer"
+        )
+
+
+def _model_info(config: Config) -> ModelInfo:
+    """Raises ModelError."""
+    if config.engine.kind == "vllm":
+        return model_info_without_weights(config.model.name, config.model.dtype)
+    from moonpool.engine.builtin import model_info  # needs torch
+
+    return model_info(config.model.name, config.model.dtype, config.model.lora_modules)
+
+
+def _draft_info(config: Config) -> ModelInfo | None:
+    """Raises ModelError."""
+    settings = config.engine.speculative_config
+    if settings is None or not settings.model:
+        return None
+    from moonpool.engine.builtin import model_info  # needs torch
+
+    return model_info(settings.model, config.model.dtype)
+
+
+def _read_template(path: str) -> str:
+    """The source of a template that is given; "" if none is."""
+    try:
+        return Path(path).read_text(encoding="utf-8") if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
 
 
 def resolved(config: Config) -> Config:

@@ -28,6 +28,7 @@ from moonpool.conductor.actions import (
     ConductorEvent,
     Deliver,
     DrainRequested,
+    InstanceCrashed,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -150,8 +151,8 @@ class Head:
         self._server: asyncio.Server | None = None
         self._stopping = False
         self._leaving = self._views_end = False
-        self.on_silent: Callable[[InstanceId], None] = _leave_alone
-        self.on_instances: Callable[[dict[InstanceId, Role]], None] = _remember_nothing
+        self.on_silent: Callable[[InstanceId], None] = _do_nothing
+        self.on_instances: Callable[[dict[InstanceId, Role]], None] = _do_nothing
         """Called with the instances that are up or should soon be, whenever they change."""
         self.num_restarts = self.num_upgrades = 0
         """Earlier heads of this cluster: those that died, and those that handed over."""
@@ -171,6 +172,9 @@ class Head:
     def expect(self, roles: dict[InstanceId, Role]) -> None:
         """An earlier head had these instances. Requests wait for them."""
         self._post(InstancesExpected(roles))
+
+    def note_crash(self, instance_id: InstanceId) -> None:
+        self._post(InstanceCrashed(instance_id))
 
     async def stop(self) -> None:
         """Stops every worker, and closes the connections. Returns when the workers were told."""
@@ -592,9 +596,5 @@ class Head:
                     self.on_silent(link.instance_id)
 
 
-def _leave_alone(instance_id: InstanceId) -> None:
-    """Does nothing: the head cannot restart a worker that it has not launched."""
-
-
-def _remember_nothing(roles: dict[InstanceId, Role]) -> None:
-    """Does nothing: without a supervisor, no other head follows."""
+def _do_nothing(told: object) -> None:
+    """Without a supervisor, nobody restarts a worker, and no other head follows."""

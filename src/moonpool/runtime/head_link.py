@@ -118,6 +118,7 @@ class HeadLink:
         self._follower = follower
         self._tls = tls
         self._num_cuts = 0  # in a row
+        self._was_open = False  # a connection, so that the head wants no TLS
         self._refused = False  # this head is not to be tried again at once
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
@@ -159,7 +160,8 @@ class HeadLink:
             now_s = time.monotonic()
             heard_s = now_s if was_there else heard_s
             if now_s - heard_s >= self._patience_s:
-                hint = f" ({SERVER_MAY_NEED_TLS})" if self._num_cuts and not self._tls else ""
+                is_new = self._num_cuts and not self._tls and not self._was_open
+                hint = f" ({SERVER_MAY_NEED_TLS})" if is_new else ""
                 raise HeadGoneError(f"the head at {where} is gone: {reason}{hint}")
             log.warning("no connection to the head at %s: %s; trying again", where, reason)
             # A supervisor keeps the port open, and has another head soon.
@@ -231,6 +233,7 @@ class HeadLink:
         """A server of TLS 1.3 that does not accept a certificate ends the connection after the
         client believes it open, and often without a reason."""
         self._num_cuts = 0 if channel.protocol else self._num_cuts + 1
+        self._was_open = self._was_open or channel.protocol > 0
         if self._num_cuts >= MAX_CUTS and self._tls is not None:
             self.fatal = f"the head and this worker do not agree: {CERTIFICATE_REFUSED}"
 

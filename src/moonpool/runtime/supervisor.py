@@ -53,9 +53,9 @@ from moonpool.protocol.supervision import (
     ToHead,
     UpgradeFailed,
     UpgradeWanted,
+    WorkerCrashed,
 )
 from moonpool.runtime.cluster_error import ClusterError
-from moonpool.runtime.culprits import Culprits
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
 from moonpool.runtime.launcher import LocalLauncher, WorkerProcess, worker_environment
 from moonpool.runtime.packets import PacketSocket, packet_pair
@@ -68,6 +68,7 @@ from moonpool.runtime.succession import (
     try_state,
 )
 from moonpool.runtime.takeover.standby import Takeover
+from moonpool.runtime.watch.culprits import Culprits
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.supervisor")
@@ -352,7 +353,7 @@ class Supervisor:
             keeper.add_done_callback(self._on_given_up)
 
     def _new_launcher(self, prepared: HeadPrepared) -> LocalLauncher:
-        return LocalLauncher(
+        launcher = LocalLauncher(
             self._config.cluster,
             self._control.getsockname()[1],
             self._secret,
@@ -363,6 +364,12 @@ class Supervisor:
             self._config.tls.flags(),
             self._config.engine,
         )
+        launcher.on_crash = self._on_crash
+        return launcher
+
+    def _on_crash(self, instance_id: str) -> None:
+        if self._packets is not None:
+            self._packets.send(WorkerCrashed(instance_id=InstanceId(instance_id)))
 
     def _on_given_up(self, keeper: asyncio.Task[None]) -> None:
         """A worker has ended for good, which is right only once the cluster is up."""

@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,7 +17,7 @@ from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, KeptStream
 from moonpool.api.connection.poison import (
     MAX_ENDED,
-    HeadEnders,
+    Enders,
     late_error,
     poison_error,
     send_error,
@@ -56,6 +56,7 @@ from moonpool.protocol.supervision import (
     ToHead,
     UpgradeFailed,
     UpgradeWanted,
+    WorkerCrashed,
 )
 from moonpool.runtime.packets import PacketSocket
 from moonpool.types import InstanceId, Role
@@ -95,8 +96,9 @@ class SupervisorLink:
         self._next_number = 0
         self._kept: set[int] = set()
         self._num_log_bytes = 0
-        self.enders = HeadEnders()
+        self.enders = Enders()
         self.mark: WorkMark | None = None
+        self.on_crash: Callable[[InstanceId], None] = lambda instance_id: None
         hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         self._most_kept = MAX_KEPT
         if hard_limit != resource.RLIM_INFINITY:
@@ -215,6 +217,8 @@ class SupervisorLink:
             case TakeConnection():
                 assert self._inheritance is not None
                 self._inheritance.connections.append(socket.socket(fileno=fds[0]))
+            case WorkerCrashed():
+                self.on_crash(packet.instance_id)
             case UpgradeFailed():
                 self.upgrade_error = packet.message
             case HandOver():

@@ -18,7 +18,6 @@ from moonpool.config import parse_config
 from moonpool.engine.grammar import matches_grammar
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.runtime import cluster
-from moonpool.runtime.served_model import read_model
 from moonpool.types import FinishReason, Token, TokenLogprobs
 
 ORIGIN = {"origin": "https://page.example"}
@@ -158,7 +157,7 @@ def test_a_chat_template_may_be_given(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def make() -> None:
         config = parse_config(f'[model]\nchat_template = "{path}"\ndtype = "float32"')
-        cluster._make_head(config, read_model(config), b"s")
+        cluster._make_head(config, cluster.read_model(config), b"s")
 
     with pytest.raises(cluster.ClusterError, match="cannot be read"):
         make()

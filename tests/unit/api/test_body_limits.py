@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from scripted_head import ScriptedHead
 
-from moonpool.api import body_client, body_pool
-from moonpool.api.body_client import BodyClient
+from moonpool.api import body_pool
 from moonpool.api.body_pool import BodyReader, body_start
 from moonpool.api.body_process import Kind
+from moonpool.api.body_reading import client as body_client
+from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions
 from tests.unit.engine.test_tokenizer_huggingface import byte_level, write_folder

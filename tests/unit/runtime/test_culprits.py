@@ -15,7 +15,7 @@ import pytest
 
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
-from moonpool.api.connection.poison import MAX_ENDED, MAX_REMEMBERED, REMEMBERED_S, HeadEnders
+from moonpool.api.connection.poison import MAX_ENDED, MAX_REMEMBERED, REMEMBERED_S, Enders
 from moonpool.api.connection.resumption import accepted_bytes
 from moonpool.api.connection.work_mark import MarkedWork, WorkMark
 from moonpool.api.frontend import Output
@@ -29,9 +29,9 @@ from moonpool.protocol.supervision import (
     TakeNoMore,
     ToHead,
 )
-from moonpool.runtime.culprits import Culprits
 from moonpool.runtime.packets import PacketSocket, packet_pair
 from moonpool.runtime.supervisor_link import SupervisorLink
+from moonpool.runtime.watch.culprits import Culprits
 from moonpool.types import Token
 
 KILL, CRASH = -signal.SIGKILL, -signal.SIGSEGV
@@ -197,7 +197,7 @@ class NextHead:
         self.counts = num_ended, num_killed
         self.received: list[KeptStream | HalfRead] = []
         self.told: list[FromHead] = []
-        self.enders = HeadEnders()
+        self.enders = Enders()
         self.answer = b""
 
     async def take(self, keeper: Keeper) -> None:
@@ -311,7 +311,7 @@ def test_calls_like_one_that_crashed_heads_begin_with_its_count() -> None:
 
 def test_what_is_remembered_is_bounded_and_ends() -> None:
     now_s = 0.0
-    enders = HeadEnders(lambda: now_s)
+    enders = Enders(lambda: now_s)
     for number in range(MAX_REMEMBERED + 1):
         enders.note("t", b"%d" % number, 2, now_s)
     assert enders.count("t", b"0") == 0 and enders.count("t", b"1") == 2

@@ -201,7 +201,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             return
         kept = self._kept = self._resumed
-        kept.mark = self.mark
+        kept.mark, kept.enders = self.mark, self.answers.enders
         self._resumed = None
         self.answers.begin(kept, self.transport.abort)
         self.scope["moonpool.kept"] = kept  # type: ignore[typeddict-unknown-key]
@@ -319,7 +319,7 @@ class LimitedProtocol(HttpToolsProtocol):
             fd = None if base is None else self._fd
             self._kept = KeptStream.begin(self.keeper, fd, opening)
             if self._kept is not None:
-                self._kept.mark = self.mark
+                self._kept.mark, self._kept.enders = self.mark, self.answers.enders
                 self.answers.begin(self._kept, self.transport.abort)
                 if self.mark is not None:
                     self.mark.set(self._kept.number)  # until now it had another number, or none

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from moonpool.api.connection.call_log import CallLog, StreamKeeper, record_of
+from moonpool.api.connection.poison import INSTANCES_ENDED, MAX_ENDED, Enders
 from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
 from moonpool.types import MALFORMED, FinishReason, Struct, Token
@@ -150,6 +151,7 @@ class KeptStream:
         self.num_ended = opening.num_ended
         """Heads that the call has ended, or calls like it."""
         self.mark: WorkMark | None = None
+        self.enders: Enders | None = None
         self.on_write: Callable[[], None] | None = None
         self.entries: list[Entry] = []  # of earlier heads
         self.is_resumed = False
@@ -261,6 +263,8 @@ class KeptStream:
         )
 
     def note_refused(self, refused: RequestRefused) -> None:
+        if refused.reason == INSTANCES_ENDED and self.enders is not None and self.opening.digest:
+            self.enders.note(self.opening.tenant, self.opening.digest, MAX_ENDED, time.monotonic())
         self._write(
             RefusedThen(
                 status=refused.status,

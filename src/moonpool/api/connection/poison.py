@@ -1,4 +1,4 @@
-"""Calls that have ended heads: none may end more than two, whoever sends it again."""
+"""Calls that have ended processes: none may end more than two, whoever sends it again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from moonpool.api.errors import ApiError
+from moonpool.api.errors import NO_RETRY, ApiError
 
 MAX_ENDED = 2
-"""Heads that one call may end."""
+"""Heads that one call may end, and instances."""
+INSTANCES_ENDED = "instances_ended"
+"""The reason of a refusal because of instances. Calls like it are refused at once."""
 REMEMBERED_S = 600.0
 MAX_REMEMBERED = 256
 
@@ -18,11 +20,10 @@ MAX_REMEMBERED = 256
 def poison_error() -> ApiError:
     """Client libraries do not send it again, as they do after other errors of this status."""
     text = (
-        f"This request has ended the server's head process {MAX_ENDED} times, so it is not tried"
-        " again. Tell the server's operator: its log names the request."
+        f"This request, or one like it, has ended processes of the server {MAX_ENDED} times, so it"
+        " is not tried again. Tell the server's operator: its log names the request."
     )
-    headers = ((b"x-should-retry", b"false"),)
-    return ApiError(text, status=500, code="head_failed", headers=headers)
+    return ApiError(text, status=500, code="head_failed", headers=(NO_RETRY,))
 
 
 def late_error() -> ApiError:
@@ -49,8 +50,8 @@ def send_error(sock: socket.socket, error: ApiError, payload: bytes, request_id:
 _WORDS = {500: b"Internal Server Error", 504: b"Gateway Timeout"}
 
 
-class HeadEnders:
-    """How many heads calls have ended, by tenant and by the digest of path and body."""
+class Enders:
+    """How many processes calls have ended, by tenant and by the digest of path and body."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -64,6 +65,6 @@ class HeadEnders:
             self._counts.popitem(last=False)
 
     def count(self, tenant: str, digest: bytes) -> int:
-        """Heads that such calls have ended within the last minutes."""
+        """Processes that such calls have ended within the last minutes."""
         count, since_s = self._counts.get((tenant, digest), (0, 0.0))
         return count if self._now() - since_s < REMEMBERED_S else 0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Work(NamedTuple):
+class MarkedStep(NamedTuple):
     """`number`: of the kept call. `since_s`: on the machine's monotonic clock."""
 
     number: int
@@ -57,10 +57,10 @@ class WorkMark:
         elif self._words[0] != number + 1:
             self.set(number)
 
-    def read(self) -> Work | None:
+    def read(self) -> MarkedStep | None:
         """What the loop worked on when it ended; None if it was on no call."""
         number, since_ns = self._words[0], self._words[1]
-        return Work(number - 1, since_ns / 1e9) if number else None
+        return MarkedStep(number - 1, since_ns / 1e9) if number else None
 
     def close(self) -> None:
         self._words.release()

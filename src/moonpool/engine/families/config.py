@@ -17,9 +17,9 @@ from moonpool.engine.families.experts import read_experts
 from moonpool.engine.families.family import Family
 from moonpool.engine.families.latent import latent_scale, read_latent
 from moonpool.engine.families.rope import full_rope, local_rope
+from moonpool.engine.families.shown import shown, shown_name
 from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.families.values import Fields
-from moonpool.engine.shown import shown, shown_name
 from moonpool.engine.spec import ModelError, ModelSpec
 
 HEAD_DIM_MULTIPLE = 16

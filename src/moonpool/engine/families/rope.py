@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moonpool.engine.families.family import Family
+from moonpool.engine.families.shown import shown
 from moonpool.engine.families.values import Fields
-from moonpool.engine.shown import shown
 from moonpool.engine.spec import ModelError, RopeSpec
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moonpool.engine.shown import shown
+from moonpool.engine.families.shown import shown
 from moonpool.engine.spec import LARGEST, LARGEST_NUMBER, LARGEST_SIZE, LARGEST_TOKEN, ModelError
 
 

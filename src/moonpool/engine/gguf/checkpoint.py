@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.families.shown import listed
 from moonpool.engine.gguf.architectures import SWAPPED, architecture_of, place_of
 from moonpool.engine.gguf.config import (
     LONG_FACTORS,
@@ -29,7 +30,6 @@ from moonpool.engine.gguf.place import Place
 from moonpool.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
-from moonpool.engine.shown import listed
 from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
 from moonpool.engine.tensors import tensor_shapes
 from moonpool.types import Pooling

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from moonpool.engine.shown import shown
+from moonpool.engine.families.shown import shown
 from moonpool.engine.tokenizer import TokenizerError
 
 

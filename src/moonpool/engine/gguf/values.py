@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from moonpool.engine.families.shown import shown
 from moonpool.engine.gguf.reader import GgufFile
-from moonpool.engine.shown import shown
 from moonpool.engine.spec import LARGEST_NUMBER, LARGEST_TOKEN, ModelError
 
 _NO_TOKEN = 2**32 - 1

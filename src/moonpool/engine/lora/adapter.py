@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.config_rules import lora_module
+from moonpool.engine.families.shown import shown, shown_name
 from moonpool.engine.families.stored import StoredTensor
 from moonpool.engine.families.values import Fields
 from moonpool.engine.model_folder import file_in, find_folder, read_json
-from moonpool.engine.shown import shown, shown_name
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import stored_tensors
 

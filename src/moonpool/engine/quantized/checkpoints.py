@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moonpool.engine.families.shown import shown, shown_name
 from moonpool.engine.families.values import Fields
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix, StoredRows
-from moonpool.engine.shown import shown, shown_name
 from moonpool.engine.spec import ModelError
 
 BLOCK = 32

@@ -35,7 +35,7 @@ AGAIN_S = 0.05
 """How often a limit is told again, should something have caught it."""
 
 
-class Stage(IntEnum):
+class ReadStage(IntEnum):
     """What a process that reads bodies does."""
 
     OTHER = 0
@@ -49,12 +49,12 @@ class StageNote:
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, mmap.PAGESIZE)
 
-    def set(self, stage: Stage) -> None:
+    def set(self, stage: ReadStage) -> None:
         self._page[0] = stage
 
     @property
-    def stage(self) -> Stage:
-        return Stage(self._page[0])
+    def stage(self) -> ReadStage:
+        return ReadStage(self._page[0])
 
     def close(self) -> None:
         self._page.close()
@@ -141,25 +141,25 @@ _REMEDY = "Send another one, or shorten it."
 _TEMPLATE_REMEDY = "Send other messages, or start the server with --chat-template FILE."
 
 
-def limit_error(kind: str, stage: Stage, what: str) -> ApiError:
+def limit_error(kind: str, stage: ReadStage, what: str) -> ApiError:
     """The error of a body of this kind. `what`: the subject took so much: "takes more than 2 s"."""
     param: Any = _PARAMS.get(kind, "messages")
-    if stage is Stage.TEMPLATE:
+    if stage is ReadStage.TEMPLATE:
         text = f"The model's chat template {what} for these messages. {_TEMPLATE_REMEDY}"
         return ApiError(text, param=param, code="chat_template_error")
-    if stage is Stage.TOKENIZER:
+    if stage is ReadStage.TOKENIZER:
         text = f"The model's tokenizer {what} for this text. {_REMEDY}"
         return ApiError(text, param=param, code="tokenizer_error")
     return ApiError(f"Reading this body {what}. {_REMEDY}", code="body_too_complex")
 
 
-def too_long(kind: str, stage: Stage, seconds: float) -> ApiError:
+def too_long(kind: str, stage: ReadStage, seconds: float) -> ApiError:
     return limit_error(kind, stage, f"takes more than {seconds:.3g} s of CPU time")
 
 
-def too_large(kind: str, stage: Stage) -> ApiError:
+def too_large(kind: str, stage: ReadStage) -> ApiError:
     return limit_error(kind, stage, "needs too much memory")
 
 
-def ended_twice(kind: str, stage: Stage) -> ApiError:
+def ended_twice(kind: str, stage: ReadStage) -> ApiError:
     return limit_error(kind, stage, "ended its process twice")

@@ -18,7 +18,6 @@ from typing import cast
 
 import msgspec
 
-from moonpool.api.body_limits import LOAD_BYTES, LOAD_S, Stage, StageNote, cpu_s
 from moonpool.api.body_process import (
     LENGTH,
     BodyReady,
@@ -27,6 +26,7 @@ from moonpool.api.body_process import (
     BodyWork,
     UseCard,
 )
+from moonpool.api.body_reading.limits import LOAD_BYTES, LOAD_S, ReadStage, StageNote, cpu_s
 from moonpool.api.frontend import ModelCard
 
 LOOK_S = 0.1
@@ -40,7 +40,7 @@ _READY = msgspec.msgpack.Decoder(BodyReady)
 class BodyProcessEndedError(Exception):
     """The process ended with this call. `took_too_long`: more CPU time than the call may."""
 
-    def __init__(self, stage: Stage, took_too_long: bool) -> None:
+    def __init__(self, stage: ReadStage, took_too_long: bool) -> None:
         super().__init__(stage, took_too_long)
         self.stage = stage
         self.took_too_long = took_too_long
@@ -200,7 +200,7 @@ class BodyClient(asyncio.SubprocessProtocol):
             return
         self.has_ended = True
         self._took_too_long |= status == -signal.SIGXCPU
-        stage = Stage.OTHER if self._note is None else self._note.stage
+        stage = ReadStage.OTHER if self._note is None else self._note.stage
         if self._note is not None:
             self._note.close()
         calls, self._calls = self._calls, deque()

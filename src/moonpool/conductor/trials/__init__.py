@@ -1,0 +1,1 @@
+"""Trials of requests that may have crashed an instance."""
