@@ -56,8 +56,10 @@ def file_in(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         own, target = folder.resolve(), path.resolve()
+        path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name of no file
-        raise ModelError(f"{folder} has no file {shown_name(name)}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{folder} has no file {shown_name(name)}: {reason}") from None
     blobs = own.parent.parent / "blobs"
     in_cache = own.parent.name == "snapshots" and target.is_relative_to(blobs)
     if not target.is_relative_to(own) and not in_cache:

@@ -57,7 +57,7 @@ async def serve_cluster(link: SupervisorLink) -> None:
     """Serves as the head of one cluster until the supervisor ends it. Raises ClusterError."""
     inherited = await link.inherit()
     begin = inherited.begin
-    config = resolved(begin.config)
+    config = resolved(begin.config, computes_here=begin.launch)
     tls, peer_tls = _tls(config), _peer_tls(config)
     try:
         keys = read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
@@ -289,18 +289,23 @@ def _read_template(path: str) -> str:
         raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
 
 
-def resolved(config: Config) -> Config:
+def resolved(config: Config, computes_here: bool = False) -> Config:
     """Resolves device and dtype, so that all instances agree on them.
 
-    Raises ClusterError if other settings do not fit the device that was found.
+    Raises ClusterError if other settings do not fit the device that was found, or if the engines
+    are on this machine, and it lacks the device.
     """
     if config.engine.kind == "vllm":  # its servers choose both
         device, dtype = "cpu", "float32"
     else:
-        from moonpool.engine.device import resolve_device, resolve_dtype  # needs torch
+        from moonpool.engine import device as devices  # needs torch
 
-        device = resolve_device(config.engine.device)
-        dtype = resolve_dtype(config.model.dtype, device)
+        device = devices.resolve_device(config.engine.device)
+        try:
+            devices.check_device(device if computes_here else "cpu")
+        except devices.DeviceError as error:
+            raise ClusterError(str(error)) from None
+        dtype = devices.resolve_dtype(config.model.dtype, device)
     engine = msgspec.structs.replace(config.engine, device=device)
     model = msgspec.structs.replace(config.model, dtype=dtype)
     settled = msgspec.structs.replace(config, model=model, engine=engine)

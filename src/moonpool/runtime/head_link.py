@@ -70,6 +70,10 @@ class HeadGoneError(WorkerError):
     """No head could be reached for too long."""
 
 
+class ToldError(WorkerError):
+    """A `WorkerError` that the head knows, and says."""
+
+
 class HungError(WorkerError):
     """A `WorkerError` of a process with a hanging thread, which its exit must not wait for."""
 
@@ -118,6 +122,7 @@ class HeadLink:
         self._follower = follower
         self._tls = tls
         self._num_cuts = 0  # in a row
+        self._was_told = False
         self._was_open = False  # a connection, so that the head wants no TLS
         self._refused = False  # this head is not to be tried again at once
         self._loop = asyncio.get_running_loop()
@@ -139,9 +144,10 @@ class HeadLink:
         self.stopping = True
         self._hang_up(reason)
 
-    def fail(self, message: str, reason: str) -> None:
-        """Lets `run` raise WorkerError(`message`); the head logs `reason`."""
-        self.fatal = message
+    def fail(self, message: str, reason: str, was_told: bool = False) -> None:
+        """Lets `run` raise WorkerError(`message`); the head logs `reason`. `was_told`: the head
+        knows the message."""
+        self.fatal, self._was_told = message, was_told
         self._hang_up(reason)
 
     async def run(self, head_host: str, head_port: int) -> None:
@@ -173,7 +179,7 @@ class HeadLink:
 
     def _is_over(self) -> bool:
         if self.fatal and not self.stopping:
-            raise WorkerError(self.fatal)
+            raise (ToldError if self._was_told else WorkerError)(self.fatal)
         return self.stopping
 
     async def _serve_once(self, head_host: str, head_port: int) -> tuple[bool, str]:
@@ -356,4 +362,4 @@ class InstanceProcess(ABC):
     def _fail(self, message: str) -> None:
         """Reports a failed start to the head, and ends this process."""
         self._link.send(Failed(message=message))
-        self._link.fail(message, "it cannot start")
+        self._link.fail(message, "it cannot start", was_told=True)
