@@ -140,17 +140,17 @@ def _load(parts: TokenizerParts) -> tuple[tokenizers.Tokenizer, dict[str, Any] |
         raise
     except BaseException as error:  # a panic of the library is no Exception
         raise TokenizerError(
-            f"the tokenizer of {parts.where} cannot be read: {shown_name(str(error))}"
+            f"the tokenizer in {parts.where} cannot be read: {shown_name(str(error))}"
         ) from None
     steps = _steps(decoder)
     if any(isinstance(s.get("pattern"), dict) and "Regex" in s["pattern"] for s in steps):
         raise TokenizerError(
-            f"the tokenizer of {parts.where} decodes by a regular expression, which is not"
+            f"the tokenizer in {parts.where} decodes by a regular expression, which is not"
             " supported: it could take any time for a token"
         )
     if _growth(steps) > MAX_GROWTH:
         raise TokenizerError(
-            f"the decoder of {parts.where} makes texts more than {MAX_GROWTH} times as long"
+            f"the decoder in {parts.where} makes texts more than {MAX_GROWTH} times as long"
         )
     return loaded, decoder
 
@@ -160,13 +160,13 @@ def _checked_size(parts: TokenizerParts, vocabulary: Mapping[str, int]) -> int:
     size = 1 + max(vocabulary.values(), default=-1)
     if size > LARGEST_SIZE:
         raise TokenizerError(
-            f"the tokenizer of {parts.where} has token {size - 1}; at most {LARGEST_SIZE} tokens"
+            f"the tokenizer in {parts.where} has token {size - 1}; at most {LARGEST_SIZE} tokens"
             " are supported"
         )
     longest = max(map(len, vocabulary), default=0)
     if longest > MAX_TOKEN_CHARS:
         raise TokenizerError(
-            f"the tokenizer of {parts.where} has a token of {longest} characters; at most"
+            f"the tokenizer in {parts.where} has a token of {longest} characters; at most"
             f" {MAX_TOKEN_CHARS} are supported"
         )
     return size
@@ -177,7 +177,7 @@ def _folder_parts(folder: Path) -> TokenizerParts:
         config = read_object(folder, "tokenizer_config.json")
         default, for_tools = _chat_templates(folder, config)
         return TokenizerParts(
-            where=str(folder),
+            where=str(folder / "tokenizer.json"),
             source=_read_source(folder),
             special_tokens=_special_tokens(folder, config),
             eos_token_ids=_listed_ends(folder),
