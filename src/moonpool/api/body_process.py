@@ -38,7 +38,6 @@ from moonpool.api.body_reading.limits import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
-from moonpool.api.output_text.reasoning import ReasoningTags
 from moonpool.api.preparation import (
     CHAT,
     COMPLETION,
@@ -288,7 +287,6 @@ class _Reader:
         self._limits = limits
         self._tokenizer = _open(start)
         self._tokenizer.check_chat_template()
-        ReasoningTags(self._tokenizer)  # the head asks the same of it
         self._limits.settle()
         self._preparer: Preparer | None = None
         self._num_replies = 0

@@ -26,6 +26,7 @@ from moonpool.conductor.actions import (
 )
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
 from moonpool.conductor.cost_estimator import CostEstimator
+from moonpool.conductor.crashes.suspects import INSTANCES_ENDED, Suspects
 from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.goodput_admission import GoodputModel
@@ -37,7 +38,6 @@ from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
-from moonpool.conductor.trials.suspects import INSTANCES_ENDED, Suspects
 from moonpool.conductor.waiting import RETRY_DELAYS_S, WaitingRequests
 from moonpool.protocol.messages import (
     Abort,
@@ -185,7 +185,7 @@ class RequestLifecycle:
                 self._actions.append(Announce(planned.message))
                 planned = msgspec.structs.replace(planned, message=POLICY_ERROR_TEXT)
             self._reject(tracked, planned, now)
-        elif self._suspects and self._suspects.are_tried_at(
+        elif self._suspects and self._suspects.run_alone_at(
             tracked, (planned.placement.prefill, planned.placement.decode)
         ):
             self.waiting.add(tracked, now)
@@ -430,7 +430,7 @@ class RequestLifecycle:
     def expire(self, now: float) -> None:
         """Ends the requests whose deadlines have passed, and those that wait for room in a decode
         batch although their TTFT SLO is missed."""
-        self._has_room |= self._suspects.end_long_trial(now)
+        self._has_room |= self._suspects.end_long_turn(now)
         while self._joining and self._joining[0][0] <= now:
             _, request_id = heapq.heappop(self._joining)
             tracked = self.requests.get(request_id)

@@ -17,7 +17,7 @@ from moonpool.conductor.actions import (
     RequestEnded,
     Tick,
 )
-from moonpool.conductor.trials.suspects import INSTANCES_ENDED, PROOF_TOKENS, TRIAL_S
+from moonpool.conductor.crashes.suspects import ALONE_S, INSTANCES_ENDED, PROOF_TOKENS
 from moonpool.protocol.messages import StartPrefill
 from moonpool.types import FinishReason, InstanceId
 
@@ -63,7 +63,7 @@ def test_an_innocent_proves_it_by_tokens_and_nothing_new_joins_it_meanwhile() ->
         desk.ask(name, max_tokens=50)
     crash(desk, "m0")
     assert placed(desk.join("m0", incarnation=2)) == ["a"]
-    assert not placed(desk.ask("new", max_tokens=50)), "it waits for the end of the trial"
+    assert not placed(desk.ask("new", max_tokens=50)), "it waits for the end of the turn"
     tokens = [*range(PROOF_TOKENS - 1)]
     assert not placed(desk.tokens("m0", *tokens, work=work_of(desk, "a")))
     assert placed(desk.tokens("m0", 7, work=work_of(desk, "a"))) == ["b"]
@@ -71,15 +71,15 @@ def test_an_innocent_proves_it_by_tokens_and_nothing_new_joins_it_meanwhile() ->
     assert placed(desk.tokens("m0", *tokens, 7, work=work_of(desk, "c"))) == ["new"]
 
 
-def test_a_long_trial_ends_so_that_others_are_served() -> None:
+def test_a_long_turn_ends_so_that_others_are_served() -> None:
     desk = Desk("m0")
     for name in ("a", "b"):
         desk.ask(name, deadline_s=500.0)
     crash(desk, "m0")
     desk.join("m0", incarnation=2)
-    desk.now += TRIAL_S / 2
+    desk.now += ALONE_S / 2
     assert not placed(desk.handle(Tick()))
-    desk.now += TRIAL_S / 2
+    desk.now += ALONE_S / 2
     assert placed(desk.handle(Tick())) == ["b"]
 
 

@@ -74,8 +74,9 @@ class ReasoningTags:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known = CLOSE in (tokenizer.tool_template or "")
-        # A tag may be a special token, which most answers leave out.
-        self._is_text = self._known and CLOSE in tokenizer.decode(tokenizer.encode(CLOSE, False))
+        # A tag may be a special token, which most answers leave out. The head encodes nothing.
+        special = tokenizer.special_token_ids
+        self._is_text = all(tokenizer.token_bytes(each) != CLOSE.encode() for each in special)
 
     def reader(self, prompt: Sequence[int], skips_special_tokens: bool) -> ReasoningReader | None:
         """Returns the reader of the answer to a prompt; None if the chat template knows no tags, or

@@ -135,9 +135,10 @@ def architecture_of(file: GgufFile) -> Architecture:
     """Raises `ModelError` for an architecture that is not read."""
     name = MetadataValues(file).text("general.architecture")
     if name not in ARCHITECTURES:
+        found = f"holds a model of the architecture {shown(name)}" if name else "names none"
         raise ModelError(
-            f"{file.path} holds a model of the architecture {shown(name)}; "
-            f"supported in GGUF: {', '.join(ARCHITECTURES)}"
+            f"{file.path} {found} in general.architecture;"
+            f" supported in GGUF: {', '.join(ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]
 

@@ -1,7 +1,7 @@
-"""Requests that may have ended an instance: they are tried one at a time.
+"""Requests that may have ended an instance: they run alone, one after another.
 
-    under way when an instance crashes --> suspected --its turn--> on trial --goes on--> released
-                                                                        \\--another crash--> culprit
+    under way when an instance crashes --> suspected --its turn--> alone --goes on--> released
+                                                                     \\--another crash--> culprit
 
 An instance that is killed from outside makes no suspects: its requests are placed again at once.
 One that crashes, or whose engine hangs, may do so because of a request, and the next one would,
@@ -20,13 +20,13 @@ from moonpool.types import InstanceId, RequestId
 INSTANCES_ENDED = "instances_ended"
 """The reason of a rejection of the culprit."""
 MAX_LOST = 64
-PROOF_TOKENS, MOST_PROOF_TOKENS, TRIAL_S = 16, 80, 30.0
+PROOF_TOKENS, MOST_PROOF_TOKENS, ALONE_S = 16, 80, 30.0
 """A request is innocent after so many tokens more than it had in the attempt that crashed, or after
 the most, or after so long."""
 
 
 class Suspects:
-    """The first one is on trial, the others wait."""
+    """The first one runs alone, the others wait."""
 
     def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
         """`requests`: those under way."""
@@ -34,22 +34,22 @@ class Suspects:
         self._line: dict[RequestId, int] = {}  # length of an answer that proves innocence
         self._lost: OrderedDict[InstanceId, dict[RequestId, int]] = OrderedDict()
         self._crashed: OrderedDict[InstanceId, bool] = OrderedDict()  # told before the loss
-        self._trial_s: float | None = None  # when the present one began
+        self._since_s: float | None = None  # when the present one began
 
     def __bool__(self) -> bool:
         return bool(self._line)
 
     def must_wait(self, tracked: TrackedRequest) -> bool:
-        """Whether another one is on trial."""
+        """Whether another one runs alone now."""
         request_id = tracked.request.request_id
         return request_id in self._line and request_id != next(iter(self._line))
 
-    def are_tried_at(self, tracked: TrackedRequest, instances: Iterable[InstanceId | None]) -> bool:
-        """Whether another one is on trial at one of the instances, which nothing new may join."""
-        on_trial = self._requests.get(next(iter(self._line), RequestId("")))
-        if on_trial is None or on_trial is tracked or on_trial.attempt is None:
+    def run_alone_at(self, tracked: TrackedRequest, instances: Iterable[InstanceId | None]) -> bool:
+        """Whether another one runs alone at one of the instances, which nothing new may join."""
+        alone = self._requests.get(next(iter(self._line), RequestId("")))
+        if alone is None or alone is tracked or alone.attempt is None:
             return False
-        attempt = on_trial.attempt
+        attempt = alone.attempt
         return not {attempt.prefill, attempt.decoder}.isdisjoint(instances)
 
     def note_lost(self, state: InstanceState) -> bool:
@@ -63,18 +63,18 @@ class Suspects:
 
     def accuse(self, instance_id: InstanceId) -> tuple[TrackedRequest | None, list[TrackedRequest]]:
         """The instance has crashed. Returns the culprit, if it is found, and those that wait for
-        their trial from now on."""
+        their turn from now on."""
         candidates = self._lost.pop(instance_id, None)
         if candidates is None:  # the loss is not known yet
             self._crashed[instance_id] = True
             if len(self._crashed) > MAX_LOST:
                 self._crashed.popitem(last=False)
             return None, []
-        on_trial = next(iter(self._line), None)
-        if on_trial in candidates:
+        alone = next(iter(self._line), None)
+        if alone in candidates:
             self._line.clear()
-            self._trial_s = None
-            return self._requests.get(on_trial), []
+            self._since_s = None
+            return self._requests.get(alone), []
         for request_id, num_tokens in candidates.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -84,17 +84,17 @@ class Suspects:
 
     def note_placed(self, tracked: TrackedRequest, now: float) -> None:
         if self._line and tracked.request.request_id == next(iter(self._line)):
-            self._trial_s = now if self._trial_s is None else self._trial_s
+            self._since_s = now if self._since_s is None else self._since_s
 
-    def end_long_trial(self, now: float) -> bool:
-        """Returns whether a trial has lasted long enough, so that the next one may be placed."""
-        if self._trial_s is None or now - self._trial_s < TRIAL_S:
+    def end_long_turn(self, now: float) -> bool:
+        """Returns whether a turn has lasted long enough, so that the next one may be placed."""
+        if self._since_s is None or now - self._since_s < ALONE_S:
             return False
         self.forget(next(iter(self._line)))
         return True
 
     def note_tokens(self, tracked: TrackedRequest) -> bool:
-        """Returns whether the trial of a request ends, so that the next one may be placed."""
+        """Returns whether the turn of a request ends, so that the next one may be placed."""
         proof = self._line.get(tracked.request.request_id)
         if proof is None or len(tracked.generated) < proof:
             return False
@@ -104,7 +104,7 @@ class Suspects:
     def forget(self, request_id: RequestId) -> None:
         """The request has ended, or is innocent."""
         if self._line and request_id == next(iter(self._line)):
-            self._trial_s = None
+            self._since_s = None
         self._line.pop(request_id, None)
 
 

@@ -1,1 +1,0 @@
-"""Trials of requests that may have crashed an instance."""
