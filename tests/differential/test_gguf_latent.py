@@ -109,7 +109,7 @@ def test_only_up_projections_are_unpacked(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"expert_gating_func": 3}, "expert_gating_func is 3; supported"),
+        ({"expert_gating_func": 3}, "expert_gating_func is 3, not 1"),
         ({"expert_gating_func": 1}, "expert_weights_norm is not supported with softmax"),
         ({"nextn_predict_layers": 1}, "has nextn_predict_layers, which is not supported"),
         ({"attention.temperature_scale": 0.5}, "has attention.temperature_scale"),

@@ -18,7 +18,7 @@ def run_apart(reader: str, num_inputs: int, seed: int) -> list[Finding]:
         line = [sys.executable, "-m", "tests.fuzz", "--here", name, "--reader", reader]
         line += ["--inputs", str(num_inputs), "--seed", str(seed)]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
-        if done.returncode not in (0, 1):
+        if done.returncode not in (0, 1) or not (folder / "findings.json").exists():
             data = b""
             if (folder / "last-input").exists():
                 data = LastInput.read(folder / "last-input")

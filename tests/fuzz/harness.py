@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from tests.fuzz.json_fields import FieldMutator
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.readers import Reader
 
@@ -62,7 +63,8 @@ class LastInput:
 
 def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Finding]:
     """Runs `num_inputs` inputs. Stops after MAX_FINDINGS of different kinds."""
-    mutator = Mutator(reader.samples(), seed)
+    made = FieldMutator if reader.by_field else Mutator
+    mutator: Mutator | FieldMutator = made(reader.samples(), seed)
     for sample in reader.samples():
         reader.read(sample, folder)  # a sample that is refused would make a blind test
     last = LastInput(folder / "last-input")
@@ -90,7 +92,7 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
 
 
 def _run_batch(
-    reader: Reader, mutator: Mutator, count: int, folder: Path, last: LastInput
+    reader: Reader, mutator: Mutator | FieldMutator, count: int, folder: Path, last: LastInput
 ) -> list[tuple[bytes, str]]:
     """Inputs, and what each did wrong. A batch that took much memory runs again, one by one."""
     bytes_before = _forget_peak()

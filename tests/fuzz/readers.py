@@ -22,8 +22,10 @@ from moonpool.config import ConfigError, parse_config
 from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.engine.checkpoint import open_checkpoint
 from moonpool.engine.families.config import parse_config as parse_model_config
+from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.gguf.checkpoint import open_gguf
 from moonpool.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
+from moonpool.engine.quantized.checkpoints import read_scheme
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 from moonpool.protocol.frames import DownFrame, UpFrame
@@ -54,7 +56,15 @@ from moonpool.types import MALFORMED, InstanceId
 from moonpool.vllm.events import read_batch
 from tests.fuzz.http_surface import ask, http_samples
 from tests.fuzz.message_samples import samples_of
+from tests.fuzz.model_files import (
+    checkpoint_samples,
+    gguf_samples,
+    read_gguf_metadata,
+    read_model_files,
+    use_spec,
+)
 from tests.unit.engine.gguf_files import tiny_llama
+from tests.unit.engine.test_quantized_checkpoints import CASES
 from tests.unit.storage.store_harness import key_of, make_layout
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -73,6 +83,7 @@ CONFIG_JSON: dict[str, Any] = {
     "eos_token_id": [1, 2],
     "tie_word_embeddings": True,
 }
+QUANTIZATION = "quantization_config"
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "factor": 2.0},
     {
@@ -146,6 +157,7 @@ class Reader:
     read: Callable[[bytes, Path], object]
     """(input, a folder for files)."""
     errors: tuple[type[Exception], ...]
+    by_field: bool = False  # samples are JSON, which is mutated field by field
 
 
 def _message(name: str, kind: Any) -> Reader:
@@ -278,35 +290,93 @@ def _read_model_config(data: bytes, folder: Path) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(config, dict):
-        parse_model_config(config)
+        read_scheme(config)
+        use_spec(parse_model_config({k: v for k, v in config.items() if k != QUANTIZATION}))
 
 
 def _model_configs() -> list[bytes]:
-    configs = [CONFIG_JSON, *(CONFIG_JSON | {"rope_parameters": rope} for rope in ROPES)]
-    configs += [CONFIG_JSON | FAMILIES[name] | {"architectures": [name]} for name in FAMILIES]
+    """One of each family, with every field that is read."""
+    configs = [CONFIG_JSON | {"rope_parameters": rope} for rope in ROPES]
+    for family in FAMILIES.values():
+        config = ALL_FIELDS | {"architectures": [family.architecture]}
+        if family.attention_only:
+            config |= {"layer_types": ["attention"] * 2, "num_local_experts": 0}
+        if family.latent:
+            config |= {"num_key_value_heads": 4}
+        if family.activation == "gelu_tanh":
+            config |= {"hidden_activation": "gelu_pytorch_tanh"}
+        if family.partial_rope:
+            config |= {"partial_rotary_factor": 0.5}
+        configs.append(config)
+        if family.inside:
+            text = {"model_type": "x", "text_config": config}
+            configs.append(text | {"architectures": [family.inside[0]], "eos_token_id": 3})
+    longrope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi = {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5}
+    configs.append(ALL_FIELDS | phi | {"rope_scaling": longrope})
+    configs += [ALL_FIELDS | {"quantization_config": scheme} for _, scheme in CASES.values()]
     return [json.dumps(config).encode() for config in configs]
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3ForCausalLM": {"head_dim": 32},
-    "Qwen2ForCausalLM": {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
-    "MixtralForCausalLM": {"num_local_experts": 5, "num_experts_per_tok": 2},
-    "Phi3ForCausalLM": {"sliding_window": 40, "original_max_position_embeddings": 512},
-    "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0], "sliding_window": 33},
-    "DeepseekV3ForCausalLM": {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 48,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 20,
-        "v_head_dim": 24,
-        "moe_intermediate_size": 40,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "q_lora_rank": 32,
-    },
+ALL_FIELDS: dict[str, Any] = CONFIG_JSON | {
+    "model_type": "llama",
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_bias": False,
+    "mlp_bias": False,
+    "shared_intermediate_size": 64,
+    "sliding_window": 40,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "no_rope_layers": [1, 0],
+    "no_rope_layer_interval": 4,
+    "bos_token_id": 1,
+    "num_nextn_predict_layers": 0,
+    "original_max_position_embeddings": 512,
+    "query_pre_attn_scalar": 16,
+    "attention_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "attn_logit_softcapping": 30.0,
+    "final_logit_softcapping": 30.0,
+    "swiglu_alpha": 1.7,
+    "swiglu_limit": 7.0,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 20,
+    "v_head_dim": 24,
+    "rope_interleave": True,
+    "num_local_experts": 8,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "moe_layer_freq": 1,
+    "use_qk_norm": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "attn_output_gate": True,
+    "position_embedding_type": "rope",
+    "rope_local_base_freq": 10000.0,
 }
 
 
@@ -415,6 +485,21 @@ READERS = (
         (KeyFileError,),
     ),
     Reader("model-config", _model_configs, _read_model_config, (ModelError,)),
+    Reader("model-fields", _model_configs, _read_model_config, (ModelError,), by_field=True),
+    Reader(
+        "model-files",
+        checkpoint_samples,
+        read_model_files,
+        (ModelError, TokenizerError),
+        by_field=True,
+    ),
+    Reader(
+        "gguf-keys",
+        gguf_samples,
+        read_gguf_metadata,
+        (ModelError, TokenizerError),
+        by_field=True,
+    ),
     Reader("checkpoint", _checkpoint_samples, _read_checkpoint, (ModelError,)),
     Reader("gguf", _gguf_samples, _read_gguf, (ModelError, TokenizerError)),
     Reader("gguf-parts", _gguf_part_samples, _read_gguf_parts, (ModelError, TokenizerError)),

@@ -37,6 +37,7 @@ from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.resumption import accepted_bytes
 from moonpool.api.connection.tls import TlsFiles
+from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.embeddings import Embedder
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
@@ -341,15 +342,17 @@ def http_server(
     tls: TlsFiles | None = None,
     keeper: StreamKeeper | None = None,
     answers: KeptAnswers | None = None,
+    mark: WorkMark | None = None,
 ) -> HttpServer:
     """Returns the server. Responses may go on for `drain_s` seconds after `should_exit`.
 
-    With `tls` it serves HTTPS alone. `keeper` holds the logs of `answers`.
+    With `tls` it serves HTTPS alone. `keeper` holds the logs of `answers`. `mark` shows on which
+    call it works.
     """
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited_protocol(keeper=keeper, answers=answers),
+        http=limited_protocol(keeper=keeper, answers=answers, mark=mark),
         ws="none",
         proxy_headers=False,  # the address is that of the connection, whatever a header says
         lifespan="off",

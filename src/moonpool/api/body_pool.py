@@ -1,52 +1,71 @@
-"""Reads bodies: small ones at once, large ones in processes that the head's loop does not wait for.
+"""Reads bodies: small ones at once, where only our own code reads them, and the others in processes
+that the head's loop does not wait for.
 
-There is one process for large bodies and one for huge ones, so that a huge body delays few others.
-Each serves the tenants in turn. What waits is bounded and keeps its deadline. A body that takes too
-long ends with its process, and the next one gets a new process.
+A model's chat template and its tokenizer come from elsewhere. They run in a process with limits on
+time and memory, also for small bodies, of which it has many at a time. There is one process for
+large bodies and one for huge ones, so that a huge body delays few others. Each serves the parties
+(see `SharedBuffer`) in turn. What waits is bounded and keeps its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import sys
+import time
+from collections.abc import AsyncIterator
 
-import msgspec
-
-from moonpool.api.body_process import LENGTH, BodyResult, BodyStart, BodyWork, Kind, unpack
+from moonpool.api.body_process import (
+    BYTE_TOKENIZER,
+    LARGE_BYTES,
+    BodyError,
+    BodyResult,
+    BodyStart,
+    BodyWork,
+    Kind,
+    unpack,
+)
+from moonpool.api.body_reading.client import BodyClient, BodyProcessEndedError, NotReadError
+from moonpool.api.body_reading.limits import body_s, ended_twice, too_long
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend, ModelCard, RequestRefused
 from moonpool.api.grammars.check import GrammarCheck
 from moonpool.api.preparation import PreparedCall, Preparer
-from moonpool.api.sharing.body_memory import SMALL_BYTES
-from moonpool.api.turns import FairTurns
+from moonpool.api.turns import MAX_WAITING, FairTurns
+from moonpool.log_limit import limited_logger
 
-logger = logging.getLogger(__name__)
+log = limited_logger("moonpool.head")
 
-LARGE_BYTES = SMALL_BYTES
 HUGE_BYTES = 2 << 20
-STREAM_BYTES = 1 << 20
-_DONE = msgspec.msgpack.Decoder(BodyResult)
+SMALL_AT_A_TIME = 64
+"""Small bodies that are in their process, so that it never waits for the head's loop."""
+MOST_SMALL_WAITING = 16_384
+"""As many as there are connections."""
+TRY_AGAIN_S = 10.0
+"""From one process that could not load the tokenizer to the next."""
+MOST_HALVINGS = 3
 
 
 class BodyReader:
     """Reads the bodies of one server's calls. `close` ends its processes."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions) -> None:
+    def __init__(
+        self, frontend: Frontend, options: ApiOptions, first: BodyClient | None = None
+    ) -> None:
+        """`first`: a process that has loaded the tokenizer already."""
         self._frontend = frontend
         self._preparer = Preparer(frontend.tokenizer, frontend.card, options)
         self._options = options
-        self._large = _Lane()
-        self._huge = _Lane()
+        vocab_size = frontend.card.vocab_size
+        starts = [body_start(options, vocab_size, yields) for yields in (False, True)]
+        self._small = Lane(starts[0], SMALL_AT_A_TIME, MOST_SMALL_WAITING, first)
+        self._large, self._huge = Lane(starts[1]), Lane(starts[1])
         self._grammars = GrammarCheck()
 
     async def call(self, kind: Kind, raw: bytes, party: str, timeout_s: float) -> PreparedCall:
-        """Returns a checked call. `party`: as in `SharedBuffer`. Raises `ApiError` and
-        `RequestRefused`."""
+        """Returns a checked call. Raises `ApiError` and `RequestRefused`."""
         began_s = self._frontend.now()
-        if self._is_small(raw):
+        if self._reads_here(raw):
             call = await getattr(self._preparer, kind)(raw)
             assert isinstance(call, PreparedCall)
         else:
@@ -58,120 +77,178 @@ class BodyReader:
 
     async def respond(self, kind: Kind, raw: bytes, party: str, timeout_s: float) -> bytes:
         """Returns a whole response, of an endpoint that generates nothing. Raises as `call`."""
-        if self._is_small(raw):
+        if self._reads_here(raw):
             found = await getattr(self._preparer, kind)(raw)
             assert isinstance(found, bytes)
             return found
         return (await self._run(kind, raw, party, timeout_s)).response
 
-    def _is_small(self, raw: bytes) -> bool:
+    def _reads_here(self, raw: bytes) -> bool:
         """Whether the body is read in this process, from now on by the present card."""
         if self._preparer.card is not self._frontend.card:
             self._preparer.use(self._frontend.card)
-        return len(raw) <= LARGE_BYTES or not self._options.tokenizer
+        if not self._options.tokenizer:
+            return True
+        return len(raw) <= LARGE_BYTES and not is_foreign(self._options)
 
     def close(self) -> None:
-        self._large.close()
-        self._huge.close()
+        for lane in (self._small, self._large, self._huge):
+            lane.close()
         self._grammars.close()
 
     async def _run(self, kind: Kind, raw: bytes, party: str, timeout_s: float) -> BodyResult:
         lane = self._huge if len(raw) > HUGE_BYTES else self._large
-        start = _start_of(self._preparer.card, self._options)
-        work = msgspec.msgpack.encode(BodyWork(kind=kind, raw=raw))
+        if len(raw) <= LARGE_BYTES:
+            lane = self._small
         try:
             async with asyncio.timeout(timeout_s):
-                done = _DONE.decode(await lane.run(party, start, work))
+                done = await lane.read(party, kind, raw, self._preparer.card)
         except TimeoutError:
             text = "the request's deadline passed while its body was read"
             raise RequestRefused(504, "deadline", text) from None
         if done.error is not None:
             raise done.error.as_error()
+        if done.fault:
+            log.error("a body could not be read:\n%s", done.fault)
+            text = "Internal error. The server's log has its cause."
+            raise ApiError(text, status=500, code="internal_error")
         return done
 
 
-def _start_of(card: ModelCard, options: ApiOptions) -> bytes:
-    start = BodyStart(
+def is_foreign(options: ApiOptions) -> bool:
+    """Whether a tokenizer or a chat template is used that is not our own."""
+    return options.tokenizer != BYTE_TOKENIZER or bool(options.chat_template)
+
+
+def body_start(options: ApiOptions, vocab_size: int, yields: bool = False) -> BodyStart:
+    """What a process needs to know. `yields`: to running answers, when cores are scarce."""
+    return BodyStart(
         parent_pid=os.getpid(),
         tokenizer=options.tokenizer,
+        parts=options.tokenizer_parts,
         chat_template=options.chat_template,
-        vocab_size=card.vocab_size,
-        card=card,
+        vocab_size=vocab_size,
         served_names=tuple(options.served_names),
         max_choices=options.max_choices,
         max_logprobs=options.max_logprobs,
+        yields=yields,
     )
-    return msgspec.msgpack.encode(start)
 
 
-class _Lane:
+class Lane:
     """One process, and the bodies that wait for it."""
 
-    def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
-        self._start = b""
-        self._turns = FairTurns("large bodies wait to be read", "too_many_large_bodies")
+    def __init__(
+        self,
+        start: BodyStart,
+        places: int = 1,
+        most_waiting: int = MAX_WAITING,
+        first: BodyClient | None = None,
+    ) -> None:
+        """`places`: bodies that are in the process at a time. `first`: see `BodyReader`."""
+        self._start = start
+        self._process = first
+        self._shares = places > 1
+        self._turns = FairTurns(
+            "bodies wait to be read", "too_many_large_bodies", places, most_waiting
+        )
+        self._starting = asyncio.Lock()
+        self._trouble, self._tried_s = "", 0.0
+        self._patience = Patience()
         self._closed = False
 
-    async def run(self, party: str, start: bytes, work: bytes) -> bytes:
-        """Returns the reply. A process that ended is replaced once. Raises ApiError."""
-        async with self._turns.turn(party):
-            for is_last in (False, True):
+    async def read(self, party: str, kind: Kind, raw: bytes, card: ModelCard) -> BodyResult:
+        """A process that ended with this body is replaced once. Raises ApiError."""
+        num_ended = 0
+        while True:
+            async with self._patience.turn(party), self._turns.turn(party):
+                limit_s = self._patience.of(party, len(raw))
+                work = BodyWork(kind=kind, raw=raw, party=party, limit_s=limit_s)
                 try:
-                    return await self._exchange(start, work)
-                except (OSError, asyncio.IncompleteReadError) as error:
-                    self._end_process()
-                    logger.warning("the process that reads large bodies ended: %r", error)
-                    if is_last:
-                        break
-                except BaseException:
-                    self._end_process()  # it may be in the middle of this body
-                    raise
-        text = (
-            "The body could not be read: the process that reads large bodies ended twice."
-            " Send the request again."
-        )
-        raise ApiError(text, status=500, code="internal_error")
+                    result = await self._read(work, card)
+                except NotReadError:
+                    continue
+                except BodyProcessEndedError as ended:
+                    num_ended += 1
+                    if not ended.took_too_long and num_ended == 1:
+                        log.warning("a process that reads bodies ended; another one reads on")
+                        continue
+                    error = ended_twice(kind, ended.stage)
+                    if ended.took_too_long:
+                        error = too_long(kind, ended.stage, limit_s)
+                    result = BodyResult(error=BodyError.of(error), was_exhausted=True)
+                self._patience.note(party, result.was_exhausted)
+                if result.was_exhausted and result.error is not None:
+                    log.warning("a call%s: %s", party and f" of {party}", result.error.message)
+                return result
+
+    async def _read(self, work: BodyWork, card: ModelCard) -> BodyResult:
+        process = await self._ready()
+        try:
+            return await process.read(work, card)
+        except asyncio.CancelledError:
+            if not self._shares:
+                process.end()  # it may be in the middle of this body, which may be large
+            raise
 
     def close(self) -> None:
         self._closed = True
-        self._end_process()
+        if self._process is not None:
+            self._process.end()
 
-    async def _exchange(self, start: bytes, work: bytes) -> bytes:
-        process = await self._ready(start)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(LENGTH.pack(len(work)))
-        process.stdin.write(work)
-        await process.stdin.drain()
-        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-        return await process.stdout.readexactly(length)
+    async def _ready(self) -> BodyClient:
+        """Returns the process; a new one if it has ended. Raises ApiError, `RequestRefused`."""
+        process = self._process
+        if process is not None and process.is_ready:
+            return process
+        async with self._starting:
+            return await self._started()
 
-    async def _ready(self, start: bytes) -> asyncio.subprocess.Process:
-        """Returns the process; a new one if it has ended or the model's card has changed."""
+    async def _started(self) -> BodyClient:
         if self._closed:
             text = "The server is stopping. Send the request again."
             raise RequestRefused(503, "server_stopping", text, 5.0)
-        process = self._process
-        if process is not None and process.returncode is None and self._start == start:
-            return process
-        self._end_process()
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "moonpool.api.body_process",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=STREAM_BYTES,
-            start_new_session=True,
-        )
-        self._start = start
-        assert process.stdin is not None
-        process.stdin.write(LENGTH.pack(len(start)) + start)
-        return process
+        if self._process is None or self._process.has_ended:
+            self._process = None
+            if not self._trouble or time.monotonic() - self._tried_s > TRY_AGAIN_S:
+                self._process = BodyClient(self._start)
+        if self._process is not None:
+            process, self._tried_s = self._process, time.monotonic()
+            self._trouble = await asyncio.shield(process.begin())
+            if not self._trouble:
+                return process
+            process.end()
+        text = f"The body cannot be read: {self._trouble}"
+        raise ApiError(text, status=500, code="internal_error")
 
-    def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+
+class Patience:
+    """How long a party's bodies may take: half as long after each that took too much, down to an
+    eighth. Until one did not, they are read one by one. So one party's cost the others little."""
+
+    def __init__(self) -> None:
+        self._halvings: dict[str, int] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def of(self, party: str, num_bytes: int) -> float:
+        """CPU seconds for a body of this size."""
+        seconds: float = body_s(num_bytes) / 2 ** self._halvings.get(party, 0)
+        return seconds
+
+    @contextlib.asynccontextmanager
+    async def turn(self, party: str) -> AsyncIterator[None]:
+        lock = self._locks.get(party)
+        if lock is None:
+            yield
+            return
+        async with lock:
+            yield
+
+    def note(self, party: str, was_exhausted: bool) -> None:
+        before = self._halvings.get(party, 0)
+        after = min(before + 1, MOST_HALVINGS) if was_exhausted else before - 1
+        if after > 0:
+            self._halvings[party] = after
+            self._locks.setdefault(party, asyncio.Lock())
+        elif before:
+            del self._halvings[party], self._locks[party]

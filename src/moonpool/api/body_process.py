@@ -1,24 +1,41 @@
-"""The process that reads large bodies: `python -m moonpool.api.body_process`.
+"""The process that reads bodies: `python -m moonpool.api.body_process FD`.
 
 Frames of 4 length bytes and msgpack come on its standard input, and go to its standard output. The
-first one is `BodyStart`. It is a process and not a thread because decoding and chat templates hold
-the interpreter, so the head's loop would stand still for seconds.
+first one is `BodyStart`, and its reply `BodyReady`. Then each `BodyWork` gets a `BodyResult`, in
+order; a `ModelCard` gets none. FD: of the memory where it notes what it does (`StageNote`).
+
+It is a process and not a thread because large bodies hold the interpreter, so the head's loop would
+stand still for seconds, and because a model's chat template or tokenizer may not end at all.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
+import resource
 import signal
 import struct
 import sys
+import traceback
 from array import array
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 import msgspec
 
 from moonpool.api.bodies import ChatBody, CompletionBody
+from moonpool.api.body_reading.limits import (
+    LOAD_BYTES,
+    LOAD_S,
+    CallLimits,
+    LimitReachedError,
+    ReadStage,
+    StageNote,
+    body_bytes,
+    limit_error,
+    too_large,
+    too_long,
+)
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.api.preparation import (
@@ -31,7 +48,13 @@ from moonpool.api.preparation import (
     Preparer,
 )
 from moonpool.api.tools import Tools
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.engine.families.shown import shown_name
+from moonpool.engine.tokenizer import (
+    ChatTemplateError,
+    Tokenizer,
+    TokenizerError,
+    TokenizerParts,
+)
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
 from moonpool.transfer.parent import end_with
@@ -48,27 +71,46 @@ Kind = Literal[
     "detokenize",
 ]
 BYTE_TOKENIZER = "bytes"  # as in `engine.model_info`
+LARGE_BYTES = 64 << 10
+MAX_REMEMBERED = 4096
 MAX_REST_BYTES = 1 << 20
 """Largest body without its prompt. The head's loop decodes it."""
 LENGTH = struct.Struct("<I")
 
 
 class BodyStart(Struct, frozen=True):
-    """What the process needs to know. `tokenizer` is as in `engine.builtin.LoadedModel`."""
+    """What the process needs to know. `tokenizer` is as in `engine.builtin.LoadedModel`; `parts`
+    are what its file holds, if that is no folder."""
 
     parent_pid: int
     tokenizer: str
+    parts: TokenizerParts | None
     chat_template: str
     vocab_size: int
-    card: ModelCard
     served_names: tuple[str, ...]
     max_choices: int
     max_logprobs: int
+    yields: bool  # to running answers, when cores are scarce
 
 
-class BodyWork(Struct, frozen=True):
+class BodyReady(Struct, frozen=True):
+    """The tokenizer is loaded and the template compiles; else `error` says why not."""
+
+    error: str = ""
+
+
+class BodyWork(Struct, frozen=True, tag=True):
+    """One body. `num_replies`: those that its sender had from this process."""
+
     kind: Kind
     raw: bytes
+    party: str
+    limit_s: float
+    num_replies: int = 0
+
+
+class UseCard(Struct, frozen=True, tag=True):
+    card: ModelCard
 
 
 class BodyError(Struct, frozen=True):
@@ -78,6 +120,10 @@ class BodyError(Struct, frozen=True):
     status: int
     param: str | None
     code: str | None
+
+    @classmethod
+    def of(cls, error: ApiError) -> BodyError:
+        return cls(error.message, error.status, error.param, error.code)
 
     def as_error(self) -> ApiError:
         return ApiError(self.message, status=self.status, param=self.param, code=self.code)
@@ -99,9 +145,12 @@ class BodyResult(Struct, frozen=True):
     grammar_field: str = ""
     num_calls: int = 0  # of tools, in the messages
     bad_words: tuple[BadWord, ...] = ()
+    was_exhausted: bool = False  # it took all the time or memory that it might
+    fault: str = ""  # a traceback
+    was_left: bool = False  # it was not read: another of its party had just taken too much
 
 
-_WORK = msgspec.msgpack.Decoder(BodyWork)
+_FRAME: msgspec.msgpack.Decoder[BodyWork | UseCard] = msgspec.msgpack.Decoder(BodyWork | UseCard)
 _START = msgspec.msgpack.Decoder(BodyStart)
 _READ_ALREADY = (
     "user",
@@ -183,36 +232,146 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
     )
 
 
-async def perform(preparer: Preparer, work: BodyWork) -> BodyResult:
-    """Prepares one body. All its errors are in the result."""
+class _Noted:
+    """A tokenizer whose user is seen from outside while it renders and tokenises."""
+
+    def __init__(self, tokenizer: Tokenizer, note: StageNote) -> None:
+        self._tokenizer = tokenizer
+        self._note = note
+
+    def render_chat(self, *arguments: Any, **named: Any) -> str:
+        self._note.set(ReadStage.TEMPLATE)
+        text = self._tokenizer.render_chat(*arguments, **named)
+        self._note.set(ReadStage.OTHER)
+        return text
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self._note.set(ReadStage.TOKENIZER)
+        found = self._tokenizer.encode(text, add_special_tokens)
+        self._note.set(ReadStage.OTHER)
+        return found
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self._note.set(ReadStage.TOKENIZER)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens)
+        self._note.set(ReadStage.OTHER)
+        return text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+async def _here(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def _finished(work: Coroutine[Any, Any, Any]) -> Any:
+    """Runs what waits for nothing, without an event loop."""
     try:
-        found = await getattr(preparer, work.kind)(work.raw)
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a body waits for something")
+
+
+def perform(preparer: Preparer, work: BodyWork) -> BodyResult:
+    """Prepares one body. Its errors are in the result. Raises MemoryError."""
+    try:
+        found = _finished(getattr(preparer, work.kind)(work.raw))
         return BodyResult(response=found) if isinstance(found, bytes) else pack(work.kind, found)
     except ApiError as error:
-        message = error.message
-        return BodyResult(error=BodyError(message, error.status, error.param, error.code))
+        return BodyResult(error=BodyError.of(error))
+
+
+class _Reader:
+    """Reads bodies within their limits."""
+
+    def __init__(self, start: BodyStart, note: StageNote, limits: CallLimits) -> None:
+        """Raises `TokenizerError` and `ChatTemplateError`."""
+        self._start = start
+        self._note = note
+        self._limits = limits
+        self._tokenizer = _open(start)
+        self._tokenizer.check_chat_template()
+        self._limits.settle()
+        self._preparer: Preparer | None = None
+        self._num_replies = 0
+        self._exhausted: dict[str, int] = {}  # by party: the reply of the last one
+
+    def use(self, card: ModelCard) -> None:
+        if self._preparer is not None:
+            self._preparer.use(card)
+            return
+        options = ApiOptions(
+            served_names=self._start.served_names,
+            max_choices=self._start.max_choices,
+            max_logprobs=self._start.max_logprobs,
+        )
+        noted: Any = _Noted(self._tokenizer, self._note)
+        self._preparer = Preparer(noted, card, options, _here)
+
+    def read(self, work: BodyWork) -> BodyResult:
+        self._num_replies += 1
+        if work.num_replies < self._exhausted.get(work.party, 0):
+            return BodyResult(was_left=True)  # its sender does not know yet
+        result = self._read(work)
+        if result.was_exhausted:
+            if len(self._exhausted) == MAX_REMEMBERED:
+                self._exhausted.clear()
+            self._exhausted[work.party] = self._num_replies
+        return result
+
+    def _read(self, work: BodyWork) -> BodyResult:
+        assert self._preparer is not None
+        self._note.set(ReadStage.OTHER)
+        try:
+            with self._limits.within(work.limit_s, body_bytes(len(work.raw))):
+                return perform(self._preparer, work)
+        except LimitReachedError:
+            error = too_long(work.kind, self._note.stage, work.limit_s)
+        except MemoryError:
+            error = too_large(work.kind, self._note.stage)
+        except Exception:  # a fault of ours
+            return BodyResult(fault=traceback.format_exc())
+        except BaseException as panic:  # of the tokenizers library
+            error = limit_error(work.kind, self._note.stage, f"fails ({shown_name(str(panic))})")
+            return BodyResult(error=BodyError.of(error))
+        return BodyResult(error=BodyError.of(error), was_exhausted=True)
 
 
 def main() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(5)  # running answers come first
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     start = _START.decode(_read(source) or b"")
     end_with(start.parent_pid)
-    options = ApiOptions(
-        served_names=start.served_names,
-        max_choices=start.max_choices,
-        max_logprobs=start.max_logprobs,
-        thread_above_chars=1 << 40,
-    )
-    preparer = Preparer(_open(start), start.card, options)
-    with asyncio.Runner() as runner:
-        while frame := _read(source):
-            done = runner.run(perform(preparer, _WORK.decode(frame)))
-            body = msgspec.msgpack.encode(done)
-            sink.write(LENGTH.pack(len(body)) + body)
-            sink.flush()
+    if start.yields:
+        os.nice(5)
+    limits = CallLimits()
+    try:
+        with limits.within(LOAD_S, LOAD_BYTES):
+            reader = _Reader(start, StageNote(int(sys.argv[1])), limits)
+    except TokenizerError as error:
+        _write(sink, BodyReady(error=str(error)))
+        return
+    except ChatTemplateError as error:
+        where = "--chat-template" if start.chat_template else start.tokenizer
+        _write(sink, BodyReady(error=f"{where}: {error}"))
+        return
+    except (LimitReachedError, MemoryError):
+        return  # its parent sees that it did not get ready
+    _write(sink, BodyReady())
+    while frame := _read(source):
+        work = _FRAME.decode(frame)
+        if isinstance(work, UseCard):
+            reader.use(work.card)
+            continue
+        result = reader.read(work)
+        _write(sink, result)
+        if (result.was_exhausted or len(work.raw) > LARGE_BYTES) and not limits.has_room:
+            break  # another process begins anew
+    os._exit(0)  # at once: what is left takes long to free
 
 
 def _open(start: BodyStart) -> Tokenizer:
@@ -220,10 +379,16 @@ def _open(start: BodyStart) -> Tokenizer:
     if start.tokenizer == BYTE_TOKENIZER:
         tokenizer = ByteTokenizer(start.vocab_size)
     else:
-        tokenizer = HfTokenizer(Path(start.tokenizer))
+        tokenizer = HfTokenizer(start.parts or Path(start.tokenizer))
     if start.chat_template:
         tokenizer.use_chat_template(start.chat_template)
     return tokenizer
+
+
+def _write(sink: BinaryIO, reply: BodyReady | BodyResult) -> None:
+    body = msgspec.msgpack.encode(reply)
+    sink.write(LENGTH.pack(len(body)) + body)
+    sink.flush()
 
 
 def _read(source: BinaryIO) -> bytes:

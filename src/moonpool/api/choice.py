@@ -14,6 +14,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream
+from moonpool.api.connection.work_mark import marked
 from moonpool.api.frontend import Frontend, Output, RequestRefused
 from moonpool.api.output_text.said import Said, ToolCallDelta, plain
 from moonpool.api.output_text.source import OutputReader
@@ -275,7 +276,7 @@ async def run_choices(
             yield delta
         running = [choice for choice in choices if choice.finish_reason is None]
     if kept is None:
-        async with aclosing(_run(running, frontend)) as deltas:
+        async with aclosing(_run(running, frontend, None)) as deltas:
             async for delta in deltas:
                 yield delta
         return
@@ -289,7 +290,7 @@ async def run_choices(
             raise refused
         running = [choice for choice in choices if choice.finish_reason is None]
     try:
-        async with aclosing(_run(running, frontend)) as deltas:
+        async with aclosing(_run(running, frontend, kept)) as deltas:
             async for delta in deltas:
                 kept.note(delta.choice.index, delta.output)
                 yield delta
@@ -313,7 +314,9 @@ async def _come_again(
             await asyncio.sleep(0)
 
 
-async def _run(choices: Sequence[Choice], frontend: Frontend) -> AsyncGenerator[Delta, None]:
+async def _run(
+    choices: Sequence[Choice], frontend: Frontend, kept: KeptStream | None
+) -> AsyncGenerator[Delta, None]:
     if not choices:
         return
     if len(choices) == 1:
@@ -322,7 +325,8 @@ async def _run(choices: Sequence[Choice], frontend: Frontend) -> AsyncGenerator[
                 yield delta
         return
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(choice, frontend, queue)) for choice in choices]
+    works = [marked(_pump(choice, frontend, queue), kept) for choice in choices]
+    tasks = [asyncio.create_task(work) for work in works]
     running = len(tasks)
     try:
         while running:

@@ -13,8 +13,10 @@ import numpy as np
 
 from moonpool.api.bodies import EmbeddingsBody
 from moonpool.api.body_pool import BodyReader
+from moonpool.api.connection.kept_stream import KeptStream
+from moonpool.api.connection.work_mark import marked
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.generate import limits_of, tenant_of
+from moonpool.api.generate import limits_of, seconds_left, tenant_of
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.rate_limits import RateLimits
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
@@ -67,7 +69,7 @@ class Embedder:
         if not is_resumed:
             self._rates.begin(context.tenant, arrived_s)
         arrived_s, _ = context.keep_call(raw, arrived_s, self._frontend.card)
-        left_s = arrived_s + timeout_s - self._frontend.now()
+        left_s = seconds_left(arrived_s, timeout_s, self._frontend)
         call = await self._bodies.call("embeddings", raw, context.party, left_s)
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
@@ -83,11 +85,15 @@ class Embedder:
             context.kept_refusals(),
         ):
             async with context.watch():
-                found = await self._run(scoped, call.prompts, limits)
+                found = await self._run(scoped, call.prompts, limits, context.kept)
         await context.respond(200, self._response(body, call.prompts, found))
 
     async def _run(
-        self, scoped: str, prompts: Sequence[tuple[int, ...]], limits: _Limits
+        self,
+        scoped: str,
+        prompts: Sequence[tuple[int, ...]],
+        limits: _Limits,
+        kept: KeptStream | None,
     ) -> list[_Found]:
         """Runs one request per prompt. If one fails, all end and its error is raised."""
         room = asyncio.Semaphore(MAX_RUNNING)
@@ -97,7 +103,8 @@ class Embedder:
                 request_id = RequestId(f"{scoped}~{index}" if index else scoped)
                 return await self._embedding(request_id, token_ids, limits)
 
-        tasks = [asyncio.create_task(one(*numbered)) for numbered in enumerate(prompts)]
+        works = [marked(one(*numbered), kept) for numbered in enumerate(prompts)]
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -11,6 +11,9 @@ import msgspec
 from moonpool.api.frontend import RequestRefused
 
 Headers = Sequence[tuple[bytes, bytes]]
+NO_RETRY = (b"x-should-retry", b"false")
+"""Client libraries send a request again after errors of the server, unless they are told not to."""
+_NOT_TRIED_AGAIN = ("head_failed", "instances_ended")
 
 
 class ApiError(Exception):
@@ -58,6 +61,8 @@ def from_refused(refused: RequestRefused) -> ApiError:
     if refused.retry_after_s is not None or refused.status in (429, 503):
         retry_after_s = refused.retry_after_s or 1.0
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(min(retry_after_s, 86_400.0)))))
+    if refused.reason in _NOT_TRIED_AGAIN:
+        headers.append(NO_RETRY)
     return ApiError(
         refused.message,
         status=refused.status,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from moonpool.api.keys import TenantLimits
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.engine.tokenizer import Tokenizer, TokenizerParts
 from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
 
 
@@ -186,7 +186,9 @@ class ApiOptions:
     thread_above_chars: int = 16_384  # longer texts are tokenised in a thread
     body_timeout_s: float = 30.0
     tokenizer: str = ""
-    """Names the tokenizer for the processes that read large bodies; "": there are none."""
+    """Names the tokenizer for the processes that read bodies; "": there are none."""
+    tokenizer_parts: TokenizerParts | None = None
+    """What it is made from, if its file is no folder."""
     keepalive_s: float = 5.0  # a silent stream sends a comment so often; 0: never
     exports_traces: bool = False
     strict_max_tokens: bool = False
@@ -194,7 +196,7 @@ class ApiOptions:
     tool_call_parser: str = "auto"  # the format of calls (see `output_text.formats`)
     reasoning_parser: str = "auto"  # that of reasoning
     chat_template: str = ""
-    """The source of a template that these processes use in place of the tokenizer's own."""
+    """The source of a template that is used in place of the tokenizer's own."""
 
     def names(self, card: ModelCard) -> tuple[str, ...]:
         """Returns the names of models that clients may use, the model's own first."""

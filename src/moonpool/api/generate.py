@@ -166,7 +166,7 @@ class Generator:
             self._rates.begin(context.tenant, arrived_s)
         card = self._frontend.card
         arrived_s, facts = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
-        left_s = arrived_s + timeout_s - self._frontend.now()
+        left_s = seconds_left(arrived_s, timeout_s, self._frontend)
         prepared = await self._bodies.call(kind, raw, context.party, left_s)
         is_drawn_anew = is_new and prepared.body.seed is None
         told = (facts, position, has, known, is_new, is_drawn_anew)
@@ -483,6 +483,16 @@ def limits_of(context: HttpContext, frontend: Frontend) -> tuple[Slo, float]:
     timeout_ms = _milliseconds(context, b"x-request-timeout-ms")
     timeout_s = frontend.request_timeout_s
     return slo, timeout_s if timeout_ms is None else min(timeout_s, timeout_ms / 1e3)
+
+
+def seconds_left(arrived_s: float, timeout_s: float, frontend: Frontend) -> float:
+    """Returns the time to the deadline. Raises RequestRefused if it has passed, which it may have
+    while a head was replaced."""
+    left_s = arrived_s + timeout_s - frontend.now()
+    if left_s <= 0.0:
+        text = "the request's deadline passed before its body was read"
+        raise RequestRefused(504, "deadline", text)
+    return left_s
 
 
 def _milliseconds(context: HttpContext, name: bytes) -> float | None:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from moonpool.api.connection.kept_answers import Known
 from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, draw_facts
+from moonpool.api.connection.poison import MAX_ENDED, poison_error
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
 from moonpool.api.frontend import ModelCard, RequestRefused
 from moonpool.api.sharing.body_memory import BodyMemory, HeldBody
@@ -103,11 +104,14 @@ class KeepingConnection(Protocol):
         is_admin: bool,
         digest: bytes = b"",
         num_returns: int = 0,
+        num_ended: int = 0,
     ) -> KeptStream | None: ...
 
     async def known(
         self, tenant: str, request_id: str, digest: bytes, displaces: bool
     ) -> Known | None: ...
+
+    def num_ended(self, tenant: str, digest: bytes) -> int: ...
 
     def begin_response(self) -> None: ...
 
@@ -155,6 +159,7 @@ class HttpContext:
     ) -> tuple[float, StreamFacts]:
         """Lets the answer to a call outlive this process, where that is possible. Returns when the
         call arrived, and its facts: those of the head that received it, if that was another.
+        Raises ApiError if calls like it have ended too many heads.
 
         `facts`: of the response that the call continues. `digest`, `num_returns`: as in `Opening`.
         """
@@ -165,10 +170,26 @@ class HttpContext:
             return self.kept.opening.arrived_s, self.kept.opening.facts
         facts = facts or draw_facts(self.request_id, card.max_model_tokens, card.system_fingerprint)
         if self._connection is not None:
-            who = self.tenant, self.is_admin
-            again = digest, num_returns
-            self.kept = self._connection.keep(self.scope, body, facts, arrived_s, *who, *again)
+            self.kept = self._connection.keep(
+                self.scope,
+                body,
+                facts,
+                arrived_s,
+                self.tenant,
+                self.is_admin,
+                digest,
+                num_returns,
+                self._num_ended(digest),
+            )
         return arrived_s, facts
+
+    def _num_ended(self, digest: bytes) -> int:
+        if not digest or self._connection is None:
+            return 0
+        num_ended = self._connection.num_ended(self.tenant, digest)
+        if num_ended >= MAX_ENDED:
+            raise poison_error()
+        return num_ended
 
     async def known(self, digest: bytes, request_id: str, displaces: bool) -> Known | None:
         """Returns what is known of the call, if it comes again: see `KeptAnswers.find`."""

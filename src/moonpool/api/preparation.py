@@ -27,7 +27,7 @@ from moonpool.api.bodies import (
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.api.prompt_text.truncation import truncation_of
-from moonpool.api.prompts import PromptReader
+from moonpool.api.prompts import InThread, PromptReader
 from moonpool.api.responses import ResponsesBody, as_chat, of_input
 from moonpool.api.sampling import (
     check_logprobs,
@@ -77,8 +77,16 @@ class PreparedCall:
 class Preparer:
     """Reads the bodies of one model's calls. Each method raises `ApiError`."""
 
-    def __init__(self, tokenizer: Tokenizer, card: ModelCard, options: ApiOptions) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        card: ModelCard,
+        options: ApiOptions,
+        in_thread: InThread = asyncio.to_thread,
+    ) -> None:
+        """`in_thread` runs what would take too long for an event loop."""
         self._tokenizer = tokenizer
+        self._in_thread = in_thread
         self._options = options
         self._names = options.names(card)
         self.use(card)
@@ -86,7 +94,8 @@ class Preparer:
     def use(self, card: ModelCard) -> None:
         """Reads later bodies by this card: the context may shrink when an instance joins."""
         self.card = card
-        self._prompts = PromptReader(self._tokenizer, card, self._options.thread_above_chars)
+        above = self._options.thread_above_chars
+        self._prompts = PromptReader(self._tokenizer, card, above, self._in_thread)
 
     async def chat(self, raw: bytes) -> PreparedCall:
         return await self._of_chat(decode_body(CHAT, raw))
@@ -234,7 +243,8 @@ class Preparer:
         if must_call is None and not body.has_structured_output:
             return "", ""
         can_end = bool(self.card.eos_token_ids)
-        return await asyncio.to_thread(grammar_of, body, can_end, must_call)
+        found: tuple[str, str] = await self._in_thread(grammar_of, body, can_end, must_call)
+        return found
 
 
 def _continued(body: ChatBody) -> Sequence[str]:

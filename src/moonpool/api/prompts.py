@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -127,6 +127,8 @@ class _Arguments(dict[str, Any]):
         return other + str(self)
 
 
+InThread = Callable[..., Awaitable[Any]]
+"""As `asyncio.to_thread`."""
 MOST_BAD_WORDS = 1024
 _MOST_CHARS_PER_TOKEN = 512
 """No token of a known vocabulary is longer, so a longer text cannot fit the context."""
@@ -135,8 +137,15 @@ _MOST_CHARS_PER_TOKEN = 512
 class PromptReader:
     """Reads the prompts of calls with one model's tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, card: ModelCard, thread_above_chars: int):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        card: ModelCard,
+        thread_above_chars: int,
+        in_thread: InThread = asyncio.to_thread,
+    ):
         self._tokenizer = tokenizer
+        self._in_thread = in_thread
         self._card = card
         self._thread_above_chars = thread_above_chars
 
@@ -332,7 +341,7 @@ class PromptReader:
             raise context_exceeded(None, self._card.max_model_tokens, param)
         encode = self._tokenizer.encode
         if max(len(text), num_chars) > self._thread_above_chars:
-            token_ids = tuple(await asyncio.to_thread(encode, text, add_special_tokens))
+            token_ids = tuple(await self._in_thread(encode, text, add_special_tokens))
         else:
             token_ids = tuple(encode(text, add_special_tokens))
         if truncation is not None and len(token_ids) > truncation.num_tokens:

@@ -1,4 +1,4 @@
-"""Turns at something that serves one call at a time: the tenants take them one after the other."""
+"""Turns at something that serves few calls at a time: the parties take them one after the other."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ MAX_WAITING = 256
 
 
 class FairTurns:
-    """`async with turns.turn(tenant)` holds the turn. What waits is bounded."""
+    """`async with turns.turn(party)` holds a turn. What waits is bounded."""
 
-    def __init__(self, what: str, code: str) -> None:
-        """A call too many is refused with `code`, and a text with `what`: "large bodies wait"."""
+    def __init__(
+        self, what: str, code: str, places: int = 1, most_waiting: int = MAX_WAITING
+    ) -> None:
+        """A call too many is refused with `code`, and a text with `what`: "large bodies wait".
+        `places`: turns at a time."""
         self._what = what
         self._code = code
-        self._busy = False
+        self._num_free = places
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # next party first
-        self._places = SharedBuffer(MAX_WAITING)
+        self._places = SharedBuffer(most_waiting)
 
     @contextlib.asynccontextmanager
     async def turn(self, party: str) -> AsyncIterator[None]:
         """`party`: as in `SharedBuffer`."""
-        if self._busy:
+        if self._num_free:
+            self._num_free -= 1
+        else:
             with self._places.place(party) as found:
                 if not found:
                     text = f"Too many {self._what}. Send the request again later."
                     raise RequestRefused(503, self._code, text, 5.0)
                 await self._wait(party)
-        self._busy = True
         try:
             yield
         finally:
@@ -59,5 +63,5 @@ class FairTurns:
                 self._waiting[party] = turns
             if not turn.done():
                 turn.set_result(None)
-                return  # `_busy` stays set for it
-        self._busy = False
+                return  # the place stays taken, by that call
+        self._num_free += 1

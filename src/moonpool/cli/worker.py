@@ -8,7 +8,8 @@ import secrets
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import click
 import uvloop
@@ -26,6 +27,7 @@ from moonpool.config import (
 )
 from moonpool.config_rules import vllm_place
 from moonpool.gc_tuning import settle_threads
+from moonpool.protocol.supervision import HUNG_STATUS
 from moonpool.transfer.parent import end_with
 from moonpool.types import InstanceId, Role
 
@@ -167,8 +169,6 @@ def worker(
     secret = cluster_secret()
     if exit_with_parent:
         end_with(os.getppid())
-    from moonpool.runtime.head_link import HungError, WorkerError
-
     tls = _peer_tls(certfile, keyfile, ca_certs)
     share = _core_share(cores, other_cores)
     vllm = None if place is None else _vllm_address(place, role)
@@ -194,14 +194,23 @@ def worker(
         _end_in_order(None if role == ATTENTION else cast(DrainableWorker, running), drain_seconds)
         await running.run(head_host, port)
 
+    _run(run(), exit_with_parent)
+
+
+def _run(work: Coroutine[Any, Any, None], is_launched: bool) -> None:
+    """Runs a worker to its end, and says why it ended, unless the head of the same server has."""
+    from moonpool.runtime.head_link import HungError, ToldError, WorkerError
+
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run())
+            runner.run(work)
     except HungError as error:
         sys.stderr.write(f"moonpool: {error}\n")
         sys.stderr.flush()
-        os._exit(1)  # an exit in order would wait for the thread that hangs
+        os._exit(HUNG_STATUS)  # an exit in order would wait for the thread that hangs
     except WorkerError as error:
+        if is_launched and isinstance(error, ToldError):
+            raise SystemExit(1) from None
         fail(str(error))
     except asyncio.CancelledError:
         raise SystemExit(0) from None

@@ -23,6 +23,12 @@ class InstanceLost(msgspec.Struct, frozen=True):
     reason: str
 
 
+class InstanceCrashed(msgspec.Struct, frozen=True):
+    """An instance that was lost, or will be, has ended by itself: not by a kill from outside."""
+
+    instance_id: InstanceId
+
+
 class RequestArrived(msgspec.Struct, frozen=True):
     """`delivered`: the tokens that its client has from an earlier head, which it outlived; None: it
     is new."""
@@ -82,6 +88,7 @@ ConductorEvent = (
     | DrainRequested
     | HotRequested
     | CacheDropRequested
+    | InstanceCrashed
     | Tick
 )
 

@@ -131,6 +131,7 @@ class AttemptPlanner:
             decodes=footprint.decodes,
             expected_keys=tracked.keys[placement.held_blocks :],
             tbt_s=placement.tbt_s,
+            begins_at=len(tracked.generated),
             waits=placement.max_step_s is not None,
             in_chunks=placement.in_chunks,
         )

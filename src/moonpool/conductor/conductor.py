@@ -7,7 +7,7 @@ routes the events, and owns the instances: their joins, their blocks, their depa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from moonpool.conductor.actions import (
@@ -16,6 +16,7 @@ from moonpool.conductor.actions import (
     ConductorEvent,
     DrainRequested,
     HotRequested,
+    InstanceCrashed,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -135,6 +136,12 @@ class Conductor:
         )
         self._marks_replicas = config.spare_copies_first
 
+    def watch(self, on_work: Callable[[RequestId | None], None]) -> None:
+        """`on_work` is called with a request before it is planned, and with None after that. It
+        must change nothing here: a driver notes what it works on, for the case that it ends there.
+        """
+        self._lifecycle.on_work = on_work
+
     @property
     def requests(self) -> dict[RequestId, TrackedRequest]:
         """The requests under way."""
@@ -171,6 +178,8 @@ class Conductor:
                 self._on_instance_joined(event.info, now)
             case InstanceLost():
                 self._on_instance_lost(event.instance_id, event.reason, now)
+            case InstanceCrashed():
+                self._lifecycle.on_instance_crashed(event.instance_id, now)
             case DrainRequested():
                 self._drain(event.instance_id, event.within_s, event.why, now, event.returns)
             case HotRequested():

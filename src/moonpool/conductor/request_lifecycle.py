@@ -11,7 +11,7 @@ attempt's prompt. Each draw is keyed by (seed, position), so the answer continue
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 import msgspec
@@ -26,6 +26,7 @@ from moonpool.conductor.actions import (
 )
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
 from moonpool.conductor.cost_estimator import CostEstimator
+from moonpool.conductor.crashes.suspects import INSTANCES_ENDED, Suspects
 from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.goodput_admission import GoodputModel
@@ -68,6 +69,11 @@ MAX_TRIED_PER_TURN = 8
 """Waiting requests that are planned in vain in one turn: the others would hardly fit either."""
 POLICY_ERROR_TEXT = "a placement or admission policy of this server failed; see its log"
 
+
+def _note_nothing(request_id: RequestId | None) -> None:
+    """Nobody asks which request is worked on."""
+
+
 AttemptReport = (
     PrefillStarted
     | PrefillDone
@@ -81,6 +87,9 @@ AttemptReport = (
 
 class RequestLifecycle:
     """All requests under way. Appends what is to be done to `actions`."""
+
+    NOT_STORED = ("on_work",)
+    on_work: Callable[[RequestId | None], None] = staticmethod(_note_nothing)
 
     def __init__(
         self,
@@ -117,6 +126,7 @@ class RequestLifecycle:
         self._max_attempts = max_attempts
         self._actions = actions
         self._prefetching, self._replication = prefetching, replication
+        self._suspects = Suspects(self.requests)
 
     # Arrival and placement
 
@@ -158,7 +168,12 @@ class RequestLifecycle:
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
+        if self._suspects.must_wait(tracked):
+            self.waiting.add(tracked, now)
+            return
+        self.on_work(tracked.request.request_id)
         planned = self._planner.plan(tracked, now)
+        self.on_work(None)
         if isinstance(planned, Rejection) and self.waiting.may_wait(tracked, planned):
             if tracked.request.request_id not in self.waiting:
                 tracked.explanation.add(f"waits: {planned.message}")
@@ -170,6 +185,10 @@ class RequestLifecycle:
                 self._actions.append(Announce(planned.message))
                 planned = msgspec.structs.replace(planned, message=POLICY_ERROR_TEXT)
             self._reject(tracked, planned, now)
+        elif self._suspects and self._suspects.run_alone_at(
+            tracked, (planned.placement.prefill, planned.placement.decode)
+        ):
+            self.waiting.add(tracked, now)
         else:
             self._book(tracked, planned, now)
 
@@ -179,7 +198,8 @@ class RequestLifecycle:
         self._has_room = False
         if not self.waiting:
             return
-        for tracked in islice(self.waiting.due(now), MAX_PLACED_PER_TURN):
+        due = (each for each in self.waiting.due(now) if not self._suspects.must_wait(each))
+        for tracked in islice(due, MAX_PLACED_PER_TURN):
             self._place(tracked, now)
             num_failures += tracked.request.request_id in self.waiting
             if num_failures >= MAX_TRIED_PER_TURN:
@@ -198,6 +218,7 @@ class RequestLifecycle:
             num_tokens = footprint.expected_tokens - placement.hit_tokens
             self.shares.give(payer_of(tracked.request.tenant), num_tokens, now)
         tracked.num_attempts += 1
+        self._suspects.note_placed(tracked, now)
         tracked.attempt = attempt
         self._attempts[attempt.attempt_id] = tracked
         self._reservations.book(tracked, attempt, now)
@@ -344,6 +365,8 @@ class RequestLifecycle:
     ) -> None:
         tracked.num_faults = 0
         tracked.generated.extend([token.token_id for token in tokens])
+        if self._suspects and self._suspects.note_tokens(tracked):
+            self._has_room = True  # for the next one
         is_first = tracked.record.first_token_s is None
         tracked.record.note_tokens(len(tokens), now, gap_s)
         if is_first:
@@ -372,6 +395,7 @@ class RequestLifecycle:
     def on_instance_lost(self, state: InstanceState, reason: str, now: float) -> None:
         """Places the requests again that cannot continue without the instance."""
         instance_id = state.info.instance_id
+        has_crashed = self._suspects.note_lost(state)
         for tracked in {**state.prefills, **state.handed_over, **state.decodes}.values():
             attempt = tracked.attempt
             assert attempt is not None
@@ -381,6 +405,23 @@ class RequestLifecycle:
                 continue
             text = f"instance {instance_id} was lost: {reason}"
             self._retry(tracked, 503, "instance_lost", text, now)
+        if has_crashed:
+            self.on_instance_crashed(instance_id, now)
+
+    def on_instance_crashed(self, instance_id: InstanceId, now: float) -> None:
+        """It ended by itself, so one of its requests may be the cause: see `Suspects`."""
+        culprit, others = self._suspects.accuse(instance_id)
+        if culprit is not None:
+            text = (
+                "this request has ended two instances, so it is not tried again; tell the"
+                f" server's operator: the last one was {instance_id}"
+            )
+            self._reject(culprit, Rejection(500, INSTANCES_ENDED, text, 0.0), now)
+        for tracked in others:
+            if tracked.attempt is not None:
+                self._unbook(tracked, now)
+                tracked.explanation.add(f"waits: {instance_id} crashed, maybe by this request")
+                self.waiting.add(tracked, now)
 
     def move(self, tracked: TrackedRequest, now: float) -> None:
         """Places a request again because its instance leaves."""
@@ -389,6 +430,7 @@ class RequestLifecycle:
     def expire(self, now: float) -> None:
         """Ends the requests whose deadlines have passed, and those that wait for room in a decode
         batch although their TTFT SLO is missed."""
+        self._has_room |= self._suspects.end_long_turn(now)
         while self._joining and self._joining[0][0] <= now:
             _, request_id = heapq.heappop(self._joining)
             tracked = self.requests.get(request_id)
@@ -464,6 +506,7 @@ class RequestLifecycle:
             self._learn(tracked, now)
         self._unbook(tracked, now, abort=not finished)
         self.waiting.remove(tracked.request.request_id)
+        self._suspects.forget(tracked.request.request_id)
         self._has_room = True
         del self.requests[tracked.request.request_id]
         if len(self._deadlines) > 2 * len(self.requests) + 64:

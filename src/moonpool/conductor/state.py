@@ -37,6 +37,7 @@ class Attempt:
     decodes: bool  # False if the first token is also the last
     tbt_s: float  # predicted
     expected_keys: Sequence[BlockKey]  # blocks that its prefill adds to the prefill instance
+    begins_at: int = 0  # tokens of the answer before it
     waits: bool = False  # to join the batch of its decode instance
     in_chunks: bool = False  # its decode instance computes the prompt in chunks beside others
     interval: DecodeInterval | None = None

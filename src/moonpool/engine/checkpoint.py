@@ -21,9 +21,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.families.shown import listed, shown, shown_name
 from moonpool.engine.families.stored import Shape, StoredTensor
-from moonpool.engine.model_folder import WORD_PATTERNS, find_folder, read_config, read_json
-from moonpool.engine.quantized.checkpoints import FURTHER, Scheme, expert_matrix, read_scheme
+from moonpool.engine.model_folder import (
+    WORD_PATTERNS,
+    file_in,
+    find_folder,
+    read_config,
+    read_json,
+)
+from moonpool.engine.quantized.checkpoints import (
+    FURTHER,
+    STORED_TYPES,
+    Scheme,
+    expert_matrix,
+    read_scheme,
+)
 from moonpool.engine.quantized.matrix import Matrix, plain, reordered
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import stored_shapes, stored_tensors
@@ -31,7 +44,6 @@ from moonpool.engine.tensors import stored_shapes, stored_tensors
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HUB_PATTERNS = [*WORD_PATTERNS, "*.safetensors"]
-STORED_DTYPES = {"F32", "BF16", "F16"}
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOREIGN_SUFFIXES = {".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".safetensors"}
 SAMPLE_BYTES = 4096
@@ -39,7 +51,6 @@ SAMPLES_PER_TENSOR = 8
 # Tensors that some exporters add and the engine does not need.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^visual\.|^mtp\.|^model\.mtp_")
 # `visual` sees images, and `mtp` predicts further tokens.
-NAMED_AT_MOST = 5
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 log = logging.getLogger(__name__)
 
@@ -58,8 +69,9 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     """Opens and checks the checkpoint in folder `name`, or of the Hub id `name`."""
     folder = find_folder(name, HUB_PATTERNS)
     config = read_config(folder)
-    scheme = read_scheme(config)
-    spec = parse_config({k: v for k, v in config.items() if k != "quantization_config"})
+    where = str(folder / "config.json")
+    scheme = read_scheme(config, where)
+    spec = parse_config({k: v for k, v in config.items() if k != "quantization_config"}, where)
     files = _tensor_files(folder)
     prefix = _prefix(files)
     layers, experts = f"{prefix}layers.", ".mlp.experts.gate_up_proj"
@@ -67,8 +79,7 @@ def open_checkpoint(name: str, dtype: torch.dtype) -> Checkpoint:
     spec = replace(spec, prefix=prefix, joined_experts=joined)
     headers = {path: _Header.read(path) for path in sorted(set(files.values()))}
     shapes = _shapes(spec, scheme, files, headers)
-    packed = frozenset() if scheme is None else scheme.dtypes
-    _check_tensors(spec, shapes, files, headers, packed)
+    _check_tensors(spec, shapes, files, headers, scheme)
     weights = CheckpointWeights(files, dtype, stored_tensors(spec), scheme)
     return Checkpoint(folder, spec, weights, _fingerprint(spec, shapes, files, headers))
 
@@ -151,22 +162,34 @@ class _Header:
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """The file of each tensor, by name."""
     if (folder / INDEX_FILE).exists():
-        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(f"{folder / INDEX_FILE} has no weight_map")
-        absent = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
-        if absent:
-            raise ModelError(f"{folder} lacks {_listed(absent)}, named in {INDEX_FILE}")
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / SINGLE_FILE
-    if not single.exists():
+        return _indexed_files(folder)
+    single = file_in(folder, SINGLE_FILE)
+    if not single.is_file():
         foreign = sorted(p.name for p in folder.iterdir() if p.suffix in FOREIGN_SUFFIXES)
-        there = f", only {_listed(foreign)}" if foreign else ""
+        there = f", only {listed(foreign)}" if foreign else ""
         raise ModelError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{there}; other weight formats are "
             "not read (convert them with transformers' save_pretrained)"
         )
     return dict.fromkeys(_Header.read(single).tensors, single)
+
+
+def _indexed_files(folder: Path) -> dict[str, Path]:
+    path = file_in(folder, INDEX_FILE)
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{path} has no weight_map")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise ModelError(
+                f"{path}: weight_map gives tensor {shown_name(tensor)} the file {shown(name)},"
+                " which is no file's name"
+            )
+    paths = {name: file_in(folder, name) for name in set(weight_map.values())}
+    absent = sorted(name for name, found in paths.items() if not found.is_file())
+    if absent:
+        raise ModelError(f"{folder} lacks {listed(absent)}, named in {INDEX_FILE}")
+    return {tensor: paths[name] for tensor, name in weight_map.items()}
 
 
 def _shapes(
@@ -179,7 +202,7 @@ def _shapes(
     shapes: dict[str, Shape | None] = {}
     for name, shape in stored_shapes(spec).items():
         entry = headers[files[name]].tensors.get(name, {}) if name in files else {}
-        is_plain = entry.get("dtype") in STORED_DTYPES
+        is_plain = entry.get("dtype") in STORED_TYPES
         if scheme is None or not scheme.packs(name, shape) or is_plain or "embed" in name:
             shapes[name] = shape
         else:
@@ -199,13 +222,12 @@ def _check_tensors(
     shapes: Mapping[str, Shape | None],
     files: Mapping[str, Path],
     headers: Mapping[Path, _Header],
-    packed: frozenset[str] = frozenset(),
+    scheme: Scheme | None,
 ) -> None:
-    """`packed`: further types that a tensor may be stored as. Raises ModelError."""
-    allowed = STORED_DTYPES | packed
+    """Raises ModelError."""
     missing = [name for name in shapes if name not in files]
     if missing:
-        raise ModelError(f"the checkpoint lacks tensors: {_listed(missing)}")
+        raise ModelError(f"the checkpoint lacks tensors: {listed(missing)}")
     tied = {"lm_head.weight"} if spec.tie_embeddings else set()
     further = tuple(
         f"{spec.prefix}layers.{spec.num_layers + i}." for i in range(spec.further_layers)
@@ -222,12 +244,13 @@ def _check_tensors(
     ]
     if unexpected:
         raise ModelError(
-            f"the checkpoint has tensors its config.json gives no use for: {_listed(unexpected)}"
+            f"the checkpoint has tensors its config.json gives no use for: {listed(unexpected)}"
         )
     for name, shape in shapes.items():
         entry = headers[files[name]].tensors.get(name)
         if entry is None:
             raise ModelError(f"{files[name]} lacks tensor {name}, which {INDEX_FILE} puts there")
+        allowed = STORED_TYPES if scheme is None else scheme.stored_types(name, shape)
         if shape is not None and tuple(entry["shape"]) != shape:
             raise ModelError(
                 f"tensor {name} has shape {entry['shape']}, by config.json it must be {list(shape)}"
@@ -237,11 +260,6 @@ def _check_tensors(
                 f"tensor {name} is stored as {entry['dtype']}; by config.json only "
                 f"{', '.join(sorted(allowed))} are possible"
             )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-    return ", ".join(names[:NAMED_AT_MOST]) + more
 
 
 def _fingerprint(

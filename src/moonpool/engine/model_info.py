@@ -6,18 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING
 
+from moonpool.engine.families.values import Fields
 from moonpool.engine.gguf.files import GGUF_SUFFIX
 from moonpool.engine.model_folder import (
     WORD_PATTERNS,
-    as_list,
     find_folder,
     read_config,
     sampling_defaults,
 )
-from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import Tokenizer, Vocabulary
+from moonpool.engine.tokenizer import Tokenizer, TokenizerParts, Vocabulary
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
 from moonpool.types import Pooling
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 BYTE_TOKENIZER = "bytes"
 BUILT_IN = ("moonpool/induction", "random:")
 """How the names of models begin that have no files."""
-MAX_VOCAB = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +57,36 @@ def model_info_without_weights(name: str, dtype: str) -> ModelInfo:
 
         return model_info(name, dtype)
     folder = find_folder(name, WORD_PATTERNS)
-    config = read_config(folder)
-    inner = config.get("text_config")  # multimodal models
-    words = config | inner if isinstance(inner, dict) else config
-    vocab_size = words.get("vocab_size")
-    if not _is_count(vocab_size) or not 0 < vocab_size <= MAX_VOCAB:
-        raise ModelError(
-            f"{folder / 'config.json'}: vocab_size {vocab_size!r} is not a valid vocabulary size"
-        )
-    ends = [*as_list(config.get("eos_token_id")), *as_list(words.get("eos_token_id"))]
+    config = Fields(read_config(folder), str(folder / "config.json"))
+    words = config.within("text_config").over(config)  # multimodal models
+    vocab_size = words.positive("vocab_size")
+    ends = (*config.token_ids("eos_token_id"), *words.token_ids("eos_token_id"))
     return ModelInfo(
         vocab_size,
-        tuple(end for end in dict.fromkeys(ends) if _is_count(end) and 0 <= end < vocab_size),
+        tuple(end for end in dict.fromkeys(ends) if end < vocab_size),
         0,  # the external engine reports it: RoPE scaling extends the number in config.json
         str(folder),
         sampling_defaults(folder),
     )
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def open_tokenizer(source: str, vocab_size: int) -> Tokenizer:
-    """Opens the tokenizer named by `LoadedModel.tokenizer`. Raises `TokenizerError`."""
+def open_tokenizer(source: str, vocab_size: int, parts: TokenizerParts | None = None) -> Tokenizer:
+    """Opens the tokenizer named by `LoadedModel.tokenizer`. `parts`: what `tokenizer_parts` gave.
+    Raises `TokenizerError`."""
     if source == BYTE_TOKENIZER:
         return ByteTokenizer(vocab_size)
-    path = Path(source)
-    if path.suffix == GGUF_SUFFIX:
-        from moonpool.engine.gguf.tokenizer import gguf_tokenizer  # needs torch
+    return HfTokenizer(parts or tokenizer_parts(source) or Path(source))
 
-        return gguf_tokenizer(path)
-    return HfTokenizer(path)
+
+def tokenizer_parts(source: str) -> TokenizerParts | None:
+    """What a GGUF file says of its tokenizer; None if that is read from a folder. Raises
+    `TokenizerError`."""
+    path = Path(source)
+    if path.suffix != GGUF_SUFFIX:
+        return None
+    from moonpool.engine.gguf.tokenizer import gguf_parts  # needs torch
+
+    return gguf_parts(path)
 
 
 def open_vocabulary(source: str, vocab_size: int) -> Vocabulary:

@@ -6,7 +6,6 @@ in float64, so that its bits do not depend on the chunks.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -14,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moonpool.engine.families.shown import listed, shown_name
+from moonpool.engine.families.values import Fields
+from moonpool.engine.model_folder import file_in, read_json, read_value
 from moonpool.engine.spec import ModelError
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Pooling, Token
@@ -28,26 +30,40 @@ def stored_pooling(folder: Path) -> Pooling:
 
     "none" if this engine does not compute its way. Raises `ModelError` for damaged files.
     """
-    path = folder / MODULES_FILE
-    if not path.exists():
+    modules = _modules(folder)
+    if not modules:
         return "last"
-    try:
-        modules = [
-            (str(module["type"]).rpartition(".")[2], str(module["path"]))
-            for module in json.loads(path.read_text(encoding="utf-8"))
-        ]
-        folders = [part for kind, part in modules if kind == "Pooling"]
-        path = folder / (folders[0] if folders else "") / "config.json"
-        settings = json.loads(path.read_text(encoding="utf-8")) if folders else {}
-        modes = sorted(name for name, on in settings.items() if name[:13] == "pooling_mode_" and on)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} does not describe the pooling: {error}") from None
+    folders = [part for kind, part in modules if kind == "Pooling"]
+    modes: list[str] = []
+    if folders:
+        name = f"{folders[0]}/config.json" if folders[0] else "config.json"
+        try:
+            settings = read_json(file_in(folder, name))
+        except FileNotFoundError:
+            raise ModelError(
+                f"{folder} has no {shown_name(name)}, named in {MODULES_FILE}"
+            ) from None
+        fields = Fields(settings, str(folder / name))
+        modes = sorted(n for n in fields.names if n[:13] == "pooling_mode_" and fields.flag(n))
     others = {kind for kind, _ in modules} - _KNOWN_MODULES
     if others or modes not in (["pooling_mode_mean_tokens"], ["pooling_mode_lasttoken"]):
-        ways = ", ".join([*sorted(others), *modes]) or "no pooling"
+        ways = listed([*sorted(others), *modes]) or "no pooling"
         log.warning("%s: embeddings by %s are not computed here", folder, ways)
         return "none"
     return "mean" if modes == ["pooling_mode_mean_tokens"] else "last"
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each module; none if the checkpoint is not for sentence-transformers."""
+    path = file_in(folder, MODULES_FILE)
+    try:
+        modules = read_value(path)
+    except FileNotFoundError:
+        return []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelError(f"{path} holds no list of objects")
+    each = [Fields(module, str(path), f"[{i}].") for i, module in enumerate(modules)]
+    return [(fields.text("type").rpartition(".")[2], fields.text("path")) for fields in each]
 
 
 def pooled_rows(entry: StepEntry) -> int:

@@ -4,7 +4,25 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What a tokenizer is made from. `source` is the text of a `tokenizer.json`.
+
+    `special_tokens` are by the names that templates use, such as `bos_token`.
+    """
+
+    where: str
+    source: str
+    special_tokens: Mapping[str, str]
+    eos_token_ids: tuple[int, ...]
+    template: str | None = None
+    tool_template: str | None = None
+    described: Mapping[str, Any] = field(default_factory=dict)
+    """`tokenizer_config.json`, if there is one."""
 
 
 class TextStream(Protocol):
@@ -64,7 +82,11 @@ class Tokenizer(Vocabulary, Protocol):
         ...
 
     def use_chat_template(self, source: str) -> None:
-        """Replaces the chat template. Raises `ChatTemplateError`."""
+        """Replaces the chat template."""
+        ...
+
+    def check_chat_template(self) -> None:
+        """Raises `ChatTemplateError` if it does not compile."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -5,11 +5,13 @@
       | -- TakeAnswer (one answer of an earlier head) -------> |  for each
       | -- TakeCutAnswer (its connection has ended) ---------> |  for each
       | -- TakeNoMore ---------------------------------------> |
+      | <-- NoteWork (where it says what it works on) -------- |
       | <-- HeadPrepared (the configuration is right) -------- |
       |   starts the workers, unless they run                  |
       | <-- HeadUp ------------------------------------------- |  serves
       | <-- HeadBeat, InstancesKnown, KillWorker ------------- |
-      | <-- KeepAnswer, CutAnswer, DropAnswer ---------------- |
+      | -- WorkerCrashed (it ended by itself) -------------> |
+      | <-- KeepAnswer, CutAnswer, DropAnswer, HeadsEnded ---- |
       | -- FinishHead (a signal came) -----------------------> |
       | <-- HeadEnding --------------------------------------- |  then it stops the workers
 
@@ -34,11 +36,24 @@ import msgspec
 from moonpool.config import Config
 from moonpool.types import InstanceId, Role, Struct
 
+HUNG_STATUS = 70
+"""The exit status of a worker whose engine hangs."""
+
 
 class Packet(Struct, frozen=True):
     """`num_fds`: how many file descriptors come with it."""
 
     num_fds: ClassVar[int] = 0
+
+
+class HeadsEnded(Packet, frozen=True, tag=True):
+    """A call has hung or crashed so many heads: this counts for calls like it, too. `digest`: of
+    path and body."""
+
+    tenant: str
+    digest: bytes
+    count: int
+    since_s: float  # on the machine's monotonic clock
 
 
 class HeadBegin(Packet, frozen=True, tag=True):
@@ -56,6 +71,7 @@ class HeadBegin(Packet, frozen=True, tag=True):
     expected: dict[InstanceId, Role]
     num_upgrades: int = 0
     epoch: int = 1  # of the heads; a standby that takes over adds one
+    ended: tuple[HeadsEnded, ...] = ()  # the last such calls
 
     @property
     def is_first(self) -> bool:
@@ -64,17 +80,22 @@ class HeadBegin(Packet, frozen=True, tag=True):
 
 
 class TakeAnswer(Packet, frozen=True, tag=True):
-    """Go on with an answer; with the client's socket, and the log."""
+    """Go on with an answer; with the client's socket, and the log. `num_ended`: heads that its call
+    has hung or crashed. `num_killed`: those that were killed while they worked on it."""
 
     num_fds: ClassVar[int] = 2
     number: int
+    num_ended: int = 0
+    num_killed: int = 0
 
 
 class TakeCutAnswer(Packet, frozen=True, tag=True):
-    """The connection of this answer has ended, and its client may come back; with the log."""
+    """The connection of this answer has ended, and its client may come back; with the log.
+    `num_ended`: as in `TakeAnswer`."""
 
     num_fds: ClassVar[int] = 1
     number: int
+    num_ended: int = 0
 
 
 class TakeConnection(Packet, frozen=True, tag=True):
@@ -87,6 +108,12 @@ class TakeNoMore(Packet, frozen=True, tag=True):
     """There are no more answers to go on with."""
 
     next_number: int  # of the first answer that this head keeps
+
+
+class WorkerCrashed(Packet, frozen=True, tag=True):
+    """A worker has ended by itself: not by a kill from outside."""
+
+    instance_id: InstanceId
 
 
 class FinishHead(Packet, frozen=True, tag=True):
@@ -105,6 +132,12 @@ class UpgradeFailed(Packet, frozen=True, tag=True):
 
 class HeadLoaded(Packet, frozen=True, tag=True):
     """The head has imported its modules, and waits for HeadBegin."""
+
+
+class NoteWork(Packet, frozen=True, tag=True):
+    """Here the head notes which call it works on; with the file in memory of a `WorkMark`."""
+
+    num_fds: ClassVar[int] = 1
 
 
 class HeadPrepared(Packet, frozen=True, tag=True):
@@ -214,6 +247,8 @@ class SupervisorState(Struct, frozen=True):
     memory: dict[str, tuple[int, int]]
     epoch: int = 1
     cut_answers: dict[int, int] = msgspec.field(default_factory=dict)
+    ended: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
+    """By answer: heads that its call has ended, and that were killed with it."""
 
     @property
     def fds(self) -> list[int]:
@@ -230,12 +265,15 @@ ToHead = (
     | TakeCutAnswer
     | TakeConnection
     | TakeNoMore
+    | WorkerCrashed
     | FinishHead
     | HandOver
     | UpgradeFailed
 )
 FromHead = (
     HeadLoaded
+    | NoteWork
+    | HeadsEnded
     | HeadPrepared
     | ReplaceWorker
     | UpgradeWanted

@@ -18,6 +18,7 @@ from moonpool.conductor.actions import (
     ConductorEvent,
     DrainRequested,
     HotRequested,
+    InstanceCrashed,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -47,6 +48,7 @@ _KINDS: tuple[type[ConductorEvent], ...] = (
     HotRequested,
     CacheDropRequested,
     InstancesExpected,
+    InstanceCrashed,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _LENGTH = struct.Struct("<I")

@@ -263,10 +263,13 @@ def _name(what: Any) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The fields of an object, wherever its class keeps them."""
+    """The fields of an object, wherever its class keeps them, but for those in its NOT_STORED: its
+    driver has set them, and the class has others in their place."""
     if isinstance(value, msgspec.Struct):
         return {name: getattr(value, name) for name in value.__struct_fields__}
     found = dict(getattr(value, "__dict__", {}))
+    for name in getattr(type(value), "NOT_STORED", ()):
+        found.pop(name, None)
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import msgspec
 from moonpool import __version__
 from moonpool.api.access.protection import UNPROTECTED, open_keys, open_peer_tls, open_tls
 from moonpool.api.app import http_server, make_app
-from moonpool.api.body_pool import BodyReader
+from moonpool.api.body_pool import BodyReader, body_start, is_foreign
+from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
 from moonpool.api.keys import NO_KEYS, ApiKeys
 from moonpool.api.output_text.formats import UnknownParserError, check_parsers
@@ -30,9 +32,15 @@ from moonpool.cores import (
     threads_per_process,
     usable_cores,
 )
-from moonpool.engine.model_info import ModelInfo, model_info_without_weights, open_tokenizer
+from moonpool.engine.model_info import (
+    BYTE_TOKENIZER,
+    ModelInfo,
+    model_info_without_weights,
+    open_tokenizer,
+    tokenizer_parts,
+)
 from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, unlike
+from moonpool.engine.tokenizer import Tokenizer, TokenizerError, TokenizerParts, unlike
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
@@ -51,24 +59,30 @@ async def serve_cluster(link: SupervisorLink) -> None:
     """Serves as the head of one cluster until the supervisor ends it. Raises ClusterError."""
     inherited = await link.inherit()
     begin = inherited.begin
-    config = resolved(begin.config)
+    config = resolved(begin.config, computes_here=begin.launch)
     try:
         tls, peer_tls, keys = open_tls(config), open_peer_tls(config), open_keys(config)
     except UNPROTECTED as error:
         raise ClusterError(str(error)) from None
-    head, tokenizer = _make_head(config, begin.secret, keys)
+    model = read_model(config)
+    options = _api_options(config, model, keys)
+    reader = await begin_reader(model, options, begin.is_first)
+    head = _make_head(config, model, begin.secret, keys)
     head.on_silent, head.on_instances = link.kill, link.know
+    link.on_crash = head.note_crash
     head.succession, head.num_restarts = link, begin.num_restarts
     head.num_upgrades, head.standbys.epoch = begin.num_upgrades, begin.epoch
     await head.start(inherited.control, peer_tls)
     if begin.expected:
         head.expect(begin.expected)
-    options = _api_options(config, tokenizer, keys)
-    bodies = BodyReader(head, options)
+    bodies = BodyReader(head, options, reader)
+    answers = head.standbys.answers
+    answers.enders = link.enders
+    head.work.mark = link.mark
     for kept in inherited.cut_answers:
-        head.standbys.answers.adopt(kept)
+        answers.adopt(kept)
     app = make_app(head, options, bodies)
-    server = http_server(app, tls=tls, keeper=link, answers=head.standbys.answers)
+    server = http_server(app, tls=tls, keeper=link, answers=answers, mark=link.mark)
     beat = asyncio.create_task(link.beat())
     await _begin(link, head, config, inherited)
     for received, sock in inherited.answers:
@@ -148,6 +162,90 @@ async def _wait_for_workers(head: Head, count: int, stop: asyncio.Event) -> None
         raise ClusterError(f"the workers did not start within {START_S:.0f} s; see the log above")
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the files of the model say. They come from elsewhere: a tokenizer, and a chat template,
+    may take any time and memory to load. So a process with limits loads them first: `begin_reader`.
+
+    `parts`: of a tokenizer that is in no folder. `chat_template`: the source of one that is used
+    in place of the model's own. `drafts`: the draft model, if there is one."""
+
+    info: ModelInfo
+    parts: TokenizerParts | None
+    chat_template: str
+    drafts: ModelInfo | None
+
+
+def read_model(config: Config) -> ServedModel:
+    """Reads the files but for the tokenizer. Raises ClusterError."""
+    try:
+        info = _model_info(config)
+        return ServedModel(
+            info,
+            tokenizer_parts(info.tokenizer),
+            _read_template(config.model.chat_template),
+            _draft_info(config),
+        )
+    except (ModelError, TokenizerError) as error:
+        raise ClusterError(str(error)) from None
+
+
+async def begin_reader(
+    model: ServedModel, options: ApiOptions, is_first: bool
+) -> BodyClient | None:
+    """Starts the process that reads small bodies, where there is one. The first head waits until
+    it has loaded the tokenizers. Raises ClusterError."""
+    if is_first and model.drafts is not None and model.drafts.tokenizer != BYTE_TOKENIZER:
+        await _load_apart(model.drafts)
+    if not is_foreign(options):
+        return None
+    reader = BodyClient(body_start(options, model.info.vocab_size))
+    starting = reader.begin()
+    if is_first:
+        trouble = await starting
+        if trouble:
+            reader.end()
+            raise ClusterError(trouble)
+    return reader
+
+
+async def _load_apart(drafts: ModelInfo) -> None:
+    try:
+        parts = tokenizer_parts(drafts.tokenizer)
+    except TokenizerError as error:
+        raise ClusterError(str(error)) from None
+    options = ApiOptions(tokenizer=drafts.tokenizer, tokenizer_parts=parts)
+    process = BodyClient(body_start(options, drafts.vocab_size))
+    trouble = await process.begin()
+    process.end()
+    if trouble:
+        raise ClusterError(f"the draft model: {trouble}")
+
+
+def load_tokenizer(config: Config, model: ServedModel) -> Tokenizer:
+    """Raises ClusterError; also if the draft model has another vocabulary."""
+    info = model.info
+    try:
+        tokenizer = open_tokenizer(info.tokenizer, info.vocab_size, model.parts)
+        if model.chat_template:
+            tokenizer.use_chat_template(model.chat_template)
+        if model.drafts is not None:
+            drafts = open_tokenizer(model.drafts.tokenizer, model.drafts.vocab_size)
+            _check_alike(config, unlike(tokenizer, drafts))
+    except TokenizerError as error:
+        raise ClusterError(str(error)) from None
+    return tokenizer
+
+
+def _check_alike(config: Config, found: str) -> None:
+    settings = config.engine.speculative_config
+    if found and settings is not None:
+        raise ClusterError(
+            f"the draft model {settings.model} has another vocabulary than {config.model.name}:"
+            f" {found}; use a draft model with the same tokenizer"
+        )
+
+
 def _model_info(config: Config) -> ModelInfo:
     """Raises ModelError."""
     if config.engine.kind == "vllm":
@@ -157,34 +255,41 @@ def _model_info(config: Config) -> ModelInfo:
     return model_info(config.model.name, config.model.dtype, config.model.lora_modules)
 
 
-def _check_draft_model(config: Config, tokenizer: Tokenizer) -> None:
-    """Raises ModelError and TokenizerError if the draft model does not fit the model."""
+def _draft_info(config: Config) -> ModelInfo | None:
+    """Raises ModelError."""
     settings = config.engine.speculative_config
     if settings is None or not settings.model:
-        return
+        return None
     from moonpool.engine.builtin import model_info  # needs torch
 
-    drafts = model_info(settings.model, config.model.dtype)
-    found = unlike(tokenizer, open_tokenizer(drafts.tokenizer, drafts.vocab_size))
-    if found:
-        raise ModelError(
-            f"the draft model {settings.model} has another vocabulary than {config.model.name}:"
-            f" {found}; use a draft model with the same tokenizer"
-        )
+    return model_info(settings.model, config.model.dtype)
 
 
-def resolved(config: Config) -> Config:
+def _read_template(path: str) -> str:
+    """The source of a template that is given; "" if none is."""
+    try:
+        return Path(path).read_text(encoding="utf-8") if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
+
+
+def resolved(config: Config, computes_here: bool = False) -> Config:
     """Resolves device and dtype, so that all instances agree on them.
 
-    Raises ClusterError if other settings do not fit the device that was found.
+    Raises ClusterError if other settings do not fit the device that was found, or if the engines
+    are on this machine, and it lacks the device.
     """
     if config.engine.kind == "vllm":  # its servers choose both
         device, dtype = "cpu", "float32"
     else:
-        from moonpool.engine.device import resolve_device, resolve_dtype  # needs torch
+        from moonpool.engine import device as devices  # needs torch
 
-        device = resolve_device(config.engine.device)
-        dtype = resolve_dtype(config.model.dtype, device)
+        device = devices.resolve_device(config.engine.device)
+        try:
+            devices.check_device(device if computes_here else "cpu")
+        except devices.DeviceError as error:
+            raise ClusterError(str(error)) from None
+        dtype = devices.resolve_dtype(config.model.dtype, device)
     engine = msgspec.structs.replace(config.engine, device=device)
     model = msgspec.structs.replace(config.model, dtype=dtype)
     settled = msgspec.structs.replace(config, model=model, engine=engine)
@@ -195,18 +300,9 @@ def resolved(config: Config) -> Config:
     return settled
 
 
-def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[Head, str]:
-    """Returns the head, and the name of its tokenizer."""
-    try:
-        model = _model_info(config)
-        tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
-        _check_draft_model(config, tokenizer)
-        if config.model.chat_template:
-            tokenizer.use_chat_template(_read_template(config.model.chat_template))
-    except (ModelError, TokenizerError) as error:
-        raise ClusterError(str(error)) from None
-    except ChatTemplateError as error:
-        raise ClusterError(f"{config.model.chat_template}: {error}") from None
+def _make_head(config: Config, served: ServedModel, secret: bytes, keys: ApiKeys = NO_KEYS) -> Head:
+    """Raises ClusterError."""
+    model, tokenizer = served.info, load_tokenizer(config, served)
     for note in model.notes:
         log.info("%s", note)
     longest = model.max_positions
@@ -233,7 +329,7 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
         system_fingerprint=_system_fingerprint(config),
     )
     try:
-        head = Head(
+        return Head(
             config,
             card,
             tokenizer,
@@ -241,7 +337,6 @@ def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[
             tenant_shares=keys.shares,
             tenant_caches=keys.cache_shares,
         )
-        return head, model.tokenizer
     except ConfigError as error:
         raise ClusterError(str(error)) from None
 
@@ -290,16 +385,8 @@ def _computes_here(config: Config) -> bool:
     return engine.kind == "moonpool" and max(degrees) <= 1 and not config.cluster.attention
 
 
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
-
-
-def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
+def _api_options(config: Config, model: ServedModel, keys: ApiKeys) -> ApiOptions:
     """Raises ClusterError."""
-    template = config.model.chat_template
     try:
         check_parsers(config.api.tool_call_parser, config.api.reasoning_parser)
     except UnknownParserError as error:
@@ -312,13 +399,14 @@ def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,
         allowed_hosts=config.api.allowed_hosts,
-        tokenizer=tokenizer,
+        tokenizer=model.info.tokenizer,
+        tokenizer_parts=model.parts,
         keepalive_s=config.api.keepalive_s,
         strict_max_tokens=config.api.strict_max_tokens,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),
         tool_call_parser=config.api.tool_call_parser,
         reasoning_parser=config.api.reasoning_parser,
-        chat_template=_read_template(template) if template else "",
+        chat_template=model.chat_template,
     )
 
 

@@ -28,6 +28,7 @@ from moonpool.conductor.actions import (
     ConductorEvent,
     Deliver,
     DrainRequested,
+    InstanceCrashed,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -62,7 +63,7 @@ from moonpool.runtime.explain import describe_cluster, describe_record, describe
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.pace import Pace
 from moonpool.runtime.request_log import RequestLogger
-from moonpool.runtime.response_stream import ResponseStream
+from moonpool.runtime.response_stream import ResponseStream, WorkWatch
 from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.succession import NoSuccession, Succession
 from moonpool.runtime.takeover.standby_links import StandbyLinks, setup_of
@@ -132,6 +133,7 @@ class Head:
         self._secret = secret
         self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
         self._answers: dict[RequestId, ResponseStream] = {}
+        self.work = WorkWatch(self.conductor, self._answers)
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
@@ -145,8 +147,8 @@ class Head:
         self._server: asyncio.Server | None = None
         self._stopping = False
         self._leaving = self._views_end = False
-        self.on_silent: Callable[[InstanceId], None] = _leave_alone
-        self.on_instances: Callable[[dict[InstanceId, Role]], None] = _remember_nothing
+        self.on_silent: Callable[[InstanceId], None] = _do_nothing
+        self.on_instances: Callable[[dict[InstanceId, Role]], None] = _do_nothing
         """Called with the instances that are up or should soon be, whenever they change."""
         self.num_restarts = self.num_upgrades = 0
         """Earlier heads of this cluster: those that died, and those that handed over."""
@@ -166,6 +168,9 @@ class Head:
     def expect(self, roles: dict[InstanceId, Role]) -> None:
         """An earlier head had these instances. Requests wait for them."""
         self._post(InstancesExpected(roles))
+
+    def note_crash(self, instance_id: InstanceId) -> None:
+        self._post(InstanceCrashed(instance_id))
 
     async def stop(self) -> None:
         """Stops every worker, and closes the connections. Returns when the workers were told."""
@@ -202,7 +207,7 @@ class Head:
                 "The server is stopping. Send the request again, to another server if there is one."
             )
             raise RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
-        answer = ResponseStream()
+        answer = ResponseStream(self.work.number)
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
         try:
@@ -591,9 +596,5 @@ class Head:
                     self.on_silent(link.instance_id)
 
 
-def _leave_alone(instance_id: InstanceId) -> None:
-    """Does nothing: the head cannot restart a worker that it has not launched."""
-
-
-def _remember_nothing(roles: dict[InstanceId, Role]) -> None:
-    """Does nothing: without a supervisor, no other head follows."""
+def _do_nothing(told: object) -> None:
+    """Without a supervisor, nobody restarts a worker, and no other head follows."""

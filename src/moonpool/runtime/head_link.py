@@ -70,6 +70,10 @@ class HeadGoneError(WorkerError):
     """No head could be reached for too long."""
 
 
+class ToldError(WorkerError):
+    """A `WorkerError` that the head knows, and says."""
+
+
 class HungError(WorkerError):
     """A `WorkerError` of a process with a hanging thread, which its exit must not wait for."""
 
@@ -118,6 +122,8 @@ class HeadLink:
         self._follower = follower
         self._tls = tls
         self._num_cuts = 0  # in a row
+        self._was_told = False
+        self._was_open = False  # a connection, so that the head wants no TLS
         self._refused = False  # this head is not to be tried again at once
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
@@ -138,9 +144,10 @@ class HeadLink:
         self.stopping = True
         self._hang_up(reason)
 
-    def fail(self, message: str, reason: str) -> None:
-        """Lets `run` raise WorkerError(`message`); the head logs `reason`."""
-        self.fatal = message
+    def fail(self, message: str, reason: str, was_told: bool = False) -> None:
+        """Lets `run` raise WorkerError(`message`); the head logs `reason`. `was_told`: the head
+        knows the message."""
+        self.fatal, self._was_told = message, was_told
         self._hang_up(reason)
 
     async def run(self, head_host: str, head_port: int) -> None:
@@ -159,7 +166,8 @@ class HeadLink:
             now_s = time.monotonic()
             heard_s = now_s if was_there else heard_s
             if now_s - heard_s >= self._patience_s:
-                hint = f" ({SERVER_MAY_NEED_TLS})" if self._num_cuts and not self._tls else ""
+                is_new = self._num_cuts and not self._tls and not self._was_open
+                hint = f" ({SERVER_MAY_NEED_TLS})" if is_new else ""
                 raise HeadGoneError(f"the head at {where} is gone: {reason}{hint}")
             log.warning("no connection to the head at %s: %s; trying again", where, reason)
             # A supervisor keeps the port open, and has another head soon.
@@ -171,7 +179,7 @@ class HeadLink:
 
     def _is_over(self) -> bool:
         if self.fatal and not self.stopping:
-            raise WorkerError(self.fatal)
+            raise (ToldError if self._was_told else WorkerError)(self.fatal)
         return self.stopping
 
     async def _serve_once(self, head_host: str, head_port: int) -> tuple[bool, str]:
@@ -231,6 +239,7 @@ class HeadLink:
         """A server of TLS 1.3 that does not accept a certificate ends the connection after the
         client believes it open, and often without a reason."""
         self._num_cuts = 0 if channel.protocol else self._num_cuts + 1
+        self._was_open = self._was_open or channel.protocol > 0
         if self._num_cuts >= MAX_CUTS and self._tls is not None:
             self.fatal = f"the head and this worker do not agree: {CERTIFICATE_REFUSED}"
 
@@ -353,4 +362,4 @@ class InstanceProcess(ABC):
     def _fail(self, message: str) -> None:
         """Reports a failed start to the head, and ends this process."""
         self._link.send(Failed(message=message))
-        self._link.fail(message, "it cannot start")
+        self._link.fail(message, "it cannot start", was_told=True)

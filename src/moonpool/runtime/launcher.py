@@ -15,11 +15,12 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moonpool.config import ClusterConfig, EngineConfig, VllmConfig
 from moonpool.cores import CoreShare, format_cores
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
+from moonpool.runtime.watch.culprits import OomKills, is_crash
 from moonpool.storage.memory_files import KeptMemoryFiles
 from moonpool.types import Role
 
@@ -100,6 +101,9 @@ class LocalLauncher:
         self._stopping = False
         self._started = False
         self._returning: set[str] = set()
+        self._oom_kills = OomKills()
+        self.on_crash: Callable[[str], None] = lambda instance_id: None
+        """Called with a worker that has ended by itself."""
 
     def start(self) -> None:
         """Begins to start all workers. One keeper task per worker restarts it."""
@@ -187,6 +191,8 @@ class LocalLauncher:
             code = await self._run_once(role, instance_id)
             if self._stopping:
                 return
+            if is_crash(code, self._oom_kills.is_new()):
+                self.on_crash(instance_id)
             if code == 0 and instance_id in self._returning:
                 self._returning.discard(instance_id)
                 log.info("%s has left; another one starts from the code on disk", instance_id)

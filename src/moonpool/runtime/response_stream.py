@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 
+from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse
-from moonpool.types import Token
+from moonpool.conductor.conductor import Conductor
+from moonpool.types import RequestId, Token
 
 
 class ResponseStream:
@@ -16,7 +19,9 @@ class ResponseStream:
     A slow reader receives several tokens in one output instead of many outputs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int | None = None) -> None:
+        """`number`: of the kept call, as in `WorkMark`."""
+        self.number = number
         self._tokens: deque[Token] = deque()
         self._last: Deliver | None = None
         self._refused: Refuse | None = None
@@ -64,3 +69,30 @@ class ResponseStream:
             cached_tokens=self._last.cached_tokens,
             timings_s=self.timings_s if self._last.finish is not None else None,
         )
+
+
+class WorkWatch:
+    """Marks the call whose request is planned. Without a mark it does nothing."""
+
+    def __init__(self, conductor: Conductor, answers: Mapping[RequestId, ResponseStream]) -> None:
+        conductor.watch(self)
+        self.mark: WorkMark | None = None
+        self._answers = answers
+        self._before: int | None = None
+
+    @property
+    def number(self) -> int | None:
+        """Of the call that is worked on."""
+        return None if self.mark is None else self.mark.number
+
+    def __call__(self, request_id: RequestId | None) -> None:
+        """None: what was worked on before goes on."""
+        if self.mark is None:
+            return
+        if request_id is None:
+            self.mark.back_to(self._before)
+            return
+        self._before = self.mark.number
+        answer = self._answers.get(request_id)
+        if answer is not None and answer.number is not None:
+            self.mark.set(answer.number)

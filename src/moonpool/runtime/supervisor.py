@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -35,11 +36,13 @@ from moonpool.protocol.supervision import (
     HeadFailed,
     HeadLoaded,
     HeadPrepared,
+    HeadsEnded,
     HeadUp,
     InstancesKnown,
     KeepAnswer,
     KeepCutAnswer,
     KillWorker,
+    NoteWork,
     PassConnection,
     ReplaceWorker,
     SupervisorState,
@@ -50,6 +53,7 @@ from moonpool.protocol.supervision import (
     ToHead,
     UpgradeFailed,
     UpgradeWanted,
+    WorkerCrashed,
 )
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
@@ -64,6 +68,7 @@ from moonpool.runtime.succession import (
     try_state,
 )
 from moonpool.runtime.takeover.standby import Takeover
+from moonpool.runtime.watch.culprits import Culprits
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.supervisor")
@@ -124,6 +129,7 @@ class Supervisor:
         self._fatal = ""
         self._clock = ListeningClock(time.monotonic(), 2 * WATCH_S)
         self._stopped = StoppedProcesses()
+        self._culprits = Culprits(None if state is None else state.ended)
         self._heard_s: float | None = None  # on the clock of listening
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -200,6 +206,9 @@ class Supervisor:
             code = await ended
             with contextlib.suppress(TimeoutError):  # what it has still sent
                 await asyncio.wait_for(silent.wait(), LAST_PACKETS_S)
+            number = self._culprits.judge(code, self._answers.keys() | self._cut_answers.keys())
+            if number is not None:
+                log.warning("the head ended while it worked on call %d", number)
             return code
         except OSError as error:
             log.error("cannot start a head: %s", error)
@@ -221,17 +230,37 @@ class Supervisor:
             num_upgrades=self._num_upgrades,
             expected=self._expected,
             epoch=self._epoch,
+            ended=tuple(self._culprits.alike),
         )
         packets.send(begin, (self._http.fileno(), self._control.fileno()))
         for fd in self._connections:
             packets.send(TakeConnection(), (fd,))
             os.close(fd)
         self._connections.clear()
+        self._let_go()
         for number, fds in self._answers.items():
-            packets.send(TakeAnswer(number=number), fds)
+            num_ended, num_killed = self._culprits.of(number)
+            take = TakeAnswer(number=number, num_ended=num_ended, num_killed=num_killed)
+            packets.send(take, fds)
         for number, fd in self._cut_answers.items():
-            packets.send(TakeCutAnswer(number=number), (fd,))
+            num_ended, _ = self._culprits.of(number)
+            packets.send(TakeCutAnswer(number=number, num_ended=num_ended), (fd,))
         packets.send(TakeNoMore(next_number=self._next_number))
+
+    def _let_go(self) -> None:
+        """Holds no more connections whose clients have left."""
+        poller, numbers = select.poll(), {}
+        for number, (client, _) in self._answers.items():
+            poller.register(client, select.POLLRDHUP)
+            numbers[client] = number
+        for client, _ in poller.poll(0):
+            self._cut(numbers[client])
+
+    def _cut(self, number: int) -> None:
+        """The connection of an answer has ended: its log alone is held."""
+        if number in self._answers:
+            client, self._cut_answers[number] = self._answers.pop(number)
+            os.close(client)
 
     async def _spawn(self, theirs: socket.socket, waiting: SupervisorState | None) -> WorkerProcess:
         if waiting is not None:
@@ -265,10 +294,13 @@ class Supervisor:
                 self._cut_answers[packet.number] = fds[0]
                 self._next_number = packet.number + 1
             case CutAnswer():
-                if packet.number in self._answers:
-                    client, self._cut_answers[packet.number] = self._answers.pop(packet.number)
-                    os.close(client)
+                self._cut(packet.number)
+            case NoteWork():
+                self._culprits.watch(fds[0])
+            case HeadsEnded():
+                self._culprits.alike.append(packet)
             case DropAnswer():
+                self._culprits.forget(packet.number)
                 for fd in self._answers.pop(packet.number, ()):
                     os.close(fd)
                 if packet.number in self._cut_answers:
@@ -321,7 +353,7 @@ class Supervisor:
             keeper.add_done_callback(self._on_given_up)
 
     def _new_launcher(self, prepared: HeadPrepared) -> LocalLauncher:
-        return LocalLauncher(
+        launcher = LocalLauncher(
             self._config.cluster,
             self._control.getsockname()[1],
             self._secret,
@@ -332,6 +364,12 @@ class Supervisor:
             self._config.tls.flags(),
             self._config.engine,
         )
+        launcher.on_crash = self._on_crash
+        return launcher
+
+    def _on_crash(self, instance_id: str) -> None:
+        if self._packets is not None:
+            self._packets.send(WorkerCrashed(instance_id=InstanceId(instance_id)))
 
     def _on_given_up(self, keeper: asyncio.Task[None]) -> None:
         """A worker has ended for good, which is right only once the cluster is up."""
@@ -367,6 +405,7 @@ class Supervisor:
         self._next_head = found
         packets.send(HandOver())
         await asyncio.sleep(self._config.api.drain_seconds + FINISH_S)
+        self._culprits.spare()
         _kill(head)
 
     async def _succeed(self, head: NextHead) -> None:
@@ -396,6 +435,7 @@ class Supervisor:
             control=self._control.fileno(),
             answers=self._answers,
             cut_answers=self._cut_answers,
+            ended=self._culprits.ended,
             connections=tuple(self._connections),
             next_number=self._next_number,
             expected=self._expected,
@@ -434,6 +474,7 @@ class Supervisor:
                 self._heard_s = self._clock.listened_s
             elif self._clock.listened_s - self._heard_s > HUNG_S:
                 log.error("the head has not responded for %.0f s; killing it", HUNG_S)
+                self._culprits.note_hang()
                 self._heard_s = None
                 _kill(self._head)
 
@@ -451,6 +492,7 @@ class Supervisor:
             for pid in self._stopped.look(watched):
                 if head is not None and pid == head.pid:
                     log.warning("the head is stopped by a signal (SIGSTOP); killing it")
+                    self._culprits.spare()
                     _kill(head)
                 elif self._launcher is not None:
                     self._launcher.kill(watched[pid], "is stopped by a signal (SIGSTOP)")

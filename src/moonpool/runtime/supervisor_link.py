@@ -6,7 +6,8 @@ import asyncio
 import os
 import resource
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,6 +15,17 @@ import msgspec
 from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, KeptStream
+from moonpool.api.connection.poison import (
+    MAX_ENDED,
+    Enders,
+    late_error,
+    poison_error,
+    send_error,
+)
+from moonpool.api.connection.resumption import accepted_bytes
+from moonpool.api.connection.work_mark import WorkMark
+from moonpool.api.errors import ApiError
+from moonpool.api.messages import error_payload
 from moonpool.api.sharing.shared_buffer import SharedBuffer, party_at
 from moonpool.cores import CoreShare
 from moonpool.log_limit import limited_logger
@@ -29,11 +41,13 @@ from moonpool.protocol.supervision import (
     HeadFailed,
     HeadLoaded,
     HeadPrepared,
+    HeadsEnded,
     HeadUp,
     InstancesKnown,
     KeepAnswer,
     KeepCutAnswer,
     KillWorker,
+    NoteWork,
     PassConnection,
     ReplaceWorker,
     TakeAnswer,
@@ -43,6 +57,7 @@ from moonpool.protocol.supervision import (
     ToHead,
     UpgradeFailed,
     UpgradeWanted,
+    WorkerCrashed,
 )
 from moonpool.runtime.packets import PacketSocket
 from moonpool.types import InstanceId, Role
@@ -87,6 +102,9 @@ class SupervisorLink:
             by_files = self._num_files // MAX_KEPT_SHARE
         self._places = SharedBuffer(min(MAX_KEPT, by_files))
         self._log_bytes = SharedBuffer(MAX_LOG_BYTES)
+        self.enders = Enders()
+        self.mark: WorkMark | None = None
+        self.on_crash: Callable[[InstanceId], None] = lambda instance_id: None
         self._packets: PacketSocket[ToHead, FromHead] = PacketSocket(
             sock, msgspec.msgpack.Decoder(ToHead), self._on_packet, self._on_end
         )
@@ -206,10 +224,11 @@ class SupervisorLink:
             case HeadBegin():
                 http, control = (socket.socket(fileno=fd) for fd in fds)
                 self._inheritance = Inheritance(packet, http, control)
+                self._note_work(packet)
             case TakeAnswer():
-                self._take(packet.number, *fds)
+                self._take(packet, *fds)
             case TakeCutAnswer():
-                self._take_cut(packet.number, fds[0])
+                self._take_cut(packet, fds[0])
             case TakeNoMore():
                 assert self._inheritance is not None
                 self._next_number = packet.next_number
@@ -218,6 +237,8 @@ class SupervisorLink:
             case TakeConnection():
                 assert self._inheritance is not None
                 self._inheritance.connections.append(socket.socket(fileno=fds[0]))
+            case WorkerCrashed():
+                self.on_crash(packet.instance_id)
             case UpgradeFailed():
                 self.upgrade_error = packet.message
             case HandOver():
@@ -227,35 +248,105 @@ class SupervisorLink:
                 self.hands_over = False
                 self.stop.set()
 
-    def _take(self, number: int, socket_fd: int, log_fd: int) -> None:
+    def _note_work(self, begin: HeadBegin) -> None:
+        """From now on the supervisor sees which call is worked on."""
+        for alike in begin.ended:
+            self.enders.note(alike.tenant, alike.digest, alike.count, alike.since_s)
+        fd = WorkMark.make_memory()
+        self.mark = WorkMark(fd)
+        self._packets.send(NoteWork(), (fd,))
+        os.close(fd)
+
+    def _take(self, packet: TakeAnswer, socket_fd: int, log_fd: int) -> None:
         assert self._inheritance is not None
         sock = socket.socket(fileno=socket_fd)
-        call_log = CallLog(self, number, log_fd)
+        call_log = CallLog(self, packet.number, log_fd)
         received: HalfRead | KeptStream
         try:
             call_log.read()
+            ends = packet.num_ended, packet.num_killed
             if HalfRead.is_in(call_log):
-                received = HalfRead.take_over(call_log, party_at(sock))
+                received = HalfRead.take_over(call_log, party_at(sock), *ends)
             else:
-                received = KeptStream.take_over(call_log)
+                received = KeptStream.take_over(call_log, *ends)
         except (ValueError, OSError) as error:
             log.warning("an answer cannot go on: %s", error)
             call_log.drop()
             sock.close()
             return
-        self._note_kept(number, call_log.party)
-        self._inheritance.answers.append((received, sock))
+        self._note_kept(packet.number, call_log.party)
+        if isinstance(received, KeptStream):
+            self._remember(received, packet.num_ended)
+        refusal = self._why_not(received)
+        if refusal is None:
+            self._inheritance.answers.append((received, sock))
+        else:
+            self._refuse(received, sock, refusal)
 
-    def _take_cut(self, number: int, log_fd: int) -> None:
+    def _remember(self, kept: KeptStream, num_ended: int) -> None:
+        """Calls like this one begin with its count."""
+        tenant, digest, since_s = kept.opening.tenant, kept.opening.digest, time.monotonic()
+        if digest and num_ended:
+            count = kept.opening.num_ended + num_ended
+            self.enders.note(tenant, digest, count, since_s)
+            self._packets.send(
+                HeadsEnded(tenant=tenant, digest=digest, count=count, since_s=since_s)
+            )
+
+    def _why_not(self, received: KeptStream | HalfRead) -> ApiError | None:
+        """Returns why the call does not go on, or None."""
+        if received.num_ended >= MAX_ENDED:
+            return poison_error()
         assert self._inheritance is not None
-        call_log = CallLog(self, number, log_fd)
+        timeout_s = self._inheritance.begin.config.api.request_timeout_s
+        if isinstance(received, KeptStream) and not received.has_delivered:
+            is_late = time.monotonic() - received.opening.arrived_s > timeout_s
+            return late_error() if is_late else None
+        return None
+
+    def _refuse(
+        self, received: KeptStream | HalfRead, sock: socket.socket, error: ApiError
+    ) -> None:
+        """Ends a call without any work on it: with the error, if its client has got nothing yet."""
+        name = f"a request that was arriving from {_peer(sock)}"
+        payload, request_id = error.payload(), ""
+        if isinstance(received, KeptStream):
+            opening = received.opening
+            request_id = opening.facts.request_id
+            name = f"request {request_id}{opening.tenant and f' of tenant {opening.tenant}'}"
+            if opening.request.startswith(b"POST /v1/messages"):
+                payload = error_payload(error, request_id)
+        if error.status == 500:
+            log.error("%s has ended %d heads: it is refused", name, received.num_ended)
+        received.drop()
+        try:
+            has_begun = accepted_bytes(sock.fileno()) != received.base
+        except OSError:
+            has_begun = True
+        if has_begun:
+            sock.close()
+        else:
+            send_error(sock, error, payload, request_id)
+
+    def _take_cut(self, packet: TakeCutAnswer, log_fd: int) -> None:
+        assert self._inheritance is not None
+        call_log = CallLog(self, packet.number, log_fd)
         try:
             call_log.read()
-            self._inheritance.cut_answers.append(KeptStream.take_cut(call_log))
-            self._note_kept(number, call_log.party)
+            if HalfRead.is_in(call_log):  # of a request, whose client has left
+                call_log.drop()
+                return
+            kept = KeptStream.take_cut(call_log)
+            self._note_kept(packet.number, call_log.party)
         except (ValueError, OSError) as error:
             log.warning("an answer must be computed again if its client comes back: %s", error)
             call_log.drop()
+            return
+        self._remember(kept, packet.num_ended)
+        if kept.opening.digest and kept.has_delivered:
+            self._inheritance.cut_answers.append(kept)
+        else:
+            kept.drop()
 
     def _forget_kept_twice(self, inheritance: Inheritance) -> None:
         """A head may end after it has kept a call, and before it drops what had arrived of it."""
@@ -269,6 +360,13 @@ class SupervisorLink:
 
     def _on_end(self) -> None:
         os._exit(1)  # the supervisor is gone, and with it everything that could go on
+
+
+def _peer(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return "a client that has left"
 
 
 def _inode(sock: socket.socket) -> int:

@@ -31,6 +31,7 @@ from moonpool.protocol.frames import (
     WorkFrame,
 )
 from moonpool.protocol.messages import BlocksChanged, Report
+from moonpool.protocol.supervision import HUNG_STATUS
 from moonpool.runtime.engine_boot import BootError, InstancePlace
 from moonpool.runtime.engine_thread import (
     OFFLOADED_PATIENCE_S,
@@ -271,7 +272,7 @@ class Worker(InstanceProcess):
         """Ends the process by a deadline. The head moves its requests elsewhere at once."""
         log.error("%s", message)
         self._hung = True
-        last_resort = threading.Timer(END_S, os._exit, (1,))
+        last_resort = threading.Timer(END_S, os._exit, (HUNG_STATUS,))
         last_resort.daemon = True
         last_resort.start()
         self._link.fail(f"{message}; the instance ends", "its engine hangs")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from typing import Any
 
@@ -12,7 +14,6 @@ import pytest
 from scripted_head import ScriptedHead, served
 
 from moonpool.api import body_pool, turns
-from moonpool.api.body_pool import _Lane
 from moonpool.api.frontend import ApiOptions, RequestRefused
 
 USER = {"role": "user", "content": "Hello"}
@@ -96,34 +97,26 @@ def test_the_loop_turns_while_a_huge_body_is_read_and_its_deadline_holds() -> No
         asyncio.run(ask(url))
 
 
-class SlowLane(_Lane):
-    """A lane whose process is the test."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[bytes] = []
-
-    async def _exchange(self, start: bytes, work: bytes) -> bytes:
-        await asyncio.sleep(0.001)
-        self.order.append(work)
-        return work
-
-
-def test_tenants_take_turns_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "MAX_WAITING", 40)
-
+def test_tenants_take_turns_and_what_waits_is_bounded() -> None:
     async def run() -> None:
-        lane = SlowLane()
-        names = [("a", b"a%d" % n) for n in range(30)] + [("b", b"b%d" % n) for n in range(2)]
-        tasks = [asyncio.create_task(lane.run(tenant, b"", work)) for tenant, work in names]
+        places = turns.FairTurns("things", "too_many", most_waiting=40)
+        order: list[str] = []
+
+        async def take(tenant: str, name: str) -> None:
+            async with places.turn(tenant):
+                await asyncio.sleep(0.001)
+                order.append(name)
+
+        names = [("a", f"a{n}") for n in range(30)] + [("b", f"b{n}") for n in range(2)]
+        tasks = [asyncio.create_task(take(*name)) for name in names]
         await asyncio.sleep(0)
         tasks[5].cancel()  # a client that leaves while it waits
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert sum(isinstance(one, RequestRefused) for one in found) == 9
-        assert lane.order[0] == b"a0"
-        assert lane.order.index(b"b0") < 3 and lane.order.index(b"b1") < 5
-        assert b"a5" not in lane.order
-        assert not lane._turns._busy and not lane._turns._waiting
+        assert order[0] == "a0"
+        assert order.index("b0") < 3 and order.index("b1") < 5
+        assert "a5" not in order
+        assert places._num_free == 1 and not places._waiting and not places._places.taken
 
     asyncio.run(run())
 
@@ -138,9 +131,8 @@ def test_a_process_that_dies_is_replaced() -> None:
             found = await reader.respond("detokenize", body.encode(), "", 60.0)
             assert len(found) > 50_000
             process = reader._large._process
-            assert process is not None
-            process.kill()
-            await process.wait()
+            assert process is not None and process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
         reader.close()
 
     asyncio.run(run())

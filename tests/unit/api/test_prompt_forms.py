@@ -239,8 +239,10 @@ def test_chats_are_embedded_and_what_is_embedded_is_shortened(
 ) -> None:
     card = msgspec.structs.replace(ScriptedHead().card, embedding_size=8)
     preparer = Preparer(ByteTokenizer(), card, ApiOptions())
-    work = body_process.BodyWork(kind="embeddings", raw=msgspec.json.encode(body))
-    done = asyncio.run(body_process.perform(preparer, work))
+    work = body_process.BodyWork(
+        kind="embeddings", party="", limit_s=9.0, raw=msgspec.json.encode(body)
+    )
+    done = body_process.perform(preparer, work)
     assert done.error is None
     found = body_process.unpack("embeddings", done)
     assert [bytes(prompt) for prompt in found.prompts] == prompts
@@ -352,7 +354,8 @@ def test_large_bodies_keep_their_words_and_echoes(folder: Path) -> None:
     preparer = Preparer(ByteTokenizer(), ScriptedHead().card, ApiOptions())
     body = {"messages": turns("Hi", "He"), "continue_final_message": True, "echo": True}
     raw = msgspec.json.encode(body | {"bad_words": ["no"], "return_token_ids": True})
-    done = asyncio.run(body_process.perform(preparer, body_process.BodyWork(kind="chat", raw=raw)))
+    work = body_process.BodyWork(kind="chat", raw=raw, party="", limit_s=9.0)
+    done = body_process.perform(preparer, work)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(done), type=body_process.BodyResult)
     found = body_process.unpack("chat", sent)
     assert found.bad_words == (BadWord("no", ((110, 111),)),)

@@ -79,7 +79,7 @@ def header(tensors: list[bytes], keys: list[bytes], version: int = 3) -> bytes:
         (header([entry("t", 0, (8,)), entry("t", 0, (8,), 64)], []), "twice"),
         (header([entry("t", 0, (32,)), entry("u", 0, (8,), 64)], []), "overlap"),
         (header([], [text("general.alignment") + value_bytes(33)]), "alignment"),
-        (header([], []), "architecture None"),
+        (header([], []), "names none in general.architecture"),
     ],
 )
 def test_bad_headers_are_refused(tmp_path: Path, content: bytes, pattern: str) -> None:

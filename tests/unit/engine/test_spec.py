@@ -115,7 +115,10 @@ def test_layers_have_the_windows_that_the_family_gives_them(
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list"),
         ({"quantization_config": "gptq"}, "quantization_config is 'gptq', not an object"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not an object"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0; it must be above 0"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "rope_scaling.factor is 0, not a number above 0",
+        ),
         ({"rope_theta": "x"}, "rope_theta is 'x', not a number"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', not a number"),
         ({"eos_token_id": [1, "x"]}, "eos_token_id is"),

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.estimators import RunningMean
+from moonpool.config import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.rewind.snapshot import SnapshotError, dump, load
 from moonpool.types import InstanceId, Role, Slo
@@ -67,6 +69,17 @@ def test_objects_of_the_package_come_back() -> None:
     assert found[2] == Slo(ttft_s=1.0, tbt_s=2.0)
     assert next(found[3]) == 8
     assert found[4:] == [Counter("aab"), range(3)]
+
+
+def test_who_watches_a_conductor_is_not_stored() -> None:
+    """He belongs to the process, and could not be stored; whoever reads the state has none."""
+    conductor = Conductor(ConductorConfig())
+    seen: list[object] = []
+    conductor.watch(seen.append)
+    found: Conductor = load(dump(conductor))
+    assert found.requests == {}
+    found.watch(seen.append)
+    assert isinstance(load(dump(found)), Conductor)
 
 
 def test_an_index_stays_valid() -> None:

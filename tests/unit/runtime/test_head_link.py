@@ -139,6 +139,35 @@ def test_a_head_that_stays_away_ends_the_worker(monkeypatch: pytest.MonkeyPatch)
     uvloop.run(run())
 
 
+@pytest.mark.parametrize("num_opened", [0, 1])
+def test_only_a_head_that_never_answered_may_want_certificates(
+    num_opened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that hangs cuts connections, too, but the worker has served it before."""
+    monkeypatch.setattr(head_link, "RECONNECT_S", 0.1)
+    head = FakeHead([vanish] * num_opened)
+
+    async def run() -> str:
+        def accept() -> asyncio.Protocol:
+            return head._accept() if head.acts else Cutting()
+
+        server = await asyncio.get_running_loop().create_server(accept, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(WorkerError, match="is gone") as caught:
+            await HeadLink(InstanceId("p0"), SECRET, Follower()).run("127.0.0.1", port)
+        server.close()
+        return str(caught.value)
+
+    assert ("--cluster-ssl-certfile" in uvloop.run(run())) == (num_opened == 0)
+
+
+class Cutting(asyncio.Protocol):
+    """Ends each connection at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
 def test_one_that_is_turned_away_or_refused_does_not_come_again() -> None:
     heard, error = follow(FakeHead([turn_away, stop]))
     assert heard == ["head"]

@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -23,7 +24,7 @@ OPENING = Opening(
     request=b"GET / HTTP/1.1\r\n\r\n",
     default_headers=(),
     base=0,
-    arrived_s=0.0,
+    arrived_s=time.monotonic(),
     tenant="",
     is_admin=True,
     facts=draw_facts("r", 10),

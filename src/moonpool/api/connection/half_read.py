@@ -23,6 +23,8 @@ class HalfRead:
         """`base`: as in `Opening`."""
         self.base = base
         self.received: list[bytes] = []  # by earlier heads
+        self.num_ended = 0
+        """Heads that the request has ended."""
         self._log = call_log
 
     @classmethod
@@ -39,12 +41,16 @@ class HalfRead:
         return bool(call_log.records) and call_log.records[0].startswith(_MARK)
 
     @classmethod
-    def take_over(cls, call_log: CallLog, party: str = "") -> HalfRead:
-        """Raises ValueError if the log is damaged, or too many heads have died of the request."""
+    def take_over(
+        cls, call_log: CallLog, party: str = "", num_ended: int = 0, num_killed: int = 0
+    ) -> HalfRead:
+        """`num_ended`, `num_killed`: as in `kept_stream.TakenOver`. Raises ValueError if the log is
+        damaged, or too many heads have died with the request."""
         first, *records = call_log.records
         if len(first) != _START.size:
             raise ValueError("the log of a request is damaged")
         half_read = cls(call_log, _START.unpack(first)[1])
+        half_read.num_ended = num_ended + num_killed
         half_read.received = [record for record in records if record]
         num_heads = 1 + len(records) - len(half_read.received)
         if num_heads > MAX_FRUITLESS:
@@ -57,6 +63,11 @@ class HalfRead:
     def party(self) -> str:
         """Who has the room that the log takes."""
         return self._log.party
+
+    @property
+    def number(self) -> int:
+        """The keeper's number of this log."""
+        return self._log.number
 
     def note(self, data: bytes) -> None:
         """Logs bytes. Call it before they are parsed."""

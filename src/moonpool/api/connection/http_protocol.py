@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import Any, cast
 
 from starlette.types import Scope
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from moonpool.api.connection.bounded_protocol import BoundedProtocol
 from moonpool.api.connection.call_log import StreamKeeper
@@ -18,6 +20,7 @@ from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_answers import KeptAnswers, Known
 from moonpool.api.connection.kept_stream import KeptStream, Opening, StreamFacts
 from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes, request_bytes
+from moonpool.api.connection.work_mark import MarkedWork, WorkMark
 from moonpool.api.sharing.shared_buffer import party_at
 from moonpool.log_limit import limited_logger
 
@@ -34,6 +37,8 @@ class LimitedProtocol(BoundedProtocol):
     keeper: StreamKeeper | None = None
     """Holds answers that shall outlive this process."""
     answers: KeptAnswers
+    mark: WorkMark | None = None
+    """Where the supervisor sees which call is worked on."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -53,8 +58,9 @@ class LimitedProtocol(BoundedProtocol):
             return
         if self._half_read is None and self._resumed is None:
             self._keep_half_read()  # before anything arrives: what is not read is lost, too
-        for piece in self._received_before:  # now: what the kernel has comes after it
-            self._parse(piece)
+        with self._marked():
+            for piece in self._received_before:  # now: what the kernel has comes after it
+                self._parse(piece)
         self._received_before.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -67,6 +73,10 @@ class LimitedProtocol(BoundedProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        with self._marked():
+            self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
         if self._kept is not None:
             self._kept.note_read_ahead()
         if self._half_read is not None:
@@ -85,10 +95,14 @@ class LimitedProtocol(BoundedProtocol):
             super()._begin_request()
             return
         self._kept, self._resumed = kept, None
+        kept.mark, kept.enders = self.mark, self.answers.enders
         self.answers.begin(kept, self.transport.abort)
         self.scope["moonpool.kept"] = kept  # type: ignore[typeddict-unknown-key]
         super()._begin_request()
         self.cycle.default_headers = list(kept.opening.default_headers)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        super()._start_asgi_task(cycle, app if self.mark is None else self._marked_app(app))
 
     def on_message_complete(self) -> None:
         self._num_messages += not self._upgrades
@@ -103,6 +117,32 @@ class LimitedProtocol(BoundedProtocol):
     def _refuse(self, status: int, text: str) -> None:
         self._drop_half_read()
         super()._refuse(status, text)
+
+    # What the supervisor sees if this process ends
+
+    @property
+    def number(self) -> int | None:
+        """Of the call that another head would go on with."""
+        received = self._kept or self._half_read or self._resumed
+        return None if received is None else received.number
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        number = None if self.mark is None else self.number
+        if self.mark is None or number is None:
+            yield
+            return
+        self.mark.set(number)
+        try:
+            yield
+        finally:
+            self.mark.clear()
+
+    def _marked_app(self, app: ASGI3Application) -> ASGI3Application:
+        async def run(scope: Any, receive: Any, send: Any) -> None:
+            await MarkedWork(app(scope, receive, send), self)  # type: ignore[arg-type]
+
+        return run
 
     # Another head takes over
 
@@ -135,6 +175,7 @@ class LimitedProtocol(BoundedProtocol):
         is_admin: bool,
         digest: bytes = b"",
         num_returns: int = 0,
+        num_ended: int = 0,
     ) -> KeptStream | None:
         """Keeps the call that is being answered. None: it cannot be kept."""
         self._drop_kept()
@@ -151,11 +192,15 @@ class LimitedProtocol(BoundedProtocol):
                 facts=facts,
                 digest=digest,
                 num_returns=num_returns,
+                num_ended=num_ended,
             )
             fd = None if base is None else self._fd
             self._kept = KeptStream.begin(self.keeper, fd, opening, self._tenant)
             if self._kept is not None:
+                self._kept.mark, self._kept.enders = self.mark, self.answers.enders
                 self.answers.begin(self._kept, self.transport.abort)
+                if self.mark is not None:
+                    self.mark.set(self._kept.number)  # until now it had another number, or none
         self._drop_half_read()  # not earlier: one of both is always kept
         if self._kept is not None and self._is_partial:
             self._kept.note_read_ahead()
@@ -166,6 +211,10 @@ class LimitedProtocol(BoundedProtocol):
     ) -> Known | None:
         """Returns what is known of a call that comes again."""
         return await self.answers.find(tenant, request_id, digest, displaces)
+
+    def num_ended(self, tenant: str, digest: bytes) -> int:
+        """Returns how many heads calls like this one have ended."""
+        return self.answers.enders.count(tenant, digest)
 
     def begin_response(self) -> None:
         """What is sent from now on follows from the kept call, if from anything."""
@@ -238,9 +287,15 @@ def limited_protocol(
     largest: int | None = None,
     keeper: StreamKeeper | None = None,
     answers: KeptAnswers | None = None,
+    mark: WorkMark | None = None,
 ) -> type[LimitedProtocol]:
     """Returns a protocol class whose connections share one limit."""
     limited_logger("uvicorn.error")
     limit = ConnectionLimit(largest or most_connections(keeper is not None))
-    shared = {"limit": limit, "keeper": keeper, "answers": answers or KeptAnswers()}
+    shared = {
+        "limit": limit,
+        "keeper": keeper,
+        "answers": answers or KeptAnswers(),
+        "mark": mark,
+    }
     return type("LimitedProtocol", (LimitedProtocol,), shared)

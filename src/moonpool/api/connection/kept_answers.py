@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream, StreamFacts
+from moonpool.api.connection.poison import Enders
 from moonpool.api.sharing.shared_buffer import oldest_of_most
 from moonpool.log_limit import limited_logger
 
@@ -49,6 +50,7 @@ class KeptAnswers:
 
     def __init__(self) -> None:
         self.followers: list[AnswerFollower] = []
+        self.enders = Enders()
         self._running: dict[int, tuple[KeptStream, Callable[[], None]]] = {}
         self._cut: OrderedDict[int, KeptStream] = OrderedDict()  # oldest first
         self._num_bytes: dict[int, int] = {}  # of those

@@ -10,17 +10,19 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from moonpool.api.connection.call_log import CallLog, StreamKeeper, record_of
+from moonpool.api.connection.poison import INSTANCES_ENDED, MAX_ENDED, Enders
+from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
 from moonpool.types import MALFORMED, FinishReason, Struct, Token
 
 MAX_FRUITLESS = 8
-"""Heads that may die in a row without an increment of an answer. Then the answer is refused: its
-request may be what ends them."""
+"""Heads that may die in a row without an increment of an answer, where nothing says that the call
+ended them. Then the answer is refused: it may be what ends them in a way that is not seen."""
 MAX_KEPT_SHARE = 5
 """A fifth of a process's file descriptors is for the logs of answers: the supervisor has two for
 each, and two more for each that it is giving to the next head."""
@@ -82,6 +84,7 @@ class Opening(Struct, frozen=True):
     facts: StreamFacts
     digest: bytes = b""
     num_returns: int = 0
+    num_ended: int = 0
 
 
 class Delivered(Struct, frozen=True, array_like=True, tag="d"):
@@ -125,7 +128,11 @@ class Commented(Struct, frozen=True, array_like=True, tag="c"):
 
 
 class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
-    """A further head goes on from here."""
+    """A further head goes on from here. `num_ended`: heads that this call has hung or crashed until
+    now. `num_killed`: those that were killed while they worked on it, which may be chance."""
+
+    num_ended: int = 0
+    num_killed: int = 0
 
 
 class ReadAhead(Struct, frozen=True, array_like=True, tag="a"):
@@ -149,6 +156,10 @@ class KeptStream:
         self.has_delivered = False
         self.is_cut = False
         self.num_returns = opening.num_returns
+        self.num_ended = opening.num_ended
+        """Heads that the call has ended, or calls like it."""
+        self.mark: WorkMark | None = None
+        self.enders: Enders | None = None
         self.on_write: Callable[[], None] | None = None
         self.entries: list[Entry] = []  # of earlier heads
         self.is_resumed = False
@@ -167,12 +178,15 @@ class KeptStream:
         return None if call_log is None else cls(call_log, opening, socket_fd is not None)
 
     @classmethod
-    def take_over(cls, call_log: CallLog) -> KeptStream:
-        """Goes on with the log of an earlier head. Raises ValueError if it is not whole."""
+    def take_over(cls, call_log: CallLog, num_ended: int = 0, num_killed: int = 0) -> KeptStream:
+        """Goes on with the log of an earlier head. `num_ended`, `num_killed`: as in `TakenOver`.
+        Raises ValueError if it is not whole."""
         kept = cls._read(call_log)
         kept.is_resumed = True
         kept.has_lost_bytes = any(isinstance(entry, ReadAhead) for entry in kept.entries)
-        kept._write(TakenOver())
+        taken = TakenOver(num_ended=num_ended, num_killed=num_killed)
+        kept.num_ended = _num_ended(kept.opening, [*kept.entries, taken])
+        kept._write(taken)
         return kept
 
     @classmethod
@@ -195,6 +209,7 @@ class KeptStream:
             raise ValueError(f"the log of an answer is damaged: {error}") from None
         kept.has_delivered = bool(kept.deliveries())
         call_log.belong_to(kept.opening.tenant)
+        kept.num_ended = _num_ended(kept.opening, kept.entries)
         return kept
 
     @property
@@ -266,6 +281,8 @@ class KeptStream:
         )
 
     def note_refused(self, refused: RequestRefused) -> None:
+        if refused.reason == INSTANCES_ENDED and self.enders is not None and self.opening.digest:
+            self.enders.note(self.opening.tenant, self.opening.digest, MAX_ENDED, time.monotonic())
         self._write(
             RefusedThen(
                 status=refused.status,
@@ -311,6 +328,20 @@ class KeptStream:
         self._log.append(_encode(entry))
         if self.on_write is not None:
             self.on_write()
+
+
+def _num_ended(opening: Opening, entries: Iterable[Entry]) -> int:
+    """Heads that a call has ended. Of those that were killed, only those after the last increment
+    count: a kill from outside meets any call, but seldom the same one twice before it goes on."""
+    num_ended, num_killed, before = opening.num_ended, 0, TakenOver()
+    for entry in entries:
+        if isinstance(entry, Delivered):
+            num_killed = 0
+        elif isinstance(entry, TakenOver):
+            num_ended += max(entry.num_ended - before.num_ended, 0)
+            num_killed += max(entry.num_killed - before.num_killed, 0)
+            before = entry
+    return num_ended + num_killed
 
 
 def written_log(opening: Opening, entries: bytes) -> bytes:

@@ -2,57 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from moonpool.engine.families.values import positive
-from moonpool.engine.spec import DeltaSpec, ModelError
+from moonpool.engine.families.values import Fields
+from moonpool.engine.spec import DeltaSpec
 
 DELTA_MULTIPLE = 16
 MOST_TAPS = 8
 
 
-def read_delta(config: Mapping[str, Any]) -> DeltaSpec:
+def read_delta(fields: Fields) -> DeltaSpec:
     """The linear attention of a config. Raises `ModelError`."""
     delta = DeltaSpec(
-        key_heads=positive(config, "linear_num_key_heads", default=16),
-        value_heads=positive(config, "linear_num_value_heads", default=32),
-        key_dim=positive(config, "linear_key_head_dim", default=128),
-        value_dim=positive(config, "linear_value_head_dim", default=128),
-        taps=positive(config, "linear_conv_kernel_dim", default=4),
+        key_heads=fields.positive("linear_num_key_heads", default=16),
+        value_heads=fields.positive("linear_num_value_heads", default=32),
+        key_dim=fields.positive("linear_key_head_dim", default=128),
+        value_dim=fields.positive("linear_value_head_dim", default=128),
+        taps=fields.positive("linear_conv_kernel_dim", default=4),
     )
-    if config.get("attention_bias"):
-        raise ModelError("config.json: attention_bias is true; only false is supported here")
-    if config.get("attn_output_gate", True) is not True:
-        raise ModelError("config.json: attn_output_gate is not true; only true is supported")
+    if fields.flag("attention_bias"):
+        raise fields.error("attention_bias is true; only false is supported here")
+    if not fields.flag("attn_output_gate", True):
+        raise fields.error("attn_output_gate is not true; only true is supported")
     if delta.value_heads % delta.key_heads:
-        raise ModelError(
-            f"config.json: linear_num_value_heads {delta.value_heads} is no multiple of"
+        raise fields.error(
+            f"linear_num_value_heads {delta.value_heads} is no multiple of"
             f" linear_num_key_heads {delta.key_heads}"
         )
     for name, size in (("key", delta.key_dim), ("value", delta.value_dim)):
         if size % DELTA_MULTIPLE or size > 256:
-            raise ModelError(
-                f"config.json: linear_{name}_head_dim {size}; only multiples of {DELTA_MULTIPLE}"
+            raise fields.error(
+                f"linear_{name}_head_dim {size}; only multiples of {DELTA_MULTIPLE}"
                 " up to 256 are supported"
             )
     if not 2 <= delta.taps <= MOST_TAPS:
-        raise ModelError(
-            f"config.json: linear_conv_kernel_dim {delta.taps}; only 2 to {MOST_TAPS} are supported"
+        raise fields.error(
+            f"linear_conv_kernel_dim {delta.taps}; only 2 to {MOST_TAPS} are supported"
         )
     return delta
 
 
-def delta_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def delta_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The layers that have it. Raises `ModelError`."""
-    kinds = config.get("layer_types")
+    kinds = fields.texts("layer_types")
     if kinds is None:
-        every = positive(config, "full_attention_interval", default=4)
+        every = fields.positive("full_attention_interval", default=4)
         return tuple(layer for layer in range(num_layers) if (layer + 1) % every)
     known = {"linear_attention", "full_attention"}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(map(str, kinds)) - known:
-        raise ModelError(
-            f"config.json: layer_types names none of {', '.join(sorted(known))} for each of"
-            f" {num_layers} layers"
+    if len(kinds) != num_layers or set(kinds) - known:
+        raise fields.error(
+            f"layer_types names none of {', '.join(sorted(known))} for each of {num_layers} layers"
         )
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")

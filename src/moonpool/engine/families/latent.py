@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from moonpool.engine.families.values import positive
+from moonpool.engine.families.values import Fields
 from moonpool.engine.rope import mscale
-from moonpool.engine.spec import LatentSpec, ModelError, RopeSpec
+from moonpool.engine.spec import LatentSpec, RopeSpec
 
 LATENT_MULTIPLE = 16
 
 
-def read_latent(config: Mapping[str, Any]) -> LatentSpec:
+def read_latent(fields: Fields) -> LatentSpec:
     """The latent of a DeepSeek config. Raises `ModelError`."""
     latent = LatentSpec(
-        rank=positive(config, "kv_lora_rank"),
-        rope_dim=positive(config, "qk_rope_head_dim"),
-        nope_dim=positive(config, "qk_nope_head_dim"),
-        value_dim=positive(config, "v_head_dim"),
-        query_rank=positive(config, "q_lora_rank") if config.get("q_lora_rank") else 0,
-        interleaved=bool(config.get("rope_interleave", True)),
+        rank=fields.positive("kv_lora_rank"),
+        rope_dim=fields.positive("qk_rope_head_dim"),
+        nope_dim=fields.positive("qk_nope_head_dim"),
+        value_dim=fields.positive("v_head_dim"),
+        query_rank=fields.count("q_lora_rank", 0),
+        interleaved=fields.flag("rope_interleave", True),
     )
     for name, value in (("kv_lora_rank", latent.rank), ("qk_rope_head_dim", latent.rope_dim)):
         if value % LATENT_MULTIPLE:
-            raise ModelError(
-                f"config.json: {name} {value}; only multiples of {LATENT_MULTIPLE} are supported"
-            )
+            raise fields.error(f"{name} {value}; only multiples of {LATENT_MULTIPLE} are supported")
     return latent
 
 

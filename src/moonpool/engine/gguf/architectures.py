@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from moonpool.engine.families.shown import shown
 from moonpool.engine.families.stored import Shape
 from moonpool.engine.gguf.delta import delta_place
 from moonpool.engine.gguf.place import Place
 from moonpool.engine.gguf.reader import GgufFile
+from moonpool.engine.gguf.values import MetadataValues
 from moonpool.engine.spec import ModelError, ModelSpec
 
 _BOTH_NORMS = {
@@ -131,11 +133,12 @@ _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 def architecture_of(file: GgufFile) -> Architecture:
     """Raises `ModelError` for an architecture that is not read."""
-    name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    name = MetadataValues(file).text("general.architecture")
+    if name not in ARCHITECTURES:
+        found = f"holds a model of the architecture {shown(name)}" if name else "names none"
         raise ModelError(
-            f"{file.path} holds a model of the architecture {name!r}; "
-            f"supported in GGUF: {', '.join(ARCHITECTURES)}"
+            f"{file.path} {found} in general.architecture;"
+            f" supported in GGUF: {', '.join(ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]
 

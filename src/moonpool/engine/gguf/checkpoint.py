@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.families.shown import listed
 from moonpool.engine.gguf.architectures import SWAPPED, architecture_of, place_of
 from moonpool.engine.gguf.config import (
     LONG_FACTORS,
@@ -35,7 +36,6 @@ from moonpool.types import Pooling
 
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
-NAMED_AT_MOST = 5
 UNUSED = SHORT_FACTORS, LONG_FACTORS
 
 
@@ -52,7 +52,7 @@ class GgufModel:
 def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
     """Opens and checks a GGUF file. Raises `ModelError`."""
     file = read_gguf(path)
-    spec = with_stored_heads(parse_config(hf_config(file)))
+    spec = with_stored_heads(parse_config(hf_config(file), str(path)))
     if architecture_of(file).baked_norms:
         spec = replace(spec, norm_offset=0.0)
     if ROPE_FACTORS in file.tensors:
@@ -147,7 +147,7 @@ def _check_tensors(file: GgufFile, spec: ModelSpec, places: Mapping[str, Place])
     shapes = {place.name: place.stored_shape for place in places.values()}
     missing = [name for name in shapes if name not in file.tensors]
     if missing:
-        raise ModelError(f"{file.path} lacks tensors: {_listed(missing)}")
+        raise ModelError(f"{file.path} lacks tensors: {listed(missing)}")
     known = {*shapes, ROPE_FACTORS, *UNUSED}
     further = tuple(f"blk.{spec.num_layers + i}." for i in range(spec.further_layers))
     unexpected = [
@@ -156,7 +156,7 @@ def _check_tensors(file: GgufFile, spec: ModelSpec, places: Mapping[str, Place])
         if name not in known and not is_spare(name, file) and not name.startswith(further)
     ]
     if unexpected:
-        raise ModelError(f"{file.path} has tensors of no known use: {_listed(unexpected)}")
+        raise ModelError(f"{file.path} has tensors of no known use: {listed(unexpected)}")
     for name, shape in shapes.items():
         entry = file.tensors[name]
         if entry.shape != shape:
@@ -168,11 +168,6 @@ def _check_tensors(file: GgufFile, spec: ModelSpec, places: Mapping[str, Place])
         kind = file.tensors[place.name].kind
         if len(place.shape) == 1 and kind in FORMATS:
             raise ModelError(f"{file.path}: tensor {place.name} is quantized ({kind})")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-    return ", ".join(names[:NAMED_AT_MOST]) + more
 
 
 def _fingerprint(file: GgufFile, spec: ModelSpec) -> str:

@@ -12,7 +12,7 @@ from moonpool.engine.gguf.architectures import Architecture, architecture_of
 from moonpool.engine.gguf.delta import delta_config
 from moonpool.engine.gguf.latent import latent_config, routed_experts
 from moonpool.engine.gguf.reader import GgufFile
-from moonpool.engine.gguf.values import ArchitectureValues
+from moonpool.engine.gguf.values import MetadataValues, architecture_values
 from moonpool.engine.spec import ModelError
 from moonpool.types import Pooling
 
@@ -26,7 +26,7 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """What `config.json` would say. Raises `ModelError`."""
     own = architecture_of(file)
-    values = ArchitectureValues(file)
+    values = architecture_values(file)
     further = 0 if own.latent else values.count("nextn_predict_layers", 0, least=0)
     layers = values.count("block_count") - further
     if layers < 1:
@@ -49,19 +49,18 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": values.most("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": values.count(
-            "feed_forward_length", values.optional("expert_feed_forward_length")
+            "feed_forward_length", values.optional_count("expert_feed_forward_length")
         ),
         "max_position_embeddings": context,
         "rms_norm_eps": _rounded(values.number("attention.layer_norm_rms_epsilon")),
         "rope_theta": values.number("rope.freq_base", 10000.0),
-        "sliding_window": values.optional("attention.sliding_window"),
+        "sliding_window": values.optional_count("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "num_nextn_predict_layers": further,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_token_ids(file),
     }
     config |= _own_numbers(own, values, layers, hidden // heads, head_dim)
@@ -76,7 +75,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_head_dims(
-    own: Architecture, values: ArchitectureValues, file: GgufFile, head_dim: int
+    own: Architecture, values: MetadataValues, file: GgufFile, head_dim: int
 ) -> None:
     for name in ("attention.value_length", "rope.dimension_count"):
         if name == "rope.dimension_count" and own.partial_rope:
@@ -86,13 +85,11 @@ def _check_head_dims(
 
 
 def _own_numbers(
-    own: Architecture, values: ArchitectureValues, layers: int, wide_head: int, head_dim: int
+    own: Architecture, values: MetadataValues, layers: int, wide_head: int, head_dim: int
 ) -> dict[str, Any]:
     """What only some architectures have."""
     found: dict[str, Any] = {
-        key: _rounded(values.number(name))
-        for key, name in own.numbers.items()
-        if values.optional(name) is not None
+        key: _rounded(values.number(name)) for key, name in own.numbers.items() if values.has(name)
     }
     if own.baked_norms:  # Gemma
         is_big = own.big_layers == layers
@@ -103,22 +100,21 @@ def _own_numbers(
     return found
 
 
-def _windows(own: Architecture, values: ArchitectureValues, layers: int) -> dict[str, Any]:
+def _windows(own: Architecture, values: MetadataValues, layers: int) -> dict[str, Any]:
     """Which layers have the window, where a file says it for each."""
-    if not values.optional("attention.sliding_window"):
+    if not values.optional_count("attention.sliding_window"):
         return {}
     found: dict[str, Any] = {"architectures": [own.windowed]} if own.windowed else {}
-    pattern = values.optional("attention.sliding_window_pattern")
-    if hasattr(pattern, "tolist"):
+    pattern = values.flags("attention.sliding_window_pattern")
+    if pattern is not None:
         kinds = ("full_attention", "sliding_attention")
-        found["layer_types"] = [kinds[bool(slides)] for slides in pattern.tolist()[:layers]]
+        found["layer_types"] = [kinds[slides] for slides in pattern[:layers]]
     return found
 
 
-def _mixture(own: Architecture, values: ArchitectureValues, file: GgufFile) -> dict[str, Any]:
+def _mixture(own: Architecture, values: MetadataValues, file: GgufFile) -> dict[str, Any]:
     """The keys of a mixture of experts, in the spellings of all its families."""
-    count = values.optional("expert_count")
-    if count in (None, 0):
+    if not values.optional_count("expert_count"):
         if not own.model:
             raise ModelError(f"{file.path} has no expert_count; its architecture needs one")
         return {}
@@ -132,8 +128,8 @@ def _mixture(own: Architecture, values: ArchitectureValues, file: GgufFile) -> d
             f"{file.path} has a tensor for each expert, as files before April 2024: "
             "use a newer file of this model"
         )
-    width = values.optional("expert_feed_forward_length")
-    width = values.count("feed_forward_length" if width is None else "expert_feed_forward_length")
+    width = values.optional_count("expert_feed_forward_length")
+    width = width or values.count("feed_forward_length")
     chosen = routed_experts(values, file) if own.names_scores else {}
     dense = values.count("feed_forward_length") if own.names_scores else width
     return chosen | {
@@ -149,16 +145,14 @@ def _mixture(own: Architecture, values: ArchitectureValues, file: GgufFile) -> d
 
 def pooling_of(file: GgufFile) -> Pooling:
     """How the file's model makes embeddings; by the last token if the file does not say."""
-    kind = ArchitectureValues(file).optional("pooling_type")
-    if kind in (None, 0):
-        return "last"
-    return _POOLINGS.get(kind, "none") if isinstance(kind, int) else "none"
+    kind = architecture_values(file).optional_count("pooling_type")
+    return "last" if kind is None else _POOLINGS.get(kind, "none")
 
 
 def end_token_ids(file: GgufFile) -> list[int]:
-    """The tokens that end an answer: of the text, and of the turn."""
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = [file.metadata.get(f"tokenizer.ggml.{name}") for name in names]
+    """The tokens that end an answer: of the text, and of the turn. Raises `ModelError`."""
+    values = MetadataValues(file, "tokenizer.ggml.")
+    found = [values.token_id(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
@@ -175,9 +169,9 @@ def _rounded(value: float) -> float:
 
 
 def _rope_scaling(
-    own: Architecture, values: ArchitectureValues, file: GgufFile
+    own: Architecture, values: MetadataValues, file: GgufFile
 ) -> dict[str, Any] | None:
-    original = values.optional("rope.scaling.original_context_length")
+    original = values.optional_count("rope.scaling.original_context_length")
     if own.partial_rope and SHORT_FACTORS in file.tensors:
         if original is None:
             raise ModelError(f"{file.path} lacks rope.scaling.original_context_length")
@@ -186,8 +180,8 @@ def _rope_scaling(
             "short_factor": plain_vector(file, SHORT_FACTORS),
             "original_max_position_embeddings": original,
         }
-    kind = values.optional("rope.scaling.type")
-    if kind in (None, "none"):
+    kind = values.text("rope.scaling.type", "none")
+    if kind == "none":
         return None
     scaling = {"rope_type": kind, "factor": values.number("rope.scaling.factor", 1.0)}
     if original is not None:
@@ -195,9 +189,9 @@ def _rope_scaling(
     if kind == "yarn":
         scaling["truncate"] = own.truncates_yarn
         for name in ("beta_fast", "beta_slow"):
-            if values.optional(f"rope.scaling.yarn_{name}") is not None:
+            if values.has(f"rope.scaling.yarn_{name}"):
                 scaling[name] = values.number(f"rope.scaling.yarn_{name}")
-        if own.latent and values.optional("rope.scaling.yarn_log_multiplier") is not None:
+        if own.latent and values.has("rope.scaling.yarn_log_multiplier"):
             # The converter writes a tenth of it. Both are equal in all DeepSeek's configs.
             factor = _rounded(10 * values.number("rope.scaling.yarn_log_multiplier"))
             scaling |= {"mscale": factor, "mscale_all_dim": factor}

@@ -11,7 +11,7 @@ from typing import Any
 
 from moonpool.engine.families.stored import Shape
 from moonpool.engine.gguf.place import Place
-from moonpool.engine.gguf.values import ArchitectureValues
+from moonpool.engine.gguf.values import MetadataValues
 from moonpool.engine.spec import ModelError, ModelSpec
 
 _LAYER_NAMES = {
@@ -27,7 +27,7 @@ _VECTORS = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
 _HALVES = {"self_attn.q_proj": 0, "self_attn.g_proj": 1}
 
 
-def delta_config(values: ArchitectureValues) -> dict[str, Any]:
+def delta_config(values: MetadataValues) -> dict[str, Any]:
     """The keys of `config.json` that only these have. Raises `ModelError`."""
     value_heads, width = values.count("ssm.time_step_rank"), values.count("ssm.inner_size")
     if width % value_heads:
@@ -42,7 +42,9 @@ def delta_config(values: ArchitectureValues) -> dict[str, Any]:
         "linear_value_head_dim": width // value_heads,
         "linear_conv_kernel_dim": values.count("ssm.conv_kernel"),
         "full_attention_interval": values.count("full_attention_interval", 4),
-        "shared_expert_intermediate_size": values.optional("expert_shared_feed_forward_length"),
+        "shared_expert_intermediate_size": values.optional_count(
+            "expert_shared_feed_forward_length"
+        ),
     }
 
 

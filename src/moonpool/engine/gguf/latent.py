@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moonpool.engine.families.stored import Shape
 from moonpool.engine.gguf.reader import GgufFile
-from moonpool.engine.gguf.values import ArchitectureValues, short_text
+from moonpool.engine.gguf.values import MetadataValues
 from moonpool.engine.spec import LatentSpec, ModelError, ModelSpec
 
 _UP = "self_attn.kv_b_proj.weight"
@@ -26,10 +26,10 @@ _GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
 files have no key for it if they were made before October 2025."""
 
 
-def latent_config(values: ArchitectureValues, file: GgufFile) -> dict[str, Any]:
+def latent_config(values: MetadataValues, file: GgufFile) -> dict[str, Any]:
     """The keys of `config.json` that only DeepSeek's have. Raises `ModelError`."""
     for name in ("nextn_predict_layers", "attention.temperature_scale"):
-        if values.optional(name):
+        if values.number(name, 0.0, or_zero=True):
             raise ModelError(f"{values.path} has {name}, which is not supported; use another file")
     rope = values.count("rope.dimension_count")
     # Older files give a head's own sizes here, newer ones those of the latent.
@@ -39,11 +39,10 @@ def latent_config(values: ArchitectureValues, file: GgufFile) -> dict[str, Any]:
         raise ModelError(
             f"{values.path}: keys of {key} elements cannot have {rope} rotated ones and others"
         )
-    has_queries = values.optional("attention.q_lora_rank") is not None
     return {
         "intermediate_size": values.count("feed_forward_length"),
         "kv_lora_rank": values.count("attention.kv_lora_rank"),
-        "q_lora_rank": values.count("attention.q_lora_rank") if has_queries else None,
+        "q_lora_rank": values.optional_count("attention.q_lora_rank"),
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": key - rope,
         "v_head_dim": value,
@@ -51,20 +50,17 @@ def latent_config(values: ArchitectureValues, file: GgufFile) -> dict[str, Any]:
     }
 
 
-def routed_experts(values: ArchitectureValues, file: GgufFile) -> dict[str, Any]:
+def routed_experts(values: MetadataValues, file: GgufFile) -> dict[str, Any]:
     """How a file says which experts are chosen. Raises `ModelError`."""
     dense = values.count("leading_dense_block_count", 0, least=0)
     count = values.count("expert_count")
-    scores = values.optional("expert_gating_func")
+    scores = values.optional_count("expert_gating_func")
     if scores is None:
         # Files of V2 do not say it. Only sigmoids are corrected.
         scores = _SIGMOID if f"blk.{dense}.exp_probs_b.bias" in file.tensors else _SOFTMAX
     if scores not in (_SOFTMAX, _SIGMOID):
-        raise ModelError(
-            f"{values.path}: expert_gating_func is {short_text(scores)}; "
-            "supported are 1 (softmax) and 2 (sigmoid)"
-        )
-    renormalise = bool(values.optional("expert_weights_norm"))
+        raise values.error("expert_gating_func", "1 (softmax) or 2 (sigmoid)")
+    renormalise = values.flag("expert_weights_norm")
     if renormalise and scores == _SOFTMAX:
         raise ModelError(f"{values.path}: expert_weights_norm is not supported with softmax")
     usual = _GROUPS.get((values.count("block_count"), count), (1, 1))

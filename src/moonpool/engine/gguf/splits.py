@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from moonpool.engine.families.shown import shown
 from moonpool.engine.tokenizer import TokenizerError
 
 
@@ -110,7 +111,7 @@ def split_of(name: str) -> WordSplit:
     """The way that a file names. Raises `TokenizerError`."""
     if name not in SPLITS:
         raise TokenizerError(
-            f"the tokenizer splits text as {name!r} does, which is not known; "
+            f"the tokenizer splits text as {shown(name)} does, which is not known; "
             f"known: {', '.join(sorted(SPLITS))}"
         )
     return SPLITS[name]

@@ -7,33 +7,47 @@ bytes of all tokens in a fifth of the time that the whole tokenizer takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from moonpool.engine.families.shown import shown
 from moonpool.engine.gguf.config import end_token_ids
 from moonpool.engine.gguf.reader import GgufFile, read_gguf
 from moonpool.engine.gguf.splits import pre_tokenizer, split_of
+from moonpool.engine.gguf.values import MetadataValues
 from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import TokenizerError
-from moonpool.engine.tokenizers.huggingface import HfTokenizer, TokenizerParts, bytes_function
+from moonpool.engine.tokenizer import TokenizerError, TokenizerParts
+from moonpool.engine.tokenizers.huggingface import HfTokenizer, bytes_function
 
 LONGEST_TOKEN = 256
 """Longer tokens get no merges of their own: the number of possible merges grows with the length."""
+MOST_CHARS = 1 << 24
+"""Most characters of all tokens whose merges follow from scores. A vocabulary of 256,000 has two
+million."""
 CONTROL, USER_DEFINED = 3, 4
 
 
 def gguf_tokenizer(path: Path) -> HfTokenizer:
     """The tokenizer of a GGUF file. Raises `TokenizerError`."""
-    return HfTokenizer(tokenizer_parts(_read(path)))
+    return HfTokenizer(gguf_parts(path))
 
 
-def _read(path: Path) -> GgufFile:
+def gguf_parts(path: Path) -> TokenizerParts:
+    """What a GGUF file says of its tokenizer. Raises `TokenizerError`."""
+    with _as_tokenizer_errors():
+        return tokenizer_parts(read_gguf(path))
+
+
+@contextmanager
+def _as_tokenizer_errors() -> Iterator[None]:
+    """What the file says wrongly is an error of its tokenizer."""
     try:
-        return read_gguf(path)
+        yield
     except ModelError as error:
         raise TokenizerError(str(error)) from None
 
@@ -43,9 +57,12 @@ class GgufVocabulary:
 
     def __init__(self, path: Path) -> None:
         """Raises `TokenizerError`."""
-        file = _read(path)
-        words = _Words(file)
-        decoder = _byte_level_decoder() if _is_byte_level(file) else _sentencepiece_decoder(words)
+        with _as_tokenizer_errors():
+            file = read_gguf(path)
+            words = _Words(file)
+            is_bytes = _is_byte_level(file)
+            decoder = _byte_level_decoder() if is_bytes else _sentencepiece_decoder(words)
+            self.special_token_ids = frozenset(o["id"] for o in words.added() if o["special"])
         bytes_of = bytes_function(decoder)
         assert bytes_of is not None  # both decoders map each token to fixed bytes
         first = words.vocabulary
@@ -53,7 +70,6 @@ class GgufVocabulary:
             bytes_of(token) if first[token] == number else b""
             for number, token in enumerate(words.tokens)
         ]
-        self.special_token_ids = frozenset(one["id"] for one in words.added() if one["special"])
         self._path = path
 
     @cached_property
@@ -68,29 +84,31 @@ class GgufVocabulary:
 
 
 def _is_byte_level(file: GgufFile) -> bool:
-    kind = file.metadata.get("tokenizer.ggml.model")
+    kind = MetadataValues(file, "tokenizer.ggml.").text("model")
     if kind not in ("gpt2", "llama"):
-        raise TokenizerError(f"{file.path} has a tokenizer of kind {kind!r}, not gpt2 or llama")
-    return bool(kind == "gpt2")
+        raise TokenizerError(
+            f"{file.path} has a tokenizer of kind {shown(kind)}, not gpt2 or llama"
+        )
+    return kind == "gpt2"
 
 
 def tokenizer_parts(file: GgufFile) -> TokenizerParts:
-    """Everything of the tokenizer that the file holds. Raises `TokenizerError`."""
+    """Everything of the tokenizer that the file holds. Raises `TokenizerError` and `ModelError`."""
     words = _Words(file)
     source = _byte_level(words) if _is_byte_level(file) else _sentencepiece(words)
     ends = end_token_ids(file)
-    if any(not isinstance(end, int) or not 0 <= end < len(words.tokens) for end in ends):
+    if any(end >= len(words.tokens) for end in ends):
         raise TokenizerError(f"{file.path}: the end tokens {ends} are not in its vocabulary")
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {f"{short}_token": words.token(long) for short, long in names.items()}
-    template = file.metadata.get("tokenizer.chat_template")
+    values = MetadataValues(file, "tokenizer.")
     return TokenizerParts(
         where=str(file.path),
         source=msgspec.json.encode(source).decode(),  # a tenth of json's time
         special_tokens={name: token for name, token in special.items() if token is not None},
         eos_token_ids=tuple(ends),
-        template=template if isinstance(template, str) else None,
-        tool_template=words.text("tokenizer.chat_template.tool_use"),
+        template=values.text("chat_template") or None,
+        tool_template=values.text("chat_template.tool_use") or None,
     )
 
 
@@ -98,27 +116,16 @@ class _Words:
     """The vocabulary in the metadata, checked."""
 
     def __init__(self, file: GgufFile) -> None:
-        self._path = file.path
-        self._metadata: Mapping[str, Any] = file.metadata
-        self.tokens: list[str] = self._texts("tokens")
+        self.values = MetadataValues(file, "tokenizer.ggml.")
+        self.tokens = self.values.texts("tokens")
         if not self.tokens:
             raise TokenizerError(f"{file.path} has no tokens in its metadata")
-        self.kinds = self._numbers("token_type")
-        self.scores = self._numbers("scores")
-
-    def text(self, key: str) -> str | None:
-        value = self._metadata.get(key)
-        return value if isinstance(value, str) else None
-
-    def flag(self, name: str, default: bool) -> bool:
-        return bool(self._metadata.get(f"tokenizer.ggml.{name}", default))
+        self.kinds, self.scores = self._of_tokens("token_type"), self._of_tokens("scores")
 
     def token(self, name: str) -> str | None:
         """The token whose id the file gives under `name`."""
-        number = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if not isinstance(number, int) or not 0 <= number < len(self.tokens):
-            return None
-        return self.tokens[number]
+        number = self.values.token_id(f"{name}_token_id")
+        return None if number is None or number >= len(self.tokens) else self.tokens[number]
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
@@ -140,36 +147,26 @@ class _Words:
         """The merges that the file lists, of which all parts and results are tokens."""
         known = self.vocabulary
         found: list[list[str]] = []
-        for merge in self._texts("merges"):  # hundreds of thousands
+        for merge in self.values.texts("merges"):  # hundreds of thousands
             left, space, right = merge.partition(" ")
             is_pair = space and " " not in right and left + right in known
             if is_pair and left in known and right in known:
                 found.append([left, right])
         return found
 
-    def _texts(self, name: str) -> list[str]:
-        value = self._metadata.get(f"tokenizer.ggml.{name}", [])
-        if not isinstance(value, list):
-            raise TokenizerError(f"{self._path}: tokenizer.ggml.{name} is no list of texts")
-        return value
-
-    def _numbers(self, name: str) -> list[Any]:
-        value = self._metadata.get(f"tokenizer.ggml.{name}")
-        if value is None:
-            return []
-        if not hasattr(value, "tolist"):
-            raise TokenizerError(f"{self._path}: tokenizer.ggml.{name} is no list of numbers")
-        numbers: list[Any] = value.tolist()
+    def _of_tokens(self, name: str) -> list[Any]:
+        """A number for each token; none if the file has none."""
+        numbers = self.values.numbers(name)
         if numbers and len(numbers) != len(self.tokens):
             raise TokenizerError(
-                f"{self._path}: tokenizer.ggml.{name} has {len(numbers)} numbers "
+                f"{self.values.path}: tokenizer.ggml.{name} has {len(numbers)} numbers "
                 f"for {len(self.tokens)} tokens"
             )
         return numbers
 
 
 def _byte_level(words: _Words) -> dict[str, Any]:
-    split = split_of(words.text("tokenizer.ggml.pre") or "default")
+    split = split_of(words.values.text("pre") or "default")
     model = _bpe(words.vocabulary, words.merges(), byte_fallback=False)
     model["ignore_merges"] = split.keeps_words
     return _tokenizer(
@@ -179,7 +176,7 @@ def _byte_level(words: _Words) -> dict[str, Any]:
         normalizer={"type": "NFC"} if split.composes else None,
         pre_tokenizer=pre_tokenizer(split),
         decoder=_byte_level_decoder(),
-        adds_bos=words.flag("add_bos_token", default=False),
+        adds_bos=words.values.flag("add_bos_token", default=False),
     )
 
 
@@ -206,12 +203,12 @@ def _sentencepiece(words: _Words) -> dict[str, Any]:
             "split": False,
         },
         decoder=_sentencepiece_decoder(words),
-        adds_bos=words.flag("add_bos_token", default=True),
+        adds_bos=words.values.flag("add_bos_token", default=True),
     )
 
 
 def _adds_space(words: _Words) -> bool:
-    return words.flag("add_space_prefix", default=True)
+    return words.values.flag("add_space_prefix", default=True)
 
 
 def _sentencepiece_decoder(words: _Words) -> dict[str, Any]:
@@ -229,6 +226,10 @@ def _merges_by_score(words: _Words) -> list[list[str]]:
     """All ways to make a token of two others; those of better tokens come first."""
     if not words.scores:
         raise TokenizerError("the tokenizer has neither merges nor scores")
+    if sum(map(len, words.tokens)) > MOST_CHARS:
+        raise TokenizerError(
+            f"the tokenizer has no merges, and its tokens more than {MOST_CHARS} characters"
+        )
     vocabulary = words.vocabulary
     found: list[tuple[float, int, int, list[str]]] = []
     for token, number in vocabulary.items():

@@ -7,20 +7,20 @@ for and the engine does not compute is refused in one line.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonpool.config_rules import lora_module
+from moonpool.engine.families.shown import shown, shown_name
 from moonpool.engine.families.stored import StoredTensor
-from moonpool.engine.model_folder import find_folder
+from moonpool.engine.families.values import Fields
+from moonpool.engine.model_folder import file_in, find_folder, read_json
 from moonpool.engine.spec import ModelError, ModelSpec
 from moonpool.engine.tensors import stored_tensors
 
@@ -83,46 +83,43 @@ def _open(name: str, path: str, spec: ModelSpec, dtype: torch.dtype) -> Adapter:
             raise ModelError("adapters of models with latent attention are not served")
         if spec.delta is not None:
             raise ModelError("adapters of models with linear attention are not served")
-        stored = _tensors(folder / WEIGHTS_FILE)
+        stored = _tensors(file_in(folder, WEIGHTS_FILE))
         modules = _modules(stored, _scale(settings), spec, dtype)
     except ModelError as error:
         raise ModelError(f"LoRA adapter {name}: {error}") from None
     return Adapter(name, folder, _fingerprint(settings, stored), modules)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
+def _settings(folder: Path) -> Fields:
+    path = file_in(folder, CONFIG_FILE)
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path)
     except FileNotFoundError:
         raise ModelError(f"{folder} has no {CONFIG_FILE}: give the folder PEFT wrote") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    kind = settings.get("peft_type")
+    fields = Fields(settings, CONFIG_FILE)
+    kind = fields.text("peft_type")
     if kind != "LORA":
-        raise ModelError(f"peft_type {kind!r} is not served, only 'LORA' is")
+        raise ModelError(f"peft_type {shown(kind)} is not served, only 'LORA' is")
     for field, served in _REFUSED.items():
         value = settings.get(field)
         if value is not None and not any(value == one for one in served):
-            text = f"{field} {value!r} in {CONFIG_FILE} is not served"
-            raise ModelError(f"{text[:200]}; merge the adapter into its model instead")
-    return settings
+            raise ModelError(
+                f"{field} {shown(value)} in {CONFIG_FILE} is not served;"
+                " merge the adapter into its model instead"
+            )
+    return fields
 
 
-def _scale(settings: Mapping[str, Any]) -> float:
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
-        raise ModelError(f"r {rank!r} in {CONFIG_FILE} is not a whole number from 1 to {MAX_RANK}")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 <= alpha < 1e9:
-        raise ModelError(f"lora_alpha {alpha!r} in {CONFIG_FILE} is not a number")
-    return float(alpha / (rank**0.5 if settings.get("use_rslora") else rank))
+def _scale(settings: Fields) -> float:
+    rank, alpha = settings.positive("r"), settings.number("lora_alpha", or_zero=True)
+    if rank > MAX_RANK:
+        raise settings.error(f"r is {rank}; at most {MAX_RANK} is supported")
+    return alpha / (rank**0.5 if settings.flag("use_rslora") else rank)
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of the file, in float32, by rising name."""
-    if not path.exists():
+    if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}; other formats are not read")
     found: dict[str, Tensor] = {}
     try:
@@ -130,7 +127,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
             for name in sorted(file.keys()):
                 stored = file.get_slice(name)
                 if stored.get_dtype() not in _STORED_DTYPES or len(stored.get_shape()) != 2:
-                    raise ModelError(f"tensor {name} is not a matrix of floats")
+                    raise ModelError(f"tensor {shown_name(name)} is not a matrix of floats")
                 found[name] = file.get_tensor(name).to(torch.float32)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
@@ -144,7 +141,7 @@ def _modules(
     for name, tensor in stored.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise ModelError(f"tensor {name} is no part of a LoRA that is served")
+            raise ModelError(f"tensor {shown_name(name)} is no part of a LoRA that is served")
         pairs.setdefault(match[1], {})[match[2]] = tensor
     if not pairs:
         raise ModelError(f"{WEIGHTS_FILE} has no tensors")
@@ -158,7 +155,7 @@ def _modules(
         targets = places.get(module, [])
         if not targets or not all(_ADAPTABLE.fullmatch(own) for own, _ in targets):
             served = "q, k, v, o, gate, up and down projections of this model's layers"
-            raise ModelError(f"module {module} cannot be adapted; served are {served}")
+            raise ModelError(f"module {shown_name(module)} cannot be adapted; served are {served}")
         if len(pair) != 2:
             raise ModelError(f"module {module} lacks lora_A or lora_B")
         out_features, in_features = targets[0][1].shape
@@ -176,7 +173,7 @@ def _modules(
     return found
 
 
-def _fingerprint(settings: Mapping[str, Any], stored: Mapping[str, Tensor]) -> str:
+def _fingerprint(settings: Fields, stored: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(repr(_scale(settings)).encode())
     for name, tensor in stored.items():
         digest.update(repr((name, tuple(tensor.shape))).encode())

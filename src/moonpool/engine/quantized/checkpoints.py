@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moonpool.engine.families.shown import shown, shown_name
+from moonpool.engine.families.values import Fields
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix, StoredRows
 from moonpool.engine.spec import ModelError
@@ -26,6 +28,11 @@ Shape = tuple[int, ...]
 Reader = Callable[[str], Tensor]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ puts column i of eight in a word."""
+STORED_TYPES = frozenset({"F32", "BF16", "F16"})
+"""Of tensors that are not packed."""
+INTEGERS = (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")
+NIBBLES = 8
+"""Numbers of 4 bits in a word."""
 FLOAT8_SCALES = ("weight_scale_inv", "weight_scale")
 FLOAT8_BLOCK = 128
 EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
@@ -43,25 +50,37 @@ class Scheme:
     symmetric: bool = True
     zero_offset: int = 0  # of stored zero points
 
-    @property
-    def dtypes(self) -> frozenset[str]:
-        """The stored types of what it packs, as safetensors names them."""
-        return frozenset({"U8"} if self.kind == "mxfp4" else {"F8_E4M3", "I32"})
+    def stored_types(self, name: str, shape: Shape | None) -> frozenset[str]:
+        """What a tensor of `parts` may be stored as, as safetensors names it."""
+        if name.endswith(INTEGERS):
+            return frozenset({"I32"})
+        if self.kind == "mxfp4" and name.endswith(("_blocks", "_scales")):
+            return frozenset({"U8"})
+        if self.kind == "float8" and shape is not None and len(shape) == 2:
+            return STORED_TYPES | {"F8_E4M3"}
+        return STORED_TYPES
 
     def packs(self, name: str, shape: Shape) -> bool:
         """Whether it may pack the stored tensor `name`."""
         return bool(EXPERTS.search(name)) if self.kind == "mxfp4" else len(shape) == 2
 
     def parts(self, name: str, shape: Shape, has: Callable[[str], bool]) -> dict[str, Shape | None]:
-        """The tensors that hold the weight `name` [out, in], with their shapes; None: any."""
+        """The tensors that hold the weight `name` [out, in], with their shapes; None: any. Raises
+        `ModelError`."""
         if self.kind == "mxfp4":
             return _mxfp4_parts(name, shape)
         module = name.removesuffix(".weight")
         out, width = shape
-        groups = width // (self.group or width)
         if self.kind == "float8":
             scale = next((s for s in FLOAT8_SCALES if has(f"{module}.{s}")), FLOAT8_SCALES[1])
             return {name: shape, f"{module}.{scale}": None}
+        group = self.group or width
+        if width % BLOCK or width % group or out % NIBBLES:
+            raise ModelError(
+                f"{name} has {out} outputs and {width} inputs: packed linears need multiples of"
+                f" {NIBBLES} and of {max(group, BLOCK)}"
+            )
+        groups = width // group
         if self.kind == "packed":
             found: dict[str, Shape | None] = {
                 f"{module}.weight_packed": (out, width // 8),
@@ -134,58 +153,57 @@ def expert_matrix(name: str, stored: str, read: Reader, dtype: torch.dtype) -> Q
     return QuantizedMatrix((StoredRows(FORMATS["MXFP4"], data),), dtype)
 
 
-def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
+def read_scheme(config: Mapping[str, Any], where: str = "config.json") -> Scheme | None:
     """The scheme of a parsed `config.json`; None without one. Raises `ModelError`."""
-    own = config.get("quantization_config")
-    if not own:
+    own = Fields(config, where).within("quantization_config")
+    if not own.names:
         return None
-    if not isinstance(own, Mapping):
-        raise ModelError("config.json: quantization_config is not an object")
-    method = own.get("quant_method")
-    if method == "awq" and own.get("bits") == 4 and own.get("version", "gemm") == "gemm":
-        return Scheme("awq", _group(own.get("group_size")))
-    if method == "gptq" and own.get("bits") == 4:
-        offset = 0 if own.get("checkpoint_format") == "gptq_v2" else 1
-        return Scheme("gptq", _group(own.get("group_size")), zero_offset=offset)
-    is_e4m3 = own.get("fmt", "e4m3") == "e4m3"
-    blocks = own.get("weight_block_size") or [FLOAT8_BLOCK, FLOAT8_BLOCK]
+    method = own.text("quant_method", "unknown")
+    if method == "awq" and own.count("bits", 0) == 4 and own.text("version", "gemm") == "gemm":
+        return Scheme("awq", _group(own))
+    if method == "gptq" and own.count("bits", 0) == 4:
+        offset = 0 if own.text("checkpoint_format") == "gptq_v2" else 1
+        return Scheme("gptq", _group(own), zero_offset=offset)
+    blocks = own.whole_numbers("weight_block_size") or [FLOAT8_BLOCK, FLOAT8_BLOCK]
+    is_e4m3 = own.text("fmt", "e4m3") == "e4m3"
     if method == "fp8" and is_e4m3 and blocks == [FLOAT8_BLOCK, FLOAT8_BLOCK]:
         return Scheme("float8")
     if method == "mxfp4":
         return Scheme("mxfp4")
     if method == "compressed-tensors":
         return _compressed(own)
+    bits = f"{own.count('bits')} bits" if own.has("bits") else own.text("fmt", "unknown")
     raise ModelError(
-        f"the checkpoint is quantised ({method}, {own.get('bits', own.get('fmt', 'unknown'))}); "
+        f"the checkpoint is quantised ({shown_name(method)}, {shown_name(bits)}); "
         "served are awq and gptq of 4 bits, mxfp4, fp8 (e4m3), compressed-tensors of 4 bits or "
         "fp8, and GGUF"
     )
 
 
-def _compressed(own: Mapping[str, Any]) -> Scheme:
-    groups = own.get("config_groups")
-    weights = [g.get("weights") for g in groups.values()] if isinstance(groups, Mapping) else []
-    layout = own.get("format")
-    if len(weights) != 1 or not isinstance(weights[0], Mapping):
-        raise ModelError("config.json: compressed-tensors must quantise all linears alike")
-    (weight,) = weights
-    if layout == "float-quantized" and weight.get("num_bits") == 8:
+def _compressed(own: Fields) -> Scheme:
+    groups = own.within("config_groups")
+    if len(groups.names) != 1:
+        raise own.error("config_groups must quantise all linears alike, as one group")
+    weight = groups.within(groups.names[0]).within("weights")
+    layout, bits = own.text("format", "unknown"), weight.count("num_bits", 0)
+    if layout == "float-quantized" and bits == 8:
         return Scheme("float8")
-    if layout == "pack-quantized" and weight.get("num_bits") == 4 and not weight.get("actorder"):
-        size = weight.get("group_size") if weight.get("strategy") == "group" else None
-        return Scheme("packed", _group(size), bool(weight.get("symmetric", True)))
+    order = weight.text("actorder") if weight.is_text("actorder") else weight.flag("actorder")
+    if layout == "pack-quantized" and bits == 4 and not order:
+        size = _group(weight) if weight.text("strategy") == "group" else 0
+        return Scheme("packed", size, weight.flag("symmetric", True))
     raise ModelError(
-        f"the checkpoint is quantised (compressed-tensors, {layout}, "
-        f"{weight.get('num_bits')} bits, actorder {weight.get('actorder')}); "
-        "served are pack-quantized of 4 bits and float-quantized of 8"
+        f"the checkpoint is quantised (compressed-tensors, {shown_name(layout)}, {bits} bits,"
+        f" actorder {shown(order)}); served are pack-quantized of 4 bits and float-quantized of 8"
     )
 
 
-def _group(size: object) -> int:
-    if size is None or size == -1:
+def _group(fields: Fields) -> int:
+    size = fields.count("group_size", -1, least=-1)
+    if size == -1:
         return 0
-    if not isinstance(size, int) or size < BLOCK or size % BLOCK:
-        raise ModelError(f"config.json: group_size {size!r} is no multiple of {BLOCK}")
+    if size < BLOCK or size % BLOCK:
+        raise fields.error(f"group_size is {size}, no multiple of {BLOCK}")
     return size
 
 

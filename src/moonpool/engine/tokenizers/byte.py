@@ -72,6 +72,9 @@ class ByteTokenizer:
     def knows_tools(self) -> bool:
         return self._chat.knows_tools
 
+    def check_chat_template(self) -> None:
+        self._chat.check()
+
     def use_chat_template(self, source: str) -> None:
         self._chat = ChatTemplate(source)
         self.tool_template = source

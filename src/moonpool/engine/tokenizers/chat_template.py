@@ -2,7 +2,9 @@
 
 The renderer is our own because importing transformers' AutoTokenizer takes 1.7 s, where Jinja and
 the `tokenizers` library take 0.04 s. Tests compare its results with transformers. A template comes
-from a model's folder and is untrusted: it runs in Jinja's sandbox. Clients cannot supply templates.
+from a model's folder and is untrusted: it runs in Jinja's sandbox, and nothing of it is computed
+before it is rendered. It may still take any time and memory: `api.body_process` renders within
+limits. Clients cannot supply templates.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -39,8 +43,13 @@ _RESERVED = frozenset(
 )
 
 
+MAX_TEMPLATE_CHARS = 1 << 18
+"""Ten times the longest known."""
+MAX_ERROR_CHARS = 500
+
+
 class ChatTemplate:
-    """One compiled template, and the special tokens it may use by name."""
+    """One template, and the special tokens it may use by name. It is compiled when it is needed."""
 
     def __init__(
         self,
@@ -48,17 +57,24 @@ class ChatTemplate:
         tool_source: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ):
-        """`tool_source` is used for requests with tools. Raises `ChatTemplateError`."""
-        environment = _environment()
+        """`tool_source` is used for requests with tools."""
+        self._source = source
+        self._tool_source = tool_source
         self._special_tokens = dict(special_tokens or {})
-        try:
-            self._template = environment.from_string(source)
-            self._tool_template = environment.from_string(tool_source) if tool_source else None
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(
-                f"the model's chat template does not compile: {error}"
-            ) from None
         self.knows_tools = tool_source is not None or "tools" in source
+
+    def check(self) -> None:
+        """Raises `ChatTemplateError` if it does not compile."""
+        assert self._template is not None
+        assert self._tool_template is not None
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        return _compiled(self._source)
+
+    @cached_property
+    def _tool_template(self) -> jinja2.Template:
+        return _compiled(self._tool_source) if self._tool_source else self._template
 
     def render(
         self,
@@ -69,7 +85,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages`. `arguments` are further template variables from the client.
 
-        Raises `ChatTemplateError`.
+        Raises `ChatTemplateError`, and MemoryError for a template that needs more than there is.
         """
         taken = _RESERVED.intersection(arguments) | self._special_tokens.keys() & arguments.keys()
         if taken:
@@ -79,7 +95,7 @@ class ChatTemplate:
                 "this model's chat template does not support tools; start the server with"
                 " --chat-template FILE, or require the call by 'tool_choice'"
             )
-        template = self._tool_template if tools and self._tool_template else self._template
+        template = self._tool_template if tools else self._template
         context = {
             **self._special_tokens,
             **arguments,
@@ -90,10 +106,51 @@ class ChatTemplate:
         }
         try:
             return template.render(context)
+        except MemoryError:
+            raise
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise ChatTemplateError(f"the messages do not fit the chat template: {error}") from None
-        except (ArithmeticError, RecursionError) as error:
-            raise ChatTemplateError(f"the chat template failed: {error}") from None
+            text = f"the messages do not fit the chat template: {_in_one_line(error)}"
+            raise ChatTemplateError(text) from None
+        except Exception as error:  # a template may raise any
+            raise ChatTemplateError(f"the chat template failed: {_in_one_line(error)}") from None
+
+
+def _compiled(source: str) -> jinja2.Template:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise ChatTemplateError(
+            f"the model's chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}"
+            " are supported"
+        )
+    try:
+        return _environment().from_string(source)
+    except MemoryError:
+        raise
+    except Exception as error:  # Jinja's compiler, and Python's, have errors of many kinds
+        text = f"the model's chat template does not compile: {_in_one_line(error)}"
+        raise ChatTemplateError(text) from None
+
+
+def _in_one_line(error: Exception) -> str:
+    text = " ".join(str(error)[:MAX_ERROR_CHARS].split())
+    return text or type(error).__name__
+
+
+class _LateCode(jinja2.compiler.CodeGenerator):
+    """Code that computes nothing while it is compiled.
+
+    Jinja computes constant expressions then, even those of a branch that is never taken, and even
+    without its optimizer: `{{ 'a' * 10**10 }}` takes 10 GB.
+    """
+
+    def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+    def visit_EvalContextModifier(self, node: Any, frame: Any) -> None:  # noqa: N802
+        if not all(isinstance(option.value, jinja2.nodes.Const) for option in node.options):
+            self.fail("'autoescape' needs true or false", node.lineno)
+        super().visit_EvalContextModifier(node, frame)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -119,8 +176,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
+        optimized=False,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
     )
+    environment.code_generator_class = _LateCode
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -11,10 +11,8 @@ supported models: byte-level BPE (GPT-2's alphabet of 256 printable characters) 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,16 @@ from typing import Any
 import msgspec
 import tokenizers
 
+from moonpool.engine.families.shown import shown_name
+from moonpool.engine.families.values import Fields
+from moonpool.engine.model_folder import file_in, listed_ends, read_object, read_text
+from moonpool.engine.spec import LARGEST_SIZE, ModelError
 from moonpool.engine.tokenizer import (
     ByteTextStream,
-    ChatTemplateError,
     DiffTextStream,
     TextStream,
     TokenizerError,
+    TokenizerParts,
 )
 from moonpool.engine.tokenizers.chat_template import ROLES_TEMPLATE, ChatTemplate
 
@@ -35,23 +37,11 @@ _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _RELEASE_GIL_ABOVE_CHARS = 4096
 _OF_FILES = frozenset({"auto_map", "name_or_path", "vocab_file", "merges_file", "tokenizer_file"})
 """What `tokenizer_config.json` says of places and code, which clients do not need."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerParts:
-    """What a tokenizer is made from. `source` is the text of a `tokenizer.json`.
-
-    `special_tokens` are by the names that templates use, such as `bos_token`.
-    """
-
-    where: str
-    source: str
-    special_tokens: Mapping[str, str]
-    eos_token_ids: tuple[int, ...]
-    template: str | None = None
-    tool_template: str | None = None
-    described: Mapping[str, Any] = field(default_factory=dict)
-    """`tokenizer_config.json`, if there is one."""
+MAX_TOKEN_CHARS = 4096
+"""Longest token that is read: a stream may send one for each step."""
+MAX_GROWTH = 16
+MAX_SOURCE_BYTES = 256 << 20
+"""Largest `tokenizer.json` that is read. That of Gemma 3 has 33 MB."""
 
 
 class _Source(msgspec.Struct):
@@ -68,26 +58,16 @@ class HfTokenizer:
         parts = _folder_parts(source) if isinstance(source, Path) else source
         self._special_tokens = dict(parts.special_tokens)
         self._described = dict(parts.described)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(parts.source)
-        except Exception as error:
-            raise TokenizerError(
-                f"the tokenizer of {parts.where} cannot be read: {error}"
-            ) from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer, decoder = _load(parts)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(True).values(), default=-1)
+        self.vocab_size = _checked_size(parts, self._tokenizer.get_vocab(True))
         self.eos_token_ids = self._end_tokens(parts)
-        self._bytes_of = bytes_function(msgspec.json.decode(parts.source, type=_Source).decoder)
+        self._bytes_of = bytes_function(decoder)
         self._bytes: dict[int, bytes] = {}
         default = self._template = parts.template or ROLES_TEMPLATE
         self.tool_template = parts.tool_template or default
-        try:
-            self._chat = ChatTemplate(default, parts.tool_template, parts.special_tokens)
-        except ChatTemplateError as error:
-            raise TokenizerError(f"{parts.where}: {error}") from None
+        self._chat = ChatTemplate(default, parts.tool_template, parts.special_tokens)
 
     def _end_tokens(self, parts: TokenizerParts) -> tuple[int, ...]:
         """All end tokens: chat models often end a turn and a text with different tokens."""
@@ -145,6 +125,9 @@ class HfTokenizer:
     def knows_tools(self) -> bool:
         return self._chat.knows_tools
 
+    def check_chat_template(self) -> None:
+        self._chat.check()
+
     def use_chat_template(self, source: str) -> None:
         self._chat = ChatTemplate(source, special_tokens=self._special_tokens)
         self.tool_template = self._template = source
@@ -160,34 +143,79 @@ class HfTokenizer:
         return self._chat.render(messages, add_generation_prompt, tools, template_arguments)
 
 
-def _read_source(path: Path) -> str:
+def _load(parts: TokenizerParts) -> tuple[tokenizers.Tokenizer, dict[str, Any] | None]:
+    """The tokenizer and its description of a decoder. Raises `TokenizerError`."""
     try:
-        return path.read_text(encoding="utf-8")
+        loaded = tokenizers.Tokenizer.from_str(parts.source)
+        loaded.no_truncation()
+        loaded.no_padding()
+        decoder = msgspec.json.decode(parts.source, type=_Source).decoder
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise TokenizerError(
+            f"the tokenizer in {parts.where} cannot be read: {shown_name(str(error))}"
+        ) from None
+    steps = _steps(decoder)
+    if any(isinstance(s.get("pattern"), dict) and "Regex" in s["pattern"] for s in steps):
+        raise TokenizerError(
+            f"the tokenizer in {parts.where} decodes by a regular expression, which is not"
+            " supported: it could take any time for a token"
+        )
+    if _growth(steps) > MAX_GROWTH:
+        raise TokenizerError(
+            f"the decoder in {parts.where} makes texts more than {MAX_GROWTH} times as long"
+        )
+    return loaded, decoder
+
+
+def _checked_size(parts: TokenizerParts, vocabulary: Mapping[str, int]) -> int:
+    """The number of tokens. Raises `TokenizerError` for more than any model has."""
+    size = 1 + max(vocabulary.values(), default=-1)
+    if size > LARGEST_SIZE:
+        raise TokenizerError(
+            f"the tokenizer in {parts.where} has token {size - 1}; at most {LARGEST_SIZE} tokens"
+            " are supported"
+        )
+    longest = max(map(len, vocabulary), default=0)
+    if longest > MAX_TOKEN_CHARS:
+        raise TokenizerError(
+            f"the tokenizer in {parts.where} has a token of {longest} characters; at most"
+            f" {MAX_TOKEN_CHARS} are supported"
+        )
+    return size
+
+
+def _folder_parts(folder: Path) -> TokenizerParts:
+    try:
+        config = read_object(folder, "tokenizer_config.json")
+        default, for_tools = _chat_templates(folder, config)
+        return TokenizerParts(
+            where=str(folder / "tokenizer.json"),
+            source=_read_source(folder),
+            special_tokens=_special_tokens(folder, config),
+            eos_token_ids=_listed_ends(folder),
+            template=default,
+            tool_template=for_tools,
+            described=config,
+        )
+    except ModelError as error:
+        raise TokenizerError(str(error)) from None
+
+
+def _read_source(folder: Path) -> str:
+    try:
+        return read_text(file_in(folder, "tokenizer.json"), MAX_SOURCE_BYTES)
     except FileNotFoundError:
         hint = "a model folder needs one"
-        if (path.parent / "tokenizer.model").exists():
+        if (folder / "tokenizer.model").exists():
             hint = "convert tokenizer.model by saving it with transformers' AutoTokenizer"
-        raise TokenizerError(f"{path.parent} has no tokenizer.json; {hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object of the file; empty if the file is missing."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} must hold a JSON object")
-    return value
+        raise TokenizerError(f"{folder} has no tokenizer.json; {hint}") from None
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Special tokens by the names that templates use, such as `bos_token`."""
-    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
+    merged = {**read_object(folder, "special_tokens_map.json"), **config}
     found = {}
     for name in (f"{short}_token" for short in _SPECIAL_NAMES):
         value = merged.get(name)
@@ -198,54 +226,40 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _folder_parts(folder: Path) -> TokenizerParts:
-    config = _read_json(folder / "tokenizer_config.json")
-    default, for_tools = _chat_templates(folder, config)
-    return TokenizerParts(
-        where=str(folder),
-        source=_read_source(folder / "tokenizer.json"),
-        special_tokens=_special_tokens(folder, config),
-        eos_token_ids=_listed_ends(folder),
-        template=default,
-        tool_template=for_tools,
-        described=config,
-    )
-
-
 def _listed_ends(folder: Path) -> tuple[int, ...]:
-    listed = _read_json(folder / "generation_config.json").get("eos_token_id")
-    if listed is None:
-        listed = _read_json(folder / "config.json").get("eos_token_id")
-    ids = list(listed) if isinstance(listed, list) else [] if listed is None else [listed]
-    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
-        raise TokenizerError(f"eos_token_id in {folder} must be a token id or a list of them")
-    return tuple(ids)
+    """The end tokens of generation_config.json; if it names none, of config.json."""
+    found = listed_ends(folder)
+    if found:
+        return found
+    config = read_object(folder, "config.json")
+    return Fields(config, str(folder / "config.json")).token_ids("eos_token_id")
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
     """The default template, and the separate one for requests with tools, if any."""
-    alone = folder / "chat_template.jinja"
-    if alone.exists():
-        for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
-        return _read_template(alone), _read_template(for_tools) if for_tools.exists() else None
-    value = config.get("chat_template") or _read_json(folder / "chat_template.json").get(
-        "chat_template"
-    )
-    if value is None or isinstance(value, str):
-        return value, None
-    try:
-        named = {entry["name"]: entry["template"] for entry in value}
-        return named.get("default"), named.get("tool_use")
-    except (TypeError, KeyError):
-        pass
-    raise TokenizerError(f"the chat_template in {folder} must be text or a list of named texts")
+    alone = _read_template(folder, "chat_template.jinja")
+    if alone is not None:
+        return alone, _read_template(folder, "additional_chat_templates/tool_use.jinja")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        fields = Fields(config, str(folder / name))
+        if fields.is_list("chat_template"):
+            return _named_templates(fields)
+        if fields.has("chat_template"):
+            return fields.text("chat_template"), None
+        config = read_object(folder, "chat_template.json")
+    return None, None
 
 
-def _read_template(path: Path) -> str:
+def _named_templates(fields: Fields) -> tuple[str | None, str | None]:
+    named = {one.text("name"): one.text("template") for one in fields.objects("chat_template")}
+    return named.get("default"), named.get("tool_use")
+
+
+def _read_template(folder: Path, name: str) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from None
+        return read_text(file_in(folder, name))
+    except FileNotFoundError:
+        return None
 
 
 BytesOf = Callable[[str], bytes]
@@ -261,7 +275,7 @@ def bytes_function(decoder: dict[str, Any] | None) -> BytesOf | None:
     fixed one."""
     if decoder is None:
         return None
-    steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+    steps = _steps(decoder)
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return _byte_level_bytes
@@ -275,6 +289,23 @@ def bytes_function(decoder: dict[str, Any] | None) -> BytesOf | None:
         elif kind not in _IGNORED or step.get("stop", 0):
             return None
     return _sentencepiece_function(replacements, "ByteFallback" in kinds)
+
+
+def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The decoder's steps, of one in another too."""
+    if decoder is None or decoder.get("type") != "Sequence":
+        return [] if decoder is None else [decoder]
+    return [step for each in decoder["decoders"] for step in _steps(each)]
+
+
+def _growth(steps: list[dict[str, Any]]) -> float:
+    """By how much the steps may lengthen a text, at most."""
+    found = 1.0
+    for step in steps:
+        if step.get("type") == "Replace":
+            pattern, content = step["pattern"].get("String", ""), step["content"]
+            found *= max(1.0, len(content) / len(pattern) if pattern else len(content) + 1)
+    return found
 
 
 def _sentencepiece_function(replacements: list[tuple[str, str]], byte_fallback: bool) -> BytesOf:

@@ -1,0 +1,1 @@
+"""The processes that read bodies: their limits, and the head's end of them."""

@@ -1,0 +1,165 @@
+"""What one body may take of the process that reads it, and the errors of one that takes more.
+
+Chat templates and tokenizers come with a model: they may take any time and memory for a text that
+they dislike. The time is CPU time, so that a busy machine ends nothing. At the limit Python code is
+interrupted, and the process goes on. Code that does not return to Python ends with the process: its
+parent sees that it computes on, and RLIMIT_CPU would end it, too. What the process was doing is in
+memory that they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from enum import IntEnum
+from types import FrameType
+from typing import Any
+
+from moonpool.api.errors import ApiError
+
+BASE_S = 2.0
+BYTES_PER_S = 256 << 10
+"""CPU time for a body: tokenizers take a fourth of it at most."""
+LOAD_S = 60.0
+LOAD_BYTES = 4 << 30
+"""For the tokenizer itself."""
+BASE_BYTES = 512 << 20
+BYTES_PER_BYTE = 64
+"""Memory for a body, beside that of the tokenizer."""
+AGAIN_S = 0.05
+"""How often a limit is told again, should something have caught it."""
+
+
+class ReadStage(IntEnum):
+    """What a process that reads bodies does."""
+
+    OTHER = 0
+    TEMPLATE = 1
+    TOKENIZER = 2
+
+
+class StageNote:
+    """The stage, in a page of shared memory."""
+
+    def __init__(self, fd: int) -> None:
+        self._page = mmap.mmap(fd, mmap.PAGESIZE)
+
+    def set(self, stage: ReadStage) -> None:
+        self._page[0] = stage
+
+    @property
+    def stage(self) -> ReadStage:
+        return ReadStage(self._page[0])
+
+    def close(self) -> None:
+        self._page.close()
+
+
+class LimitReachedError(BaseException):
+    """Interrupts what takes too long. No `Exception`, so that little catches it."""
+
+
+class CallLimits:
+    """Sets the limits of this process. For the main thread."""
+
+    def __init__(self) -> None:
+        self._is_armed = False
+        self._own_bytes = _address_bytes()
+        signal.signal(signal.SIGPROF, self._on_time)
+
+    def settle(self) -> None:
+        """From now on memory counts beside what is used now."""
+        self._own_bytes = _address_bytes()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether earlier calls have given back most of their memory."""
+        return _address_bytes() - self._own_bytes < BASE_BYTES // 2
+
+    @contextlib.contextmanager
+    def within(self, seconds: float, num_bytes: int) -> Iterator[None]:
+        """Within it, so much CPU time and further memory may be used. Raises `LimitReachedError`
+        and MemoryError."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        last_s = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
+        _lower(resource.RLIMIT_CPU, last_s)
+        _lower(resource.RLIMIT_AS, self._own_bytes + num_bytes)
+        self._is_armed = True
+        signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_S)
+        try:
+            yield
+        finally:
+            self._is_armed = False
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _on_time(self, number: int, frame: FrameType | None) -> None:
+        if self._is_armed:
+            raise LimitReachedError
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process. Raises OSError."""
+    with open(f"/proc/{pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _lower(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(kind, (most, hard))
+
+
+def _address_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * mmap.PAGESIZE
+
+
+def body_s(num_bytes: int) -> float:
+    """CPU seconds that a body of this size may take."""
+    return BASE_S + num_bytes / BYTES_PER_S
+
+
+def body_bytes(num_bytes: int) -> int:
+    """Bytes of memory that it may take."""
+    return BASE_BYTES + BYTES_PER_BYTE * num_bytes
+
+
+_PARAMS = {
+    "completion": "prompt",
+    "tokenize": "prompt",
+    "embeddings": "input",
+    "responses": "input",
+}
+_REMEDY = "Send another one, or shorten it."
+_TEMPLATE_REMEDY = "Send other messages, or start the server with --chat-template FILE."
+
+
+def limit_error(kind: str, stage: ReadStage, what: str) -> ApiError:
+    """The error of a body of this kind. `what`: the subject took so much: "takes more than 2 s"."""
+    param: Any = _PARAMS.get(kind, "messages")
+    if stage is ReadStage.TEMPLATE:
+        text = f"The model's chat template {what} for these messages. {_TEMPLATE_REMEDY}"
+        return ApiError(text, param=param, code="chat_template_error")
+    if stage is ReadStage.TOKENIZER:
+        text = f"The model's tokenizer {what} for this text. {_REMEDY}"
+        return ApiError(text, param=param, code="tokenizer_error")
+    return ApiError(f"Reading this body {what}. {_REMEDY}", code="body_too_complex")
+
+
+def too_long(kind: str, stage: ReadStage, seconds: float) -> ApiError:
+    return limit_error(kind, stage, f"takes more than {seconds:.3g} s of CPU time")
+
+
+def too_large(kind: str, stage: ReadStage) -> ApiError:
+    return limit_error(kind, stage, "needs too much memory")
+
+
+def ended_twice(kind: str, stage: ReadStage) -> ApiError:
+    return limit_error(kind, stage, "ended its process twice")

@@ -1,0 +1,1 @@
+"""Requests that may have crashed an instance."""

@@ -1,0 +1,130 @@
+"""Requests that may have ended an instance: they run alone, one after another.
+
+    under way when an instance crashes --> suspected --its turn--> alone --goes on--> released
+                                                                     \\--another crash--> culprit
+
+An instance that is killed from outside makes no suspects: its requests are placed again at once.
+One that crashes, or whose engine hangs, may do so because of a request, and the next one would,
+too. Which request it was shows the second crash, if only one of them is under way then, and nothing
+new joins it. With the culprit found, the others are released.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
+from moonpool.types import InstanceId, RequestId
+
+INSTANCES_ENDED = "instances_ended"
+"""The reason of a rejection of the culprit."""
+MAX_LOST = 64
+PROOF_TOKENS, MOST_PROOF_TOKENS, ALONE_S = 16, 80, 30.0
+"""A request is innocent after so many tokens more than it had in the attempt that crashed, or after
+the most, or after so long."""
+
+
+class Suspects:
+    """The first one runs alone, the others wait."""
+
+    def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
+        """`requests`: those under way."""
+        self._requests = requests
+        self._line: dict[RequestId, int] = {}  # length of an answer that proves innocence
+        self._lost: OrderedDict[InstanceId, dict[RequestId, int]] = OrderedDict()
+        self._crashed: OrderedDict[InstanceId, bool] = OrderedDict()  # told before the loss
+        self._since_s: float | None = None  # when the present one began
+
+    def __bool__(self) -> bool:
+        return bool(self._line)
+
+    def must_wait(self, tracked: TrackedRequest) -> bool:
+        """Whether another one runs alone now."""
+        request_id = tracked.request.request_id
+        return request_id in self._line and request_id != next(iter(self._line))
+
+    def run_alone_at(self, tracked: TrackedRequest, instances: Iterable[InstanceId | None]) -> bool:
+        """Whether another one runs alone at one of the instances, which nothing new may join."""
+        alone = self._requests.get(next(iter(self._line), RequestId("")))
+        if alone is None or alone is tracked or alone.attempt is None:
+            return False
+        attempt = alone.attempt
+        return not {attempt.prefill, attempt.decoder}.isdisjoint(instances)
+
+    def note_lost(self, state: InstanceState) -> bool:
+        """Call it before the requests are placed again. Returns whether the instance is known to
+        have crashed."""
+        instance_id = state.info.instance_id
+        self._lost[instance_id] = _candidates(state)
+        if len(self._lost) > MAX_LOST:
+            self._lost.popitem(last=False)
+        return self._crashed.pop(instance_id, False)
+
+    def accuse(self, instance_id: InstanceId) -> tuple[TrackedRequest | None, list[TrackedRequest]]:
+        """The instance has crashed. Returns the culprit, if it is found, and those that wait for
+        their turn from now on."""
+        candidates = self._lost.pop(instance_id, None)
+        if candidates is None:  # the loss is not known yet
+            self._crashed[instance_id] = True
+            if len(self._crashed) > MAX_LOST:
+                self._crashed.popitem(last=False)
+            return None, []
+        alone = next(iter(self._line), None)
+        if alone in candidates:
+            self._line.clear()
+            self._since_s = None
+            return self._requests.get(alone), []
+        for request_id, num_tokens in candidates.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                proof = min(num_tokens + PROOF_TOKENS, MOST_PROOF_TOKENS)
+                self._line.setdefault(request_id, len(tracked.generated) + proof)
+        return None, [self._requests[request_id] for request_id in list(self._line)[1:]]
+
+    def note_placed(self, tracked: TrackedRequest, now: float) -> None:
+        if self._line and tracked.request.request_id == next(iter(self._line)):
+            self._since_s = now if self._since_s is None else self._since_s
+
+    def end_long_turn(self, now: float) -> bool:
+        """Returns whether a turn has lasted long enough, so that the next one may be placed."""
+        if self._since_s is None or now - self._since_s < ALONE_S:
+            return False
+        self.forget(next(iter(self._line)))
+        return True
+
+    def note_tokens(self, tracked: TrackedRequest) -> bool:
+        """Returns whether the turn of a request ends, so that the next one may be placed."""
+        proof = self._line.get(tracked.request.request_id)
+        if proof is None or len(tracked.generated) < proof:
+            return False
+        self.forget(tracked.request.request_id)
+        return True
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request has ended, or is innocent."""
+        if self._line and request_id == next(iter(self._line)):
+            self._since_s = None
+        self._line.pop(request_id, None)
+
+
+def _candidates(state: InstanceState) -> dict[RequestId, int]:
+    """Those that were under way there, and how many tokens each had of its attempt. What had run
+    for the shortest time is the likeliest cause, and comes first."""
+    instance_id = state.info.instance_id
+    running = [work for key, work in state.prefills.items() if key in state.started]
+    queued = [work for key, work in state.prefills.items() if key not in state.started]
+    decoding = [
+        work
+        for work in state.decodes.values()
+        if work.attempt is not None
+        and work.attempt.decoder == instance_id
+        and work.attempt.stage is not AttemptStage.PREFILL
+    ]
+    found = {w.request.request_id: _num_tokens(w) for w in (*running, *decoding, *queued)}
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _num_tokens(tracked: TrackedRequest) -> int:
+    assert tracked.attempt is not None
+    return len(tracked.generated) - tracked.attempt.begins_at

@@ -1,0 +1,108 @@
+"""Which call a head ended with: the one that its loop worked on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from moonpool.api.connection.work_mark import MarkedStep, WorkMark
+from moonpool.protocol.supervision import HUNG_STATUS, HeadsEnded
+
+LONG_S = 5.0
+"""A head that hangs works on one call for this long: else it hangs with no call of its own."""
+ORDERED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+MAX_REMEMBERED = 256
+
+
+class OomKills:
+    """Counts the processes that the kernel has killed for lack of memory."""
+
+    def __init__(self) -> None:
+        self._count = self._read()
+
+    def is_new(self) -> bool:
+        """Whether there was one since the last look."""
+        before, self._count = self._count, self._read()
+        return self._count > before
+
+    @staticmethod
+    def _read() -> int:
+        try:
+            with open("/proc/vmstat") as file:
+                found = [line.split()[1] for line in file if line.startswith("oom_kill ")]
+        except OSError:
+            found = []
+        return int(found[0]) if found else 0
+
+
+def is_crash(status: int | None, is_out_of_memory: bool) -> bool:
+    """Whether a process with this exit status has ended by itself."""
+    if status == -signal.SIGKILL:
+        return is_out_of_memory
+    return status == HUNG_STATUS or (status is not None and status < 0 and status not in ORDERED)
+
+
+class Culprits:
+    """The calls that ended heads, by their numbers."""
+
+    def __init__(self, ended: Mapping[int, tuple[int, int]] | None = None) -> None:
+        """`ended`: what an earlier program of this process knew."""
+        self.ended: dict[int, tuple[int, int]] = dict(ended or {})
+        """Heads that the call has hung or crashed, and those that were killed with it."""
+        self.alike: deque[HeadsEnded] = deque(maxlen=MAX_REMEMBERED)
+        self._mark: WorkMark | None = None
+        self._hung: MarkedStep | None = None
+        self._is_spared = False
+        self._oom_kills = OomKills()
+
+    def watch(self, fd: int) -> None:
+        """The present head notes its work here. Owns `fd`."""
+        self._begin()
+        try:
+            self._mark = WorkMark(fd)
+        finally:
+            os.close(fd)
+
+    def of(self, number: int) -> tuple[int, int]:
+        return self.ended.get(number, (0, 0))
+
+    def forget(self, number: int) -> None:
+        """The call has ended."""
+        self.ended.pop(number, None)
+
+    def note_hang(self) -> None:
+        """The head does not respond, and will be killed."""
+        self._hung = None if self._mark is None else self._mark.read()
+        if self._hung is not None and time.monotonic() - self._hung.since_s < LONG_S:
+            self._hung = None
+        self._is_spared = self._hung is None
+
+    def spare(self) -> None:
+        """The head will be killed, and no call is the cause."""
+        self._is_spared = True
+
+    def judge(self, status: int | None, present: Iterable[int]) -> int | None:
+        """The head has ended with this status. Returns the number of the call that it ended with,
+        if that is one of the `present`."""
+        work = self._hung or (None if self._mark is None else self._mark.read())
+        hung, is_spared = self._hung is not None, self._is_spared or status in (0, *ORDERED)
+        out_of_memory = self._oom_kills.is_new()
+        self._begin()
+        if work is None or is_spared or work.number not in present:
+            return None
+        num_ended, num_killed = self.of(work.number)
+        if hung or out_of_memory or status not in (None, -signal.SIGKILL):
+            num_ended += 1
+        else:
+            num_killed += 1
+        self.ended[work.number] = num_ended, num_killed
+        return work.number
+
+    def _begin(self) -> None:
+        if self._mark is not None:
+            self._mark.close()
+        self._mark = self._hung = None
+        self._is_spared = False
