@@ -64,7 +64,7 @@ class RequestRecord:
     cached_tokens: int = 0
     fetched_tokens: int = 0
     loaded_tokens: int = 0  # from the prefill instance's SSD
-    corrupt_blocks: int = 0
+    corrupt_slices: int = 0  # with a wrong checksum, of its prefix or its KVCache
     num_generated_tokens: int = 0
     gap_runs: list[tuple[float, int]] = field(default_factory=list)  # (seconds, count)
     shared_steps: int = 0  # steps that also computed a prompt, or of unknown duration

@@ -65,7 +65,7 @@ def test_a_bit_that_flips_in_the_source_after_a_first_send_is_found(make_node: M
     source.arena.slice(4, 2)[17] ^= 0x20
     ended = fetch(reader, source, [3, 4], [10, 11])
     assert (ended.num_blocks, ended.corrupt_slices) == (1, 1)
-    assert stream(source, reader, [3, 4], [20, 21]).corrupt == (1,)
+    assert stream(source, reader, [3, 4], [20, 21]).incomplete == (1,)
     assert reader.messenger.counts().corrupt_slices == 2
 
 
@@ -207,7 +207,7 @@ def test_one_connection_serves_operation_after_operation(make_node: MakeNode) ->
     left.fill(1)
     for block in range(20):
         assert fetch(right, left, [block], [block]).num_blocks == 1
-        assert stream(right, left, [block], [31 - block]).corrupt == ()
+        assert stream(right, left, [block], [31 - block]).incomplete == ()
     assert (serving(left), serving(right)) == (1, 0)
 
 
@@ -320,6 +320,6 @@ def test_a_bit_that_flips_in_an_offer_is_detected(
         if how is fetch:
             wrong = set(range(fetch_with_fallback(reader, source, [3, 4, 5, 6], [0, 1, 2, 9]), 4))
         else:
-            wrong = set(stream(source, reader, [3, 4, 5, 6], [0, 1, 2, 9]).corrupt)
+            wrong = set(stream(source, reader, [3, 4, 5, 6], [0, 1, 2, 9]).incomplete)
         for index, target in enumerate([0, 1, 2, 9]):
             assert index in wrong or reader.block(target) == source.block(3 + index)

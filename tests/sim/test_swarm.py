@@ -61,7 +61,7 @@ CORNERS = {
     "StepFailed",
     "InstanceLost",
     "counter preemptions",
-    "counter corrupt_blocks",
+    "counter corrupt_slices",
     "counter failed_streams",
     "outcome stop",
     "outcome length",

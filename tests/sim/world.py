@@ -484,6 +484,8 @@ class World:
             if isinstance(life, VllmLife):
                 life.check_end()
                 continue
+            counted = instance.counters.get("corrupt_slices", 0)
+            assert counted == life.num_damaged, f"{counted} of {life.num_damaged} damaged slices"
             leaked = (list(instance.requests), instance.pool.owners())
             assert leaked == ([], {}), f"{life.instance_id} still holds {leaked}"
             assert instance.pool.num_held == 0

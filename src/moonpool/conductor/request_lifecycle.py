@@ -236,7 +236,7 @@ class RequestLifecycle:
                 self._table.grow(row, 1, self._reservations.add_tokens(attempt, 1))
             case TransferDone():
                 record.transfer_done_s = now
-                record.corrupt_blocks += report.corrupt_blocks
+                record.corrupt_slices += report.corrupt_slices
                 if report.error:  # the decode waits: an attempt that has ended gets no answer
                     self._send(instance_id, StopReceiving(attempt_id=attempt.attempt_id))
                 if record.trace is not None and record.trace.exported:
@@ -277,7 +277,7 @@ class RequestLifecycle:
             record.cached_tokens = min(report.cached_tokens, record.num_prompt_tokens)
             record.fetched_tokens = report.fetched_tokens
             record.loaded_tokens = report.loaded_tokens
-        record.corrupt_blocks += report.corrupt_slices
+        record.corrupt_slices += report.corrupt_slices
 
     def _on_prefill_done(
         self, tracked: TrackedRequest, attempt: Attempt, report: PrefillDone, now: float

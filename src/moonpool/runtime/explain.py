@@ -44,7 +44,7 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
         "cached_tokens": record.cached_tokens,
         "fetched_tokens": record.fetched_tokens,
         "loaded_tokens": record.loaded_tokens,
-        "recomputed_corrupt_blocks": record.corrupt_blocks,
+        "corrupt_slices": record.corrupt_slices,
         "generated_tokens": record.num_generated_tokens,
         "slo": {"ttft_s": record.slo.ttft_s, "tbt_s": record.slo.tbt_s},
         "predicted": {"ttft_s": record.predicted_ttft_s, "tbt_s": record.predicted_tbt_s},

@@ -68,7 +68,7 @@ class MetricsCollector:
             return int(grown(name))
 
         self._metrics.add_step_seconds(info.role.value, grown("step_s"))
-        self._metrics.add_corrupt_slices(new("corrupt_slices") + new("corrupt_blocks"))
+        self._metrics.add_corrupt_slices(new("corrupt_slices"))
         self._metrics.add_recomputed_tokens(new("recomputed_tokens"))
         self._metrics.add_drafts(new("drafts"), new("draft_tokens"), new("accepted_draft_tokens"))
         for transport in ("shm", "tcp", "tls", "nixl"):

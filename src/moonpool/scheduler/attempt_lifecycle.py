@@ -166,13 +166,13 @@ class AttemptLifecycle:
                 self._end_receiving(request)
 
     def on_receive_ended(self, event: ReceiveEnded) -> None:
-        """Handles the end of a decode's stream; missing and corrupt blocks are computed again.
+        """Handles the end of a decode's stream; what it lacks is computed again.
         After a broken stream, the Conductor says first whether the attempt goes on: a prefill that
         it has aborted breaks its stream before the abort arrives here."""
         request = self._requests[AttemptId(event.stream_id)]
         request.pending.discard(PendingTransfer.RECEIVE)
         self._effects.count("received_bytes", event.num_bytes)
-        self._effects.count("corrupt_blocks", len(event.corrupt))
+        self._effects.count("corrupt_slices", event.corrupt_slices)
         if request.closing:
             self._release_if_idle(request)
             return
@@ -180,7 +180,7 @@ class AttemptLifecycle:
         if event.error:
             usable_blocks = request.num_cached_blocks
         else:
-            usable_blocks = min(event.corrupt, default=len(request.block_ids))
+            usable_blocks = min(event.incomplete, default=len(request.block_ids))
         request.num_computed = min(usable_blocks * self._layout.block_tokens, num_prompt)
         request.num_scheduled = request.num_computed
         self._kv_cache.cache_full_blocks(request)
@@ -189,7 +189,7 @@ class AttemptLifecycle:
                 attempt_id=request.attempt_id,
                 num_bytes=event.num_bytes,
                 seconds=event.seconds,
-                corrupt_blocks=len(event.corrupt),
+                corrupt_slices=event.corrupt_slices,
                 error=event.error,
             )
         )

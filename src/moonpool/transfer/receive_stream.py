@@ -185,7 +185,8 @@ class IncomingStreams:
         self._context.post(
             ReceiveEnded(
                 stream_id=stream_id,
-                corrupt=stream.receiver.incomplete(),
+                incomplete=stream.receiver.incomplete(),
+                corrupt_slices=stream.receiver.corrupt_slices,
                 num_bytes=stream.receiver.num_bytes,
                 seconds=time.monotonic() - stream.started_s,
                 error=error,

@@ -23,6 +23,7 @@ from moonpool.types import BlockId
 GROUP_BYTES = 512 << 10
 """Copied, then hashed, as one group: small enough to be in the cache still when it is hashed."""
 
+MISSING = 0
 VERIFIED = 1
 CORRUPT = 2
 
@@ -131,8 +132,8 @@ class SliceReceiver:
             if deferred and not self._accepts_deferred:
                 raise ProtocolError("slices were offered without their checksums")
             num_corrupt = connection.receive_slices(group, self, deadline_s)
-            if deferred:
-                self._check_unchanged(connection, group)
+            if deferred or num_corrupt:
+                self._check_unchanged(connection, group, deferred)
             num_bytes = size * num_slices
             self.num_bytes += num_bytes
             self.corrupt_slices += num_corrupt
@@ -141,17 +142,20 @@ class SliceReceiver:
             if after_group is not None:
                 after_group()
 
-    def _check_unchanged(self, connection: SliceSource, offers: bytes) -> None:
+    def _check_unchanged(self, connection: SliceSource, offers: bytes, deferred: bool) -> None:
         """Without a checksum the sender's promise counts: it closes the connection before it
-        reuses what it offered. So slices copied while it is open are the ones it meant."""
+        reuses what it offered. So slices copied while it is open are the ones it meant, and a
+        checksum that differs tells of damage only then."""
         if connection.hung_up():
-            self._mark_corrupt(unpack_offers(offers))
+            if deferred:
+                self._mark_missing(unpack_offers(offers))
             raise PeerGoneError("the peer closed the connection while its slices were copied")
-        self.deferred.note_received(offers, self.blocks, self.first_index)
+        if deferred:
+            self.deferred.note_received(offers, self.blocks, self.first_index)
 
-    def _mark_corrupt(self, offers: Sequence[SliceOffer]) -> None:
+    def _mark_missing(self, offers: Sequence[SliceOffer]) -> None:
         for (index, layer, _, _), offset in zip(offers, self.offsets(offers), strict=True):
-            self.states[(index - self.first_index) * self.num_layers + layer] = CORRUPT
+            self.states[(index - self.first_index) * self.num_layers + layer] = MISSING
             self.arena.checksums.set_slice(offset // self.slice_bytes, 0)
 
     # For transports. The two loops run once per slice and call as little as possible.

@@ -346,7 +346,7 @@ def test_a_decode_with_a_broken_stream_is_told_to_go_on_unless_its_attempt_has_e
     desk = Desk("p0", "d0")
     desk.ask()
     desk.prefilled()
-    broken = TransferDone(AttemptId("r/1"), 0, 0.1, corrupt_blocks=1, error="broken")
+    broken = TransferDone(AttemptId("r/1"), 0, 0.1, corrupt_slices=1, error="broken")
     stop = StopReceiving(attempt_id=AttemptId("r/1"))
     assert sent(desk.report("d0", broken), StopReceiving) == [("d0", stop)]
     desk.handle(RequestCancelled(RequestId("r")))
