@@ -64,6 +64,7 @@ CORNERS = {
     "counter corrupt_slices",
     "counter failed_streams",
     "outcome stop",
+    "stop strings",
     "outcome length",
     "outcome abort",
     "outcome deadline",

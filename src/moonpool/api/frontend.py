@@ -92,12 +92,22 @@ class Frontend(Protocol):
 
         `delivered`: the tokens that the client has from another head; None: the request is new.
 
-        Closing the iterator early (client gone, stop string found) aborts the request everywhere.
+        Closing the iterator early (the client is gone) aborts the request everywhere, unless
+        `finish` has ended it.
         """
         ...
 
-    def abort(self, request_id: RequestId) -> None:
-        """Ends a request early. Unknown ids are ignored."""
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int
+    ) -> dict[str, float] | None:
+        """The answer is complete after `num_tokens` tokens, because a stop string ends it. The
+        engine need not know of it: it goes on, or has just ended the answer for another reason.
+        Returns the seconds of each stage."""
+        ...
+
+    def abort(self, request_id: RequestId, reason: str = FinishReason.ABORT.value) -> None:
+        """Ends a request early. Its client gets no whole answer, also if it has just ended. Unknown
+        ids are ignored."""
         ...
 
     def explain(self, request_id: str) -> dict[str, Any] | None:

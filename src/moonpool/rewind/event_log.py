@@ -27,6 +27,7 @@ from moonpool.conductor.actions import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    RequestFinished,
     Send,
     Tick,
 )
@@ -47,6 +48,7 @@ _KINDS: tuple[type[ConductorEvent], ...] = (
     HotRequested,
     CacheDropRequested,
     InstancesExpected,
+    RequestFinished,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _LENGTH = struct.Struct("<I")

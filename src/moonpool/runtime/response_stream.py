@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from moonpool.api.frontend import Output, RequestRefused
-from moonpool.conductor.actions import Deliver, Refuse
+from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
 from moonpool.types import Token
 
 
@@ -22,7 +22,7 @@ class ResponseStream:
         self._refused: Refuse | None = None
         self._wakeup = asyncio.Event()
         self.timings_s: dict[str, float] | None = None
-        self.ended = False
+        self.ended: RequestEnded | None = None
 
     def deliver(self, action: Deliver) -> None:
         self._tokens.extend(action.tokens)

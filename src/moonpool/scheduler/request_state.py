@@ -200,6 +200,8 @@ class RequestState:
         """Why the newest token is the last one; None if it is not."""
         sampling, tokens = self.attempt.sampling, self.tokens
         newest, num_generated = tokens.newest, tokens.num_generated
+        if sampling.pooling != "none":
+            return FinishReason.STOP  # the embedding is whole
         if num_generated >= sampling.min_tokens:
             if newest in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP

@@ -73,6 +73,8 @@ class ScriptedHead:
         self.requests: list[Request] = []
         self.delivered: list[tuple[int, ...] | None] = []
         self.aborted: list[str] = []
+        self.reasons: list[str] = []  # of those
+        self.finished: list[tuple[str, FinishReason, int]] = []
         self.drained: list[tuple[str, float]] = []
         self._kept: list[AsyncGenerator[Output, None]] = []
         self.refused: Counter[str] = Counter()
@@ -129,11 +131,19 @@ class ScriptedHead:
                 ended = step.finish_reason is not None
                 yield step
         finally:
+            ended = ended or request.request_id in [name for name, _, _ in self.finished]
             if not ended:
                 self.abort(request.request_id)
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: RequestId, reason: str = "abort") -> None:
         self.aborted.append(request_id)
+        self.reasons.append(reason)
+
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int
+    ) -> dict[str, float] | None:
+        self.finished.append((request_id, reason, num_tokens))
+        return {"decode": 0.5}
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         return self.explanations.get(request_id)

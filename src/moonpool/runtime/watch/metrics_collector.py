@@ -25,7 +25,7 @@ class MetricsCollector:
         self._metrics = metrics
         self._last: dict[InstanceId, tuple[int, dict[str, float]]] = {}
 
-    def request_ended(self, record: RequestRecord) -> None:
+    def request_ended(self, record: RequestRecord, now: float) -> None:
         metrics = self._metrics
         if record.first_token_s is not None:
             metrics.observe_first_token(record.first_token_s - record.arrived_s)
