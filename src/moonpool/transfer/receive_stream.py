@@ -182,6 +182,7 @@ class IncomingStreams:
     def _post_end(self, stream_id: str, stream: _IncomingStream, error: str) -> None:
         if error:
             self._context.counters.failed()
+        stream.receiver.tell_damage(f"stream {stream_id}")
         self._context.post(
             ReceiveEnded(
                 stream_id=stream_id,

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from moonpool.log_limit import limited_logger
 from moonpool.transfer.arena import Arena
 from moonpool.transfer.checksums import DeferredChecksums, checksum_slice, has_deferred
 from moonpool.transfer.counters import Counters
@@ -20,6 +21,7 @@ from moonpool.transfer.reshard import NOWHERE, ReshardPlan, ShardView, reshard_p
 from moonpool.transfer.wire import MAX_SLICES_PER_FRAME, OFFER, SliceOffer, unpack_offers
 from moonpool.types import BlockId
 
+_log = limited_logger(__name__)
 GROUP_BYTES = 512 << 10
 """Copied, then hashed, as one group: small enough to be in the cache still when it is hashed."""
 
@@ -200,6 +202,16 @@ class SliceReceiver:
             store(offset // size, checksum if same and whole else 0)
             num_corrupt += not same
         return num_corrupt
+
+    def tell_damage(self, what: str) -> None:
+        """Logs the slices with a wrong checksum, if there are any. `what`: the operation."""
+        if self.corrupt_slices:
+            _log.warning(
+                "%s: %d slices arrived with a wrong checksum and are computed again; check the"
+                " memory of both machines and the network between them",
+                what,
+                self.corrupt_slices,
+            )
 
     # What has arrived
 

@@ -223,7 +223,12 @@ def _describe_instance(
             "cached": load.cached_blocks,
         }
         if load.ssd is not None:
-            described["ssd"] = {"blocks": load.ssd.blocks, "cached": load.ssd.cached}
+            described["ssd"] = {
+                "blocks": load.ssd.blocks,
+                "cached": load.ssd.cached,
+                "damaged": int(load.counters.get("ssd_damaged_blocks", 0)),
+                "error": load.ssd.error,
+            }
     return described
 
 
