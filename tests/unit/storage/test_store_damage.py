@@ -27,11 +27,10 @@ class LayeredBench(Bench):
 
 
 @pytest.fixture(autouse=True)
-def fresh_limit() -> Iterator[None]:
+def _fresh_limit() -> None:
     for limit in LOGGER.filters:
         if isinstance(limit, LogLimit):
             limit.forget()
-    yield
 
 
 @pytest.fixture(params=["whole", "by layer"])
