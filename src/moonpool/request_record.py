@@ -65,6 +65,8 @@ class RequestRecord:
     fetched_tokens: int = 0
     loaded_tokens: int = 0  # from the prefill instance's SSD
     corrupt_slices: int = 0  # with a wrong checksum, of its prefix or its KVCache
+    uses_cache: bool = True
+    is_counted: bool = False  # its prompt and first token are in the metrics
     tokens_before: int = 0  # of the answer, which its client has from an earlier head
     num_generated_tokens: int = 0  # since; those after the end of the answer do not count
     num_surplus_tokens: int = 0  # that were generated after the end of the answer

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from email.utils import formatdate
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -83,19 +83,21 @@ def make_app(
         *methods: str,
         open_to_all: bool = False,
         payload_of: ErrorPayload = _openai_payload,
+        note_refused: Callable[[str], None] = _count_nothing,
     ) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
-        endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of)
+        endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of, note_refused)
         return Route(path, endpoint, methods=methods or ("GET",))
 
     message_route = partial(route, payload_of=messages.error_payload)
+    counted: dict[str, Any] = {"note_refused": frontend.note_refused}
     app = Starlette(
         routes=[
-            route("/v1/chat/completions", generator.chat, "POST"),
-            route("/v1/completions", generator.complete, "POST"),
-            route("/v1/embeddings", embedder.embed, "POST"),
-            route("/v1/responses", generator.respond, "POST"),
-            message_route("/v1/messages", generator.message, "POST"),
+            route("/v1/chat/completions", generator.chat, "POST", **counted),
+            route("/v1/completions", generator.complete, "POST", **counted),
+            route("/v1/embeddings", embedder.embed, "POST", **counted),
+            route("/v1/responses", generator.respond, "POST", **counted),
+            message_route("/v1/messages", generator.message, "POST", **counted),
             message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),
             route("/load", generator.load, open_to_all=True),
             route("/openapi.json", openapi, open_to_all=True),
@@ -142,6 +144,10 @@ def _allow_origins(app: Starlette, origins: tuple[str, ...]) -> None:
     )
 
 
+def _count_nothing(reason: str) -> None:
+    """Its refusals are not those of requests."""
+
+
 def _openai_payload(error: ApiError, _request_id: str) -> bytes:
     return error.payload()
 
@@ -156,11 +162,14 @@ class _Endpoint:
         admins: frozenset[str],
         memory: BodyMemory,
         payload_of: ErrorPayload,
+        note_refused: Callable[[str], None],
     ):
-        """`payload_of` writes an error in the endpoint's format."""
+        """`payload_of` writes an error in the endpoint's format. `note_refused` counts a refusal
+        that the head has not counted, by its reason."""
         self._handler = handler
         self._memory = memory
         self._payload_of = payload_of
+        self._note_refused = note_refused
         self._keys = KeyRing(api_keys)
         self._admins = admins
 
@@ -177,8 +186,12 @@ class _Endpoint:
         except ClientGoneError:
             return
         except ApiError as error:
+            if error.status == 503 and error.code is not None and not error.is_counted:
+                self._note_refused(error.code)
             await self._respond(context, error)
         except RequestRefused as refused:
+            if not refused.is_counted:
+                self._note_refused(refused.reason)
             await self._respond(context, from_refused(refused))
         except asyncio.CancelledError:  # the server ends, and this client did not
             text = "The server has stopped. Send the request again."

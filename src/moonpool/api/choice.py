@@ -109,6 +109,7 @@ class Choice:
             delta = await self._delta(output)
         except RequestRefused as refused:
             frontend.abort(request_id, refused.reason)
+            refused.is_counted = True
             raise
         if self.finish_reason is not None and isinstance(self.stop_reason, str):
             timings_s = frontend.finish(request_id, self.finish_reason, self.num_tokens)
@@ -268,6 +269,9 @@ async def run_choices(
             yield await choices[entry.index].replay(entry.output())
         refused = kept.refusal()
         if refused is not None:
+            if not refused.is_counted:
+                frontend.note_refused(refused.reason)
+                refused.is_counted = True
             raise refused
         running = [choice for choice in choices if choice.finish_reason is None]
     try:

@@ -16,8 +16,10 @@ Headers = Sequence[tuple[bytes, bytes]]
 class ApiError(Exception):
     """An error response. `param` names the field at fault, and `code` the reason.
 
-    `projection` holds the numbers behind a rejection.
+    `projection` holds the numbers behind a rejection. `is_counted`: as in `RequestRefused`.
     """
+
+    is_counted = False
 
     def __init__(
         self,
@@ -58,13 +60,15 @@ def from_refused(refused: RequestRefused) -> ApiError:
     if refused.retry_after_s is not None or refused.status in (429, 503):
         retry_after_s = refused.retry_after_s or 1.0
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(min(retry_after_s, 86_400.0)))))
-    return ApiError(
+    error = ApiError(
         refused.message,
         status=refused.status,
         code=refused.reason,
         headers=headers,
         projection=refused.projection,
     )
+    error.is_counted = refused.is_counted
+    return error
 
 
 def internal_error(request_id: str) -> ApiError:

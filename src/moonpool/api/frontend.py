@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,7 +58,10 @@ class RequestRefused(Exception):  # noqa: N818 (not a fault)
     `status`: 422 (not even an idle cluster could meet the SLO), 429 (SLO or fair share), 503 (no
     capacity, instance lost), 504 (deadline), 400.
     `projection`: the numbers behind a rejection, such as `predicted_ttft_s` and `limit_ttft_s`.
+    `is_counted`: the head has counted it.
     """
+
+    is_counted = False
 
     def __init__(
         self,
@@ -132,6 +135,10 @@ class Frontend(Protocol):
 
     def note_refused(self, reason: str) -> None:
         """Counts a call that the HTTP layer refused before it became requests."""
+        ...
+
+    def note_answered(self, lengths: Sequence[int]) -> None:
+        """Counts a prompt whose choices all have an answer, of these lengths in tokens."""
         ...
 
     def drop_cached_blocks(self) -> None:

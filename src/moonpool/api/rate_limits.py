@@ -60,7 +60,6 @@ class RateLimits:
         ]
         wait_s, unit, rate = max(waits, default=(0.0, "", 0.0))
         if wait_s > 0.0:
-            self._frontend.note_refused(RATE_LIMIT)
             text = (
                 f"This API key has used up its {rate:g} {unit} per second. Send the request again"
                 f" in {max(math.ceil(wait_s), 1)} s."

@@ -132,6 +132,7 @@ class RequestLifecycle:
             request.arrived_s,
             tenant=request.tenant,
             max_tokens=request.sampling.max_tokens,
+            uses_cache=request.use_cache,
             trace=request.trace,
         )
         tracked = TrackedRequest(request, record)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -19,7 +19,8 @@ import msgspec
 
 from moonpool import __version__
 from moonpool.api.frontend import ModelCard, Output, RequestRefused
-from moonpool.api.metrics import ServerMetrics
+from moonpool.api.metrics.labels import FAILURES, REFUSALS
+from moonpool.api.metrics.server_metrics import ServerMetrics
 from moonpool.conductor.actions import (
     Announce,
     CacheDropRequested,
@@ -145,6 +146,7 @@ class Head:
         self._answers: dict[RequestId, ResponseStream] = {}
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
+        self._inherited: set[InstanceId] = set()  # from an earlier head
         self._attention = AttentionLinks(config.cluster.attention_each, self._links, self.setup)
         self._half_open: dict[WorkerLink, None] = {}  # oldest first
         self._clock = ListeningClock(now())
@@ -173,6 +175,7 @@ class Head:
 
     def expect(self, roles: dict[InstanceId, Role]) -> None:
         """An earlier head had these instances. Requests wait for them."""
+        self._inherited.update(roles)
         self._post(InstancesExpected(roles))
 
     async def stop(self) -> None:
@@ -206,11 +209,13 @@ class Head:
     ) -> AsyncGenerator[Output, None]:
         """As `Frontend.submit`. Raises RequestRefused, for a head that is stopping too."""
         if self._leaving:
-            self._metrics.observe_rejected("server_stopping")
+            self._observer.note_refused("server_stopping")
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."
             )
-            raise RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
+            refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
+            refused.is_counted = True
+            raise refused
         answer = ResponseStream()
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
@@ -289,7 +294,13 @@ class Head:
         return await self._live.hot.collect(num_prefixes)
 
     def note_refused(self, reason: str) -> None:
-        self._metrics.observe_rejected(reason)
+        if reason in REFUSALS or reason not in FAILURES:
+            self._observer.note_refused(reason)
+        else:
+            self._observer.note_failed(reason)
+
+    def note_answered(self, lengths: Sequence[int]) -> None:
+        self._observer.prompt_answered(lengths)
 
     def drop_cached_blocks(self) -> None:
         self._post(CacheDropRequested())
@@ -299,6 +310,7 @@ class Head:
         attention = self._attention.find(instance_id)
         if attention is not None and returns:  # its owner's requests are placed again
             self.succession.replace(name)
+            attention.is_ordered = True
             attention.channel.send(Stop())
             return ""
         refusal = self.conductor.drains.why_not(name, returns)
@@ -379,9 +391,11 @@ class Head:
             log.warning("the event log has no new state: %s", error)
 
     def metrics_text(self) -> bytes:
-        self._observer.gauges(self.conductor, self.now())
+        longest_tokens, unsettled = self.card.max_model_tokens, self._ended.unsettled.values()
+        self._observer.gauges(self.conductor, unsettled, longest_tokens, self.now())
+        self._observer.heads(self.num_restarts, self.num_upgrades, self.standbys.epoch)
         if self._traces is not None:
-            self._metrics.set_trace_spans(self._traces.num_sent, self._traces.num_lost)
+            self._observer.trace_spans(self._traces.num_sent, self._traces.num_lost)
         return self._metrics.text()
 
     # The Conductor's actions
@@ -458,6 +472,7 @@ class Head:
                 room_tokens,
             )
             self.card = msgspec.structs.replace(self.card, max_model_tokens=room_tokens)
+        self._observer.instance_joined(info, info.instance_id in self._inherited)
         self._post(InstanceJoined(info))
         self.on_instances(self.conductor.expected)
         self._joined.set()
@@ -479,6 +494,7 @@ class Head:
         self._attention.start(link, apply)
 
     def on_attention(self, link: WorkerLink, address: PeerAddress) -> None:
+        self._observer.attention_joined(address.instance_id)
         self._attention.join(link, address)
 
     def on_start_failed(self, link: WorkerLink, message: str) -> None:
@@ -491,15 +507,16 @@ class Head:
         if isinstance(report, InstanceLoad):
             state = self.conductor.instances.get(link.instance_id)
             if state is not None:
-                self._observer.instance_load(state.info, report)
+                self._observer.instance_load(state, report)
         elif isinstance(report, TransferDone):
-            self._metrics.add_transfer_seconds(report.seconds)
+            self._observer.transfer_done(report)
         self._post(Reported(link.instance_id, report))
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)
         self._half_open.pop(link, None)
-        self._attention.drop(link)
+        if self._attention.drop(link) and not (self._stopping or link.is_ordered):
+            self._observer.instance_lost(link.instance_id)
         if self.standbys.drop(link):
             self._lead()  # without one, workers wait for this head alone
         if not link.instance_id:
@@ -511,9 +528,16 @@ class Head:
     def _unjoin(self, link: WorkerLink, reason: str) -> None:
         if self._links.get(link.instance_id) is link:
             del self._links[link.instance_id]
-            self._observer.instance_lost(link.instance_id)
+            if not self._is_leaving(link.instance_id):
+                self._observer.instance_lost(link.instance_id)
             self._post(InstanceLost(link.instance_id, reason))
             self.on_instances(self.conductor.expected)
+
+    def _is_leaving(self, instance_id: InstanceId) -> bool:
+        """Whether it was ordered to leave, or everything is."""
+        state = self.conductor.instances.get(instance_id)
+        drain = None if state is None else state.drain
+        return self._stopping or (drain is not None and drain.becomes is None)
 
     def _forget_former_link(self, info: InstanceInfo, link: WorkerLink) -> None:
         """Drops the old connection of a process that reconnects before the head saw its end."""

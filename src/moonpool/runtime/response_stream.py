@@ -46,13 +46,15 @@ class ResponseStream:
         self._wakeup.clear()
         if self._refused is not None and not self._tokens:
             refused = self._refused
-            raise RequestRefused(
+            error = RequestRefused(
                 refused.status,
                 refused.reason,
                 refused.message,
                 refused.retry_after_s,
                 refused.projection,
             )
+            error.is_counted = True  # by the record of the request
+            raise error
         if self._refused is not None:
             self._wakeup.set()  # the tokens before it go first
         assert self._last is not None

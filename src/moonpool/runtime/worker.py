@@ -332,6 +332,7 @@ class Worker(InstanceProcess):
         if reports:
             self._link.send(*reports)
         if any(isinstance(action, ExitProcess) for action in actions):
+            self._link.send(booted.load())  # what it has counted since the last beat
             self._link.stop("it leaves")
 
     def _name_blocks(self, offload: Offload, instance: Instance, reports: list[Report]) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from moonpool.attention_offload.pools.arena_tracker import ArenaTracker
 from moonpool.cost.model import CostModel
+from moonpool.protocol.instance_counters import ATTEMPT_PREEMPTIONS, STEP_TOKENS
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -251,7 +252,9 @@ class AttemptLifecycle:
         decodes_s = self._learn_decodes(step, event.seconds, 1)
         self._effects.count("steps")
         self._effects.count("step_s", event.seconds / self._config.micro_batches)  # per stage
+        step_tokens = 0
         for index, (request, num_tokens) in enumerate(step):
+            step_tokens += request.num_prompt_tokens_of(num_tokens)
             if request.closing:
                 request.drafts, request.draft_task = (), None
                 self._release_if_idle(request)
@@ -266,6 +269,7 @@ class AttemptLifecycle:
             request.pooled = event.pooled.get(index, b"")
             request.num_computed += num_tokens - len(request.drafts)
             tokens = () if token is None else (token, *event.further.get(index, ()))
+            step_tokens += len(tokens)
             self._take_drafts(request, tokens, event.drafted.get(index))
             self._kv_cache.cache_full_blocks(request)
             self._kv_cache.release_unseen(request)
@@ -278,6 +282,7 @@ class AttemptLifecycle:
                 self._report_tokens(request, tokens, reported)
             else:
                 self._end_prefill(request, tokens[0])
+        STEP_TOKENS.count(step_tokens, self._effects.count)
         if reported:
             self._effects.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
         self._fail_too_long()
@@ -404,6 +409,8 @@ class AttemptLifecycle:
 
     def _close(self, request: RequestState) -> None:
         request.closing = True
+        if request.target is None:
+            ATTEMPT_PREEMPTIONS.count(request.num_preemptions, self._effects.count)
         self._scheduler.remove(request)
         if self._speculation is not None:
             self._speculation.forget(request)

@@ -77,6 +77,7 @@ class RequestState:
     num_computed: int = 0
     num_scheduled: int = 0
     steps_pending: int = 0
+    num_preemptions: int = 0
     num_reused: int = 0  # tokens with KVCache when the prefill began
     num_fetched_tokens: int = 0
     num_loaded_tokens: int = 0
@@ -164,6 +165,11 @@ class RequestState:
     def streaming(self) -> bool:
         """Its blocks are sent to the decode instance as they fill."""
         return PendingTransfer.SEND in self.pending and not self.closing
+
+    def num_prompt_tokens_of(self, num_tokens: int) -> int:
+        """How many of the next `num_tokens` to be computed are of the prompt."""
+        left = len(self.attempt.token_ids) - self.num_computed
+        return min(num_tokens, max(left, 0))
 
     def report_started(self, effects: Effects, cached_tokens: int) -> None:
         """Reports once, as soon as it is known how many tokens need no prefill, that it began."""

@@ -78,6 +78,7 @@ class ScriptedHead:
         self.drained: list[tuple[str, float]] = []
         self._kept: list[AsyncGenerator[Output, None]] = []
         self.refused: Counter[str] = Counter()
+        self.answered: list[tuple[int, ...]] = []
         self.is_healthy = True
         self.num_drops = self.num_upgrades = 0
         self.num_views = 0
@@ -96,6 +97,9 @@ class ScriptedHead:
 
     def note_refused(self, reason: str) -> None:
         self.refused[reason] += 1
+
+    def note_answered(self, lengths: Sequence[int]) -> None:
+        self.answered.append(tuple(lengths))
 
     def drop_cached_blocks(self) -> None:
         self.num_drops += 1

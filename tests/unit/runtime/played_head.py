@@ -60,7 +60,10 @@ Play = Callable[[AttemptSpec], Sequence[Burst | float]]
 class PlayedInstance:
     """The connection of an instance, as the head sees it. Answers commands by the play."""
 
-    def __init__(self, head: Head, play: Play, incarnation: int = 1) -> None:
+    def __init__(
+        self, head: Head, play: Play, incarnation: int = 1, name: InstanceId = NAME
+    ) -> None:
+        self.name = name
         self.protocol = 11
         self.aborted: list[AttemptId] = []
         self.incarnation = incarnation
@@ -68,7 +71,7 @@ class PlayedInstance:
         self._tasks: dict[AttemptId, asyncio.Task[None]] = {}
         self.link = WorkerLink(head, SECRET)
         self.link.channel = self  # type: ignore[assignment]
-        self.link.on_open(Identity(instance_id=NAME, service="control", fingerprint=b""))
+        self.link.on_open(Identity(instance_id=name, service="control", fingerprint=b""))
 
     def join(self) -> None:
         self.link.on_frame(Joined(info=self.info()))
@@ -87,10 +90,10 @@ class PlayedInstance:
 
     def info(self) -> InstanceInfo:
         return InstanceInfo(
-            instance_id=NAME,
+            instance_id=self.name,
             role=Role.MIXED,
             incarnation=self.incarnation,
-            address=PeerAddress(NAME, "here", "", "127.0.0.1", 1),
+            address=PeerAddress(self.name, "here", "", "127.0.0.1", 1),
             layout=make_layout(MODEL, 16),
             num_blocks=64,
             cost=FittedCost((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
@@ -141,9 +144,9 @@ class PlayedCluster(NamedTuple):
 
 @asynccontextmanager
 async def played(
-    play: Play, options: ApiOptions | None = None, embedding_size: int = 0
+    play: Play, options: ApiOptions | None = None, **known: Any
 ) -> AsyncIterator[PlayedCluster]:
-    """A head with one mixed instance that answers by the play."""
+    """A head with one mixed instance that answers by the play. `known`: of the model's card."""
     tokenizer = ByteTokenizer()
     card = ModelCard(
         model_id="m",
@@ -151,7 +154,7 @@ async def played(
         max_model_tokens=512,
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
-        embedding_size=embedding_size,
+        **known,
     )
     head = Head(Config(), card, tokenizer, SECRET, time.monotonic)
     ticker = asyncio.create_task(head._tick_forever())

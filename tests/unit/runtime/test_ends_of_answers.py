@@ -74,7 +74,7 @@ def test_a_stop_string_is_a_success(path: str, stream: bool, play: Any) -> None:
                 assert "decode=" in response.headers["x-moonpool-timing"]
             assert not cluster.head.conductor.requests
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 @pytest.mark.parametrize("text", ["abc", "ababc"])
@@ -92,7 +92,7 @@ def test_a_stop_string_in_the_engines_last_burst_decides(text: str) -> None:
             assert "vllm:request_success_total{finished_reason=length}" not in grown
             assert grown["vllm:request_generation_tokens_sum"] == 2
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def test_a_client_that_leaves_is_an_abort_unless_its_answer_was_complete() -> None:
@@ -110,7 +110,7 @@ def test_a_client_that_leaves_is_an_abort_unless_its_answer_was_complete() -> No
                 "moonpool:requests_failed_total{reason=abort}": 1.0
             }
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def test_answers_that_a_stop_of_the_server_cuts_are_no_departed_clients() -> None:
@@ -133,7 +133,7 @@ def test_answers_that_a_stop_of_the_server_cuts_are_no_departed_clients() -> Non
                 "moonpool:requests_rejected_total{reason=server_stopping}": 1.0,
             }
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -147,7 +147,7 @@ def test_hidden_output_and_scores_are_successes(n: int) -> None:
                 "vllm:request_success_total{finished_reason=length}": float(n)
             }
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def test_a_form_that_was_lost_is_a_failure() -> None:
@@ -160,7 +160,7 @@ def test_a_form_that_was_lost_is_a_failure() -> None:
                 "moonpool:requests_failed_total{reason=form_lost}": 1.0
             }
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def test_an_embedding_is_a_success_without_tokens() -> None:
@@ -177,4 +177,4 @@ def test_an_embedding_is_a_success_without_tokens() -> None:
             assert "vllm:generation_tokens_total" not in grown
             assert "vllm:request_generation_tokens_sum" not in grown
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60.0))
