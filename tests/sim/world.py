@@ -52,6 +52,7 @@ from tests.sim.endings import check_ending
 from tests.sim.fairness import Fairness
 from tests.sim.member import Member
 from tests.sim.messenger import FetchOperation, StreamOperation
+from tests.sim.metering import Metering
 from tests.sim.node import Life
 from tests.sim.options import Options, draw_options
 from tests.sim.pauses import Pauses
@@ -132,6 +133,7 @@ class World:
         self._digest = hashlib.sha256()
         self._channels: dict[InstanceId, tuple[Member, Link]] = {}  # the head's view
         self.promises = Promises(self)
+        self.metering = Metering(self)
         self.pauses = Pauses(self)
         self._start()
 
@@ -213,6 +215,7 @@ class World:
         self.pauses.on_heard(life.instance_id)
         self.promises.on_joined(life.instance_id)
         self.post(InstanceJoined(info))
+        self.metering.on_joined(life, info)
 
     def on_report(self, life: Member, report: Report) -> None:
         if self.pauses.defer(lambda: self.on_report(life, report)):
@@ -287,6 +290,7 @@ class World:
                     assert action.record.request_id not in self.ended, "ended twice"
                     self.ended[action.record.request_id] = action
                     self.promises.on_ended(action.record.request_id)
+                    self.metering.on_ended(action.record)
                 case Announce():
                     for word in (" is a ", " stays ", " was lost ", " has left"):
                         self.seen[f"role{word}"] += word in action.text
@@ -438,6 +442,7 @@ class World:
             return
         under_way = {name: t.request for name, t in self.conductor.requests.items()}
         roles = self.conductor.expected
+        self.metering.on_new_head(set(roles))
         self.conductor = self._new_conductor()
         self._channels.clear()
         self.head_is_old = False
@@ -520,6 +525,7 @@ class World:
                 assert not instance.tier.slots.owners() and not instance.tier.slots.num_held
             self._check_cache(life, kept)
         self.promises.check_end(kept)
+        self.metering.check_end()
         conductor = self.conductor
         assert not conductor.requests and not conductor._lifecycle._attempts
         for state in conductor.instances.values():

@@ -397,8 +397,8 @@ def test_an_instance_that_dies_and_comes_back() -> None:
         grown(act, says("")),
         {
             "moonpool:corrupt_slices_total": 5.0,
-            f"moonpool:instance_losses_total{{instance={NAME}}}": 1.0,
-            f"moonpool:instance_restarts_total{{instance={NAME}}}": 1.0,
+            f"moonpool:instance_losses_total{{instance_id={NAME}}}": 1.0,
+            f"moonpool:instance_restarts_total{{instance_id={NAME}}}": 1.0,
         },
     )
 
@@ -416,7 +416,7 @@ def test_a_connection_that_breaks() -> None:
     expected = {
         "moonpool:corrupt_slices_total": 4.0,
         "moonpool:step_seconds_total{role=mixed}": TIME,
-        f"moonpool:instance_losses_total{{instance={NAME}}}": 1.0,
+        f"moonpool:instance_losses_total{{instance_id={NAME}}}": 1.0,
     }
     same(grown(act, says("")), expected)
 
@@ -447,7 +447,7 @@ def test_an_instance_that_leaves_in_order(returns: bool) -> None:
         if returns:
             PlayedInstance(cluster.head, says(""), incarnation=2).join()
 
-    restarts = {f"moonpool:instance_restarts_total{{instance={NAME}}}": 1.0}
+    restarts = {f"moonpool:instance_restarts_total{{instance_id={NAME}}}": 1.0}
     same(grown(act, says("")), restarts if returns else {})
 
 

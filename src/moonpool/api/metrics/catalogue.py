@@ -1,9 +1,9 @@
 """Every metric of `/metrics`: its name, its kind, its meaning, and what raises it.
 
-The same table stands in docs/watching.md, where a test compares it with this one. A metric has
-vLLM's name if vLLM has the quantity, so that existing dashboards work; else its name begins with
-`moonpool:`. Label values that are known beforehand are there from the start, at 0: Prometheus sees
-no increase in a series whose first value is 1.
+`python -m moonpool.api.metrics.catalogue` prints the table of docs/watching.md; a test compares.
+A metric has vLLM's name if vLLM has the quantity, so that existing dashboards work; else its name
+begins with `moonpool:`. Label values that are known beforehand are there from the start, at 0:
+Prometheus sees no increase in a series whose first value is 1.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ GAUGES = (
             f"moonpool:learned_{kind}_factor",
             f"Learned time of {kind} over the time in the profile, by instance.",
             "observed times; 1 with `learning = false`" if kind == "prefill" else "likewise",
-            "instance",
+            "instance_id",
         )
         for kind in ("prefill", "decode", "transfer")
     ),
@@ -233,6 +233,7 @@ COUNTERS = (
         "the end of an answer by its last token (stop), a stop string (stop), its embedding (stop)"
         " or its limit (length); nothing else",
         "finished_reason",
+        ("length", "stop"),
     ),
     _counter(
         "moonpool:requests_rejected",
@@ -383,13 +384,13 @@ COUNTERS = (
         "Number of times that the head lost an instance or an attention worker: it died, hung, or"
         " its connection broke.",
         "a loss that nobody ordered: no drain, upgrade or stop",
-        "instance",
+        "instance_id",
     ),
     _counter(
         "moonpool:instance_restarts",
         "Number of times that an instance joined as another process than before.",
         "a join, also after an upgrade",
-        "instance",
+        "instance_id",
     ),
     _counter(
         "moonpool:head_restarts",
@@ -525,12 +526,6 @@ INFO = _gauge(
 )
 """Its value is 1; what it says stands in the labels."""
 
-PROCESS = (
-    "process_cpu_seconds_total, process_max_fds, process_open_fds, process_resident_memory_bytes,"
-    " process_start_time_seconds, process_virtual_memory_bytes"
-)
-"""Of the head's process. A start time that changes explains counters that begin again."""
-
 
 def catalogue_table() -> str:
     """Returns the table of docs/watching.md."""
@@ -540,3 +535,7 @@ def catalogue_table() -> str:
         name = f"`{spec.exported_name}{label}`"
         lines.append(f"| {name} | {spec.kind} | {spec.meaning} | {spec.raised_by} |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(catalogue_table())

@@ -20,7 +20,7 @@ REQUEST_S = (
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 CHOICES = (1, 2, 5, 10, 20)
 
-LOAD_REFUSALS = (
+_OF_LOAD = (
     "admission_policy",
     "decode_load",
     "decode_load_predicted",
@@ -29,17 +29,10 @@ LOAD_REFUSALS = (
     "goodput_prefill",
     "no_decode_capacity",
     "no_prefill_capacity",
-    "rate_limit",
-    "too_many_grammars",
-    "too_many_large_bodies",
     "ttft_slo",
 )
-"""Reasons of refusals for the load, the SLO or a limit."""
-REFUSALS = (
-    *LOAD_REFUSALS,
-    "answer_differs",
+_OF_STATE = (
     "deadline",
-    "grammar_not_compiled",
     "head_replaced",
     "no_decode_instance",
     "no_instance",
@@ -47,26 +40,26 @@ REFUSALS = (
     "policy_error",
     "server_stopping",
 )
-FAILURES = (
+_OF_API_LOAD = ("rate_limit", "too_many_grammars", "too_many_large_bodies")
+_OF_API = ("answer_differs", "grammar_not_compiled")
+_OF_PLACED = (
     "abort",
     "blocks_lost",
-    "deadline",
     "drained",
     "engine_error",
     "form_lost",
     "head_failed",
-    "head_replaced",
     "instance_lost",
     "no_blocks",
-    "no_decode_capacity",
-    "no_decode_instance",
-    "no_instance",
-    "no_prefill_instance",
     "refused_by_engine",
-    "server_stopping",
     "tbt_slo_late",
     "ttft_slo_late",
 )
+LOAD_REFUSALS = tuple(sorted((*_OF_LOAD, *_OF_API_LOAD)))
+"""Reasons of refusals for the load, the SLO or a limit."""
+REFUSALS = tuple(sorted((*_OF_LOAD, *_OF_API_LOAD, *_OF_STATE, *_OF_API)))
+FAILURES = tuple(sorted((*_OF_PLACED, *_OF_LOAD, *_OF_STATE)))
+"""A request that is placed again may also be refused for the load or the state."""
 ROLES = ("prefill", "decode", "mixed")
 TRANSPORTS = ("shm", "tcp", "tls", "nixl")
 DIRECTIONS = ("written", "read")
