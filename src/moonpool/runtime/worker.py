@@ -292,8 +292,12 @@ class Worker(InstanceProcess):
         self._looks.note()
         if isinstance(event, StepEnded | StepFailed) and self._watch is not None:
             self._watch.end()
-        self._perform(self._booted.instance.handle(event, self._loop.time()))
+        instance = self._booted.instance
+        was_busy = bool(instance.requests)
+        self._perform(instance.handle(event, self._loop.time()))
         self._gates.note(event)
+        if was_busy and not instance.requests:  # else gauges and counters would be a beat old
+            self._link.send(self._booted.load())
 
     def _perform(self, actions: list[WorkerAction]) -> None:
         booted = self._booted
