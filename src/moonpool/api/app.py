@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from email.utils import formatdate
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -54,6 +54,14 @@ MAX_BODIES_BYTES = 256 << 20
 HAND_OVER_LOOK_S = 0.01
 RENEWAL_S = 2.0
 """From one look at the certificate's files to the next."""
+GENERATING = {
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/messages",
+}
+"""Paths whose refusals count as refused requests."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
@@ -83,21 +91,20 @@ def make_app(
         *methods: str,
         open_to_all: bool = False,
         payload_of: ErrorPayload = _openai_payload,
-        note_refused: Callable[[str], None] = _count_nothing,
     ) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
+        note_refused = frontend.note_refused if path in GENERATING else _count_nothing
         endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of, note_refused)
         return Route(path, endpoint, methods=methods or ("GET",))
 
     message_route = partial(route, payload_of=messages.error_payload)
-    counted: dict[str, Any] = {"note_refused": frontend.note_refused}
     app = Starlette(
         routes=[
-            route("/v1/chat/completions", generator.chat, "POST", **counted),
-            route("/v1/completions", generator.complete, "POST", **counted),
-            route("/v1/embeddings", embedder.embed, "POST", **counted),
-            route("/v1/responses", generator.respond, "POST", **counted),
-            message_route("/v1/messages", generator.message, "POST", **counted),
+            route("/v1/chat/completions", generator.chat, "POST"),
+            route("/v1/completions", generator.complete, "POST"),
+            route("/v1/embeddings", embedder.embed, "POST"),
+            route("/v1/responses", generator.respond, "POST"),
+            message_route("/v1/messages", generator.message, "POST"),
             message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),
             route("/load", generator.load, open_to_all=True),
             route("/openapi.json", openapi, open_to_all=True),
