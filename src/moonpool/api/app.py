@@ -75,8 +75,7 @@ def make_app(
     options = options or ApiOptions()
     bodies = bodies or BodyReader(frontend, options)
     memory = BodyMemory(max(MAX_BODIES_BYTES, 4 * options.max_body_bytes))
-    active = ActiveCalls()
-    shared = frontend, options, bodies, active, RateLimits(options.limits, frontend)
+    shared = frontend, options, bodies, ActiveCalls(), RateLimits(options.limits)
     generator, embedder = Generator(*shared), Embedder(*shared)
     inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
@@ -93,8 +92,8 @@ def make_app(
         payload_of: ErrorPayload = _openai_payload,
     ) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
-        note_refused = frontend.note_refused if path in GENERATING else _count_nothing
-        endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of, note_refused)
+        note = frontend.note_refused if path in GENERATING else _count_nothing
+        endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of, note)
         return Route(path, endpoint, methods=methods or ("GET",))
 
     message_route = partial(route, payload_of=messages.error_payload)
