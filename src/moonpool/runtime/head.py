@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from functools import partial
 from secrets import token_hex
 from typing import Any
 
@@ -57,7 +56,7 @@ from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, Trans
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.rewind.event_log import EventLog, write_file
 from moonpool.runtime.attention_links import AttentionLinks
-from moonpool.runtime.checkpoint import checkpoint
+from moonpool.runtime.checkpoint import Checkpoints
 from moonpool.runtime.explain import (
     describe_cluster,
     describe_record,
@@ -117,7 +116,6 @@ class Head:
         self._life = token_hex(4)
         self._tenant_weights = dict(tenant_shares or {})
         policies = load_policies(config.conductor)
-        self._own_policies = own_classes(policies)
         self._traces = open_exporter(config.telemetry.otlp_traces_endpoint)
         self.conductor = Conductor(
             config.for_conductor(),
@@ -138,7 +136,7 @@ class Head:
             now,
         )
         self._events = EventLog(config.api.event_log_bytes)
-        self._checkpoint: asyncio.Task[None] | None = None
+        self._checkpoints = Checkpoints(self._events, self.conductor, own_classes(policies))
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
@@ -378,18 +376,6 @@ class Head:
             time.time() - self.now(),
         )
 
-    def _renew_event_log(self) -> None:
-        """Starts a segment of the event log if the present one is full."""
-        if not self._events.full or (self._checkpoint and not self._checkpoint.done()):
-            return
-        segment = self._events.begin()
-        try:
-            self._checkpoint = checkpoint(
-                self.conductor, partial(setattr, segment, "checkpoint"), self._own_policies
-            )
-        except OSError as error:
-            log.warning("the event log has no new state: %s", error)
-
     def metrics_text(self) -> bytes:
         longest_tokens, unsettled = self.card.max_model_tokens, self._ended.unsettled.values()
         self._observer.gauges(self.conductor, unsettled, longest_tokens, self.now())
@@ -579,7 +565,7 @@ class Head:
                 await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
             self._live.history.tick(self.now())
-            self._renew_event_log()
+            self._checkpoints.renew()
             if self.standbys.are_due(self._clock.listened_s):
                 self._lead()
             for link in list(self._links.values()):
