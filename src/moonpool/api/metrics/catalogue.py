@@ -174,7 +174,7 @@ GAUGES = (
             f"moonpool:learned_{kind}_factor",
             f"Learned time of {kind} over the time in the profile, by instance.",
             "observed times; 1 with `learning = false`" if kind == "prefill" else "likewise",
-            "instance_id",
+            "instance",
         )
         for kind in ("prefill", "decode", "transfer")
     ),
