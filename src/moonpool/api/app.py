@@ -92,8 +92,8 @@ def make_app(
         payload_of: ErrorPayload = _openai_payload,
     ) -> BaseRoute:
         keys = {} if open_to_all else options.api_keys
-        note = frontend.note_refused if path in GENERATING else _count_nothing
-        endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of, note)
+        counter = frontend if path in GENERATING else None
+        endpoint = _Endpoint(handler, keys, options.admins, memory, payload_of, counter)
         return Route(path, endpoint, methods=methods or ("GET",))
 
     message_route = partial(route, payload_of=messages.error_payload)
@@ -150,10 +150,6 @@ def _allow_origins(app: Starlette, origins: tuple[str, ...]) -> None:
     )
 
 
-def _count_nothing(reason: str) -> None:
-    """Its refusals are not those of requests."""
-
-
 def _openai_payload(error: ApiError, _request_id: str) -> bytes:
     return error.payload()
 
@@ -168,14 +164,14 @@ class _Endpoint:
         admins: frozenset[str],
         memory: BodyMemory,
         payload_of: ErrorPayload,
-        note_refused: Callable[[str], None],
+        counter: Frontend | None,
     ):
-        """`payload_of` writes an error in the endpoint's format. `note_refused` counts a refusal
-        that the head has not counted, by its reason."""
+        """`payload_of` writes an error in the endpoint's format. `counter` counts refusals that the
+        head does not know; None: they are not those of requests."""
         self._handler = handler
         self._memory = memory
         self._payload_of = payload_of
-        self._note_refused = note_refused
+        self._counter = counter
         self._keys = KeyRing(api_keys)
         self._admins = admins
 
@@ -192,7 +188,7 @@ class _Endpoint:
         except ClientGoneError:
             return
         except ApiError as error:
-            if error.status == 503 and error.code is not None and not error.is_counted:
+            if error.status == 503 and not error.is_counted:
                 self._note_refused(error.code)
             await self._respond(context, error)
         except RequestRefused as refused:
@@ -207,6 +203,10 @@ class _Endpoint:
             await self._respond(context, internal_error(context.request_id))
         finally:
             context.close()
+
+    def _note_refused(self, reason: str | None) -> None:
+        if self._counter is not None and reason is not None:
+            self._counter.note_refused(reason)
 
     async def _respond(self, context: HttpContext, error: ApiError) -> None:
         if context.started:  # the status line is sent: the connection ends early instead

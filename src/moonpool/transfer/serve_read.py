@@ -116,6 +116,7 @@ class IncomingReads:
                 del self._reads[read_id]
             read.connection.detach()
             if error:
+                connection.close()  # before the blocks are reused: the peer then trusts no copy
                 self._context.counters.failed()
             corrupt = self._find_corrupt(read.granted or ()) if read.reported_corrupt else ()
             self._context.post(ReadEnded(read_id=read_id, corrupt=corrupt, error=error))
