@@ -71,3 +71,11 @@ def test_every_series_of_a_rule_is_there_before_its_first_event() -> None:
     for name in set(re.findall(r"(?:increase|rate)\((\S+?)(?:\{[^}]*\})?\[", rules)):
         spec = by_name.get(name)
         assert spec is None or not spec.label or spec.known or spec.label == "instance_id", name
+
+
+def test_every_counter_has_a_test_of_its_event() -> None:
+    tests = ROOT / "tests"
+    paths = [*(tests / "unit" / "runtime").glob("*.py"), *(tests / "live").glob("test_*.py")]
+    text = "\n".join(path.read_text() for path in paths)
+    untested = [spec.name for spec in CATALOGUE if spec.kind != "gauge" and spec.name not in text]
+    assert not untested

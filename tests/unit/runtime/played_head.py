@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.api.app import make_app
@@ -29,8 +30,10 @@ from moonpool.protocol.messages import (
     InstanceLoad,
     PrefillStarted,
     Report,
+    RoleChanged,
     StartPrefill,
     StepTokens,
+    SwitchRole,
 )
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.runtime.head import Head
@@ -53,17 +56,25 @@ class Burst(NamedTuple):
     embedding: bytes = b""
 
 
-Play = Callable[[AttemptSpec], Sequence[Burst | float]]
-"""What an attempt brings: bursts, and seconds of silence."""
+Step = Burst | PrefillStarted | float
+Play = Callable[[AttemptSpec], Sequence[Step]]
+"""What an attempt brings: bursts, reports, and seconds of silence. 0.0 reports that its prefill
+begins without any cached token."""
 
 
 class PlayedInstance:
     """The connection of an instance, as the head sees it. Answers commands by the play."""
 
     def __init__(
-        self, head: Head, play: Play, incarnation: int = 1, name: InstanceId = NAME
+        self,
+        head: Head,
+        play: Play,
+        incarnation: int = 1,
+        name: InstanceId = NAME,
+        role: Role = Role.MIXED,
     ) -> None:
         self.name = name
+        self.role = role
         self.protocol = 11
         self.aborted: list[AttemptId] = []
         self.incarnation = incarnation
@@ -91,12 +102,12 @@ class PlayedInstance:
     def info(self) -> InstanceInfo:
         return InstanceInfo(
             instance_id=self.name,
-            role=Role.MIXED,
+            role=self.role,
             incarnation=self.incarnation,
             address=PeerAddress(self.name, "here", "", "127.0.0.1", 1),
             layout=make_layout(MODEL, 16),
             num_blocks=64,
-            cost=FittedCost((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
+            cost=FittedCost((0.0001, 0.0, 0.0, 0.0), (0.0001, 0.0, 0.0)),
             pid=1,
             host="here",
         )
@@ -108,6 +119,8 @@ class PlayedInstance:
             if isinstance(frame, StartPrefill):
                 attempt = frame.work
                 self._tasks[attempt.attempt_id] = asyncio.create_task(self._act(attempt))
+            elif isinstance(frame, SwitchRole):
+                self.report(RoleChanged(role=frame.role))
             elif isinstance(frame, Abort):
                 self.aborted.append(frame.attempt_id)
                 if frame.attempt_id in self._tasks:
@@ -122,9 +135,12 @@ class PlayedInstance:
         name = attempt.attempt_id
         for step in self._play(attempt):
             if isinstance(step, float):
-                if step == 0.0:  # its prefill begins
+                if step == 0.0:
                     self.report(PrefillStarted(name, 0, 0))
                 await asyncio.sleep(step)
+                continue
+            if isinstance(step, PrefillStarted):
+                self.report(msgspec.structs.replace(step, attempt_id=name))
                 continue
             tokens = tuple(Token(byte) for byte in step.text.encode())
             if step.embedding:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from played_head import Burst, PlayedCluster, moved, played
+from played_head import Burst, PlayedCluster, Step, moved, played
 
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import FinishReason
@@ -20,17 +20,17 @@ def ends(before: Any, after: Any) -> dict[str, float]:
     return {name: n for name, n in moved(before, after).items() if name.startswith(ENDINGS)}
 
 
-def slowly(attempt: AttemptSpec) -> Sequence[Burst | float]:
+def slowly(attempt: AttemptSpec) -> Sequence[Step]:
     """A letter each 10 ms, up to the limit."""
     left = attempt.sampling.max_tokens - (len(attempt.token_ids) - attempt.num_prompt_tokens)
-    steps: list[Burst | float] = [0.0]
+    steps: list[Step] = [0.0]
     for number in range(left):
         last = FinishReason.LENGTH if number == left - 1 else None
         steps += [0.01, Burst("abcdefgh"[number % 8], last)]
     return steps
 
 
-def at_once(attempt: AttemptSpec) -> Sequence[Burst | float]:
+def at_once(attempt: AttemptSpec) -> Sequence[Step]:
     return [0.0, Burst("ab"), Burst("cdef", FinishReason.LENGTH)]
 
 

@@ -16,17 +16,20 @@ from played_head import (
     Play,
     PlayedCluster,
     PlayedInstance,
+    Step,
     moved,
     played,
 )
 
 from moonpool.api.frontend import ApiOptions
 from moonpool.api.keys import TenantLimits
+from moonpool.conductor.actions import Tick
 from moonpool.protocol.messages import (
     AttemptFailed,
     AttemptId,
     AttemptSpec,
     LeaveRequested,
+    PrefillStarted,
     TransferDone,
 )
 from moonpool.types import (
@@ -128,8 +131,8 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def says(text: str, seconds: float = 0.02) -> Play:
     """Its answer is this text, a letter after the other, up to the limit."""
 
-    def play(attempt: AttemptSpec) -> Sequence[Burst | float]:
-        steps: list[Burst | float] = [0.0, seconds]
+    def play(attempt: AttemptSpec) -> Sequence[Step]:
+        steps: list[Step] = [0.0, seconds]
         for number, letter in enumerate(text):
             last = FinishReason.LENGTH if number == len(text) - 1 else None
             steps += [Burst(letter, last), 0.001]
@@ -199,6 +202,42 @@ def test_an_embedding(pooling: str) -> None:
         if "generation" in name or "params" in name:
             del expected[name]
     same(found, expected)
+
+
+def test_a_prompt_that_is_cached_in_several_places() -> None:
+    """Of 40 tokens 32 are cached: 16 were fetched, 4 came from the SSD, 12 were where they are."""
+    started = PrefillStarted(AttemptId(""), 32, 16, loaded_tokens=4)
+    play: Play = lambda _: [started, 0.01, Burst("ab", FinishReason.LENGTH)]  # noqa: E731
+    expected = answers(40, 2) | {
+        "vllm:prompt_tokens_by_source_total{source=local_compute}": 8.0,
+        "vllm:prompt_tokens_by_source_total{source=local_cache_hit}": 16.0,
+        "vllm:prompt_tokens_by_source_total{source=external_kv_transfer}": 16.0,
+        "vllm:prompt_tokens_cached_total": 32.0,
+        "vllm:prompt_tokens_cached_by_source_total{source=device}": 12.0,
+        "vllm:prompt_tokens_cached_by_source_total{source=disk}": 4.0,
+        "vllm:prompt_tokens_cached_by_source_total{source=p2p}": 16.0,
+        "vllm:prefix_cache_hits_total": 32.0,
+        "vllm:request_prefill_kv_computed_tokens_sum": 8.0,
+        "moonpool:fetched_tokens_total": 16.0,
+    }
+    same(grown(post(prompt=[*range(1, 41)], max_tokens=2), play), expected)
+
+
+def test_predictions_are_compared_once() -> None:
+    async def run() -> None:
+        async with played(says("abcd")) as cluster:
+            await post(max_tokens=4)(cluster)
+            found = cluster.samples()
+            for quantity in ("ttft_s", "tbt_s"):
+                label = f"quantity={quantity}"
+                assert found["moonpool:predictions_total", label] == 1
+                errors = (
+                    found["moonpool:predictions_too_much_total", label],
+                    found["moonpool:predictions_too_little_total", label],
+                )
+                assert max(errors) > 0 == min(errors), "it was too high or too low"
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
 def leaves(when: str) -> Act:
@@ -305,7 +344,7 @@ def fails_once(tokens_before: str = "") -> tuple[Play, list[PlayedInstance]]:
     own: list[PlayedInstance] = []
     attempts: list[AttemptId] = []
 
-    def play(attempt: AttemptSpec) -> Sequence[Burst | float]:
+    def play(attempt: AttemptSpec) -> Sequence[Step]:
         left = "abcd"[len(attempt.token_ids) - attempt.num_prompt_tokens :]
         attempts.append(attempt.attempt_id)
         if len(attempts) == 1:
@@ -449,6 +488,31 @@ def test_an_instance_that_leaves_in_order(returns: bool) -> None:
 
     restarts = {f"moonpool:instance_restarts_total{{instance_id={NAME}}}": 1.0}
     same(grown(act, says("")), restarts if returns else {})
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_switch_of_a_role(is_lost: bool) -> None:
+    """It ends, or its instance is lost meanwhile."""
+
+    async def act(cluster: PlayedCluster) -> None:
+        head, name = cluster.head, InstanceId("d1")
+        others = {"p0": Role.PREFILL, "d0": Role.DECODE}
+        for other, role in others.items():
+            PlayedInstance(head, says(""), name=InstanceId(other), role=role).join()
+        switching = PlayedInstance(head, says(""), name=name, role=Role.DECODE)
+        switching.join()
+        head.conductor.roles.begin(name, Role.PREFILL, "a test", head.now())
+        assert cluster.samples()["moonpool:draining_instances", ""] == 1
+        if is_lost:
+            switching.lose()
+        head._post(Tick())
+
+    switched = {"moonpool:role_switches_total{role=prefill}": 1.0}
+    given_up = {
+        "moonpool:role_switches_given_up_total": 1.0,
+        "moonpool:instance_losses_total{instance_id=d1}": 1.0,
+    }
+    same(grown(act, says("")), given_up if is_lost else switched)
 
 
 @pytest.mark.parametrize("error", ["", "it broke"])
