@@ -6,12 +6,22 @@ Every test states all that grew, so that a counter which moves in the wrong even
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from metric_moves import (
+    PATIENCE_S,
+    TIME,
+    Act,
+    answers,
+    first_token,
+    grown,
+    post,
+    same,
+    says,
+)
 from played_head import (
-    NAME,
     Burst,
     Play,
     PlayedCluster,
@@ -23,131 +33,20 @@ from played_head import (
 
 from moonpool.api.frontend import ApiOptions
 from moonpool.api.keys import TenantLimits
-from moonpool.conductor.actions import Tick
 from moonpool.protocol.messages import (
     AttemptFailed,
     AttemptId,
     AttemptSpec,
     LeaveRequested,
     PrefillStarted,
-    TransferDone,
 )
 from moonpool.types import (
     FinishReason,
-    InstanceId,
     Request,
     RequestId,
-    Role,
     SamplingParams,
     Slo,
 )
-
-TIME = "time"
-"""Stands for seconds, which differ from run to run."""
-PATIENCE_S = 60.0
-STAGES = ("placement", "queue_and_fetch", "prefill", "handover", "decode")
-Act = Callable[[PlayedCluster], Awaitable[Any]]
-
-
-def grown(act: Act, play: Play, options: ApiOptions | None = None, **known: Any) -> dict[str, Any]:
-    """What an act has moved, with TIME in place of seconds."""
-
-    async def run() -> dict[str, Any]:
-        async with played(play, options, **known) as cluster:
-            before = cluster.samples()
-            await act(cluster)
-            for _ in range(3):
-                await asyncio.sleep(0)
-            found = moved(before, cluster.samples())
-        return {
-            name: TIME if "seconds" in name and "_count" not in name else value
-            for name, value in found.items()
-            if not name.startswith(("process_", "moonpool:predictions"))
-        }
-
-    return asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
-
-
-def first_token(prompt: int, requests: int = 1) -> dict[str, Any]:
-    """Of requests that have one, with prompts of so many tokens that no cache has."""
-    tokens = float(prompt * requests)
-    return {
-        "vllm:time_to_first_token_seconds_count": float(requests),
-        "vllm:time_to_first_token_seconds_sum": TIME,
-        "vllm:prompt_tokens_total": tokens,
-        "vllm:prompt_tokens_by_source_total{source=local_compute}": tokens,
-        "vllm:prefix_cache_queries_total": tokens,
-        "vllm:request_prompt_tokens_count": float(requests),
-        "vllm:request_prompt_tokens_sum": tokens,
-        "vllm:request_prefill_kv_computed_tokens_count": float(requests),
-        "vllm:request_prefill_kv_computed_tokens_sum": tokens,
-    }
-
-
-def timed(name: str, count: int, suffix: str = "") -> dict[str, Any]:
-    return {f"{name}_count{suffix}": float(count), f"{name}_sum{suffix}": TIME}
-
-
-def answers(
-    prompt: int, length: int, requests: int = 1, reason: str = "length", limit: int | None = None
-) -> dict[str, Any]:
-    """Of complete answers of this length to prompts of this length."""
-    found = first_token(prompt, requests) | {
-        f"vllm:request_success_total{{finished_reason={reason}}}": float(requests),
-        "vllm:generation_tokens_total": float(length * requests),
-        "vllm:request_generation_tokens_count": float(requests),
-        "vllm:request_generation_tokens_sum": float(length * requests),
-        "vllm:request_params_max_tokens_count": float(requests),
-        "vllm:request_params_max_tokens_sum": float((limit or length) * requests),
-        "vllm:request_params_n_count": 1.0,
-        "vllm:request_params_n_sum": float(requests),
-        "vllm:request_max_num_generation_tokens_count": 1.0,
-        "vllm:request_max_num_generation_tokens_sum": float(length),
-        "moonpool:prefill_seconds_total": TIME,
-    }
-    for name in (
-        "vllm:e2e_request_latency_seconds",
-        "vllm:request_queue_time_seconds",
-        "vllm:request_prefill_time_seconds",
-        "vllm:request_decode_time_seconds",
-        "vllm:request_inference_time_seconds",
-    ):
-        found |= timed(name, requests)
-    if length > 1:
-        found |= timed("vllm:inter_token_latency_seconds", (length - 1) * requests)
-        found |= timed("vllm:request_time_per_output_token_seconds", requests)
-    for stage in STAGES:
-        found |= timed("moonpool:stage_seconds", requests, f"{{stage={stage}}}")
-    return found
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """A sum of seconds may be 0, and has then not moved."""
-    for name in [name for name in expected if expected[name] is TIME and name not in found]:
-        del expected[name]
-    assert found == expected
-
-
-def says(text: str, seconds: float = 0.02) -> Play:
-    """Its answer is this text, a letter after the other, up to the limit."""
-
-    def play(attempt: AttemptSpec) -> Sequence[Step]:
-        steps: list[Step] = [0.0, seconds]
-        for number, letter in enumerate(text):
-            last = FinishReason.LENGTH if number == len(text) - 1 else None
-            steps += [Burst(letter, last), 0.001]
-        return steps
-
-    return play
-
-
-def post(path: str = "/v1/completions", **body: Any) -> Act:
-    async def act(cluster: PlayedCluster) -> None:
-        whole = body if "input" in body else {"prompt": "Hi", **body}
-        response = await cluster.http.post(path, json=whole)
-        assert response.status_code == 200, response.text
-
-    return act
 
 
 def test_an_answer() -> None:
@@ -369,164 +268,6 @@ def test_an_attempt_that_is_placed_again(tokens_before: str) -> None:
         "moonpool:wasted_prefill_seconds_total": TIME,
     }
     same(grown(act, play), expected)
-
-
-# Instances
-
-
-def test_counters_of_heartbeats() -> None:
-    async def act(cluster: PlayedCluster) -> None:
-        cluster.instance.beat(
-            step_s=1.5,
-            preemptions=2,
-            corrupt_slices=3,
-            ssd_damaged_blocks=4,
-            ssd_failed_operations=5,
-            recomputed_tokens=6,
-            tcp_received_bytes=7,
-            ssd_written_bytes=8,
-            ssd_read_seconds=0.5,
-            used_prefetched_blocks=9,
-            drafts=10,
-            draft_tokens=20,
-            accepted_draft_tokens=15,
-            step_tokens_le_8=2,
-            step_tokens_sum=9,
-            attempt_preemptions_le_1=1,
-            attempt_preemptions_sum=1,
-            of_a_later_release=99,
-        )
-
-    same(
-        grown(act, says("")),
-        {
-            "moonpool:step_seconds_total{role=mixed}": TIME,
-            "vllm:num_preemptions_total": 2.0,
-            "moonpool:corrupt_slices_total": 3.0,
-            "moonpool:damaged_ssd_blocks_total": 4.0,
-            "moonpool:ssd_failures_total": 5.0,
-            "moonpool:recomputed_tokens_total": 6.0,
-            "moonpool:transfer_bytes_total{transport=tcp}": 7.0,
-            "moonpool:ssd_bytes_total{direction=written}": 8.0,
-            "moonpool:ssd_seconds_total{direction=read}": TIME,
-            "moonpool:prefetched_blocks_total{state=used}": 9.0,
-            "vllm:spec_decode_num_drafts_total": 10.0,
-            "vllm:spec_decode_num_draft_tokens_total": 20.0,
-            "vllm:spec_decode_num_accepted_tokens_total": 15.0,
-            "vllm:iteration_tokens_total_count": 2.0,
-            "vllm:iteration_tokens_total_sum": 9.0,
-            "vllm:request_num_preemptions_count": 1.0,
-            "vllm:request_num_preemptions_sum": 1.0,
-        },
-    )
-
-
-def test_an_instance_that_dies_and_comes_back() -> None:
-    """Its counters begin again; what it had counted is not counted twice."""
-
-    async def act(cluster: PlayedCluster) -> None:
-        cluster.instance.beat(corrupt_slices=3)
-        cluster.instance.lose()
-        again = PlayedInstance(cluster.head, says(""), incarnation=2)
-        again.join()
-        again.beat(corrupt_slices=1)
-        again.beat(corrupt_slices=2)
-
-    same(
-        grown(act, says("")),
-        {
-            "moonpool:corrupt_slices_total": 5.0,
-            f"moonpool:instance_losses_total{{instance_id={NAME}}}": 1.0,
-            f"moonpool:instance_restarts_total{{instance_id={NAME}}}": 1.0,
-        },
-    )
-
-
-def test_a_connection_that_breaks() -> None:
-    """The same process joins again: its counters go on."""
-
-    async def act(cluster: PlayedCluster) -> None:
-        cluster.instance.beat(corrupt_slices=3, step_s=7.0)
-        cluster.instance.lose("the connection broke")
-        again = PlayedInstance(cluster.head, says(""), incarnation=1)
-        again.join()
-        again.beat(corrupt_slices=4, step_s=7.0)
-
-    expected = {
-        "moonpool:corrupt_slices_total": 4.0,
-        "moonpool:step_seconds_total{role=mixed}": TIME,
-        f"moonpool:instance_losses_total{{instance_id={NAME}}}": 1.0,
-    }
-    same(grown(act, says("")), expected)
-
-
-def test_an_instance_that_an_earlier_head_had() -> None:
-    """What the earlier head has counted is not counted again; a process that is new is."""
-
-    async def act(cluster: PlayedCluster) -> None:
-        name = InstanceId("m7")
-        cluster.head.expect({name: Role.MIXED})
-        old = PlayedInstance(cluster.head, says(""), name=name)
-        old.join()
-        old.beat(corrupt_slices=16)
-        old.beat(corrupt_slices=18)
-        new = PlayedInstance(cluster.head, says(""), name=InstanceId("m8"))
-        new.join()
-        new.beat(corrupt_slices=1)
-
-    same(grown(act, says("")), {"moonpool:corrupt_slices_total": 3.0})
-
-
-@pytest.mark.parametrize("returns", [False, True], ids=["drain", "upgrade"])
-def test_an_instance_that_leaves_in_order(returns: bool) -> None:
-    async def act(cluster: PlayedCluster) -> None:
-        PlayedInstance(cluster.head, says(""), name=InstanceId("m1")).join()
-        assert not cluster.head.drain(NAME, 0.0, returns)
-        cluster.instance.lose()
-        if returns:
-            PlayedInstance(cluster.head, says(""), incarnation=2).join()
-
-    restarts = {f"moonpool:instance_restarts_total{{instance_id={NAME}}}": 1.0}
-    same(grown(act, says("")), restarts if returns else {})
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_switch_of_a_role(is_lost: bool) -> None:
-    """It ends, or its instance is lost meanwhile."""
-
-    async def act(cluster: PlayedCluster) -> None:
-        head, name = cluster.head, InstanceId("d1")
-        others = {"p0": Role.PREFILL, "d0": Role.DECODE}
-        for other, role in others.items():
-            PlayedInstance(head, says(""), name=InstanceId(other), role=role).join()
-        switching = PlayedInstance(head, says(""), name=name, role=Role.DECODE)
-        switching.join()
-        head.conductor.roles.begin(name, Role.PREFILL, "a test", head.now())
-        assert cluster.samples()["moonpool:draining_instances", ""] == 1
-        if is_lost:
-            switching.lose()
-        head._post(Tick())
-
-    switched = {"moonpool:role_switches_total{role=prefill}": 1.0}
-    given_up = {
-        "moonpool:role_switches_given_up_total": 1.0,
-        "moonpool:instance_losses_total{instance_id=d1}": 1.0,
-    }
-    same(grown(act, says("")), given_up if is_lost else switched)
-
-
-@pytest.mark.parametrize("error", ["", "it broke"])
-def test_a_transfer(error: str) -> None:
-    async def act(cluster: PlayedCluster) -> None:
-        done = TransferDone(AttemptId("r/1"), 100, 0.5, corrupt_slices=0, error=error)
-        cluster.instance.report(done)
-
-    outcome = "broken" if error else "whole"
-    expected = {
-        f"moonpool:transfers_total{{outcome={outcome}}}": 1.0,
-        "moonpool:transfer_seconds_total": TIME,
-    }
-    same(grown(act, says("")), expected)
 
 
 def test_an_answer_that_another_head_began() -> None:
