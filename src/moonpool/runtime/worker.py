@@ -293,11 +293,13 @@ class Worker(InstanceProcess):
         if isinstance(event, StepEnded | StepFailed) and self._watch is not None:
             self._watch.end()
         instance = self._booted.instance
-        was_busy = bool(instance.requests)
-        self._perform(instance.handle(event, self._loop.time()))
+        had_steps, had_requests = instance.has_steps, bool(instance.requests)
+        actions = instance.handle(event, self._loop.time())
+        if had_steps > instance.has_steps or had_requests > bool(instance.requests):
+            # In one write with the last tokens, or gauges and counters would be a beat old.
+            actions.append(SendReport(self._booted.load()))
+        self._perform(actions)
         self._gates.note(event)
-        if was_busy and not instance.requests:  # else gauges and counters would be a beat old
-            self._link.send(self._booted.load())
 
     def _perform(self, actions: list[WorkerAction]) -> None:
         booted = self._booted
