@@ -55,3 +55,6 @@ def kills(
             click.echo(f"  {trouble}")
     if any(one["answers"]["wrong"] for one in found["arrangements"]):
         fail("answers differ from the undisturbed ones: see the lines above")
+    damaged = [one["arrangement"] for one in found["arrangements"] if one["corrupt_slices"]]
+    if damaged:
+        fail(f"{', '.join(damaged)}: slices count as corrupt, although nothing was damaged")

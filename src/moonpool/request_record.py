@@ -64,8 +64,15 @@ class RequestRecord:
     cached_tokens: int = 0
     fetched_tokens: int = 0
     loaded_tokens: int = 0  # from the prefill instance's SSD
-    corrupt_blocks: int = 0
-    num_generated_tokens: int = 0
+    corrupt_slices: int = 0  # with a wrong checksum, of its prefix or its KVCache
+    uses_cache: bool = True
+    is_counted: bool = False  # its prompt and first token are in the metrics
+    tokens_before: int = 0  # of the answer, which its client has from an earlier head
+    num_generated_tokens: int = 0  # since; those after the end of the answer do not count
+    num_surplus_tokens: int = 0  # that were generated after the end of the answer
+    prefills_took_s: float = 0.0  # of all attempts, from their first chunk to the end
+    wasted_prefills_took_s: float = 0.0  # likewise of those that led to no whole answer
+    num_wasted_prefills: int = 0
     gap_runs: list[tuple[float, int]] = field(default_factory=list)  # (seconds, count)
     shared_steps: int = 0  # steps that also computed a prompt, or of unknown duration
     explanation: tuple[str, ...] = ()
@@ -79,12 +86,20 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+        """None until the first token, and if an earlier head delivered that."""
+        if self.first_token_s is None or self.tokens_before:
+            return None
+        return self.first_token_s - self.arrived_s
+
+    @property
+    def answer_tokens(self) -> int:
+        """The length of the answer so far."""
+        return self.tokens_before + self.num_generated_tokens
 
     @property
     def placed_ttft_s(self) -> float | None:
         """Time from the placement, for which the TTFT was predicted, to the first token."""
-        if self.first_token_s is None or self.placed_s is None:
+        if self.first_token_s is None or self.placed_s is None or self.tokens_before:
             return None
         return self.first_token_s - self.placed_s
 
@@ -122,10 +137,12 @@ class RequestRecord:
 
     @property
     def effective(self) -> bool:
-        """Completed within both SLOs (FAST'25 section 5)."""
-        if self.outcome not in ("stop", "length") or self.ttft_s is None:
+        """Completed within both SLOs (FAST'25 section 5). If an earlier head delivered the first
+        token, the TTFT is unknown and the TBT decides."""
+        if self.outcome not in ("stop", "length") or self.first_token_s is None:
             return False
-        return self.ttft_s <= self.slo.ttft_s and (self.tbt_top10_mean_s or 0.0) <= self.slo.tbt_s
+        ttft_s, tbt_s = self.ttft_s or 0.0, self.tbt_top10_mean_s or 0.0
+        return ttft_s <= self.slo.ttft_s and tbt_s <= self.slo.tbt_s
 
     def note_span(self, span: RecordedSpan) -> None:
         """Keeps a part of a traced request, or counts it as lost (mutates)."""
@@ -133,6 +150,33 @@ class RequestRecord:
             self.spans.append(span)
         else:
             self.num_lost_spans += 1
+
+    def begin_attempt(self, now: float) -> None:
+        """The request is placed, perhaps again (mutates). The stages before the first token are
+        those of the attempt that brings it; earlier ones count as placement."""
+        if self.first_token_s is not None:
+            return
+        self.placed_s = now
+        self.prefill_started_s = self.prefill_done_s = None
+        self.transfer_done_s = self.decode_started_s = None
+        self.cached_tokens = self.fetched_tokens = self.loaded_tokens = 0
+
+    def end_prefill(self, now: float) -> None:
+        """A prefill has succeeded (mutates)."""
+        if self.first_token_s is None:
+            self.prefill_done_s = now
+
+    def note_prefill(self, took_s: float, wasted: bool) -> None:
+        """The attempt of a prefill that took so long has ended (mutates). `wasted`: without a
+        whole answer."""
+        self.prefills_took_s += took_s
+        if wasted:
+            self.wasted_prefills_took_s += took_s
+            self.num_wasted_prefills += 1
+
+    def note_embedding(self, now: float) -> None:
+        """An embedding became visible in place of tokens (mutates)."""
+        self.first_token_s = self.last_token_s = now
 
     def note_tokens(self, count: int, now: float, gap_s: float = 0.0) -> None:
         """Adds `count` tokens that became visible `gap_s` apart, the last one at `now` (mutates).
@@ -149,6 +193,22 @@ class RequestRecord:
             self.gap_runs.append((gap_s, count - 1))
         self.last_token_s = now
         self.num_generated_tokens += count
+
+    def end_at(self, num_tokens: int) -> None:
+        """The answer ends after this number of tokens: those after them are not of it (mutates)."""
+        count = self.tokens_before + self.num_generated_tokens - num_tokens
+        count = min(count, self.num_generated_tokens - 1)
+        if count <= 0 or self.last_token_s is None:
+            return
+        self.num_generated_tokens -= count
+        self.num_surplus_tokens += count
+        while count:
+            gap_s, number = self.gap_runs.pop()
+            taken = min(number, count)
+            self.last_token_s -= taken * gap_s
+            count -= taken
+            if taken < number:
+                self.gap_runs.append((gap_s, number - taken))
 
     def stages_s(self) -> dict[str, float]:
         """Seconds spent in each stage that has both ends."""

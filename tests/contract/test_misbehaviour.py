@@ -81,7 +81,7 @@ def test_an_expected_stream_without_sender_ends_at_its_deadline(node: Node) -> N
     node.messenger.expect("late", [0], 0, 120.0)
     node.messenger.expect("s", [0, 1], 2, 0.1)
     ended = node.expect_event(ReceiveEnded)
-    assert (ended.stream_id, ended.corrupt) == ("s", (2, 3))
+    assert (ended.stream_id, ended.incomplete) == ("s", (2, 3))
     assert "no sender came" in ended.error
 
 
@@ -158,7 +158,8 @@ def test_cancel_before_and_during_a_stream(make_node: MakeNode) -> None:
     wait_until(lambda: receiver.messenger.counts().received_slices == 1)
     receiver.messenger.cancel("s")
     ended = receiver.expect_event(ReceiveEnded)
-    assert ("cancelled" in ended.error, ended.corrupt) == (True, (0,))
+    assert ("cancelled" in ended.error, ended.incomplete) == (True, (0,))
+    assert ended.corrupt_slices == 0
     assert sender.expect_event(SendEnded).error  # by the end of the connection
     receiver.messenger.cancel("s")
     receiver.expect_silence()
@@ -172,7 +173,8 @@ def test_abort_ends_both_sides_at_once(make_node: MakeNode) -> None:
     wait_until(lambda: receiver.messenger.counts().received_slices == 1)
     sender.messenger.abort_stream("s")
     assert "aborted" in sender.expect_event(SendEnded).error
-    assert receiver.expect_event(ReceiveEnded).corrupt == (0,)
+    ended = receiver.expect_event(ReceiveEnded)
+    assert (ended.incomplete, ended.corrupt_slices) == ((0,), 0)
     sender.messenger.send("s", [(0, 0, 1)])  # the engine's next layer: ignored
     sender.messenger.finish_stream("s")
     sender.expect_silence()
@@ -224,7 +226,7 @@ def test_bytes_that_a_sender_writes_after_its_abort_are_in_no_received_block(
         sender.arena.checksums.forget(range(4))
         sender.arena.buffer[:] = bytes([reused]) * sender.arena.num_bytes
         ended = receiver.expect_event(ReceiveEnded)
-        whole = set(range(4)) - set(ended.corrupt)
+        whole = set(range(4)) - set(ended.incomplete)
         counts.add(len(whole))
         for index in whole:
             assert receiver.block(index) == bytes([meant]) * layout.block_bytes
@@ -278,7 +280,7 @@ def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
         held = bytes(receiver.arena.buffer[: 8 * receiver.layout.block_bytes])
         time.sleep(0.001)
         assert receiver.arena.buffer[: len(held)] == held  # no late writer
-        for index in set(range(8)) - set(ended.corrupt):
+        for index in set(range(8)) - set(ended.incomplete):
             assert receiver.block(index) == sender.block(index)
         outcomes.add(bool(ended.error))
     sender.expect_silence(0.2)
@@ -439,7 +441,7 @@ def test_a_slice_outside_what_is_expected_breaks_the_stream(
     invalid_peer.send_slices(offer, Arena(node.layout, 1), soon())
     ended = node.expect_event(ReceiveEnded)
     assert "outside what is expected" in ended.error
-    assert ended.corrupt == (2, 3)
+    assert ended.incomplete == (2, 3)
     assert bytes(node.arena.buffer) == before
     invalid_peer.close()
 
@@ -466,7 +468,7 @@ def test_a_second_sender_of_a_stream_is_refused(make_node: MakeNode) -> None:
     second.messenger.open_stream("s", receiver.address, 120.0)
     assert "has a sender already" in second.expect_event(SendEnded).error
     first.messenger.finish_stream("s")
-    assert receiver.expect_event(ReceiveEnded).corrupt == ()
+    assert receiver.expect_event(ReceiveEnded).incomplete == ()
     assert first.expect_event(SendEnded).error == ""
 
 

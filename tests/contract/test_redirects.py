@@ -30,7 +30,7 @@ def test_a_stream_is_redirected_to_the_peer_that_stores_the_blocks(make_node: Ma
         sender.messenger.finish_stream(name)
         assert sender.expect_event(SendEnded).error == ""
         received = holder.expect_event(ReceiveEnded)
-        assert (received.error, received.corrupt) == ("", ())
+        assert (received.error, received.incomplete) == ("", ())
         assert [holder.block(4), holder.block(5)] == [sender.block(1), sender.block(2)]
         front.messenger.forget_stream(name)
     assert front.events.empty()

@@ -53,7 +53,7 @@ def test_a_stream_is_split_by_parts_of_slices(make_node: MakeNode) -> None:
         assert sender.expect_event(SendEnded).error == ""
         for holder, view in zip(holders, VIEWS, strict=True):
             received = holder.expect_event(ReceiveEnded)
-            assert (received.error, received.corrupt) == ("", ())
+            assert (received.error, received.incomplete) == ("", ())
             assert holder.block(5) == share(sender.block(1), view)
             assert holder.block(4) == share(sender.block(2), view)
         front.messenger.forget_stream(name)
@@ -70,7 +70,7 @@ def test_a_stream_is_split_by_blocks(make_node: MakeNode) -> None:
     assert sender.expect_event(SendEnded).error == ""
     for holder in (one, other):
         received = holder.expect_event(ReceiveEnded)
-        assert (received.error, received.corrupt) == ("", ())
+        assert (received.error, received.incomplete) == ("", ())
     assert [one.block(7), other.block(9), one.block(8)] == [sender.block(i) for i in (1, 2, 3)]
 
 
@@ -81,7 +81,7 @@ def test_one_share_that_fails_fails_the_stream(make_node: MakeNode) -> None:
     front.messenger.redirect_stream("s", one.address, other.address)
     stream(sender, front, "s", 1)
     assert "not expected" in sender.expect_event(SendEnded).error
-    assert one.expect_event(ReceiveEnded).corrupt == ()
+    assert one.expect_event(ReceiveEnded).incomplete == ()
 
 
 def test_an_aborted_stream_ends_once(make_node: MakeNode) -> None:
@@ -95,7 +95,7 @@ def test_an_aborted_stream_ends_once(make_node: MakeNode) -> None:
     assert sender.expect_event(SendEnded).error
     for holder in holders:
         holder.messenger.cancel("s")
-        assert holder.expect_event(ReceiveEnded).corrupt == (0,)
+        assert holder.expect_event(ReceiveEnded).incomplete == (0,)
     sender.expect_silence()
 
 

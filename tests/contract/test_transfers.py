@@ -21,6 +21,7 @@ from moonpool.protocol.transfer_events import (
 )
 from moonpool.transfer.checksums import checksum_slice
 from moonpool.transfer.frame_socket import FrameSocket
+from moonpool.transfer.shm import ShmConnection
 from moonpool.types import BlockId
 
 MakeNode = Callable[..., Node]
@@ -104,7 +105,7 @@ def test_stream_slices_may_come_in_any_order_and_twice(pair: tuple[Node, Node]) 
         del slices[:7]
     sender.messenger.finish_stream("s")
     ended = receiver.expect_event(ReceiveEnded)
-    assert (ended.corrupt, ended.error) == ((), "")
+    assert (ended.incomplete, ended.error) == ((), "")
     assert sender.expect_event(SendEnded).error == ""
     assert all(receiver.block(31 - i) == sender.block(i) for i in range(20))
 
@@ -117,7 +118,7 @@ def test_indices_the_receiver_has_are_not_sent(pair: tuple[Node, Node]) -> None:
     sender.messenger.send("s", all_slices(sender, 5))
     sender.messenger.finish_stream("s")
     ended = receiver.expect_event(ReceiveEnded)
-    assert (ended.corrupt, ended.error) == ((), "")
+    assert (ended.incomplete, ended.error) == ((), "")
     assert ended.num_bytes == sender.expect_event(SendEnded).num_bytes
     assert ended.num_bytes == 2 * sender.layout.block_bytes
     assert [receiver.block(8), receiver.block(9)] == [sender.block(3), sender.block(4)]
@@ -133,7 +134,8 @@ def test_corrupt_and_missing_slices_are_named_by_index(make_node: MakeNode) -> N
     lost = (6, 6, 0)
     sender.messenger.send("s", [item for item in all_slices(sender, 8) if item != lost])
     sender.messenger.finish_stream("s")
-    assert receiver.expect_event(ReceiveEnded).corrupt == (5, 6)
+    ended = receiver.expect_event(ReceiveEnded)
+    assert (ended.incomplete, ended.corrupt_slices) == ((5, 6), 1)
     assert "2 blocks arrived corrupt" in sender.expect_event(SendEnded).error
 
 
@@ -147,7 +149,7 @@ def test_a_first_send_gives_both_sides_the_checksums(pair: tuple[Node, Node]) ->
         sender.messenger.send(stream, all_slices(sender, 4))
         sender.messenger.finish_stream(stream)
         ended = receiver.expect_event(ReceiveEnded)
-        assert (ended.corrupt, ended.error) == ((2,) if first == 8 else (), "")
+        assert (ended.incomplete, ended.error) == ((2,) if first == 8 else (), "")
         sender.expect_event(SendEnded)
         for block in range(4):
             for layer in range(sender.layout.num_layers):
@@ -159,11 +161,20 @@ def test_a_first_send_gives_both_sides_the_checksums(pair: tuple[Node, Node]) ->
         sender.arena.slice(2, 1)[5] ^= 1
 
 
-def test_slices_are_corrupt_if_the_sender_hung_up_while_they_were_copied(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("named", [False, True], ids=["without checksums", "with checksums"])
+def test_slices_are_missing_if_the_sender_hung_up_while_they_were_copied(
+    monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """Without checksums, a reuse of the sender's blocks could not be detected."""
+    """Without checksums, a reuse of the sender's blocks could not be detected. With them, what was
+    reused looks like damage, and is none."""
     sender, receiver = Node("sender", "shm"), Node("receiver", "shm")
+    monkeypatch.setattr(ShmConnection, "defers_checksums", not named)
+    if named:
+        for block in (0, 1):
+            for layer in range(sender.layout.num_layers):
+                checksum = checksum_slice(sender.arena.slice(BlockId(block), layer))
+                sender.arena.checksums.set(BlockId(block), layer, checksum)
+            sender.arena.slice(BlockId(block), 0)[0] ^= 1
     try:
         monkeypatch.setattr(FrameSocket, "hung_up", lambda frames: True)
         receiver.messenger.expect("s", [4, 5], 0, 120.0)
@@ -171,7 +182,8 @@ def test_slices_are_corrupt_if_the_sender_hung_up_while_they_were_copied(
         sender.messenger.send("s", all_slices(sender, 2))
         sender.messenger.finish_stream("s")
         ended = receiver.expect_event(ReceiveEnded)
-        assert ended.corrupt == (0, 1)
+        assert ended.incomplete == (0, 1) and ended.corrupt_slices == 0
+        assert receiver.messenger.counts().corrupt_slices == 0
         assert "while its slices were copied" in ended.error
         assert receiver.arena.checksums.get(BlockId(4), 0) == 0
         assert sender.expect_event(SendEnded).error
@@ -187,7 +199,7 @@ def test_a_stream_may_be_expected_after_its_sender_connected(pair: tuple[Node, N
     sender.messenger.finish_stream("s")
     time.sleep(0.1)
     receiver.messenger.expect("s", [0, 1], 0, 120.0)
-    assert receiver.expect_event(ReceiveEnded).corrupt == ()
+    assert receiver.expect_event(ReceiveEnded).incomplete == ()
     assert sender.expect_event(SendEnded).error == ""
 
 
@@ -198,7 +210,7 @@ def test_a_very_long_timeout_is_valid(pair: tuple[Node, Node], timeout_s: float)
     sender.messenger.open_stream("s", receiver.address, timeout_s)
     sender.messenger.send("s", all_slices(sender, 1))
     sender.messenger.finish_stream("s")
-    assert receiver.expect_event(ReceiveEnded).corrupt == ()
+    assert receiver.expect_event(ReceiveEnded).incomplete == ()
     assert sender.expect_event(SendEnded).error == ""
 
 
@@ -254,7 +266,7 @@ def test_many_streams_and_fetches_at_once(make_node: MakeNode) -> None:
     while len(received) + len(fetched) < 2 * streams:
         event = right.events.get(timeout=60)
         (received if isinstance(event, ReceiveEnded) else fetched).append(event)
-    assert {(e.corrupt, e.error) for e in received} == {((), "")}
+    assert {(e.incomplete, e.error) for e in received} == {((), "")}
     assert {(e.num_blocks, e.error) for e in fetched} == {(per_stream, "")}
     half = NUM_BLOCKS // 2
     assert all(right.block(b) == left.block(b) for b in range(half))

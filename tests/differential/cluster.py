@@ -170,7 +170,7 @@ class MiniCluster:
             name: Node(name, role, dtype, ops, options, self.inbox) for name, role in roles.items()
         }
         self.outcomes: dict[str, Outcome] = {}
-        self.corrupt_blocks = 0
+        self.corrupt_slices = 0  # of streams
         self.missed_steps = 0
         self.after_step: Callable[[], None] = lambda: None
         self._decode_of: dict[str, Node] = {}
@@ -283,7 +283,7 @@ class MiniCluster:
                 self.inbox.put((self._decode_of[report.attempt_id], start))
             case TransferDone():
                 assert not report.error, report
-                self.corrupt_blocks += report.corrupt_blocks
+                self.corrupt_slices += report.corrupt_slices
                 self.outcomes[report.attempt_id].transferred_bytes = report.num_bytes
             case StepTokens():
                 for item in report.works:

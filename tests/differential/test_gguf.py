@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from moonpool.engine.model import DecoderModel
 from moonpool.engine.reference import ReferenceOps
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tensors import tensor_shapes
+from moonpool.installation import install_command
 from tests.differential.plans import Lab, make_ops, missing, random_prompts
 from tests.unit.engine.gguf_files import tiny_llama
 
@@ -183,7 +185,7 @@ def test_sentencepiece_merges_follow_from_scores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "pattern"),
-    [("no/such.gguf", "does not exist"), ("smollm2", r"pip install 'moonpool\[smollm2\]'")],
+    [("no/such.gguf", "does not exist"), ("smollm2", re.escape(install_command("smollm2")))],
 )
 def test_names_of_absent_files(name: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKAGED, "smollm2", ("no_such_module", "x.gguf"))

@@ -165,7 +165,7 @@ def test_split_into_prefill_and_decode(
     outcomes = [cluster.outcomes[str(i)] for i in range(len(build.prompts))]
     assert_same(outcomes, alone)
     assert sum(o.transferred_bytes for o in outcomes) > 0
-    assert cluster.corrupt_blocks == 0
+    assert cluster.corrupt_slices == 0
     assert any(o.cached_tokens for o in outcomes)
 
 
@@ -220,7 +220,7 @@ def test_damaged_slices_are_computed_again(
     for way in ("streamed", "fetched"):
         outcomes = [cluster.outcomes[f"{i} {way}"] for i in range(len(build.prompts))]
         assert_same(outcomes, alone)
-    assert cluster.corrupt_blocks > 0
+    assert cluster.corrupt_slices > 0
     assert cluster.nodes["d"].instance.counters["recomputed_tokens"] > 0
     assert cluster.nodes["q"].instance.counters["corrupt_slices"] > 0
 

@@ -99,7 +99,7 @@ def test_split_into_prefill_and_decode(
     cluster.run()
     build.check(outcomes(cluster), alone)
     assert sum(o.transferred_bytes for o in outcomes(cluster)) > 0
-    assert cluster.corrupt_blocks == 0
+    assert cluster.corrupt_slices == 0
 
 
 @pytest.mark.long
@@ -132,4 +132,4 @@ def test_damaged_slices_are_computed_again(
         cluster.run()
     build.check(outcomes(cluster, " streamed"), alone)
     build.check(outcomes(cluster, " fetched"), alone)
-    assert cluster.corrupt_blocks > 0
+    assert cluster.corrupt_slices > 0

@@ -104,3 +104,94 @@ def test_promtool_accepts_the_queries_of_the_dashboard(tmp_path: Path) -> None:
     path = tmp_path / "queries.yml"  # JSON is YAML
     path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     check_rules(path)
+
+
+ALERTS: list[tuple[str, dict[str, str], set[str]]] = [
+    ("nothing happens", {}, set()),
+    (
+        "the last decode instance is lost",
+        {'moonpool:instances{role="decode"}': "1 0x9"},
+        {"NoInstanceOfARole"},
+    ),
+    ("a damaged slice", {"moonpool:corrupt_slices_total": "0 0 1x9"}, {"DamagedBlocks"}),
+    ("a head that begins again at 0", {"moonpool:corrupt_slices_total": "0x10"}, set()),
+    ("a damaged disk", {"moonpool:damaged_ssd_blocks_total": "0 3x9"}, {"DamagedSsdBlocks"}),
+    ("a failed read", {"moonpool:ssd_failures_total": "0 1x9"}, {"DiskFails"}),
+    (
+        "a lost instance",
+        {'moonpool:instance_losses_total{instance_id="decode-0"}': "0 1x9"},
+        {"LosesInstances"},
+    ),
+    ("a head that died", {"moonpool:head_restarts_total": "0 1x9"}, {"HeadRestarts"}),
+    (
+        "departed clients",
+        {'moonpool:requests_failed_total{reason="abort"}': "0+30x10"},
+        set(),
+    ),
+    (
+        "failures",
+        {'moonpool:requests_failed_total{reason="deadline"}': "0+30x10"},
+        {"RequestsFail"},
+    ),
+]
+AT_REST = {
+    'up{job="moonpool"}': "1x10",
+    'moonpool:instances{role="prefill"}': "1x10",
+    'moonpool:instances{role="decode"}': "1x10",
+    'moonpool:instances{role="mixed"}': "0x10",
+}
+"""Values per minute of a cluster of one prefill and one decode instance."""
+
+
+@pytest.mark.parametrize("case", ALERTS, ids=[name for name, _, _ in ALERTS])
+def test_alerts_fire_when_they_should_and_only_then(
+    case: tuple[str, dict[str, str], set[str]], tmp_path: Path
+) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is absent: install Debian's prometheus package")
+    _, series, fires = case
+    names = re.findall(r"alert: Moonpool(\w+)", RULES.read_text())
+    assert fires <= set(names)
+    labels: dict[str, dict[str, str]] = {
+        "LosesInstances": {"instance_id": "decode-0"},
+        "RequestsFail": {"reason": "deadline"},
+    }
+    severities = dict(
+        re.findall(r"alert: Moonpool(\w+)\n(?:.*\n)*?.*severity: (\w+)", RULES.read_text())
+    )
+    tests = [
+        {
+            "eval_time": "9m",
+            "alertname": f"Moonpool{name}",
+            "exp_alerts": [{"exp_labels": {"severity": severities[name], **labels.get(name, {})}}]
+            if name in fires
+            else [],
+        }
+        for name in names
+    ]
+    content = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": name, "values": values}
+                    for name, values in (AT_REST | series).items()
+                ],
+                "alert_rule_test": tests,
+            }
+        ],
+    }
+    path = tmp_path / "tests.yml"
+    path.write_text(json.dumps(content))
+    done = subprocess.run(
+        [promtool, "test", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+    told = done.stdout + done.stderr
+    wrong = set(re.findall(r"alertname: Moonpool(\w+)", told))
+    # Annotations hold values, so an alert that should fire differs in them only.
+    assert wrong == fires, told
+    for name in fires:
+        assert re.search(rf'got:\[.*alertname="Moonpool{name}"', told.replace("\n", " ")), told

@@ -46,6 +46,7 @@ def test_no_death_but_the_supervisors_costs_an_answer(arrangement: str, kinds: s
     assert found["answers"]["right"] > 16
     assert {row["kind"] for row in found["rows"]} == kinds | EVERYWHERE, said
     assert [row for row in found["rows"] if row["not_recovered"]] == []
+    assert found["corrupt_slices"] == 0, "a death damages no memory"
     assert (found["exit_status"], found["processes_left"]) == (0, 0)
     # Tests of a restart, which run beside this one, keep folders of this name.
     left = {name for name in shared_memory_names() if not name.startswith("moonpool-restart-")}

@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,12 +26,21 @@ def test_a_live_log_replays(log_bytes: int, tmp_path: Path) -> None:
     arguments = [MODEL, "--prefill", "2", "--decode", "1", "--config", str(tmp_path / "c.toml")]
     with LocalServer([*arguments, *SMALL]) as server:
         with httpx.Client(base_url=server.url, timeout=120) as client:
+            text = ""
             for number in range(24):
                 if number == 8:
                     os.kill(server.instances()[0]["pid"], signal.SIGKILL)
-                body = {"prompt": [number % 5 + 1] * 200, "max_tokens": 24, "seed": 1}
+                body: dict[str, Any] = {
+                    "prompt": [number % 5 + 1] * 200,
+                    "max_tokens": 24,
+                    "seed": 1,
+                }
+                if number > 18:  # what the API ends is an event, too
+                    body["stop"] = [text[5:6], text[8:9]]
                 answer = client.post("/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
+                if number <= 18:
+                    text = answer.json()["choices"][0]["text"]
         saved, figures = tmp_path / "log", tmp_path / "figures.json"
         last = answer.json()["id"].removeprefix("cmpl-")
         command = ["rewind", server.url, "--save", str(saved), "--json", str(figures)]

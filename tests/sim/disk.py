@@ -191,6 +191,7 @@ class DiskDriver:
         if stored.flipped:
             self.life.write(block_id, layer, GARBAGE)
             self.life.world.seen["flips found"] += 1
+            self.life.num_damaged += 1
             load.end(corrupt=1)
             return
         load.land(index, layer, stored.layers[layer])

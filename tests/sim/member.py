@@ -120,6 +120,7 @@ class Member(ABC):
         """Breaks the connection to the head; the process survives and connects again."""
         if not self.alive:
             return
+        self.world.metering.on_loss(self)
         self._cut()
         if not self._waits_for_wake(self._notice_loss):
             self._notice_loss()
@@ -134,6 +135,7 @@ class Member(ABC):
         )
 
     def die(self) -> None:
+        self.world.metering.on_loss(self)
         self.alive = False
         self._cut()
         self.world.on_died(self)

@@ -48,6 +48,7 @@ class Arrivals:
         block_id = self.block_ids[index - self.first_index]
         self.life.write(block_id, layer, GARBAGE if corrupt else content)
         self.num_corrupt += corrupt
+        self.life.num_damaged += corrupt
         if corrupt:
             self.verified.discard((index, layer))  # an earlier copy may have arrived
         else:
@@ -286,4 +287,9 @@ class StreamOperation:
 
 
 def receive_ended(stream_id: str, arrivals: Arrivals, error: str) -> ReceiveEnded:
-    return ReceiveEnded(stream_id=stream_id, corrupt=arrivals.incomplete(), error=error)
+    return ReceiveEnded(
+        stream_id=stream_id,
+        incomplete=arrivals.incomplete(),
+        corrupt_slices=arrivals.num_corrupt,
+        error=error,
+    )

@@ -71,6 +71,7 @@ class Life(Member):
         self.receives: dict[str, Arrivals] = {}
         self.early_streams: dict[str, StreamOperation] = {}
         self.engine = FakeEngine(self)
+        self.num_damaged = 0  # slices that arrived wrong, as faults of the run
 
     @property
     def num_layers(self) -> int:

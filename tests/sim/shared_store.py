@@ -99,6 +99,7 @@ class SharedStoreDriver:
         elif stored.flipped:
             self.life.write(action.block_ids[index], layer, GARBAGE)
             self.life.world.seen["flips found"] += 1
+            self.life.num_damaged += 1
             del self.blocks[stored.key]
             load.end(corrupt=1)
         else:

@@ -6,6 +6,7 @@ The run checks its invariants at every event and at the end.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter
 
 from moonpool.conductor.actions import (
@@ -21,6 +22,7 @@ from moonpool.conductor.actions import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    RequestFinished,
     Send,
     Tick,
 )
@@ -41,24 +43,25 @@ from moonpool.protocol.messages import (
     TransferDone,
 )
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
-from moonpool.types import BlockKey, InstanceId, Request, RequestId, Role, Slo
+from moonpool.types import BlockKey, FinishReason, InstanceId, Request, RequestId, Role, Slo
 from moonpool.vllm.worker import _layout
 from tests.sim.clock import Clock, Link
 from tests.sim.disk import Disk, DiskDriver
+from tests.sim.endings import check_ending
 from tests.sim.fairness import Fairness
 from tests.sim.member import Member
 from tests.sim.messenger import FetchOperation, StreamOperation
+from tests.sim.metering import Metering
 from tests.sim.node import Life
 from tests.sim.options import Options, draw_options
 from tests.sim.pauses import Pauses
-from tests.sim.promises import Promises, check_times
+from tests.sim.promises import Promises
 from tests.sim.shared_store import SharedBlocks
 from tests.sim.truth import EOS, Truth
 from tests.sim.vllm_node import VllmLife
 from tests.sim.vllm_server import VllmServer
-from tests.sim.workload import SHORT_DEADLINE_S, make_workload
+from tests.sim.workload import make_workload
 
 MAX_EVENTS = 200_000
 FAULTS_END_S = 5.0
@@ -119,6 +122,8 @@ class World:
         self.refusals: dict[RequestId, Refuse] = {}
         self.ended: dict[RequestId, RequestEnded] = {}
         self.cancelled: set[RequestId] = set()
+        self.stops = self._draw_stops(seed)
+        self.stopped: set[RequestId] = set()
         self.lost_with_head: set[RequestId] = set()
         self.kept: dict[RequestId, int] = {}  # outlived a head, with so many tokens by then
         self._missed: list[ConductorEvent] = []  # while no head was up
@@ -128,6 +133,7 @@ class World:
         self._digest = hashlib.sha256()
         self._channels: dict[InstanceId, tuple[Member, Link]] = {}  # the head's view
         self.promises = Promises(self)
+        self.metering = Metering(self)
         self.pauses = Pauses(self)
         self._start()
 
@@ -152,6 +158,15 @@ class World:
             conductor.output_predictor.lengths.mean.value = 1.0
         self.fairness = Fairness(self, conductor)
         return conductor
+
+    def _draw_stops(self, seed: int) -> dict[int, float]:
+        """In some runs, answers end by stop strings, which only the API finds: after how many
+        tokens, and how long after it has them. Draws nothing that other faults depend on."""
+        rng = random.Random(f"stop strings of seed {seed}")
+        if rng.random() < 0.7:
+            return {}
+        lengths = [rng.randint(1, 12) for _ in range(4)]
+        return {length: rng.choice((0.0, 0.005, 0.3)) for length in lengths}
 
     # Services for the nodes
 
@@ -200,6 +215,7 @@ class World:
         self.pauses.on_heard(life.instance_id)
         self.promises.on_joined(life.instance_id)
         self.post(InstanceJoined(info))
+        self.metering.on_joined(life, info)
 
     def on_report(self, life: Member, report: Report) -> None:
         if self.pauses.defer(lambda: self.on_report(life, report)):
@@ -249,6 +265,8 @@ class World:
         if self.pauses.defer(lambda: self.post(event)):
             return
         self.note("head", event)
+        if isinstance(event, RequestFinished) and event.request_id in self.conductor.requests:
+            self.stopped.add(event.request_id)
         arrived = event.request if isinstance(event, RequestArrived) else None
         yields = arrived is not None and self.fairness.must_wait(arrived)
         actions = self.conductor.handle(event, self.clock.now)
@@ -272,6 +290,7 @@ class World:
                     assert action.record.request_id not in self.ended, "ended twice"
                     self.ended[action.record.request_id] = action
                     self.promises.on_ended(action.record.request_id)
+                    self.metering.on_ended(action.record)
                 case Announce():
                     for word in (" is a ", " stays ", " was lost ", " has left"):
                         self.seen[f"role{word}"] += word in action.text
@@ -294,6 +313,18 @@ class World:
         assert tokens == truth.answer[: len(tokens)], f"{deliver.request_id}: wrong tokens"
         if deliver.finish is not None:
             assert tokens == truth.answer and deliver.finish is truth.finish
+            return
+        before = len(tokens) - len(deliver.tokens)
+        for length, after_s in self.stops.items():
+            if before < length <= len(tokens):
+                finished = RequestFinished(deliver.request_id, FinishReason.STOP, length)
+                self.clock.after(after_s, lambda f=finished, n=self._num_heads: self._stop(f, n))
+                break
+
+    def _stop(self, finished: RequestFinished, head: int) -> None:
+        """The API has found a stop string. It is part of the head, and ends with it."""
+        if head == self._num_heads:
+            self.post(finished)
 
     # Start and end of a run
 
@@ -411,6 +442,7 @@ class World:
             return
         under_way = {name: t.request for name, t in self.conductor.requests.items()}
         roles = self.conductor.expected
+        self.metering.on_new_head(set(roles))
         self.conductor = self._new_conductor()
         self._channels.clear()
         self.head_is_old = False
@@ -475,7 +507,7 @@ class World:
         assert ended == set(self.truths), "every request ends exactly once"
         for request_id in self.ended:
             truth = self.truths[request_id]
-            self._check_ending(request_id, truth)
+            check_ending(self, request_id, truth)
         kept: set[BlockKey] = set()
         for life in self.lives.values():
             self._check_index(life)
@@ -484,6 +516,8 @@ class World:
             if isinstance(life, VllmLife):
                 life.check_end()
                 continue
+            counted = instance.counters.get("corrupt_slices", 0)
+            assert counted == life.num_damaged, f"{counted} of {life.num_damaged} damaged slices"
             leaked = (list(instance.requests), instance.pool.owners())
             assert leaked == ([], {}), f"{life.instance_id} still holds {leaked}"
             assert instance.pool.num_held == 0
@@ -491,6 +525,7 @@ class World:
                 assert not instance.tier.slots.owners() and not instance.tier.slots.num_held
             self._check_cache(life, kept)
         self.promises.check_end(kept)
+        self.metering.check_end()
         conductor = self.conductor
         assert not conductor.requests and not conductor._lifecycle._attempts
         for state in conductor.instances.values():
@@ -499,61 +534,6 @@ class World:
             assert state.drain is None and not state.handover_tokens, "a drain does not end"
             life = self.lives[state.info.instance_id]
             assert state.info.role is life.instance.role
-
-    def _check_ending(self, request_id: RequestId, truth: Truth) -> None:
-        record = self.ended[request_id].record
-        delivers = self.answers.get(request_id, [])
-        finished = bool(delivers) and delivers[-1].finish is not None
-        assert (record.outcome == truth.finish.value) == finished
-        assert record.finished_s is not None
-        before = self.kept.get(request_id, 0)
-        assert record.num_generated_tokens + before == sum(len(d.tokens) for d in delivers)
-        self.seen[f"outcome {record.outcome}"] += 1
-        if record.prefill_instance is not None:
-            self.seen["inline prefill"] += record.prefill_instance.startswith("decode")
-        if finished:
-            if record.attempts == 1:
-                check_times(record)
-            if self._is_undisturbed(truth):
-                assert record.attempts == 1, f"{request_id} needed {record.attempts} attempts"
-            assert record.ttft_s is not None and record.ttft_s >= 0
-            assert request_id not in self.refusals
-            return
-        if record.outcome == "abort":
-            assert request_id in self.cancelled and request_id not in self.refusals
-            return
-        refusal = self.refusals[request_id]
-        self.promises.check_refusal(record, refusal.reason, truth.request.deadline_s)
-        assert refusal.reason == record.outcome
-        if refusal.status in (429, 503):
-            assert refusal.retry_after_s is not None and 1 <= refusal.retry_after_s <= 120
-        self._check_refusal_was_early(truth, refusal, record)
-        if request_id in self.kept:
-            assert refusal.status != 429, "an answer under way is refused for its load"
-            gone = refusal.reason in ("no_instance", "no_prefill_instance", "no_decode_instance")
-            leaves = self.options.num_drains or self.options.num_role_switches
-            assert not gone or leaves, "a new head waits for no instance"
-        short = truth.request.deadline_s - truth.request.arrived_s <= SHORT_DEADLINE_S
-        assert refusal.status != 504 or short, "it hung until its deadline"
-
-    def _check_refusal_was_early(
-        self, truth: Truth, refusal: Refuse, record: RequestRecord
-    ) -> None:
-        """Asserts that without faults a request that fits is refused before its first attempt or
-        not at all, except by the decode instance's own check of the SLO."""
-        if self._is_undisturbed(truth) and refusal.reason != "tbt_slo_late":
-            assert record.attempts == 0, f"{record.request_id} refused late: {refusal}"
-
-    def _is_undisturbed(self, truth: Truth) -> bool:
-        """Whether the request fits, in a run without faults and with true predictions."""
-        opts, request = self.options, truth.request
-        most_tokens = request.num_prompt_tokens + request.sampling.max_tokens
-        promised = min(life.instance.num_blocks for life in self.lives.values())
-        fits = self.layout.blocks_for(most_tokens) <= promised
-        disturbed = opts.books_little or opts.cancel_rate or opts.short_deadline_rate
-        # The Conductor counts an instance's free blocks regardless of their arenas.
-        disturbed = disturbed or len(opts.arenas) > 1
-        return opts.faultless and fits and not disturbed
 
     def _check_cache(self, life: Life, kept: set[BlockKey]) -> None:
         """Asserts that cached blocks match their keys; adds those that must stay to `kept`."""

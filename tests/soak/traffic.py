@@ -197,7 +197,7 @@ class Traffic:
                 assert self.cluster is not None
                 self.cluster.send(attempt.decode, StopReceiving(attempt_id=message.attempt_id))
             case TransferDone():
-                self.seen["corrupt blocks in streams"] += message.corrupt_blocks
+                self.seen["corrupt slices in streams"] += message.corrupt_slices
                 if message.error and self.cluster is not None:
                     stop = StopReceiving(attempt_id=message.attempt_id)
                     self.cluster.send(attempt.decode, stop)

@@ -103,3 +103,54 @@ def test_clocks_that_disagree_give_no_negative_time() -> None:
     odd = record()
     odd.placed_s, odd.prefill_started_s = 10.2, 10.1
     assert min(odd.stages_s().values()) >= 0.0
+
+
+@pytest.mark.parametrize("counts", [(9,), (1, 8), (2, 3, 4), (1,) * 9, (1, 1, 7)])
+@pytest.mark.parametrize("kept", range(1, 10))
+def test_tokens_after_the_end_of_an_answer_leave_no_trace(
+    counts: tuple[int, ...], kept: int
+) -> None:
+    """The record is that of an answer which ended there."""
+    whole, one_by_one = record(), record()
+    at_s = 10.5
+    for count in counts:
+        at_s += 0.2 * count
+        whole.note_tokens(count, at_s, 0.2)
+    whole.end_at(kept)
+    for number in range(kept):
+        one_by_one.note_tokens(1, 10.5 + 0.2 * (number + 1), 0.2)
+    assert whole.num_generated_tokens == kept and whole.num_surplus_tokens == 9 - kept
+    assert whole.gaps_s == pytest.approx(one_by_one.gaps_s)
+    assert whole.ttft_s == pytest.approx(one_by_one.ttft_s)
+    assert whole.last_token_s == pytest.approx(one_by_one.last_token_s)
+    assert whole.tpot_s == pytest.approx(one_by_one.tpot_s)
+
+
+def test_an_answer_that_another_head_began_has_no_ttft() -> None:
+    later = record(ttft_s=1.0)
+    later.tokens_before = 3
+    later.note_tokens(2, 99.0, 0.05)
+    later.outcome = "stop"
+    assert (later.ttft_s, later.answer_tokens, later.num_generated_tokens) == (None, 5, 2)
+    assert later.effective, "its TBT is within the SLO, and its TTFT is unknown"
+    later.end_at(4)
+    assert (later.answer_tokens, later.num_surplus_tokens) == (4, 1)
+
+
+def test_the_stages_are_those_of_the_attempt_that_answered() -> None:
+    twice = record()
+    twice.begin_attempt(10.1)
+    twice.prefill_started_s, twice.cached_tokens = 10.2, 8
+    twice.end_prefill(10.4)
+    twice.begin_attempt(11.0)  # the first one failed before its first token
+    assert (twice.prefill_started_s, twice.prefill_done_s, twice.cached_tokens) == (None, None, 0)
+    twice.prefill_started_s = 11.1
+    twice.end_prefill(11.5)
+    twice.note_tokens(1, 11.6)
+    twice.begin_attempt(14.0)  # this one fails after it
+    twice.end_prefill(14.5)
+    twice.note_tokens(1, 15.0)
+    twice.finished_s = 15.0
+    assert sum(twice.stages_s().values()) == pytest.approx(5.0)
+    assert twice.stages_s()["prefill"] == pytest.approx(0.4)
+    assert twice.stages_s()["placement"] == pytest.approx(1.0)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.suite.live.damage import corrupt_slices
 from benchmarks.suite.live.fault_streams import MODEL, SIZES, FaultStreams, fault_row
 from benchmarks.suite.live.standby_fault import NAME as STANDBY
 from benchmarks.suite.live.standby_fault import measure_standby
@@ -23,6 +24,7 @@ from moonpool.demo.local_server import LocalServer
 
 PAIR = ("--prefill", "1", "--decode", "1")
 ONE = ("--prefill", "0", "--decode", "0", "--mixed", "1")
+DAMAGED_DISK = "bits flipped in SSD files"
 ANSWERS_GO_ON = "every answer right, none cut"
 
 Victim = Callable[[LocalServer], list[int]]
@@ -108,7 +110,7 @@ def bench_faults(
 def _measure(fault: Fault, times: int, count: int, rng: random.Random) -> dict[str, Any]:
     recoveries: list[float | None] = []
     seen: Counter[str] = Counter()
-    injected = 0
+    injected = corrupt = 0
     while injected < times:
         with LocalServer([MODEL, *fault.arguments, *SIZES]) as server:
             streams = FaultStreams(server.url, count)
@@ -124,7 +126,9 @@ def _measure(fault: Fault, times: int, count: int, rng: random.Random) -> dict[s
                 if recoveries[-1] is None or victim == server.pid:
                     break
             seen.update(streams.seen)
-    return fault_row(fault.name, fault.promised, recoveries, seen)
+            if recoveries[-1] is not None:
+                corrupt += corrupt_slices(server.url)
+    return fault_row(fault.name, fault.promised, recoveries, seen) | {"corrupt_slices": corrupt}
 
 
 def _signaller(pid: int, sign: signal.Signals) -> Callable[[], None]:
@@ -141,8 +145,10 @@ def _damaged_disk(times: int, count: int, rng: random.Random) -> dict[str, Any]:
             streams = FaultStreams(server.url, count)
             for _ in range(times):
                 recoveries.append(streams.disturbed(lambda: _flip(Path(name), rng), 0.05))
+            corrupt = corrupt_slices(server.url)
     promised = "every answer right: a damaged block is computed again"
-    return fault_row("bits flipped in SSD files", promised, recoveries, streams.seen)
+    row = fault_row(DAMAGED_DISK, promised, recoveries, streams.seen)
+    return row | {"corrupt_slices": corrupt}
 
 
 def _flip(folder: Path, rng: random.Random) -> None:

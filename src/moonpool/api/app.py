@@ -55,6 +55,14 @@ logger = logging.getLogger(__name__)
 HAND_OVER_LOOK_S = 0.01
 RENEWAL_S = 2.0
 """From one look at the certificate's files to the next."""
+GENERATING = {
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/messages",
+}
+"""Paths whose refusals count as refused requests."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
@@ -68,7 +76,7 @@ def make_app(
     options = options or ApiOptions()
     bodies = bodies or BodyReader(frontend, options)
     memory, access = BodyMemory(options.max_body_bytes), CallerCheck(options)
-    shared = frontend, options, bodies, ActiveCalls(), RateLimits(options.limits, frontend)
+    shared = frontend, options, bodies, ActiveCalls(), RateLimits(options.limits)
     generator, embedder = Generator(*shared), Embedder(*shared)
     inspector = Inspector(frontend, options, bodies)
     controller = Controller(frontend, options)
@@ -80,7 +88,8 @@ def make_app(
     def route(
         path: str, handler: Handler, *methods: str, payload_of: ErrorPayload = _openai_payload
     ) -> Route:
-        endpoint = _Endpoint(handler, access, rule_of(path), memory, payload_of)
+        counter = frontend if path in GENERATING else None
+        endpoint = _Endpoint(handler, access, rule_of(path), memory, payload_of, counter)
         return Route(path, endpoint, methods=methods or ("GET",))
 
     message_route = partial(route, payload_of=messages.error_payload)
@@ -170,13 +179,16 @@ class _Endpoint:
         rule: RouteRule,
         memory: BodyMemory,
         payload_of: ErrorPayload,
+        counter: Frontend | None,
     ):
-        """`payload_of` writes an error in the endpoint's format."""
+        """`payload_of` writes an error in the endpoint's format. `counter` counts refusals that the
+        head does not know; None: they are not those of requests."""
         self._handler = handler
         self._access = access
         self._rule = rule
         self._memory = memory
         self._payload_of = payload_of
+        self._counter = counter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = HttpContext(scope, receive, send, self._memory)
@@ -186,8 +198,12 @@ class _Endpoint:
         except ClientGoneError:
             return
         except ApiError as error:
+            if error.status == 503 and not error.is_counted:
+                self._note_refused(error.code)
             await self._respond(context, error)
         except RequestRefused as refused:
+            if not refused.is_counted:
+                self._note_refused(refused.reason)
             await self._respond(context, from_refused(refused))
         except asyncio.CancelledError:  # the server ends, and this client did not
             text = "The server has stopped. Send the request again."
@@ -197,6 +213,10 @@ class _Endpoint:
             await self._respond(context, internal_error(context.request_id))
         finally:
             context.close()
+
+    def _note_refused(self, reason: str | None) -> None:
+        if self._counter is not None and reason is not None:
+            self._counter.note_refused(reason)
 
     async def _respond(self, context: HttpContext, error: ApiError) -> None:
         if context.started:  # the status line is sent: the connection ends early instead

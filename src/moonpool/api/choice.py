@@ -98,7 +98,7 @@ class Choice:
         try:
             async for output in outputs:
                 for piece in _pieces(output) if self.one_by_one else (output,):
-                    yield await self._delta(piece)
+                    yield await self._judged(piece, frontend)
                     if self.finish_reason is not None:
                         return
         finally:
@@ -114,6 +114,21 @@ class Choice:
         delta = await self._delta(output)
         assert self.delivered is not None
         self.delivered.extend([token.token_id for token in output.tokens])
+        return delta
+
+    async def _judged(self, output: Output, frontend: Frontend) -> Delta:
+        """Takes an output, and tells the head if the answer ended otherwise than the engine says:
+        by a stop string, or as no valid one. A client that reads slowly is not awaited for that."""
+        request_id = self.request.request_id
+        try:
+            delta = await self._delta(output)
+        except RequestRefused as refused:
+            frontend.abort(request_id, refused.reason)
+            refused.is_counted = True
+            raise
+        if self.finish_reason is not None and isinstance(self.stop_reason, str):
+            timings_s = frontend.finish(request_id, self.finish_reason, self.num_tokens)
+            self.timings_s = timings_s or self.timings_s
         return delta
 
     async def _delta(self, output: Output) -> Delta:
@@ -287,6 +302,9 @@ async def run_choices(
             yield await choices[entry.index].replay(entry.output())
         refused = kept.refusal()
         if refused is not None:
+            if not refused.is_counted:
+                frontend.note_refused(refused.reason)
+                refused.is_counted = True
             raise refused
         running = [choice for choice in choices if choice.finish_reason is None]
     try:

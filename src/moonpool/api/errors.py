@@ -19,8 +19,10 @@ _NOT_TRIED_AGAIN = ("head_failed", "instances_ended")
 class ApiError(Exception):
     """An error response. `param` names the field at fault, and `code` the reason.
 
-    `projection` holds the numbers behind a rejection.
+    `projection` holds the numbers behind a rejection. `is_counted`: as in `RequestRefused`.
     """
+
+    is_counted = False
 
     def __init__(
         self,
@@ -63,13 +65,15 @@ def from_refused(refused: RequestRefused) -> ApiError:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(min(retry_after_s, 86_400.0)))))
     if refused.reason in _NOT_TRIED_AGAIN:
         headers.append(NO_RETRY)
-    return ApiError(
+    error = ApiError(
         refused.message,
         status=refused.status,
         code=refused.reason,
         headers=headers,
         projection=refused.projection,
     )
+    error.is_counted = refused.is_counted
+    return error
 
 
 def internal_error(request_id: str) -> ApiError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,7 +61,10 @@ class RequestRefused(Exception):  # noqa: N818 (not a fault)
     `status`: 422 (not even an idle cluster could meet the SLO), 429 (SLO or fair share), 503 (no
     capacity, instance lost), 504 (deadline), 400.
     `projection`: the numbers behind a rejection, such as `predicted_ttft_s` and `limit_ttft_s`.
+    `is_counted`: the head has counted it.
     """
+
+    is_counted = False
 
     def __init__(
         self,
@@ -95,12 +98,22 @@ class Frontend(Protocol):
 
         `delivered`: the tokens that the client has from another head; None: the request is new.
 
-        Closing the iterator early (client gone, stop string found) aborts the request everywhere.
+        Closing the iterator early (the client is gone) aborts the request everywhere, unless
+        `finish` has ended it.
         """
         ...
 
-    def abort(self, request_id: RequestId) -> None:
-        """Ends a request early. Unknown ids are ignored."""
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int
+    ) -> dict[str, float] | None:
+        """The answer is complete after `num_tokens` tokens, because a stop string ends it. The
+        engine need not know of it: it goes on, or has just ended the answer for another reason.
+        Returns the seconds of each stage."""
+        ...
+
+    def abort(self, request_id: RequestId, reason: str = FinishReason.ABORT.value) -> None:
+        """Ends a request early. Its client gets no whole answer, also if it has just ended. Unknown
+        ids are ignored."""
         ...
 
     def stage(self, request_id: RequestId) -> str:
@@ -130,6 +143,10 @@ class Frontend(Protocol):
 
     def note_refused(self, reason: str) -> None:
         """Counts a call that the HTTP layer refused before it became requests."""
+        ...
+
+    def note_answered(self, lengths: Sequence[int]) -> None:
+        """Counts a prompt whose choices all have an answer, of these lengths in tokens."""
         ...
 
     def drop_cached_blocks(self) -> None:

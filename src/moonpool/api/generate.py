@@ -265,7 +265,16 @@ class Generator:
             if call.has is not None:
                 is_streamed = bool((call.prepared.original or call.prepared.body).stream)
                 check_resumption(call.has, choices, is_streamed, call.is_drawn_anew)
-            yield request_id, choices
+            try:
+                yield request_id, choices
+            finally:
+                self._note_answered(choices, call.prepared.body.n or 1)
+
+    def _note_answered(self, choices: Sequence[Choice], num_per_prompt: int) -> None:
+        for start in range(0, len(choices), num_per_prompt):
+            own = choices[start : start + num_per_prompt]
+            if all(choice.finish_reason is not None for choice in own):
+                self._frontend.note_answered([choice.num_tokens for choice in own])
 
     def _choices(self, call: _Call, request_id: str) -> list[Choice]:
         frontend, prepared = self._frontend, call.prepared

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import Frontend, RequestRefused
+from moonpool.api.frontend import RequestRefused
 from moonpool.api.keys import NO_LIMITS, TenantLimits
 
 BURST_S = 10.0
@@ -44,9 +44,8 @@ class _Bucket:
 class RateLimits:
     """The buckets of the tenants that have limits. Those of all others are not kept."""
 
-    def __init__(self, limits: Mapping[str, TenantLimits], frontend: Frontend) -> None:
+    def __init__(self, limits: Mapping[str, TenantLimits]) -> None:
         self._limits = limits
-        self._frontend = frontend
         self._calls = _buckets({name: one.requests_per_s for name, one in limits.items()}, 1.0)
         self._tokens = _buckets({name: one.tokens_per_s for name, one in limits.items()}, 0.0)
 
@@ -60,7 +59,6 @@ class RateLimits:
         ]
         wait_s, unit, rate = max(waits, default=(0.0, "", 0.0))
         if wait_s > 0.0:
-            self._frontend.note_refused(RATE_LIMIT)
             text = (
                 f"This API key has used up its {rate:g} {unit} per second. Send the request again"
                 f" in {max(math.ceil(wait_s), 1)} s."

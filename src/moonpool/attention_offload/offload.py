@@ -386,8 +386,8 @@ class Offload:
             fan_in = self._streams.get(event.stream_id)
             if fan_in is None:
                 return
-            fan_in.count(event.num_bytes, event.seconds)
-            if not fan_in.end(str(worker), event.corrupt, event.error):
+            fan_in.count(event.num_bytes, event.seconds, event.corrupt_slices)
+            if not fan_in.end(str(worker), event.incomplete, event.error):
                 return
             del self._streams[event.stream_id]
         self._report_received(event.stream_id, fan_in)
@@ -397,7 +397,8 @@ class Offload:
         self._post(
             ReceiveEnded(
                 stream_id=stream_id,
-                corrupt=fan_in.missing,
+                incomplete=fan_in.missing,
+                corrupt_slices=fan_in.corrupt_slices,
                 num_bytes=fan_in.num_bytes,
                 seconds=fan_in.seconds,
                 error=fan_in.error,

@@ -59,6 +59,10 @@ def stat(server: Server, json_file: str | None) -> None:
             seconds = counters.get(f"ssd_{verb}_seconds", 0.0)
             rate = f", {num_bytes / seconds / 1e9:.2f} GB/s a thread" if seconds else ""
             click.echo(f"{name}: {num_bytes / 1e9:.2f} GB {what}, {tier_name(instance)}{rate}")
+        damaged = int(counters.get("ssd_damaged_blocks", 0))
+        if damaged:
+            text = f"{damaged:,} blocks were damaged, {tier_name(instance)}"
+            click.echo(f"{name}: {text}; its log names the files")
     write_json(json_file, cluster)
 
 

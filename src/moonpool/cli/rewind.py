@@ -113,7 +113,7 @@ def _write_private(path: str, data: bytes) -> None:
 def _write_trace(path: str, replay: Any) -> None:
     from moonpool.rewind.replay import trace_lines
 
-    lengths = {name: record.num_generated_tokens for name, (record, _) in replay.ended.items()}
+    lengths = {name: record.answer_tokens for name, (record, _) in replay.ended.items()}
     try:
         Path(path).write_bytes(b"".join(trace_lines(replay.arrivals, lengths)))
     except OSError as error:

@@ -44,9 +44,20 @@ class InstancesExpected(msgspec.Struct, frozen=True):
 
 
 class RequestCancelled(msgspec.Struct, frozen=True):
-    """The answer is no longer needed (the client disconnected, or a stop string ended it)."""
+    """The answer is no longer needed: its client has left, another choice of its call failed, or
+    the head stops. `reason`: the outcome of its record."""
 
     request_id: RequestId
+    reason: str = FinishReason.ABORT.value
+
+
+class RequestFinished(msgspec.Struct, frozen=True):
+    """The answer is complete although its engine goes on: the first `num_tokens` tokens are its
+    whole text, because a stop string ends it. Those that an earlier head delivered count."""
+
+    request_id: RequestId
+    reason: FinishReason
+    num_tokens: int
 
 
 class Reported(msgspec.Struct, frozen=True):
@@ -84,6 +95,7 @@ ConductorEvent = (
     | RequestArrived
     | InstancesExpected
     | RequestCancelled
+    | RequestFinished
     | Reported
     | DrainRequested
     | HotRequested

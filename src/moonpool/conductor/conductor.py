@@ -23,6 +23,7 @@ from moonpool.conductor.actions import (
     Reported,
     RequestArrived,
     RequestCancelled,
+    RequestFinished,
     Send,
     Tick,
 )
@@ -171,7 +172,9 @@ class Conductor:
             case RequestArrived():
                 self._lifecycle.arrive(event.request, now, event.delivered)
             case RequestCancelled():
-                self._lifecycle.cancel(event.request_id, now)
+                self._lifecycle.cancel(event.request_id, event.reason, now)
+            case RequestFinished():
+                self._lifecycle.finish(event.request_id, event.reason, event.num_tokens, now)
             case InstancesExpected():
                 self._lifecycle.waiting.expect(event.roles)
             case InstanceJoined():

@@ -71,7 +71,7 @@ class OutputPredictor:
 
     def learn(self, tracked: TrackedRequest, prompt_keys: Sequence[BlockKey], now: float) -> None:
         """Learns from a complete answer: its length and its duration."""
-        num_tokens = tracked.record.num_generated_tokens
+        num_tokens = tracked.record.answer_tokens
         if not self._by_length:
             self.lengths.mean.add(num_tokens)
         else:

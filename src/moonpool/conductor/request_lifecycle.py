@@ -142,12 +142,14 @@ class RequestLifecycle:
             request.arrived_s,
             tenant=request.tenant,
             max_tokens=request.sampling.max_tokens,
+            uses_cache=request.use_cache,
             trace=request.trace,
         )
         tracked = TrackedRequest(request, record)
         if delivered is not None:  # an earlier head admitted it and made attempts
             tracked.generated.extend(delivered)
-            tracked.num_attempts = 1
+            record.tokens_before = len(delivered)
+            record.attempts = tracked.num_attempts = 1
             tracked.has_waited = True
         heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
         self.requests[request.request_id] = tracked
@@ -229,7 +231,7 @@ class RequestLifecycle:
         self.mean_ttft_s.add(placement.ttft_s)
         record = tracked.record
         record.attempts = tracked.num_attempts
-        record.placed_s = now
+        record.begin_attempt(now)
         record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
         record.predicted_ttft_s, record.predicted_tbt_s = placement.ttft_s, placement.tbt_s
         tracked.explanation.add(placement.chosen)
@@ -256,8 +258,9 @@ class RequestLifecycle:
                 row = self._instances[attempt.decoder].row
                 self._table.grow(row, 1, self._reservations.add_tokens(attempt, 1))
             case TransferDone():
-                record.transfer_done_s = now
-                record.corrupt_blocks += report.corrupt_blocks
+                if record.first_token_s is None:
+                    record.transfer_done_s = now
+                record.corrupt_slices += report.corrupt_slices
                 if report.error:  # the decode waits: an attempt that has ended gets no answer
                     self._send(instance_id, StopReceiving(attempt_id=attempt.attempt_id))
                 if record.trace is not None and record.trace.exported:
@@ -298,7 +301,7 @@ class RequestLifecycle:
             record.cached_tokens = min(report.cached_tokens, record.num_prompt_tokens)
             record.fetched_tokens = report.fetched_tokens
             record.loaded_tokens = report.loaded_tokens
-        record.corrupt_blocks += report.corrupt_slices
+        record.corrupt_slices += report.corrupt_slices
 
     def _on_prefill_done(
         self, tracked: TrackedRequest, attempt: Attempt, report: PrefillDone, now: float
@@ -321,12 +324,14 @@ class RequestLifecycle:
 
     def _end_prefill(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
         """The prefill has succeeded."""
-        tracked.record.prefill_done_s = now
+        attempt.prefilled_s = now
+        tracked.record.end_prefill(now)
         self._cost_estimator.end_prefill(self._instances.get(attempt.prefill), attempt, now)
         self._reservations.end_prefill(tracked, attempt, now)
 
     def _begin_decoding(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
-        tracked.record.decode_started_s = now
+        if tracked.record.first_token_s is None:
+            tracked.record.decode_started_s = now
         self._reservations.begin_decoding(attempt, now)
         self._output_predictor.begin(tracked, attempt, now)
 
@@ -368,7 +373,10 @@ class RequestLifecycle:
         if self._suspects and self._suspects.note_tokens(tracked):
             self._has_room = True  # for the next one
         is_first = tracked.record.first_token_s is None
-        tracked.record.note_tokens(len(tokens), now, gap_s)
+        if is_first and tracked.request.sampling.pooling != "none":
+            tracked.record.note_embedding(now)
+        else:
+            tracked.record.note_tokens(len(tokens), now, gap_s)
         if is_first:
             self._cost_estimator.note_first_token(tracked.record)
             self._goodput.note_first_token(tracked.record)
@@ -475,10 +483,21 @@ class RequestLifecycle:
 
     # Ends
 
-    def cancel(self, request_id: RequestId, now: float) -> None:
+    def cancel(self, request_id: RequestId, reason: str, now: float) -> None:
         tracked = self.requests.get(request_id)
         if tracked is not None:
-            self.end(tracked, FinishReason.ABORT.value, now)
+            self.end(tracked, reason, now)
+
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int, now: float
+    ) -> None:
+        """Ends a complete answer whose engine goes on. Tokens after `num_tokens` are not of it."""
+        tracked = self.requests.get(request_id)
+        if tracked is None:
+            return
+        tracked.record.end_at(num_tokens)
+        del tracked.generated[num_tokens:]
+        self.end(tracked, reason.value, now, engine_goes_on=True)
 
     def _reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
         retry_after_s = None
@@ -498,13 +517,16 @@ class RequestLifecycle:
         )
         self.end(tracked, rejection.reason, now)
 
-    def end(self, tracked: TrackedRequest, outcome: str, now: float) -> None:
-        """Removes all bookings, whatever the stage, and completes the record."""
+    def end(
+        self, tracked: TrackedRequest, outcome: str, now: float, engine_goes_on: bool = False
+    ) -> None:
+        """Removes all bookings, whatever the stage, and completes the record. `engine_goes_on`:
+        although the answer is complete; the engine of one that is not is told in any case."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         if finished:
             self._retries.note_completed(now)
             self._learn(tracked, now)
-        self._unbook(tracked, now, abort=not finished)
+        self._unbook(tracked, now, abort=engine_goes_on or not finished, answered=finished)
         self.waiting.remove(tracked.request.request_id)
         self._suspects.forget(tracked.request.request_id)
         self._has_room = True
@@ -520,13 +542,15 @@ class RequestLifecycle:
         assert self._planner.layout is not None
         num_prompt_tokens = tracked.request.num_prompt_tokens
         num_blocks = num_prompt_tokens // self._planner.layout.block_tokens
-        self._output_predictor.learn(tracked, tracked.keys[:num_blocks], now)
         if self._prefetching is not None:
             self._prefetching.end(tracked, now)
         record = tracked.record
         self._roles.note_answer(
             num_prompt_tokens, record.cached_tokens or 0, record.num_generated_tokens
         )
+        if tracked.request.sampling.pooling != "none":  # an embedding is no answer of one token
+            return
+        self._output_predictor.learn(tracked, tracked.keys[:num_blocks], now)
         attempt = tracked.attempt
         state = None if attempt is None else self._instances.get(attempt.decoder)
         decodes_only = state is not None and state.role is Role.DECODE
@@ -534,10 +558,15 @@ class RequestLifecycle:
         mixed = state is not None and state.role is not Role.DECODE
         self._goodput.note_answer(tracked.record, tracked.predicted_step_s, mixed)
 
-    def _unbook(self, tracked: TrackedRequest, now: float, abort: bool = True) -> None:
+    def _unbook(
+        self, tracked: TrackedRequest, now: float, abort: bool = True, answered: bool = False
+    ) -> None:
         attempt = tracked.attempt
         if attempt is None:
             return
+        if attempt.started_s is not None:
+            until_s = now if attempt.prefilled_s is None else attempt.prefilled_s
+            tracked.record.note_prefill(max(until_s - attempt.started_s, 0.0), not answered)
         self._reservations.end_prefill(tracked, attempt, now)
         self._reservations.unbook(tracked, attempt, now)
         for instance_id in sorted({attempt.prefill, attempt.decoder}):

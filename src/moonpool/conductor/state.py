@@ -44,6 +44,7 @@ class Attempt:
     interval_tokens: int = 0  # answer length that the interval's end is based on; 0: none
     stage: AttemptStage = AttemptStage.PREFILL
     started_s: float | None = None
+    prefilled_s: float | None = None
     expected_s: float = 0.0  # prefill time by the profile, with the tokens actually cached
     decoding_since_s: float | None = None
     first_token: Token | None = None

@@ -121,7 +121,7 @@ def _serve(transport: str, arena: Arena, tls: TlsPaths | None) -> Messenger:
         if isinstance(event, ReadRequested):
             blocks = [BlockId(int.from_bytes(key, "big")) for key in event.keys]
             messenger.grant(event.read_id, blocks)
-        elif isinstance(event, ReceiveEnded) and (event.error or event.corrupt):
+        elif isinstance(event, ReceiveEnded) and (event.error or event.incomplete):
             raise RuntimeError(f"a stream failed: {event}")
 
     messenger = make_messenger("far", transport, arena, post, tls=tls)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NewType
 
+import msgspec
+
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import PeerAddress
@@ -234,12 +236,14 @@ class DecodeAccepted(Struct, frozen=True, tag=True):
 
 
 class TransferDone(Struct, frozen=True, tag=True):
-    """The transfer of the KVCache has ended; `corrupt_blocks` of it are computed again."""
+    """The transfer of the KVCache has ended. `corrupt_slices` of it had a wrong checksum; what it
+    lacks is computed again."""
 
     attempt_id: AttemptId
     num_bytes: int
     seconds: float
-    corrupt_blocks: int
+    # Its name in frames is older: workers of the release before counted blocks, and missing ones.
+    corrupt_slices: int = msgspec.field(name="corrupt_blocks")
     error: str = ""
 
 

@@ -71,13 +71,15 @@ class SendEnded(Struct, frozen=True, tag=True):
 
 
 class ReceiveEnded(Struct, frozen=True, tag=True):
-    """(terminal) An incoming layer stream. `corrupt` are the indices, in the request's block table,
-    of blocks with a corrupt or missing slice. All others are complete and verified, even if `error`
-    is set.
+    """(terminal) An incoming layer stream. `incomplete` are the indices, in the request's block
+    table, of blocks that lack a slice. All others are complete and verified, even if `error` is
+    set. A slice is lacking because it did not arrive, or because its checksum differs: these are
+    `corrupt_slices`, which tell of damage. The end of a sender damages nothing.
     """
 
     stream_id: str
-    corrupt: tuple[int, ...] = ()
+    incomplete: tuple[int, ...] = ()
+    corrupt_slices: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
     error: str = ""

@@ -184,7 +184,8 @@ def _add_server(
     figures["wasted_prefills"] = int(new.get("moonpool:wasted_prefills_total", 0))
     figures["prefill_s"] = rounded(new.get("moonpool:prefill_seconds_total", 0.0))
     figures["cache"]["fetched_tokens"] = int(new.get("moonpool:fetched_tokens_total", 0))
-    moved = _named(new, "moonpool:transfer_bytes_total")
+    all_moved = _named(new, "moonpool:transfer_bytes_total")
+    moved = {transport: num_bytes for transport, num_bytes in all_moved.items() if num_bytes}
     figures["transfer"] = {
         "bytes": int(sum(moved.values())),
         "seconds": rounded(new.get("moonpool:transfer_seconds_total", 0.0)),
@@ -207,9 +208,11 @@ def _add_server(
         "ttft_s": {"mean": _mean(new, "vllm:time_to_first_token_seconds")},
         "tbt_s": {"mean": _mean(new, "vllm:inter_token_latency_seconds")},
     }
-    errors = _mean(new, "moonpool:predicted_ttft_error_seconds")
-    if errors:
-        figures["predicted_ttft_error_s"]["mean_absolute"] = errors
+    compared = new.get("moonpool:predictions_total{ttft_s}", 0.0)
+    if compared:
+        parts = ("too_much", "too_little")
+        errors_s = sum(new[f"moonpool:predictions_{part}_total{{ttft_s}}"] for part in parts)
+        figures["predicted_ttft_error_s"]["mean_absolute"] = rounded(errors_s / compared)
 
 
 def _mean(new: Counters, name: str) -> float:

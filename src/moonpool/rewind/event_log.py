@@ -28,6 +28,7 @@ from moonpool.conductor.actions import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    RequestFinished,
     Send,
     Tick,
 )
@@ -49,6 +50,7 @@ _KINDS: tuple[type[ConductorEvent], ...] = (
     CacheDropRequested,
     InstancesExpected,
     InstanceCrashed,
+    RequestFinished,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _LENGTH = struct.Struct("<I")

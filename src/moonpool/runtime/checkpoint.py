@@ -11,9 +11,11 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from moonpool.log_limit import limited_logger
+from moonpool.rewind.event_log import EventLog
 from moonpool.rewind.snapshot import SnapshotError, dump
 
 log = limited_logger("moonpool.head")
@@ -21,6 +23,27 @@ log = limited_logger("moonpool.head")
 MAX_CHECKPOINT_BYTES = 256 << 20
 MAX_CPU_S = 120
 _READ_BYTES = 1 << 20
+
+
+class Checkpoints:
+    """Begins segments of an event log with a state. `own`: as in `checkpoint`."""
+
+    def __init__(self, events: EventLog, state: object, own: Iterable[Any]) -> None:
+        self._events = events
+        self._state = state
+        self._own = tuple(own)
+        self._task: asyncio.Task[None] | None = None
+
+    def renew(self) -> None:
+        """Starts a segment if the present one is full."""
+        if not self._events.full or (self._task is not None and not self._task.done()):
+            return
+        segment = self._events.begin()
+        try:
+            on_done = partial(setattr, segment, "checkpoint")
+            self._task = checkpoint(self._state, on_done, self._own)
+        except OSError as error:
+            log.warning("the event log has no new state: %s", error)
 
 
 def checkpoint(

@@ -21,6 +21,8 @@ _NO_INSTANTS = (
     "kept_tbt_top10_mean_s",
     "predicted_tbt_s",
     "predicted_ttft_s",
+    "prefills_took_s",
+    "wasted_prefills_took_s",
 )
 
 
@@ -56,8 +58,8 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
         "cached_tokens": record.cached_tokens,
         "fetched_tokens": record.fetched_tokens,
         "loaded_tokens": record.loaded_tokens,
-        "recomputed_corrupt_blocks": record.corrupt_blocks,
-        "generated_tokens": record.num_generated_tokens,
+        "corrupt_slices": record.corrupt_slices,
+        "generated_tokens": record.answer_tokens,
         "slo": {"ttft_s": record.slo.ttft_s, "tbt_s": record.slo.tbt_s},
         "predicted": {"ttft_s": record.predicted_ttft_s, "tbt_s": record.predicted_tbt_s},
         "refused_by": record.projection,

@@ -10,9 +10,7 @@ import asyncio
 import os
 import socket
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from secrets import token_hex
 from typing import Any
 
@@ -20,8 +18,8 @@ import msgspec
 
 from moonpool import __version__
 from moonpool.api.frontend import ModelCard, Output, RequestRefused
-from moonpool.api.metrics import ServerMetrics
-from moonpool.attention_offload.groups import AttentionAssignments
+from moonpool.api.metrics.labels import FAILURES, REFUSALS
+from moonpool.api.metrics.server_metrics import ServerMetrics
 from moonpool.conductor.actions import (
     Announce,
     CacheDropRequested,
@@ -38,6 +36,7 @@ from moonpool.conductor.actions import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    RequestFinished,
     Send,
     Tick,
 )
@@ -50,7 +49,6 @@ from moonpool.protocol.frames import (
     SILENCE_S,
     Apply,
     ApplyStandby,
-    AttentionMoved,
     Joined,
     Setup,
     Stop,
@@ -58,17 +56,24 @@ from moonpool.protocol.frames import (
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, TransferDone
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.rewind.event_log import EventLog, write_file
-from moonpool.runtime.checkpoint import checkpoint
-from moonpool.runtime.explain import describe_cluster, describe_record, describe_to_tenant, stage_of
-from moonpool.runtime.metrics_collector import MetricsCollector
+from moonpool.runtime.attention_links import AttentionLinks
+from moonpool.runtime.checkpoint import Checkpoints
+from moonpool.runtime.explain import (
+    describe_cluster,
+    describe_record,
+    describe_to_tenant,
+    stage_of,
+)
 from moonpool.runtime.pace import Pace
-from moonpool.runtime.request_log import RequestLogger
 from moonpool.runtime.response_stream import ResponseStream, WorkWatch
 from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.succession import NoSuccession, Succession
 from moonpool.runtime.takeover.standby_links import StandbyLinks, setup_of
-from moonpool.runtime.trace_export import open_exporter
+from moonpool.runtime.watch.ended_requests import EndedRequests
 from moonpool.runtime.watch.live_view import LiveView
+from moonpool.runtime.watch.metrics_collector import MetricsCollector
+from moonpool.runtime.watch.request_log import RequestLogger
+from moonpool.runtime.watch.trace_export import open_exporter
 from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.transfer.tls import HANDSHAKE_S as TLS_HANDSHAKE_S
@@ -81,7 +86,6 @@ TICK_S = 0.1
 IDLE_TICKS, QUIET_TICKS = 5, 20
 """Ticks of one turn soon after the last request, and later. A turn stays below one that stands
 still."""
-KEPT_RECORDS = 4096
 MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
 """Connections of workers that have not proved the secret. A further one ends the oldest."""
@@ -114,8 +118,6 @@ class Head:
         self._life = token_hex(4)
         self._tenant_weights = dict(tenant_shares or {})
         policies = load_policies(config.conductor)
-        self._own_policies = own_classes(policies)
-        self._request_log = RequestLogger(config.telemetry.log_requests)
         self._traces = open_exporter(config.telemetry.otlp_traces_endpoint)
         self.conductor = Conductor(
             config.for_conductor(),
@@ -126,20 +128,27 @@ class Head:
             tenant_caches=tenant_caches,
         )
         self._live = LiveView(self.conductor, self._post, now)
+        self._ended = EndedRequests(
+            (
+                self._observer,
+                RequestLogger(config.telemetry.log_requests),
+                self._live.history,
+                *(() if self._traces is None else (self._traces,)),
+            ),
+            now,
+        )
         self._events = EventLog(config.api.event_log_bytes)
-        self._checkpoint: asyncio.Task[None] | None = None
+        self._checkpoints = Checkpoints(self._events, self.conductor, own_classes(policies))
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
         self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
         self._answers: dict[RequestId, ResponseStream] = {}
         self.work = WorkWatch(self.conductor, self._answers)
-        self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
-        self._attention_groups = AttentionAssignments(config.cluster.attention_each)
-        self._attention: dict[str, WorkerLink] = {}
-        self._awaiting_group: set[WorkerLink] = set()
+        self._inherited: set[InstanceId] = set()  # from an earlier head
+        self._attention = AttentionLinks(config.cluster.attention_each, self._links, self.setup)
         self._half_open: dict[WorkerLink, None] = {}  # oldest first
         self._clock = ListeningClock(now())
         self._ticks = Pace(TICK_S, IDLE_TICKS * TICK_S, QUIET_TICKS * TICK_S)
@@ -167,6 +176,7 @@ class Head:
 
     def expect(self, roles: dict[InstanceId, Role]) -> None:
         """An earlier head had these instances. Requests wait for them."""
+        self._inherited.update(roles)
         self._post(InstancesExpected(roles))
 
     def note_crash(self, instance_id: InstanceId) -> None:
@@ -203,10 +213,13 @@ class Head:
     ) -> AsyncGenerator[Output, None]:
         """As `Frontend.submit`. Raises RequestRefused, for a head that is stopping too."""
         if self._leaving:
+            self._observer.note_refused("server_stopping")
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."
             )
-            raise RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
+            refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
+            refused.is_counted = True
+            raise refused
         answer = ResponseStream(self.work.number)
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
@@ -219,18 +232,37 @@ class Head:
                     return
         finally:
             self._answers.pop(request.request_id, None)
-            if not answer.ended:
+            if answer.ended is None:
                 self._post(RequestCancelled(request.request_id))
+            else:
+                self._ended.settle(answer.ended.record)
 
-    def abort(self, request_id: RequestId) -> None:
-        self._post(RequestCancelled(request_id))
+    def abort(self, request_id: RequestId, reason: str = FinishReason.ABORT.value) -> None:
+        answer = self._answers.get(request_id)
+        if answer is None or answer.ended is None:
+            self._post(RequestCancelled(request_id, reason))
+        else:
+            answer.ended.record.outcome = reason
+
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int
+    ) -> dict[str, float] | None:
+        answer = self._answers.get(request_id)
+        if answer is None:
+            return None
+        if answer.ended is None:
+            self._post(RequestFinished(request_id, reason, num_tokens))
+        else:
+            answer.ended.record.end_at(num_tokens)
+            answer.ended.record.outcome = reason.value
+        return answer.timings_s
 
     def stage(self, request_id: RequestId) -> str:
         tracked = self.conductor.requests.get(request_id)
         return stage_of(None if tracked is None else tracked.record)
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        ended = self._ended.get(request_id)
+        ended = self._ended.find(request_id)
         if ended is not None:
             return describe_record(ended.record, ended.explanation.lines())
         tracked = self.conductor.requests.get(RequestId(request_id))
@@ -256,21 +288,12 @@ class Head:
         }
         described["standbys"] = self.standbys.describe(self._clock.listened_s)
         described["attention_own_tokens"] = self.config.attention.own_tokens
-        described["attention"] = [
-            {
-                "name": name,
-                "owner": owner,
-                "host": self._attention[name].host,
-                "pid": self._attention[name].pid,
-            }
-            for name, owner in self._attention_groups.owners().items()
-        ]
+        described["attention"] = self._attention.describe()
         return described
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
-        newest = (ended.record for ended in reversed(self._ended.values()))
         own = self.standbys.describe(self._clock.listened_s) if tenant is None else []
-        return self._live.frame(newest, tenant) | {"standbys": own}
+        return self._live.frame(self._ended.newest(), tenant) | {"standbys": own}
 
     def is_stopping(self) -> bool:
         return self._leaving or self._stopping or self._views_end
@@ -279,16 +302,23 @@ class Head:
         return await self._live.hot.collect(num_prefixes)
 
     def note_refused(self, reason: str) -> None:
-        self._metrics.observe_rejected(reason)
+        if reason in REFUSALS or reason not in FAILURES:
+            self._observer.note_refused(reason)
+        else:
+            self._observer.note_failed(reason)
+
+    def note_answered(self, lengths: Sequence[int]) -> None:
+        self._observer.prompt_answered(lengths)
 
     def drop_cached_blocks(self) -> None:
         self._post(CacheDropRequested())
 
     def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str:
         name = InstanceId(instance_id)
-        attention = self._attention.get(instance_id)
+        attention = self._attention.find(instance_id)
         if attention is not None and returns:  # its owner's requests are placed again
             self.succession.replace(name)
+            attention.is_ordered = True
             attention.channel.send(Stop())
             return ""
         refusal = self.conductor.drains.why_not(name, returns)
@@ -343,7 +373,7 @@ class Head:
         """Ends all answers with an error that their clients receive."""
         for request_id, answer in list(self._answers.items()):
             answer.refuse(Refuse(request_id, 503, reason, message, STOPPING_RETRY_S))
-            self._post(RequestCancelled(request_id))
+            self.abort(request_id, reason)
 
     def event_log(self) -> bytes:
         return write_file(
@@ -356,22 +386,12 @@ class Head:
             time.time() - self.now(),
         )
 
-    def _renew_event_log(self) -> None:
-        """Starts a segment of the event log if the present one is full."""
-        if not self._events.full or (self._checkpoint and not self._checkpoint.done()):
-            return
-        segment = self._events.begin()
-        try:
-            self._checkpoint = checkpoint(
-                self.conductor, partial(setattr, segment, "checkpoint"), self._own_policies
-            )
-        except OSError as error:
-            log.warning("the event log has no new state: %s", error)
-
     def metrics_text(self) -> bytes:
-        self._observer.gauges(self.conductor, self.now())
+        longest_tokens, unsettled = self.card.max_model_tokens, self._ended.unsettled.values()
+        self._observer.gauges(self.conductor, unsettled, longest_tokens, self.now())
+        self._observer.heads(self.num_restarts, self.num_upgrades, self.standbys.epoch)
         if self._traces is not None:
-            self._metrics.set_trace_spans(self._traces.num_sent, self._traces.num_lost)
+            self._observer.trace_spans(self._traces.num_sent, self._traces.num_lost)
         return self._metrics.text()
 
     # The Conductor's actions
@@ -408,21 +428,15 @@ class Head:
 
     def _on_ended(self, ended: RequestEnded) -> None:
         record = ended.record
+        self._ended.keep(ended)
         answer = self._answers.get(record.request_id)
-        if answer is not None:
-            answer.ended = True
-            answer.timings_s = record.stages_s()  # read only after this turn of the loop
-            if record.outcome == FinishReason.ABORT and not answer.refused:
-                answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
-        self._observer.request_ended(record)
-        self._request_log.request_ended(record)
-        self._live.history.request_ended(record, self.now())
-        if self._traces is not None:
-            self._traces.request_ended(record, self.now())
-        record.forget_gaps()
-        self._ended[record.request_id] = ended
-        if len(self._ended) > KEPT_RECORDS:
-            self._ended.popitem(last=False)
+        if answer is None:
+            self._ended.settle(record)
+            return
+        answer.ended = ended  # settled when its reader has judged the last output
+        answer.timings_s = record.stages_s()  # read only after this turn of the loop
+        if record.outcome == FinishReason.ABORT and not answer.refused:
+            answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
 
     # Workers
 
@@ -454,6 +468,7 @@ class Head:
                 room_tokens,
             )
             self.card = msgspec.structs.replace(self.card, max_model_tokens=room_tokens)
+        self._observer.instance_joined(info, info.instance_id in self._inherited)
         self._post(InstanceJoined(info))
         self.on_instances(self.conductor.expected)
         self._joined.set()
@@ -472,44 +487,11 @@ class Head:
 
     def on_apply(self, link: WorkerLink, apply: Apply) -> None:
         self.standbys.greet(link)
-        if apply.attention:
-            self._attention_groups.remember(link.instance_id, apply.attention)
-            link.channel.send(self.setup())
-        elif apply.role is not Role.PREFILL and self._attention_groups.per_instance:
-            self._awaiting_group.add(link)
-            self._start_with_group()
-        else:
-            link.channel.send(self.setup())
+        self._attention.start(link, apply)
 
     def on_attention(self, link: WorkerLink, address: PeerAddress) -> None:
-        former = self._attention.get(address.instance_id)
-        if former is not None and former is not link:
-            former.channel.abort("it came back over a new connection")
-        self._attention[address.instance_id] = link
-        place = self._attention_groups.join(address)
-        if place is not None:
-            self._tell_owner(*place, address)
-        self._start_with_group()
-
-    def _start_with_group(self) -> None:
-        """Starts the waiting instances whose attention workers are all present."""
-        for link in sorted(self._awaiting_group, key=lambda link: link.instance_id):
-            group = self._attention_groups.group_of(link.instance_id)
-            if group is not None:
-                self._awaiting_group.discard(link)
-                link.channel.send(msgspec.structs.replace(self.setup(), attention=group))
-
-    def _tell_owner(self, owner: InstanceId, place: int, address: PeerAddress) -> None:
-        link = self._links.get(owner)
-        if link is not None:
-            link.channel.send(AttentionMoved(place=place, address=address))
-
-    def _lose_attention(self, link: WorkerLink) -> None:
-        if self._attention.get(link.instance_id) is link:
-            del self._attention[link.instance_id]
-            moved = self._attention_groups.lose(link.instance_id)
-            if moved is not None:
-                self._tell_owner(*moved)
+        self._observer.attention_joined(address.instance_id)
+        self._attention.join(link, address)
 
     def on_start_failed(self, link: WorkerLink, message: str) -> None:
         if not self.start_failures.full():
@@ -521,16 +503,16 @@ class Head:
         if isinstance(report, InstanceLoad):
             state = self.conductor.instances.get(link.instance_id)
             if state is not None:
-                self._observer.instance_load(state.info, report)
+                self._observer.instance_load(state, report)
         elif isinstance(report, TransferDone):
-            self._metrics.add_transfer_seconds(report.seconds)
+            self._observer.transfer_done(report)
         self._post(Reported(link.instance_id, report))
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)
         self._half_open.pop(link, None)
-        self._awaiting_group.discard(link)
-        self._lose_attention(link)
+        if self._attention.drop(link) and not (self._stopping or link.is_ordered):
+            self._observer.instance_lost(link.instance_id)
         if self.standbys.drop(link):
             self._lead()  # without one, workers wait for this head alone
         if not link.instance_id:
@@ -542,9 +524,16 @@ class Head:
     def _unjoin(self, link: WorkerLink, reason: str) -> None:
         if self._links.get(link.instance_id) is link:
             del self._links[link.instance_id]
-            self._observer.instance_lost(link.instance_id)
+            if not self._is_leaving(link.instance_id):
+                self._observer.instance_lost(link.instance_id)
             self._post(InstanceLost(link.instance_id, reason))
             self.on_instances(self.conductor.expected)
+
+    def _is_leaving(self, instance_id: InstanceId) -> bool:
+        """Whether it was ordered to leave, or everything is."""
+        state = self.conductor.instances.get(instance_id)
+        drain = None if state is None else state.drain
+        return self._stopping or (drain is not None and drain.becomes is None)
 
     def _forget_former_link(self, info: InstanceInfo, link: WorkerLink) -> None:
         """Drops the old connection of a process that reconnects before the head saw its end."""
@@ -586,7 +575,7 @@ class Head:
                 await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
             self._live.history.tick(self.now())
-            self._renew_event_log()
+            self._checkpoints.renew()
             if self.standbys.are_due(self._clock.listened_s):
                 self._lead()
             for link in list(self._links.values()):

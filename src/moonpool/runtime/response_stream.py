@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
-from moonpool.conductor.actions import Deliver, Refuse
+from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
 from moonpool.conductor.conductor import Conductor
 from moonpool.types import RequestId, Token
 
@@ -27,7 +27,7 @@ class ResponseStream:
         self._refused: Refuse | None = None
         self._wakeup = asyncio.Event()
         self.timings_s: dict[str, float] | None = None
-        self.ended = False
+        self.ended: RequestEnded | None = None
 
     def deliver(self, action: Deliver) -> None:
         self._tokens.extend(action.tokens)
@@ -51,13 +51,15 @@ class ResponseStream:
         self._wakeup.clear()
         if self._refused is not None and not self._tokens:
             refused = self._refused
-            raise RequestRefused(
+            error = RequestRefused(
                 refused.status,
                 refused.reason,
                 refused.message,
                 refused.retry_after_s,
                 refused.projection,
             )
+            error.is_counted = True  # by the record of the request
+            raise error
         if self._refused is not None:
             self._wakeup.set()  # the tokens before it go first
         assert self._last is not None

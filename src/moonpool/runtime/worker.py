@@ -293,7 +293,13 @@ class Worker(InstanceProcess):
         self._looks.note()
         if isinstance(event, StepEnded | StepFailed) and self._watch is not None:
             self._watch.end()
-        self._perform(self._booted.instance.handle(event, self._loop.time()))
+        instance = self._booted.instance
+        had_steps, had_requests = instance.has_steps, bool(instance.requests)
+        actions = instance.handle(event, self._loop.time())
+        if had_steps > instance.has_steps or had_requests > bool(instance.requests):
+            # In one write with the last tokens, or gauges and counters would be a beat old.
+            actions.append(SendReport(self._booted.load()))
+        self._perform(actions)
         self._gates.note(event)
 
     def _perform(self, actions: list[WorkerAction]) -> None:
@@ -333,6 +339,7 @@ class Worker(InstanceProcess):
         if reports:
             self._link.send(*reports)
         if any(isinstance(action, ExitProcess) for action in actions):
+            self._link.send(booted.load())  # what it has counted since the last beat
             self._link.stop("it leaves")
 
     def _name_blocks(self, offload: Offload, instance: Instance, reports: list[Report]) -> None:

@@ -76,6 +76,7 @@ class WorkerLink:
         self._reason = ""
         self.instance_id = InstanceId("")
         self.pid, self.host = 0, ""  # of an attention worker; those of instances are in their info
+        self.is_ordered = False  # it was told to end
         self.release = ""  # of an instance's worker; "" if it does not state it
         self.heard_s = owner.listened_s()  # on the head's clock of listening
         self.channel: Channel[UpFrame, DownFrame] = Channel(

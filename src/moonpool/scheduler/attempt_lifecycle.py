@@ -12,6 +12,7 @@ import msgspec
 
 from moonpool.attention_offload.pools.arena_tracker import ArenaTracker
 from moonpool.cost.model import CostModel
+from moonpool.protocol.instance_counters import ATTEMPT_PREEMPTIONS, STEP_TOKENS
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -166,13 +167,13 @@ class AttemptLifecycle:
                 self._end_receiving(request)
 
     def on_receive_ended(self, event: ReceiveEnded) -> None:
-        """Handles the end of a decode's stream; missing and corrupt blocks are computed again.
+        """Handles the end of a decode's stream; what it lacks is computed again.
         After a broken stream, the Conductor says first whether the attempt goes on: a prefill that
         it has aborted breaks its stream before the abort arrives here."""
         request = self._requests[AttemptId(event.stream_id)]
         request.pending.discard(PendingTransfer.RECEIVE)
         self._effects.count("received_bytes", event.num_bytes)
-        self._effects.count("corrupt_blocks", len(event.corrupt))
+        self._effects.count("corrupt_slices", event.corrupt_slices)
         if request.closing:
             self._release_if_idle(request)
             return
@@ -180,7 +181,7 @@ class AttemptLifecycle:
         if event.error:
             usable_blocks = request.num_cached_blocks
         else:
-            usable_blocks = min(event.corrupt, default=len(request.block_ids))
+            usable_blocks = min(event.incomplete, default=len(request.block_ids))
         request.num_computed = min(usable_blocks * self._layout.block_tokens, num_prompt)
         request.num_scheduled = request.num_computed
         self._kv_cache.cache_full_blocks(request)
@@ -189,7 +190,7 @@ class AttemptLifecycle:
                 attempt_id=request.attempt_id,
                 num_bytes=event.num_bytes,
                 seconds=event.seconds,
-                corrupt_blocks=len(event.corrupt),
+                corrupt_slices=event.corrupt_slices,
                 error=event.error,
             )
         )
@@ -251,7 +252,9 @@ class AttemptLifecycle:
         decodes_s = self._learn_decodes(step, event.seconds, 1)
         self._effects.count("steps")
         self._effects.count("step_s", event.seconds / self._config.micro_batches)  # per stage
+        step_tokens = 0
         for index, (request, num_tokens) in enumerate(step):
+            step_tokens += request.num_prompt_tokens_of(num_tokens)
             if request.closing:
                 request.drafts, request.draft_task = (), None
                 self._release_if_idle(request)
@@ -266,6 +269,7 @@ class AttemptLifecycle:
             request.pooled = event.pooled.get(index, b"")
             request.num_computed += num_tokens - len(request.drafts)
             tokens = () if token is None else (token, *event.further.get(index, ()))
+            step_tokens += len(tokens)
             self._take_drafts(request, tokens, event.drafted.get(index))
             self._kv_cache.cache_full_blocks(request)
             self._kv_cache.release_unseen(request)
@@ -278,6 +282,7 @@ class AttemptLifecycle:
                 self._report_tokens(request, tokens, reported)
             else:
                 self._end_prefill(request, tokens[0])
+        STEP_TOKENS.count(step_tokens, self._effects.count)
         if reported:
             self._effects.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
         self._fail_too_long()
@@ -404,6 +409,8 @@ class AttemptLifecycle:
 
     def _close(self, request: RequestState) -> None:
         request.closing = True
+        if request.target is None:
+            ATTEMPT_PREEMPTIONS.count(request.num_preemptions, self._effects.count)
         self._scheduler.remove(request)
         if self._speculation is not None:
             self._speculation.forget(request)

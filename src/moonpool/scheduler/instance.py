@@ -394,6 +394,11 @@ class Instance:
         return len(self._scheduler.waiting)
 
     @property
+    def has_steps(self) -> bool:
+        """Whether a request runs or waits for its first step."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
     def num_waiting(self) -> int:
         """All requests that do not run."""
         return len(self.requests) - len(self._scheduler.running)

@@ -77,6 +77,7 @@ class RequestState:
     num_computed: int = 0
     num_scheduled: int = 0
     steps_pending: int = 0
+    num_preemptions: int = 0
     num_reused: int = 0  # tokens with KVCache when the prefill began
     num_fetched_tokens: int = 0
     num_loaded_tokens: int = 0
@@ -165,6 +166,11 @@ class RequestState:
         """Its blocks are sent to the decode instance as they fill."""
         return PendingTransfer.SEND in self.pending and not self.closing
 
+    def num_prompt_tokens_of(self, num_tokens: int) -> int:
+        """How many of the next `num_tokens` to be computed are of the prompt."""
+        left = len(self.attempt.token_ids) - self.num_computed
+        return min(num_tokens, max(left, 0))
+
     def report_started(self, effects: Effects, cached_tokens: int) -> None:
         """Reports once, as soon as it is known how many tokens need no prefill, that it began."""
         if self.started:
@@ -200,6 +206,8 @@ class RequestState:
         """Why the newest token is the last one; None if it is not."""
         sampling, tokens = self.attempt.sampling, self.tokens
         newest, num_generated = tokens.newest, tokens.num_generated
+        if sampling.pooling != "none":
+            return FinishReason.STOP  # the embedding is whole
         if num_generated >= sampling.min_tokens:
             if newest in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP

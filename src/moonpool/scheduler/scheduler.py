@@ -240,6 +240,7 @@ class Scheduler:
         """Frees a running request's blocks and puts it first in the waiting queue. It is computed
         again later, after whatever of it is still cached."""
         self._effects.count("preemptions")
+        request.num_preemptions += 1
         request.num_overlap_blocks = 0
         self._kv_cache.free(request)
         if self._speculation is not None:

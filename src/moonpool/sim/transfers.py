@@ -276,7 +276,7 @@ class SimMessenger:
         if receiver._incoming.pop(stream_id, None) is not None:
             del receiver._expected[stream_id]
             missing = tuple(range(stream.first_index, stream.last_index))
-            receiver._post_later(ReceiveEnded(stream_id=stream_id, corrupt=missing, error=error))
+            receiver._post_later(ReceiveEnded(stream_id=stream_id, incomplete=missing, error=error))
 
     # Fetches
 

@@ -82,11 +82,14 @@ class SlotIndex:
                 if slot in self._held:
                     self._note(USED, slot, self._held[slot][0])
 
-    def void(self, slots: Iterable[int]) -> None:
-        """Records that the slots are empty."""
+    def void(self, slots: Iterable[int]) -> int:
+        """Records that the slots are empty. Returns how many of them held a block."""
+        num_held = 0
         with self._lock:
             for slot in slots:
+                num_held += slot in self._held
                 self._note(VOID, slot, NO_KEY)
+        return num_held
 
     def flush(self) -> None:
         """Writes the changes. Raises OSError; a later call then writes them."""

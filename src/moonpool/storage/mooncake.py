@@ -17,7 +17,6 @@ operation ends at once, and the prefix is computed.
 from __future__ import annotations
 
 import itertools
-import logging
 import mmap
 import os
 import time
@@ -27,6 +26,7 @@ from functools import partial
 import numpy as np
 
 from moonpool.config import MooncakeConfig
+from moonpool.log_limit import limited_logger
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import LookUpEnded, MessengerEvent
 from moonpool.storage.folder import StoreError
@@ -59,7 +59,7 @@ _CODES = {
     -200: "it is full: no machine lends it memory (mooncake_client), or too little",
     -704: "it has evicted a block",
 }
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 Move = Callable[[Job, int, int], None]
 
@@ -202,6 +202,7 @@ class MooncakeStore:
         error = "it was closed" if self._closed else ""
         if not error and not self._pools[pool].submit(tasks):
             error = "the Mooncake Store is too slow: too many blocks wait for it"
+            _log.warning("%s", error)
         if error:
             self._counters.add(StoreCounts(failed_operations=1))
         if error or not tasks:
@@ -244,7 +245,10 @@ class MooncakeStore:
                 failed_operations=int(num_blocks < end - start),
             )
         )
-        job.group_done(start, num_blocks, end - start, num_bytes, 0, _explain(codes, 0))
+        error = _explain(codes, 0)
+        if num_blocks < end - start:
+            _log.warning("the Mooncake Store did not take blocks: %s", error)
+        job.group_done(start, num_blocks, end - start, num_bytes, 0, error)
 
     def _read_group(
         self,
@@ -274,6 +278,8 @@ class MooncakeStore:
             corrupt = self._blocks.count_wrong(block_id, key, header, part.first, part.end)
             if corrupt:
                 num_right, error = index - start, "a block of the Mooncake Store is damaged"
+                name = object_name(self._arena.layout, key)
+                _log.warning("%s (%s); answers are not affected, it was deleted", error, name)
                 self._call(_READ, "remove", [key], self._parts)
                 break
         num_bytes = num_right * (part.end - part.first) * geometry.slice_bytes
@@ -283,6 +289,7 @@ class MooncakeStore:
                 read_bytes=num_bytes,
                 read_seconds=time.monotonic() - began_s,
                 corrupt_slices=corrupt,
+                damaged_blocks=int(corrupt > 0),
             )
         )
         job.group_done(start, num_right, end - start, num_bytes, corrupt, error, number)

@@ -12,7 +12,6 @@ threads, without the GIL. See `format` for the format and for crash safety.
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import threading
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from moonpool.log_limit import limited_logger
 from moonpool.protocol.transfer_events import (
     LoadReturned,
     MessengerEvent,
@@ -35,6 +35,7 @@ from moonpool.storage.folder import (
     explain,
     instance_folder,
     make_folder,
+    segment_path,
 )
 from moonpool.storage.format import (
     SEGMENT_BYTES,
@@ -72,7 +73,7 @@ FULL_PAUSE_S = 10.0
 """How long nothing is written after the disk was found full."""
 MAX_READ_FAILURES = 3
 _CLOSE_TIMEOUT_S = 10.0
-_log = logging.getLogger(__name__)
+_log = limited_logger(__name__)
 
 Move = Callable[[Job, int, int], None]
 
@@ -227,6 +228,7 @@ class BlockStore:
         elif not error and not pool.submit(tasks):
             self._watch.remove(job)
             error = "the disk is too slow: too many blocks wait for it"
+            _log.warning("%s: %s", self.folder, error)
         if error:
             self._counters.add(StoreCounts(failed_operations=1))
         if error or not tasks:
@@ -370,24 +372,39 @@ class BlockStore:
                 num_right += 1
         last = part.end == self.geometry.num_layers
         num_bytes = num_right * (part.end - part.first) * self.geometry.slice_bytes
-        self._note_read(job.slots[start : start + num_right] if last else (), bad)
+        used = job.slots[start : start + num_right] if last else ()
+        damaged_blocks = self._note_read(used, bad)
         self._counters.add(
             StoreCounts(
                 read_blocks=num_right if last else 0,
                 read_bytes=num_bytes,
                 read_seconds=time.monotonic() - began_s,
                 corrupt_slices=corrupt,
+                damaged_blocks=damaged_blocks,
             )
         )
         error = f"{len(bad)} blocks on the disk are damaged" if bad else ""
         job.group_done(start, num_right, end - start, num_bytes, corrupt, error, number)
 
-    def _note_read(self, used: Sequence[int], bad: Sequence[int]) -> None:
-        """Records which slots were used, and voids the damaged ones."""
-        if used or bad:
-            self._index.use(used)
-            self._index.void(bad)
-            self._writing.submit([self._flush])
+    def _note_read(self, used: Sequence[int], bad: Sequence[int]) -> int:
+        """Records which slots of a segment were used, and voids the damaged ones. Returns how many
+        were not known to be damaged."""
+        if not used and not bad:
+            return 0
+        self._index.use(used)
+        num_damaged = self._index.void(bad)
+        self._writing.submit([self._flush])
+        if num_damaged:
+            path = segment_path(self.folder, bad[0] // self.geometry.slots_per_segment)
+            blocks = "block was" if num_damaged == 1 else "blocks were"
+            _log.warning(
+                "%d %s damaged on disk, in %s; answers are not affected, but the disk is not to be"
+                " trusted",
+                num_damaged,
+                blocks,
+                path,
+            )
+        return num_damaged
 
     def _headers(self) -> list[memoryview]:
         """Returns this thread's buffers for the headers of a group, each of whole pages."""
@@ -437,7 +454,11 @@ class BlockStore:
         with self._state_lock:
             self._read_failures += 1
             often = self._read_failures >= MAX_READ_FAILURES
-        return self._lose(error) if often else explain(self.folder, error)
+        if often:
+            return self._lose(error)
+        text = explain(self.folder, error)
+        _log.warning("a read of the SSD tier failed, and its blocks are computed: %s", text)
+        return text
 
     def _lose(self, error: OSError) -> str:
         text = explain(self.folder, error)

@@ -29,6 +29,7 @@ class StoreCounts(Struct, frozen=True):
     read_bytes: int = 0
     read_seconds: float = 0.0
     corrupt_slices: int = 0
+    damaged_blocks: int = 0
     failed_operations: int = 0
 
 

@@ -253,6 +253,7 @@ class _Transfer:
             self.connection.detach()
             if error and connector.connection is not None:
                 connector.connection.close()
+        self.receiver.tell_damage(f"fetch from {self._source}")
         return FetchEnded(
             fetch_id=self._fetch_id,
             num_blocks=self.receiver.complete_blocks(),

@@ -182,10 +182,12 @@ class IncomingStreams:
     def _post_end(self, stream_id: str, stream: _IncomingStream, error: str) -> None:
         if error:
             self._context.counters.failed()
+        stream.receiver.tell_damage(f"stream {stream_id}")
         self._context.post(
             ReceiveEnded(
                 stream_id=stream_id,
-                corrupt=stream.receiver.incomplete(),
+                incomplete=stream.receiver.incomplete(),
+                corrupt_slices=stream.receiver.corrupt_slices,
                 num_bytes=stream.receiver.num_bytes,
                 seconds=time.monotonic() - stream.started_s,
                 error=error,

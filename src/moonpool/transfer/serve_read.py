@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from moonpool.log_limit import limited_logger
 from moonpool.protocol.transfer_events import PeerAddress, ReadEnded, ReadRequested
 from moonpool.transfer.connection import CancellableConnection, Connection
 from moonpool.transfer.context import TransferContext
@@ -28,6 +29,8 @@ from moonpool.transfer.wire import (
     Refused,
 )
 from moonpool.types import BlockId
+
+_log = limited_logger(__name__)
 
 
 class _Read:
@@ -113,6 +116,7 @@ class IncomingReads:
                 del self._reads[read_id]
             read.connection.detach()
             if error:
+                connection.close()  # before the blocks are reused: the peer then trusts no copy
                 self._context.counters.failed()
             corrupt = self._find_corrupt(read.granted or ()) if read.reported_corrupt else ()
             self._context.post(ReadEnded(read_id=read_id, corrupt=corrupt, error=error))
@@ -140,6 +144,13 @@ class IncomingReads:
             if wrong:
                 self._context.counters.found_corrupt(wrong)
                 corrupt.append(block_id)
+        if corrupt:
+            _log.warning(
+                "%s: %d cached blocks changed in memory and were dropped; check this machine's"
+                " memory",
+                self._context.instance_id,
+                len(corrupt),
+            )
         return tuple(corrupt)
 
     def _send_blocks(self, connection: Connection, read: _Read, end_s: float) -> None:

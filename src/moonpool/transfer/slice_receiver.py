@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from moonpool.log_limit import limited_logger
 from moonpool.transfer.arena import Arena
 from moonpool.transfer.checksums import DeferredChecksums, checksum_slice, has_deferred
 from moonpool.transfer.counters import Counters
@@ -20,9 +21,11 @@ from moonpool.transfer.reshard import NOWHERE, ReshardPlan, ShardView, reshard_p
 from moonpool.transfer.wire import MAX_SLICES_PER_FRAME, OFFER, SliceOffer, unpack_offers
 from moonpool.types import BlockId
 
+_log = limited_logger(__name__)
 GROUP_BYTES = 512 << 10
 """Copied, then hashed, as one group: small enough to be in the cache still when it is hashed."""
 
+MISSING = 0
 VERIFIED = 1
 CORRUPT = 2
 
@@ -131,8 +134,8 @@ class SliceReceiver:
             if deferred and not self._accepts_deferred:
                 raise ProtocolError("slices were offered without their checksums")
             num_corrupt = connection.receive_slices(group, self, deadline_s)
-            if deferred:
-                self._check_unchanged(connection, group)
+            if deferred or num_corrupt:
+                self._check_unchanged(connection, group, deferred)
             num_bytes = size * num_slices
             self.num_bytes += num_bytes
             self.corrupt_slices += num_corrupt
@@ -141,17 +144,20 @@ class SliceReceiver:
             if after_group is not None:
                 after_group()
 
-    def _check_unchanged(self, connection: SliceSource, offers: bytes) -> None:
+    def _check_unchanged(self, connection: SliceSource, offers: bytes, deferred: bool) -> None:
         """Without a checksum the sender's promise counts: it closes the connection before it
-        reuses what it offered. So slices copied while it is open are the ones it meant."""
+        reuses what it offered. So slices copied while it is open are the ones it meant, and a
+        checksum that differs tells of damage only then."""
         if connection.hung_up():
-            self._mark_corrupt(unpack_offers(offers))
+            if deferred:
+                self._mark_missing(unpack_offers(offers))
             raise PeerGoneError("the peer closed the connection while its slices were copied")
-        self.deferred.note_received(offers, self.blocks, self.first_index)
+        if deferred:
+            self.deferred.note_received(offers, self.blocks, self.first_index)
 
-    def _mark_corrupt(self, offers: Sequence[SliceOffer]) -> None:
+    def _mark_missing(self, offers: Sequence[SliceOffer]) -> None:
         for (index, layer, _, _), offset in zip(offers, self.offsets(offers), strict=True):
-            self.states[(index - self.first_index) * self.num_layers + layer] = CORRUPT
+            self.states[(index - self.first_index) * self.num_layers + layer] = MISSING
             self.arena.checksums.set_slice(offset // self.slice_bytes, 0)
 
     # For transports. The two loops run once per slice and call as little as possible.
@@ -196,6 +202,16 @@ class SliceReceiver:
             store(offset // size, checksum if same and whole else 0)
             num_corrupt += not same
         return num_corrupt
+
+    def tell_damage(self, what: str) -> None:
+        """Logs the slices with a wrong checksum, if there are any. `what`: the operation."""
+        if self.corrupt_slices:
+            _log.warning(
+                "%s: %d slices arrived with a wrong checksum and are computed again; check the"
+                " memory of both machines and the network between them",
+                what,
+                self.corrupt_slices,
+            )
 
     # What has arrived
 

@@ -40,7 +40,7 @@ def _free_at_once(original: Method) -> Method:
 @plant("corrupt blocks used", AttemptLifecycle, "on_receive_ended", like="mooncake#3140")
 def _ignore_corruption(original: Method) -> Method:
     def defective(self: AttemptLifecycle, event: ReceiveEnded) -> None:
-        original(self, msgspec.structs.replace(event, corrupt=()))
+        original(self, msgspec.structs.replace(event, incomplete=()))
 
     return defective
 
@@ -54,7 +54,7 @@ def _ignore_corruption(original: Method) -> Method:
 def _ignore_break(original: Method) -> Method:
     def defective(self: AttemptLifecycle, event: ReceiveEnded) -> None:
         if event.error:
-            event = msgspec.structs.replace(event, corrupt=(), error="")
+            event = msgspec.structs.replace(event, incomplete=(), error="")
         original(self, event)
 
     return defective
@@ -294,8 +294,8 @@ def _no_cancel(original: Method) -> Method:
 def _prefill_again(original: Method) -> Method:
     def defective(self: AttemptLifecycle, event: ReceiveEnded) -> None:
         request = self._requests[event.stream_id]  # type: ignore[index]
-        if not event.error and not event.corrupt:
-            event = msgspec.structs.replace(event, corrupt=(request.num_cached_blocks,))
+        if not event.error and not event.incomplete:
+            event = msgspec.structs.replace(event, incomplete=(request.num_cached_blocks,))
         original(self, event)
 
     return defective

@@ -74,9 +74,12 @@ class ScriptedHead:
         self.requests: list[Request] = []
         self.delivered: list[tuple[int, ...] | None] = []
         self.aborted: list[str] = []
+        self.reasons: list[str] = []  # of those
+        self.finished: list[tuple[str, FinishReason, int]] = []
         self.drained: list[tuple[str, float]] = []
         self._kept: list[AsyncGenerator[Output, None]] = []
         self.refused: Counter[str] = Counter()
+        self.answered: list[tuple[int, ...]] = []
         self.is_healthy = True
         self.num_drops = self.num_upgrades = 0
         self.num_views = 0
@@ -96,6 +99,9 @@ class ScriptedHead:
 
     def note_refused(self, reason: str) -> None:
         self.refused[reason] += 1
+
+    def note_answered(self, lengths: Sequence[int]) -> None:
+        self.answered.append(tuple(lengths))
 
     def drop_cached_blocks(self) -> None:
         self.num_drops += 1
@@ -135,11 +141,19 @@ class ScriptedHead:
                 ended = step.finish_reason is not None
                 yield step
         finally:
+            ended = ended or request.request_id in [name for name, _, _ in self.finished]
             if not ended:
                 self.abort(request.request_id)
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, request_id: RequestId, reason: str = "abort") -> None:
         self.aborted.append(request_id)
+        self.reasons.append(reason)
+
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int
+    ) -> dict[str, float] | None:
+        self.finished.append((request_id, reason, num_tokens))
+        return {"decode": 0.5}
 
     def stage(self, request_id: RequestId) -> str:
         return "prefill" if self.is_placed else ""

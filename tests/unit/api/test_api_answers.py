@@ -216,14 +216,13 @@ def test_stop_strings_across_tokens(
         (choice,) = response.json()["choices"]
         assert (choice["text"], choice["finish_reason"]) == (text, reason)
         assert choice["stop_reason"] == stop_reason
-    assert bool(head.aborted) == (reason == "stop"), "a stop string ends the request at the head"
-
-
-def test_a_stop_string_inside_one_output_drops_the_tokens_after_it() -> None:
-    head = ScriptedHead(lambda _: spoken("abcdef"))
-    answer = complete(head, stop="c").json()
-    assert answer["choices"][0]["text"] == "ab"
-    assert answer["usage"]["completion_tokens"] == 3
+    assert head.aborted == [], "a complete answer is not aborted"
+    if reason == "stop":  # the head learns that the answer ends, and where
+        said = text if fields.get("include_stop_str_in_output") else f"{text}{stop_reason}"
+        name = response.headers["x-request-id"]
+        assert head.finished == [(name, FinishReason.STOP, len(said.encode()))]
+    else:
+        assert head.finished == []
 
 
 def test_the_end_token_counts_but_does_not_show() -> None:
@@ -454,6 +453,7 @@ def test_an_answer_that_lost_its_form_is_an_error(text: str) -> None:
         return
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "form_lost"
+    assert (len(head.aborted), head.reasons) == (1, ["form_lost"]), "it is no answer"
     cut = ScriptedHead(lambda _: spoken(*text, finish=FinishReason.LENGTH))
     assert complete(cut, **fields).json()["choices"][0]["finish_reason"] == "length"
     stopped = complete(ScriptedHead(lambda _: spoken(*text, "c")), stop="c", **fields)

@@ -18,7 +18,7 @@ from scripted_head import ScriptedHead, Step, one_by_one, served, spoken, wait_u
 from moonpool.api.connection.listening import PortError, listen
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
 from moonpool.api.sharing import body_memory
-from moonpool.types import Request, Token
+from moonpool.types import FinishReason, Request, Token
 
 USER = {"role": "user", "content": "Hi"}
 KEYS = {"key-of-ann": "ann", "key-of-bob": "bob"}
@@ -134,7 +134,8 @@ def test_a_stop_string_ends_the_request_at_once(stream: bool) -> None:
     body = {"prompt": "x", "stop": "aaa", "stream": stream}
     with served(head) as url:
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
-        assert wait_until(lambda: len(head.aborted) == 1)
+        assert [found[1:] for found in head.finished] == [(FinishReason.STOP, 3)]
+    assert head.aborted == []
 
 
 def test_a_connection_is_used_again_after_every_kind_of_answer() -> None:

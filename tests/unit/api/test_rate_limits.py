@@ -22,7 +22,7 @@ KEYS = {"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}
 
 
 def limited(**limits: Any) -> RateLimits:
-    return RateLimits({"ann": TenantLimits(**limits)}, ScriptedHead())
+    return RateLimits({"ann": TenantLimits(**limits)})
 
 
 def refusal_s(limits: RateLimits, now: float) -> float | None:

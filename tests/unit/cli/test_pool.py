@@ -43,7 +43,11 @@ CLUSTER: dict[str, Any] = {
             "ssd": {**TIER, "blocks": 40, "available": 37, "error": ""},
             "running": 1,
             "waiting": 0,
-            "counters": {"ssd_read_bytes": 3e9, "ssd_read_seconds": 2.0},
+            "counters": {
+                "ssd_read_bytes": 3e9,
+                "ssd_read_seconds": 2.0,
+                "ssd_damaged_blocks": 1234.0,
+            },
         },
         {"instance_id": "decode-0", "pool": {"blocks": 10, "block_bytes": 1 << 20}},
     ]
@@ -130,6 +134,7 @@ def test_stat_and_audit_show_every_tier(url: str) -> None:
     result = run("stat", "--url", url)
     assert result.exit_code == 0
     assert "3.00 GB read, SSD, 1.50 GB/s" in result.output
+    assert "prefill-0: 1,234 blocks were damaged, SSD; its log names the files" in result.output
     rows = [line.split()[:3] for line in result.output.splitlines()[1:3]]
     assert rows == [["prefill-0", "DRAM", "10"], ["prefill-0", "SSD", "40"]]
     result = run("audit", "--url", url)

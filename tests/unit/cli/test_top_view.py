@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from moonpool.cli.server.address import bearer_key
+from moonpool.cli.watch.status import status_lines
 from moonpool.cli.watch.top_view import render
 
 
@@ -154,3 +155,25 @@ def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_API_KEY", "sk-a, sk-b")
     assert bearer_key(None) == "sk-a"
     assert bearer_key("sk-given") == "sk-given"
+
+
+@pytest.mark.parametrize(
+    ("ssd", "remark", "line"),
+    [
+        ({"damaged": 0, "error": ""}, "", ""),
+        ({"damaged": 1200, "error": ""}, "1,200 blocks damaged on SSD", "1,200 damaged blocks"),
+        ({"damaged": 0, "error": "/ssd is gone"}, "without its SSD", "without it: /ssd is gone"),
+        ({}, "", ""),  # of a head of the release before
+    ],
+)
+def test_a_disk_that_fails_or_damages_blocks_has_a_row(
+    ssd: dict[str, Any], remark: str, line: str
+) -> None:
+    frame = a_frame()
+    frame["instances"][0] |= {"draining": None, "ssd": {"blocks": 9, "cached": 4, **ssd}}
+    frame |= {"loads": None, "standbys": []}
+    frame["totals"] |= {"ended": 5}
+    text = plain(frame)
+    assert (remark in text) if remark else ("damaged" not in text and "its SSD" not in text)
+    disks = [text for text in status_lines(frame) if text.startswith("disk")]
+    assert [line in text and "decode-0" in text for text in disks] == [True] * bool(line)

@@ -99,7 +99,10 @@ class Desk:
         return actions
 
     def ask(self, name: str = "r", **known: Any) -> list[ConductorAction]:
-        sampling = {"max_tokens": known.pop("max_tokens", 8)}
+        sampling = {
+            "max_tokens": known.pop("max_tokens", 8),
+            "pooling": known.pop("pooling", "none"),
+        }
         slo = Slo(ttft_s=known.pop("ttft_s", 30.0), tbt_s=known.pop("tbt_s", 1.0))
         values = {"token_ids": PROMPT, "deadline_s": self.now + 60.0, **known}
         request = Request(

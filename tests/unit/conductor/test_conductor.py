@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from conductor_desk import LAYOUT, PROMPT, Desk, of, sent
 
@@ -11,6 +12,7 @@ from moonpool.conductor.actions import (
     Refuse,
     RequestCancelled,
     RequestEnded,
+    RequestFinished,
     Send,
     Tick,
 )
@@ -346,7 +348,7 @@ def test_a_decode_with_a_broken_stream_is_told_to_go_on_unless_its_attempt_has_e
     desk = Desk("p0", "d0")
     desk.ask()
     desk.prefilled()
-    broken = TransferDone(AttemptId("r/1"), 0, 0.1, corrupt_blocks=1, error="broken")
+    broken = TransferDone(AttemptId("r/1"), 0, 0.1, corrupt_slices=1, error="broken")
     stop = StopReceiving(attempt_id=AttemptId("r/1"))
     assert sent(desk.report("d0", broken), StopReceiving) == [("d0", stop)]
     desk.handle(RequestCancelled(RequestId("r")))
@@ -373,3 +375,71 @@ def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
         desk.ask(f"r{number}", deadline_s=1e9)
         desk.handle(RequestCancelled(RequestId(f"r{number}")))
     assert len(desk.conductor._lifecycle._deadlines) < 100
+
+
+def finished(num_tokens: int, reason: FinishReason = FinishReason.STOP) -> RequestFinished:
+    return RequestFinished(RequestId("r"), reason, num_tokens)
+
+
+def test_a_stop_string_is_a_finish_and_frees_the_engine() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    desk.decoding()
+    desk.now = 1.0
+    desk.tokens("d0", 51, 52, 53)
+    learned = desk.conductor.output_predictor.lengths.mean
+    assert learned.count == 0
+    actions = desk.handle(finished(3))
+    record = of(actions, RequestEnded)[0].record
+    assert (record.outcome, record.num_generated_tokens) == ("stop", 3)
+    assert record.num_surplus_tokens == 1 and not of(actions, Refuse)
+    assert {name for name, _ in sent(actions, Abort)} == {"p0", "d0"}
+    assert (learned.count, learned.value) == (1, 3.0), "what learns from answers learns from it"
+    assert desk.handle(finished(3)) == []
+    assert desk.tokens("d0", 54) == [], "late tokens change nothing"
+    desk.assert_nothing_is_booked()
+
+
+def test_a_stop_string_that_is_found_after_a_fault_is_a_finish() -> None:
+    """A slow reader finds it while the request waits for its next attempt."""
+    desk = Desk("p0", "d0")
+    desk.ask()
+    desk.decoding()
+    desk.tokens("d0", 51, 52)
+    desk.handle(InstanceLost(InstanceId("d0"), "it died"))
+    assert len(desk.conductor._lifecycle.waiting) == 1
+    (ended,) = of(desk.handle(finished(2)), RequestEnded)
+    assert (ended.record.outcome, ended.record.num_generated_tokens) == ("stop", 2)
+    assert len(desk.conductor._lifecycle.waiting) == 0
+    desk.assert_nothing_is_booked()
+
+
+def test_a_prefill_is_wasted_unless_its_attempt_gives_the_whole_answer() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask()
+    started = PrefillStarted(attempt_id=AttemptId("r/1"), cached_tokens=0, fetched_tokens=0)
+    desk.report("p0", started)
+    desk.now = 2.0
+    failed = AttemptFailed(attempt_id=AttemptId("r/1"), reason="engine_error", message="oops")
+    desk.report("p0", failed)
+    desk.report("p0", msgspec.structs.replace(started, attempt_id=AttemptId("r/2")))
+    desk.now = 5.0
+    desk.decoding("r/2")
+    desk.now = 9.0
+    (ended,) = of(desk.tokens("d0", 51, finish=FinishReason.STOP, work="r/2"), RequestEnded)
+    record = ended.record
+    assert (record.prefills_took_s, record.wasted_prefills_took_s) == (5.0, 2.0)
+    assert (record.num_wasted_prefills, record.outcome) == (1, "stop")
+    assert sum(record.stages_s().values()) == 9.0
+
+
+def test_an_embedding_is_no_answer_of_one_token() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask(pooling="last", max_tokens=1)
+    done = PrefillDone(
+        attempt_id=AttemptId("r/1"), token=Token(0, embedding=b"abcd"), finish=FinishReason.STOP
+    )
+    (ended,) = of(desk.report("p0", done), RequestEnded)
+    assert (ended.record.outcome, ended.record.num_generated_tokens) == ("stop", 0)
+    assert ended.record.ttft_s == 0.0
+    assert desk.conductor.output_predictor.lengths.mean.count == 0

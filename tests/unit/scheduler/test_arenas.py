@@ -62,8 +62,8 @@ def test_an_attempt_whose_stream_ended_during_its_wait_is_computed_here() -> Non
     bench.handle(StopReceiving(attempt_id=AttemptId("a")))
     actions = bench.handle(ArenaBack(0))
     assert of(actions, CancelStream)
-    ended = bench.handle(ReceiveEnded(stream_id="a", corrupt=(0, 1, 2), error="cancelled"))
-    assert reported(ended, TransferDone)[0].corrupt_blocks == 3
+    ended = bench.handle(ReceiveEnded(stream_id="a", incomplete=(0, 1, 2), error="cancelled"))
+    assert reported(ended, TransferDone)[0].corrupt_slices == 0
     assert bench.step is not None
     assert len(bench.step.entries[0].new_token_ids) == 11, "all of its tokens again"
 

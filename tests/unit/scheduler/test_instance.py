@@ -9,6 +9,7 @@ import pytest
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.instance_counters import ATTEMPT_PREEMPTIONS, STEP_TOKENS
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -480,7 +481,10 @@ def test_preemption_loses_no_token_and_is_not_reported() -> None:
         for report in reported(actions, StepTokens):
             for item in report.works:
                 seen[item.attempt_id] += [t.token_id for t in item.tokens]
-    assert bench.instance.counters["preemptions"] >= 1
+    counters = bench.instance.counters
+    assert counters["preemptions"] >= 1
+    ended = ATTEMPT_PREEMPTIONS.grown(lambda name: counters.get(name, 0.0))
+    assert (sum(ended.counts), ended.sum) == (2, counters["preemptions"]), "both have ended"
     assert len(seen["old"]) == len(seen["young"]) == 8
     assert starts.count("young") <= 1 and starts.count("old") <= 1
     bench.assert_empty()
@@ -563,3 +567,30 @@ def test_unknown_attempts_are_ignored() -> None:
     assert bench.handle(Abort(attempt_id=AttemptId("?"))) == []
     assert bench.handle(start("?")) == []
     assert bench.handle(StopReceiving(attempt_id=AttemptId("?"))) == []
+
+
+def step_tokens(bench: Bench) -> tuple[int, float]:
+    """Steps, and the tokens of their prompts and answers."""
+    counters = bench.instance.counters
+    steps = STEP_TOKENS.grown(lambda name: counters.get(name, 0.0))
+    return sum(steps.counts), steps.sum
+
+
+def test_steps_count_the_tokens_of_prompts_and_of_answers_once() -> None:
+    """In chunks or not, and on one instance or on two, they are the same."""
+    for chunk_tokens in (8, 100):
+        bench = Bench(Role.MIXED, chunk_tokens=chunk_tokens)
+        bench.handle(StartPrefill(work=attempt("a", num_tokens=20, max_tokens=4)))
+        while bench.step is not None:
+            bench.end_step()
+        chunks = -(-20 // chunk_tokens)
+        assert step_tokens(bench) == (chunks + 3, 24)
+    decode = Bench(Role.DECODE)
+    reserved(decode)
+    decode.handle(start())
+    decode.handle(ReceiveEnded(stream_id="w"))
+    num_steps = 0
+    while decode.step is not None:
+        decode.end_step()
+        num_steps += 1
+    assert step_tokens(decode) == (num_steps, num_steps), "its prompt was computed elsewhere"

@@ -19,18 +19,21 @@ from moonpool.types import Role
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "error", "computed"),
+    ("incomplete", "error", "computed"),
     [((), "", 10), ((2,), "", 8), ((1,), "", 4), ((0, 2), "", 0), ((), "broken", 0)],
 )
+@pytest.mark.parametrize("corrupt", [0, 5])
 def test_corrupt_and_missing_blocks_are_computed_here(
-    corrupt: tuple[int, ...], error: str, computed: int
+    incomplete: tuple[int, ...], error: str, computed: int, corrupt: int
 ) -> None:
     bench = Bench(Role.DECODE)
     reserved(bench)
     bench.handle(start())
-    actions = bench.handle(ReceiveEnded(stream_id="w", corrupt=corrupt, error=error))
+    ended = ReceiveEnded(stream_id="w", incomplete=incomplete, corrupt_slices=corrupt, error=error)
+    actions = bench.handle(ended)
     (done,) = reported(actions, TransferDone)
-    assert (done.corrupt_blocks, done.error) == (len(corrupt), error)
+    assert (done.corrupt_slices, done.error) == (corrupt, error)
+    assert bench.instance.counters.get("corrupt_slices", 0) == corrupt
     if error:
         assert bench.step is None, "the Conductor may have aborted the attempt"
         bench.handle(StopReceiving(attempt_id=AttemptId("w")))
@@ -49,7 +52,7 @@ def test_stop_receiving_cancels_the_stream() -> None:
     bench.handle(start())
     stop = StopReceiving(attempt_id=AttemptId("w"))
     assert of(bench.handle(stop), CancelStream) and bench.step is None
-    bench.handle(ReceiveEnded(stream_id="w", corrupt=(0, 1, 2), error="cancelled"))
+    bench.handle(ReceiveEnded(stream_id="w", incomplete=(0, 1, 2), error="cancelled"))
     assert bench.lengths() == {"w": 11}
     assert not of(bench.handle(stop), CancelStream), "it has ended already"
 
@@ -58,7 +61,7 @@ def test_an_aborted_attempt_computes_nothing_although_its_broken_stream_arrives_
     bench = Bench(Role.DECODE)
     reserved(bench)
     bench.handle(start())
-    bench.handle(ReceiveEnded(stream_id="w", corrupt=(0, 1, 2), error="the sender aborted it"))
+    bench.handle(ReceiveEnded(stream_id="w", incomplete=(0, 1, 2), error="the sender aborted it"))
     assert not reported(bench.handle(Abort(attempt_id=AttemptId("w"))), DecodeAccepted)
     assert bench.step is None and not bench.instance.counters.get("recomputed_tokens")
     bench.assert_empty()

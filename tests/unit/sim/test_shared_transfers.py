@@ -215,7 +215,7 @@ def test_a_stream_given_up_ends_once_on_both_sides(who: str) -> None:
     bench.clock.run()
     ((_, sent),) = bench.of("a", SendEnded)
     ((_, received),) = bench.of("b", ReceiveEnded)
-    assert sent.error and received.error and received.corrupt == tuple(range(10))
+    assert sent.error and received.error and received.incomplete == tuple(range(10))
     assert bench.network.links["a out"].num_flows == 0
 
 

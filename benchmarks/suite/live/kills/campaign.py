@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.errors import BenchError
+from benchmarks.suite.live.damage import REPORT_S, corrupt_slices
 from benchmarks.suite.live.kills.calls import calls
 from benchmarks.suite.live.kills.load import OUTCOMES, Load, Reply
 from benchmarks.suite.live.kills.processes import victims
@@ -82,6 +83,7 @@ class Campaign:
         self._calm = (0.0, 0.0)
         self.ended_s = 0.0
         self.exit_status: int | None = None
+        self.corrupt_slices = 0  # the most that a head has counted: no fault here damages memory
         self.left: list[int] = []
 
     def run(self, kills: int, stops: int, seconds: float) -> None:
@@ -108,6 +110,7 @@ class Campaign:
             finally:
                 self.load.stop()
             self.ended_s = time.monotonic()
+            self._look_for_damage(server, REPORT_S)
             pids = [pid for found in victims(server.pid).values() for pid in found]
             self.exit_status = server.stop()
             self.left = _still_alive(pids)
@@ -142,9 +145,15 @@ class Campaign:
         recovery_s = self._recovery_s(server, at_s, wanted)
         fault = InjectedFault(kind, sign, len(wanted[kind]) > 1, at_s, stopped_s, recovery_s)
         self.faults.append(fault)
+        self._look_for_damage(server)
         pauses = self.pauses(len(self.faults) - 1)
         longest = f"{max(pauses):.2f} s" if pauses else "-"
         self._report(f"{_name(fault)} {kind}: longest pause {longest}, back after {recovery_s} s")
+
+    def _look_for_damage(self, server: LocalServer, wait_s: float = 0.0) -> None:
+        with suppress(httpx.HTTPError):  # a head that has just died: the next one is asked
+            found = corrupt_slices(server.url, wait_s)
+            self.corrupt_slices = max(self.corrupt_slices, found)
 
     def _recovery_s(
         self, server: LocalServer, at_s: float, wanted: dict[str, list[int]]
@@ -247,6 +256,7 @@ def figures(campaign: Campaign) -> dict[str, Any]:
         "undisturbed_pause_s": _spread(campaign.calm_pauses()),
         "rows": rows,
         "troubles": troubles[:20],
+        "corrupt_slices": campaign.corrupt_slices,
         "exit_status": campaign.exit_status,
         "processes_left": len(campaign.left),
     }

@@ -247,13 +247,15 @@ class KeptStream:
         num_fruitless = 0
         for entry in self.entries:
             if isinstance(entry, RefusedThen):
-                return RequestRefused(
+                refused = RequestRefused(
                     entry.status,
                     entry.reason,
                     entry.message,
                     entry.retry_after_s,
                     entry.projection,
                 )
+                refused.is_counted = True  # by the head that refused it
+                return refused
             num_fruitless += isinstance(entry, TakenOver)
             if isinstance(entry, Delivered):
                 num_fruitless = 0

@@ -24,7 +24,7 @@ def status(server: Server) -> None:
 
 
 def status_lines(frame: dict[str, Any]) -> list[str]:
-    """Returns the five lines of a frame, and one for each standby."""
+    """Returns the five lines of a frame, and one for each standby and each faulty SSD tier."""
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
     ttft = _latency(totals["ttft_s"], slo["ttft_s"])
     tbt = _latency(totals["tbt_s"], slo["tbt_s"])
@@ -43,7 +43,20 @@ def status_lines(frame: dict[str, Any]) -> list[str]:
         f"latency    TTFT {ttft}; TBT {tbt}",
         f"prompts    {sum(tokens.values()):,} tokens: {by_tier}",
         *standbys,
+        *_disks(frame["instances"]),
     ]
+
+
+def _disks(instances: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for instance in instances:
+        tier, name = instance.get("ssd") or {}, instance["instance_id"]
+        if tier.get("error"):
+            lines.append(f"disk       {name} serves without it: {tier['error']}")
+        if tier.get("damaged"):
+            count = f"{tier['damaged']:,} damaged blocks were found"
+            lines.append(f"disk       {name}: {count}; its log names the files")
+    return lines
 
 
 def _roles(instances: list[dict[str, Any]]) -> str:

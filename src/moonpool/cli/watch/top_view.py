@@ -100,10 +100,22 @@ def _instances(frame: Frame, is_wide: bool) -> RenderableType:
             row += [str(one["prefills"]), str(one["decodes"])]
             row += [f"{one[name]:,}" for name in ("held", "cached", "blocks")]
             row += [f"{ssd['cached']:,}" if ssd else "-"]
-        draining = one["draining"]
-        why = f"draining: {draining}" if is_wide else "draining"
-        table.add_row(*row, Text(why, "yellow") if draining else "")
+        table.add_row(*row, _remark(one, is_wide))
     return table
+
+
+def _remark(one: dict[str, Any], is_wide: bool) -> Text:
+    """What an operator should know of an instance; mostly nothing."""
+    ssd = one.get("ssd") or {}
+    if one["draining"]:
+        return Text(f"draining: {one['draining']}" if is_wide else "draining", "yellow")
+    if ssd.get("error"):
+        return Text("without its SSD" if is_wide else "no SSD", "red")
+    if ssd.get("damaged"):
+        return Text(
+            f"{ssd['damaged']:,} blocks damaged on SSD" if is_wide else "SSD damaged", "red"
+        )
+    return Text("")
 
 
 def _load(now: float, booked: float, cells: int) -> Text:

@@ -1,1 +1,1 @@
-"""What the live page shows of a running cluster."""
+"""What a running cluster says of itself: metrics, logs of requests, traces, the live page."""

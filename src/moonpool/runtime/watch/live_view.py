@@ -139,7 +139,7 @@ def _describe(record: RequestRecord, seconds: float) -> dict[str, Any]:
         "ttft_s": record.ttft_s,
         "tbt_s": record.tbt_top10_mean_s,
         "effective": record.effective,
-        "generated_tokens": record.num_generated_tokens,
+        "generated_tokens": record.answer_tokens,
         "tokens": _tokens_by_tier([record]),
         "stages_s": {name: round(spent_s, 5) for name, spent_s in record.stages_s().items()},
     }
@@ -223,7 +223,12 @@ def _describe_instance(
             "cached": load.cached_blocks,
         }
         if load.ssd is not None:
-            described["ssd"] = {"blocks": load.ssd.blocks, "cached": load.ssd.cached}
+            described["ssd"] = {
+                "blocks": load.ssd.blocks,
+                "cached": load.ssd.cached,
+                "damaged": int(load.counters.get("ssd_damaged_blocks", 0)),
+                "error": load.ssd.error,
+            }
     return described
 
 

@@ -212,7 +212,7 @@ def _request_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.request.id": record.request_id,
         "gen_ai.request.max_tokens": record.max_tokens,
         "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
-        "gen_ai.usage.completion_tokens": record.num_generated_tokens,
+        "gen_ai.usage.completion_tokens": record.answer_tokens,
         "gen_ai.latency.e2e": record.finished_s - record.arrived_s,
         "gen_ai.latency.time_to_first_token": record.ttft_s,
         "gen_ai.latency.time_in_queue": stages_s.get("queue_and_fetch"),

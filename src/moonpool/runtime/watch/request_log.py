@@ -16,7 +16,7 @@ class RequestLogger:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
 
-    def request_ended(self, record: RequestRecord) -> None:
+    def request_ended(self, record: RequestRecord, now: float) -> None:
         if self._enabled:
             fields = request_fields(record)
             log.info("%s", _line(fields), extra={"fields": fields})
@@ -31,7 +31,7 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
         "cached_tokens": record.cached_tokens,
         "fetched_tokens": record.fetched_tokens,
         "ssd_tokens": record.loaded_tokens,
-        "generated_tokens": record.num_generated_tokens,
+        "generated_tokens": record.answer_tokens,
         "attempts": record.attempts,
         "prefill": record.prefill_instance,
         "decode": record.decode_instance,

@@ -1,0 +1,1 @@
+"""The metrics of `/metrics`: what there are, and their values."""

@@ -1,0 +1,50 @@
+"""The ended requests: whoever counts or reports one is told once, when its outcome is final."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from moonpool.conductor.actions import RequestEnded
+from moonpool.request_record import RequestRecord
+from moonpool.types import RequestId
+
+KEPT_RECORDS = 4096
+
+
+class RequestObserver(Protocol):
+    def request_ended(self, record: RequestRecord, now: float) -> None: ...
+
+
+class EndedRequests:
+    """The last ended requests, the newest last, and their observers."""
+
+    def __init__(self, observers: tuple[RequestObserver, ...], now: Callable[[], float]) -> None:
+        self._observers = observers
+        self._now = now
+        self._kept: OrderedDict[str, RequestEnded] = OrderedDict()
+        self.unsettled: dict[RequestId, RequestRecord] = {}
+
+    def keep(self, ended: RequestEnded) -> None:
+        """The Conductor has ended a request. The reader of its answer may still judge otherwise."""
+        record = ended.record
+        self._kept[record.request_id] = ended
+        self.unsettled[record.request_id] = record
+        if len(self._kept) > KEPT_RECORDS:
+            self._kept.popitem(last=False)
+
+    def settle(self, record: RequestRecord) -> None:
+        """Its outcome is final."""
+        del self.unsettled[record.request_id]
+        now = self._now()
+        for observer in self._observers:
+            observer.request_ended(record, now)
+        record.forget_gaps()
+
+    def find(self, request_id: str) -> RequestEnded | None:
+        return self._kept.get(request_id)
+
+    def newest(self) -> Iterator[RequestRecord]:
+        """The last ended first."""
+        return (ended.record for ended in reversed(self._kept.values()))
