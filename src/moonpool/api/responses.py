@@ -233,6 +233,7 @@ class ResponseWriter:
         self._shape = ChatShape(tokenizer)
         self._items: list[Item] = []
         self._open = False  # the last item may grow
+        self._texts: list[str] = []  # of the last item
         self._number = 0
 
     def begin(self) -> bytes:
@@ -339,14 +340,12 @@ class ResponseWriter:
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item["content"].append(part)
             parts.append(self._of_part("response.content_part.added", part=part))
-        part = self._items[-1]["content"][0]
+        self._texts.append(text)
         if text and is_message:
-            part["text"] += text
-            part["logprobs"] += logprobs
+            self._items[-1]["content"][0]["logprobs"] += logprobs
             delta = "response.output_text.delta"
             parts.append(self._of_part(delta, delta=text, logprobs=logprobs))
         elif text:
-            part["text"] += text
             parts.append(self._of_part("response.reasoning_text.delta", delta=text))
 
     def _call(self, call: ToolCallDelta, parts: list[bytes]) -> None:
@@ -362,14 +361,14 @@ class ResponseWriter:
             }
             self._add(item, parts)
         if call.arguments:
-            self._items[-1]["arguments"] += call.arguments
+            self._texts.append(call.arguments)
             parts.append(
                 self._of_item("response.function_call_arguments.delta", delta=call.arguments)
             )
 
     def _add(self, item: Item, parts: list[bytes]) -> None:
         self._items.append(item)
-        self._open = True
+        self._open, self._texts = True, []
         index = len(self._items) - 1
         parts.append(self._event("response.output_item.added", output_index=index, item=item))
 
@@ -380,18 +379,22 @@ class ResponseWriter:
         self._open = False
         item = self._items[-1]
         item["status"] = "incomplete" if cut else "completed"
+        text = "".join(self._texts)
         if item["type"] == "message":
             part = item["content"][0]
+            part["text"] = text
             done = "response.output_text.done"
-            parts.append(self._of_part(done, text=part["text"], logprobs=part["logprobs"]))
+            parts.append(self._of_part(done, text=text, logprobs=part["logprobs"]))
             parts.append(self._of_part("response.content_part.done", part=part))
         elif item["type"] == "reasoning":
             part = item["content"][0]
-            parts.append(self._of_part("response.reasoning_text.done", text=part["text"]))
+            part["text"] = text
+            parts.append(self._of_part("response.reasoning_text.done", text=text))
             parts.append(self._of_part("response.content_part.done", part=part))
         else:
+            item["arguments"] = text
             done = "response.function_call_arguments.done"
-            parts.append(self._of_item(done, arguments=item["arguments"], name=item["name"]))
+            parts.append(self._of_item(done, arguments=text, name=item["name"]))
         index = len(self._items) - 1
         parts.append(self._event("response.output_item.done", output_index=index, item=item))
 

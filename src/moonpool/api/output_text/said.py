@@ -31,7 +31,7 @@ class Sink:
 
     def __init__(self) -> None:
         self._parts: list[Said] = []
-        self._space = ""  # white space at the beginning of a text: dropped beside a call
+        self._space: list[str] = []  # at the beginning of a text: dropped beside a call
         self._has_text = False
         self._has_calls = False
 
@@ -43,9 +43,10 @@ class Sink:
         text = plain(text)
         if not self._has_text:
             if not text or text.isspace():
-                self._space += text
+                self._space.append(text)
                 return
-            text, self._space, self._has_text = self._space + text, "", True
+            text, self._has_text = "".join((*self._space, text)), True
+            self._space.clear()
         if text:
             self._add(Said(text))
 
@@ -55,13 +56,14 @@ class Sink:
             self._add(Said(reasoning=text))
 
     def call(self, delta: ToolCallDelta) -> None:
-        self._space, self._has_text, self._has_calls = "", False, True
+        self._space.clear()
+        self._has_text, self._has_calls = False, True
         call_id = None if delta.call_id is None else plain(delta.call_id)
         self._add(Said(calls=(delta._replace(call_id=call_id, arguments=plain(delta.arguments)),)))
 
     def end(self) -> None:
         """The output has ended."""
-        space, self._space = self._space, ""
+        space = "".join(self._space)
         if space and not self._has_calls:
             self._add(Said(space))
 
