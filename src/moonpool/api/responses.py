@@ -147,7 +147,8 @@ def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> li
         elif kind != "reasoning":
             text = f"'{where}' has type {str(kind)[:40]!r}, which this server does not support."
             raise ApiError(text, param=f"{where}.type")
-        reasoning = _reasoning_of(item, where) if kind == "reasoning" else ""
+        found = (reasoning, _reasoning_of(item, where)) if kind == "reasoning" else ()
+        reasoning = "\n".join(filter(None, found))
     return messages
 
 
@@ -158,11 +159,12 @@ def _reasoning_field(reasoning: str) -> dict[str, Any]:
 def _reasoning_of(item: dict[str, Any], where: str) -> str:
     """Returns the text of a reasoning item; "" if it has a summary only, as hidden reasoning."""
     parts = item.get("content") or []
-    texts = [p.get("text") if isinstance(p, dict) else None for p in parts]
-    if not isinstance(parts, list) or not all(isinstance(text, str) for text in texts):
-        where = f"{where}.content"
-        raise ApiError(f"'{where}' must be a list of parts with text.", param=where)
-    return "\n".join(map(str, texts))
+    if isinstance(parts, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+        if all(isinstance(text, str) for text in texts):
+            return "\n".join(map(str, texts))
+    where = f"{where}.content"
+    raise ApiError(f"'{where}' must be a list of parts with text.", param=where)
 
 
 def _add_call(
@@ -305,7 +307,10 @@ class ResponseWriter:
         num_prompt_tokens = len(choice.request.token_ids)
         return {
             "input_tokens": num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": choice.cached_tokens},
+            "input_tokens_details": {
+                "cached_tokens": choice.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": choice.num_tokens,
             "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
             "total_tokens": num_prompt_tokens + choice.num_tokens,

@@ -10,14 +10,13 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from moonpool.api.output_text.call_writer import CallWriter
-from moonpool.api.output_text.said import plain
 from moonpool.api.output_text.source import Steps, TextSource
 from moonpool.types import MALFORMED
 
@@ -72,7 +71,7 @@ def _read_call(source: TextSource, calls: CallWriter) -> Steps[tuple[str, str] |
         parts.append(source.stretch(scan.end_of))
         if scan.is_broken or not (scan.is_complete or (yield from source.more())):
             return None
-    arguments = _json_of("".join(parts)[:-1], scan.commas)
+    arguments = _json_of("".join(parts)[:-1], scan.commas, calls.spelled)
     return None if arguments is None else (name, arguments)
 
 
@@ -137,7 +136,7 @@ class _ArgumentScan:
             self._quote, self._num_quotes = "", 0
 
 
-def _json_of(inside: str, commas: Sequence[int]) -> str | None:
+def _json_of(inside: str, commas: Sequence[int], spelled: Callable[[str], str]) -> str | None:
     """Returns what stands between the brackets of a call as JSON; None if it is not Python."""
     arguments: dict[str, Any] = {}
     for begin, end in pairwise((-1, *commas, len(inside))):
@@ -148,7 +147,7 @@ def _json_of(inside: str, commas: Sequence[int]) -> str | None:
         if key is None:
             return None
         try:
-            arguments[key[1]] = literal(plain(part[key.end() :].strip()))
+            arguments[key[1]] = literal(spelled(part[key.end() :]).strip())
         except NO_LITERAL:
             return None
     try:

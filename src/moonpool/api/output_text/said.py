@@ -34,6 +34,12 @@ class Sink:
         self._space: list[str] = []  # at the beginning of a text: dropped beside a call
         self._has_text = False
         self._has_calls = False
+        self.is_in_call = False  # a call is begun and not complete
+
+    @property
+    def holds(self) -> bool:
+        """Whether some text is held back that a call may follow."""
+        return bool(self._space)
 
     def take(self) -> list[Said]:
         parts, self._parts = self._parts, []
@@ -59,7 +65,7 @@ class Sink:
         self._space.clear()
         self._has_text, self._has_calls = False, True
         call_id = None if delta.call_id is None else plain(delta.call_id)
-        self._add(Said(calls=(delta._replace(call_id=call_id, arguments=plain(delta.arguments)),)))
+        self._add(Said(calls=(delta._replace(call_id=call_id),)))
 
     def end(self) -> None:
         """The output has ended."""

@@ -214,7 +214,12 @@ class OutputReader:
     @property
     def holds(self) -> bool:
         """Whether some text is held back until more of it has arrived."""
-        return self._source.holds
+        return self._source.holds or self._sink.holds
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call is begun and not complete."""
+        return self._sink.is_in_call
 
     @property
     def answer_at(self) -> int:
