@@ -108,6 +108,12 @@ def test_a_missing_tag_at_the_end_is_as_if_it_were_there() -> None:
         assert read("<tool_call>", text, FUNCTIONS) == ("", "", [("f", {"a": "x"})])
 
 
+def test_a_broken_tag_at_the_end_is_a_part_of_the_value() -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</func\n</tool_call>"
+    value = "x\n</parameter>\n</func"
+    assert read("<tool_call>", text, FUNCTIONS) == ("", "", [("f", {"a": value})])
+
+
 DEFINED = {"$defs": {"Size": {"enum": [1, 2]}, "Point": {"properties": {}, "type": "object"}}}
 KINDS: list[tuple[Any, str, Any]] = [
     ({"type": "integer"}, "007", 7),
@@ -251,6 +257,53 @@ def test_two_calls_never_have_one_id() -> None:
         "functions.clock:2",
         "functions.clock:3",
     ]
+
+
+pieces_of_outputs = st.sampled_from(
+    [
+        *("f", "clock", "other", '{"name": "f", "arguments": {"a": "x"}}', '{"name": "clock"}'),
+        *"{}[]()<>\"',:=;\\ \n1é🎉",
+        *("a=1", "[f(a='x')]", "f(a='x')", "null", "</", "functions.f:0", "```json\n", "```"),
+        *("to=functions.f", "commentary", "analysis", "final", "assistant", "<think>", "</think>"),
+        *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>a</arg_key>"),
+        *("<arg_value>", "</arg_value>", '<invoke name="f">', "</invoke>", '<parameter name="a">'),
+        *('<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a" string="true">'),
+        *("</｜DSML｜parameter>", "</｜DSML｜invoke>", *MARKS),
+    ]
+)
+
+
+@pytest.mark.parametrize("marks", [[], MARKS], ids=["as text", "as tokens"])
+@pytest.mark.parametrize("writer", WRITERS)
+@given(data=st.data())
+@settings(max_examples=15)
+def test_any_output_is_read_alike_in_any_pieces(
+    writer: str, marks: list[str], data: st.DataObject
+) -> None:
+    """Calls with something else in one place, and anything behind them."""
+    mark, write = WRITERS[writer]
+    text = write([("f", {"a": "x<y", "b": 3}), ("clock", {})])
+    begin = data.draw(st.integers(0, len(text)))
+    end = begin + data.draw(st.integers(0, 6))
+    text = text[:begin] + data.draw(pieces_of_outputs) + text[end:]
+    text += "".join(data.draw(st.lists(pieces_of_outputs, max_size=8)))
+    tokenizer = MarkTokenizer(f"tools {mark} <think> </think>", marks)
+    model, cut = ModelOutput(tokenizer), data.draw(st.booleans())
+    prompt = tokenizer.encode(data.draw(st.sampled_from(["", "<think>"])))
+    found = []
+    for step in (1, data.draw(st.integers(2, 9)), len(text) + 1):
+        ids = iter(range(100, 10_000))
+        next_id = lambda ids=ids: str(next(ids))  # noqa: E731
+        reader, shown = model.reader(prompt, True, CallRules(FUNCTIONS), next_id)
+        assert reader is not None
+        stream = tokenizer.stream(True, shown)
+        tokens = [*map(stream.push, tokenizer.encode(text)), stream.flush()]
+        joined = ["".join(tokens[at : at + step]) for at in range(0, len(tokens), step)]
+        said = [part for piece in joined for part in reader.push(piece)] + reader.flush(cut)
+        calls = together([call for part in said for call in part.calls])
+        texts = ["".join(s.text for s in said), "".join(s.reasoning for s in said)]
+        found.append(json.dumps([texts, calls], ensure_ascii=False).encode())
+    assert found[0] == found[1] == found[2]
 
 
 LONG = 60_000

@@ -90,11 +90,10 @@ class TextSource:
         self._num_kept = max(self._num_kept - 1, 0)
         if goes_back and place >= self._settled:
             self._num_reread += self._num_dropped + self._at - place
-            if place < self._num_dropped:
-                dropped = "".join(self._dropped)
-                self._text = dropped + self._text
-                self._num_dropped -= len(dropped)
-                self._dropped.clear()
+            dropped = "".join(self._dropped)
+            self._text = dropped + self._text
+            self._num_dropped -= len(dropped)
+            self._dropped.clear()
             self._at = place - self._num_dropped
         if not self._num_kept:
             self._dropped.clear()
