@@ -144,9 +144,11 @@ class Choice:
 
     @property
     def finish_word(self) -> str | None:
-        """`finish_reason` in OpenAI's terms."""
-        called = self._called and self.finish_reason is FinishReason.STOP
-        return "tool_calls" if called else self.finish_reason
+        """`finish_reason` in OpenAI's terms. A call that a stop string has cut is none."""
+        if self.finish_reason is not FinishReason.STOP or not self._called:
+            return self.finish_reason
+        is_cut = self._is_cut and self._reader is not None and self._reader.is_in_call
+        return self.finish_reason if is_cut else "tool_calls"
 
     @property
     def ending_key(self) -> tuple[object, ...]:

@@ -204,6 +204,7 @@ class MessageWriter:
         self._choice = choice
         self._blocks: list[Block] = []
         self._open = False  # the last block may grow
+        self._texts: list[str] = []  # of the last block
 
     def begin(self) -> bytes:
         return self._event("message_start", message=self.whole())
@@ -270,7 +271,7 @@ class MessageWriter:
         if not self._open or self._blocks[-1]["type"] != kind:
             signature = {"signature": ""} if kind == "thinking" else {}
             self._add({"type": kind, kind: "", **signature}, parts)
-        self._blocks[-1][kind] += text
+        self._texts.append(text)
         parts.append(self._delta(**{"type": f"{kind}_delta", kind: text}))
 
     def _add_call(self, call: ToolCallDelta, parts: list[bytes]) -> None:
@@ -279,7 +280,7 @@ class MessageWriter:
             self._add(use, parts)
             self._blocks[-1] = use | {"arguments": ""}
         if call.arguments:
-            self._blocks[-1]["arguments"] += call.arguments
+            self._texts.append(call.arguments)
             parts.append(self._delta(type="input_json_delta", partial_json=call.arguments))
 
     def _add(self, block: Block, parts: list[bytes]) -> None:
@@ -287,7 +288,7 @@ class MessageWriter:
         index = len(self._blocks)
         parts.append(self._event("content_block_start", index=index, content_block=block))
         self._blocks.append(block)
-        self._open = True
+        self._open, self._texts = True, []
 
     def _delta(self, **delta: Any) -> bytes:
         return self._event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
@@ -296,6 +297,8 @@ class MessageWriter:
         if self._open:
             self._open = False
             block = self._blocks[-1]
+            field = "arguments" if block["type"] == "tool_use" else block["type"]
+            block[field] = "".join(self._texts)
             if block["type"] == "thinking":
                 block["signature"] = _signature(block["thinking"])
                 parts.append(self._delta(type="signature_delta", signature=block["signature"]))

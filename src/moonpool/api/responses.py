@@ -147,7 +147,8 @@ def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> li
         elif kind != "reasoning":
             text = f"'{where}' has type {str(kind)[:40]!r}, which this server does not support."
             raise ApiError(text, param=f"{where}.type")
-        reasoning = _reasoning_of(item, where) if kind == "reasoning" else ""
+        found = (reasoning, _reasoning_of(item, where)) if kind == "reasoning" else ()
+        reasoning = "\n".join(filter(None, found))
     return messages
 
 
@@ -158,11 +159,12 @@ def _reasoning_field(reasoning: str) -> dict[str, Any]:
 def _reasoning_of(item: dict[str, Any], where: str) -> str:
     """Returns the text of a reasoning item; "" if it has a summary only, as hidden reasoning."""
     parts = item.get("content") or []
-    texts = [p.get("text") if isinstance(p, dict) else None for p in parts]
-    if not isinstance(parts, list) or not all(isinstance(text, str) for text in texts):
-        where = f"{where}.content"
-        raise ApiError(f"'{where}' must be a list of parts with text.", param=where)
-    return "\n".join(map(str, texts))
+    if isinstance(parts, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+        if all(isinstance(text, str) for text in texts):
+            return "\n".join(map(str, texts))
+    where = f"{where}.content"
+    raise ApiError(f"'{where}' must be a list of parts with text.", param=where)
 
 
 def _add_call(
@@ -233,6 +235,7 @@ class ResponseWriter:
         self._shape = ChatShape(tokenizer)
         self._items: list[Item] = []
         self._open = False  # the last item may grow
+        self._texts: list[str] = []  # of the last item
         self._number = 0
 
     def begin(self) -> bytes:
@@ -304,7 +307,10 @@ class ResponseWriter:
         num_prompt_tokens = len(choice.request.token_ids)
         return {
             "input_tokens": num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": choice.cached_tokens},
+            "input_tokens_details": {
+                "cached_tokens": choice.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": choice.num_tokens,
             "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
             "total_tokens": num_prompt_tokens + choice.num_tokens,
@@ -339,14 +345,12 @@ class ResponseWriter:
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item["content"].append(part)
             parts.append(self._of_part("response.content_part.added", part=part))
-        part = self._items[-1]["content"][0]
+        self._texts.append(text)
         if text and is_message:
-            part["text"] += text
-            part["logprobs"] += logprobs
+            self._items[-1]["content"][0]["logprobs"] += logprobs
             delta = "response.output_text.delta"
             parts.append(self._of_part(delta, delta=text, logprobs=logprobs))
         elif text:
-            part["text"] += text
             parts.append(self._of_part("response.reasoning_text.delta", delta=text))
 
     def _call(self, call: ToolCallDelta, parts: list[bytes]) -> None:
@@ -362,14 +366,14 @@ class ResponseWriter:
             }
             self._add(item, parts)
         if call.arguments:
-            self._items[-1]["arguments"] += call.arguments
+            self._texts.append(call.arguments)
             parts.append(
                 self._of_item("response.function_call_arguments.delta", delta=call.arguments)
             )
 
     def _add(self, item: Item, parts: list[bytes]) -> None:
         self._items.append(item)
-        self._open = True
+        self._open, self._texts = True, []
         index = len(self._items) - 1
         parts.append(self._event("response.output_item.added", output_index=index, item=item))
 
@@ -380,18 +384,22 @@ class ResponseWriter:
         self._open = False
         item = self._items[-1]
         item["status"] = "incomplete" if cut else "completed"
+        text = "".join(self._texts)
         if item["type"] == "message":
             part = item["content"][0]
+            part["text"] = text
             done = "response.output_text.done"
-            parts.append(self._of_part(done, text=part["text"], logprobs=part["logprobs"]))
+            parts.append(self._of_part(done, text=text, logprobs=part["logprobs"]))
             parts.append(self._of_part("response.content_part.done", part=part))
         elif item["type"] == "reasoning":
             part = item["content"][0]
-            parts.append(self._of_part("response.reasoning_text.done", text=part["text"]))
+            part["text"] = text
+            parts.append(self._of_part("response.reasoning_text.done", text=text))
             parts.append(self._of_part("response.content_part.done", part=part))
         else:
+            item["arguments"] = text
             done = "response.function_call_arguments.done"
-            parts.append(self._of_item(done, arguments=item["arguments"], name=item["name"]))
+            parts.append(self._of_item(done, arguments=text, name=item["name"]))
         index = len(self._items) - 1
         parts.append(self._event("response.output_item.done", output_index=index, item=item))
 

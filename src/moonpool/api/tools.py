@@ -101,14 +101,15 @@ def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def together(deltas: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
     """Returns the calls of a finished output in OpenAI's format."""
-    calls: dict[int, dict[str, Any]] = {}
+    calls: dict[int, tuple[str | None, str | None, list[str]]] = {}
     for delta in deltas:
         if delta.name is not None:
-            function = {"name": delta.name, "arguments": delta.arguments}
-            calls[delta.number] = {"id": delta.call_id, "type": "function", "function": function}
-        else:
-            calls[delta.number]["function"]["arguments"] += delta.arguments
-    return list(calls.values())
+            calls[delta.number] = (delta.call_id, delta.name, [])
+        calls[delta.number][2].append(delta.arguments)
+    return [
+        {"id": own, "type": "function", "function": {"name": name, "arguments": "".join(parts)}}
+        for own, name, parts in calls.values()
+    ]
 
 
 def _functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

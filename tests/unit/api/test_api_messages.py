@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from scripted_head import ScriptedHead, call, served, spoken
 from test_api_tools import CALL, LLAMA_CALL, PLAIN_JSON, TAGGED, ToolTokenizer, head_saying
 
@@ -143,6 +144,29 @@ def test_a_call_that_is_cut_is_no_block() -> None:
     )
     answer = post(head, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}).json()
     assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
+
+
+def test_a_call_that_a_stop_sequence_cuts_is_no_block() -> None:
+    head = head_saying(f"So.<tool_call>{CALL}</tool_call>")
+    answer = post(head, tools=[TOOL], stop_sequences=["Os"]).json()
+    assert [block["type"] for block in answer["content"]] == ["text"]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "Os")
+
+
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
+@pytest.mark.parametrize(
+    "text", [f"a<tool_call>{CALL}</tool_call>b", f"<tool_call>{CALL[:-5]}", ""]
+)
+def test_each_event_is_one_of_anthropics(text: str, finish: FinishReason) -> None:
+    events_of_anthropic = TypeAdapter[Any](
+        pytest.importorskip("anthropic").types.RawMessageStreamEvent
+    )
+    head = ScriptedHead(lambda _: spoken(*text, finish=finish), ToolTokenizer(TAGGED))
+    lines = post(head, tools=[TOOL], stream=True).text.splitlines()
+    for line in lines:
+        if line.startswith("data: "):
+            event = json.loads(line[6:])
+            assert events_of_anthropic.validate_python(event).type == event["type"]
 
 
 def test_a_schema_holds_and_a_stop_sequence_is_named() -> None:

@@ -156,6 +156,18 @@ def test_in_front_of_vllm_the_server_decides_whether_there_is_reasoning(text: st
     assert not matches_grammar(head.requests[0].sampling.grammar, f"hm</think>{text}")
 
 
+def test_gpt_oss_behind_vllm_may_reason_before_its_json() -> None:
+    """The grammar is that of the last message only."""
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        '<|channel|>final <|constrain|>json<|message|>{"a": 1}'
+    )
+    head = head_saying(text, "{{ messages[0].content }}{# <|channel|>analysis #}")
+    head.card = msgspec.structs.replace(head.card, grammar_waits=False)
+    message = message_of(head, response_format={"type": "json_object"})
+    assert (message["reasoning"], message["content"]) == ("hm", '{"a": 1}')
+
+
 def test_a_reasoning_that_is_a_special_token_is_told_all_the_same() -> None:
     class Tokenizer(ThinkingTokenizer):
         def token_bytes(self, token_id: int) -> bytes:

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 from scripted_head import ScriptedHead, call, one_by_one, served, spoken
 from test_api_tools import CALL, TAGGED, ToolTokenizer, head_saying
 
@@ -269,6 +270,10 @@ def test_items_keep_the_order_of_the_output_when_tokens_come_together() -> None:
           {"role": "user", "content": "b"}], "[user:b]"),
         ([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
           {"role": "assistant", "content": "b"}], "[assistant:(a)b]"),
+        ([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
+          {"type": "reasoning", "summary": []},
+          {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "c"}]},
+          {"role": "assistant", "content": "b"}], "[assistant:(a\nc)b]"),
         ([{"role": "assistant", "content": "x"},
           {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
           {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
@@ -282,8 +287,9 @@ def test_reasoning_goes_to_what_it_led_to(items: list[dict[str, Any]], prompt: s
     assert bytes(head.requests[0].token_ids).decode() == f"[user:u]{prompt}<think>\n"
 
 
-def test_bad_reasoning_is_named() -> None:
-    found = ask(head_saying("x", THINKS), input=[{"type": "reasoning", "content": ["a"]}])
+@pytest.mark.parametrize("content", [["a"], 7, True, "a", {"text": "a"}])
+def test_bad_reasoning_is_named(content: Any) -> None:
+    found = ask(head_saying("x", THINKS), input=[{"type": "reasoning", "content": content}])
     assert found.status_code == 400 and found.json()["error"]["param"] == "input[0].content"
 
 
@@ -312,3 +318,25 @@ def test_log_probabilities_are_those_of_the_message(fields: dict[str, Any]) -> N
     assert [entry.token for entry in done.logprobs] == ["Y", "e", "s"]
     wanted = head.requests[0].sampling.logprobs
     assert wanted == fields.get("top_logprobs", 0)
+
+
+def test_white_space_that_waits_for_a_call_has_log_probabilities_too() -> None:
+    said = one_by_one(b"hm</think>\n  Yes", logprobs=True)
+    head = ScriptedHead(lambda _: said, ToolTokenizer(THINKS))
+    part = ask(head, top_logprobs=0).json()["output"][1]["content"][0]
+    assert part["text"] == "  Yes" == "".join(entry["token"] for entry in part["logprobs"])
+
+
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
+@pytest.mark.parametrize(
+    "text",
+    [f"why</think>a<tool_call>{CALL}</tool_call>b", f"why</think><tool_call>{CALL[:-5]}", ""],
+)
+def test_each_event_is_one_of_openais(text: str, finish: FinishReason) -> None:
+    events_of_openai = TypeAdapter[Any](ResponseStreamEvent)
+    head = ScriptedHead(lambda _: spoken(*text, finish=finish), ToolTokenizer(THINKS))
+    lines = ask(head, tools=[WEATHER], stream=True).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        assert events_of_openai.validate_python(event).type == event["type"]

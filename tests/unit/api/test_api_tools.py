@@ -412,3 +412,18 @@ def test_a_cut_text_without_a_whole_call_stays_text() -> None:
         lambda _: spoken('[{"name', finish=FinishReason.LENGTH), ToolTokenizer(PLAIN_JSON)
     )
     assert chat(head, tools=TOOLS).json()["choices"][0]["message"]["content"] == '[{"name'
+
+
+@pytest.mark.parametrize(
+    ("stop", "word", "arguments"),
+    [
+        ('"Os', "stop", '{"city": '),
+        ("</tool_call>", "tool_calls", '{"city": "Oslo"}'),
+        ("So", "tool_calls", '{"city": "Oslo"}'),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_ends_no_turn(stop: str, word: str, arguments: str) -> None:
+    head = head_saying(f"<tool_call>{CALL}</tool_call>So.")
+    [choice] = chat(head, tools=TOOLS, stop=[stop]).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (word, stop)
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments

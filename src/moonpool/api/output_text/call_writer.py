@@ -24,17 +24,21 @@ class CallWriter:
         only_one: bool,
         num_before: int,
         new_id: NewId,
+        spelled: Callable[[str], str],
         source: TextSource,
         sink: Sink,
     ) -> None:
-        """`only_one`: further calls are left out. `num_before`: calls earlier in the chat."""
+        """`only_one`: further calls are left out. `num_before`: calls earlier in the chat.
+        `spelled`: writes out the special tokens in arguments, which are part of what they say."""
         self.functions = functions
+        self.spelled = spelled
         self._source = source
         self._only_one = only_one
         self._num_before = num_before
         self._new_id = new_id
         self._sink = sink
         self._count = 0
+        self._ids = set[str]()
         self._is_empty = True  # the last call has no arguments yet
 
     def knows(self, name: str | None) -> bool:
@@ -43,19 +47,25 @@ class CallWriter:
     def begin(self, name: str, own_id: str = "") -> None:
         """What was read so far is passed on: there is no way back."""
         self._source.settle()
-        call_id = self._new_id(name, self._num_before + self._count, own_id)
+        number = self._num_before + self._count
+        call_id = self._new_id(name, number, own_id)
+        if own_id and call_id in self._ids:  # the model gave it to another call too
+            others = (self._new_id(name, number + i, "") for i in range(self._count + 1))
+            call_id = next((other for other in others if other not in self._ids), call_id)
+        self._ids.add(call_id)
         self._count += 1
-        self._is_empty = True
+        self._is_empty = self._sink.is_in_call = True
         self._write(ToolCallDelta(self._count - 1, call_id, name, ""))
 
     def add(self, arguments: str) -> None:
         self._is_empty = False
-        self._write(ToolCallDelta(self._count - 1, None, None, arguments))
+        self._write(ToolCallDelta(self._count - 1, None, None, self.spelled(arguments)))
 
     def end(self) -> None:
         """The call is complete. One without arguments has an empty object of them."""
         if self._is_empty:
             self.add("{}")
+        self._sink.is_in_call = False
 
     def _write(self, delta: ToolCallDelta) -> None:
         if not (self._only_one and self._count > 1):

@@ -4,8 +4,9 @@
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
 
-The recipient may also stand before the channel. Text on the commentary channel without a recipient
-is for the user, such as what a model says before it calls. An output without a header is text.
+The recipient may also stand before the channel, or behind the form of the body. Text on the
+commentary channel without a recipient is for the user, such as what a model says before it calls.
+An output without a header is text.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 _LONGEST_HEADER_CHARS = 512
+ReadRequired = Callable[[TextSource, CallWriter, Marks], Steps[None]]
+"""Reads required calls in a text that ends at one of the marks."""
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?(\S+)")
 
 
@@ -29,14 +32,17 @@ def harmony_script(
     signs: MarkSigns,
     calls_of: Callable[[TextSource, Sink], CallWriter],
     tells_reasoning: bool,
+    read_required: ReadRequired | None = None,
 ) -> Script:
     """Returns the script of one output. The prompt has opened its first message's header.
 
-    tells_reasoning: else it is text."""
+    tells_reasoning: else it is text. read_required: reads calls that a grammar holds the text to.
+    """
 
     def script(source: TextSource, sink: Sink) -> Steps[None]:
         messages = _Messages(source, sink, calls_of(source, sink), signs)
         messages.tells_reasoning = tells_reasoning
+        messages.read_required = read_required
         yield from messages.read()
 
     return script
@@ -52,14 +58,16 @@ class _Messages:
         self._start, self._channel = signs.of(START), signs.of(CHANNEL)
         self._constrain = signs.of(CONSTRAIN)
         self._message = Marks((signs.of(MESSAGE),))
-        self._ends = Marks(tuple(signs.of(mark) for mark in (END, CALL, RETURN, START)))
+        self._ends = Marks(tuple(map(signs.of, (END, CALL, RETURN, START, CHANNEL))))
         self.tells_reasoning = True
+        self.read_required: ReadRequired | None = None
         self._has_reasoned = False
         self._has_said = False
 
     def read(self) -> Steps[None]:
         source = self._source
-        begins = (" to=", self._channel, self._message.texts[0])
+        marks = (*self._ends.texts, *self._message.texts)
+        begins = ("to=", f"assistant{self._channel}", *marks)
         if not (yield from source.comes(_takes(source, begins))):
             yield from self._pass_text()
         while (yield from source.peek()):
@@ -73,12 +81,12 @@ class _Messages:
         """A header that has no message is not shown if a limit cut it, else it is text."""
         if self._source.end == "cut":
             self._source.rest()
-        else:
-            yield from self._pass(self._sink.say)
+            return
+        self._sink.say((yield from self._source.take(self._start, self._channel)))
+        yield from self._pass(self._sink.say)
 
     def _body(self, header: str) -> Steps[None]:
-        before, _, channel = header.rpartition(self._channel)
-        channel, _, _ = channel.partition(self._constrain)
+        before, _, channel = header.replace(self._constrain, " ").rpartition(self._channel)
         kind = (channel.split() or [""])[0]
         found = _RECIPIENT.search(before) or _RECIPIENT.search(channel)
         if found is not None and self._calls.knows(found[1]):
@@ -96,16 +104,23 @@ class _Messages:
     def _pass_text(self) -> Steps[None]:
         if self._has_said:
             self._sink.say("\n")
+        else:
+            self._source.begin_answer()
         self._has_said = True
+        if self.read_required is not None:
+            yield from self.read_required(self._source, self._calls, self._ends)
         yield from self._pass(self._sink.say)
 
     def _pass(self, say: Say) -> Steps[str]:
         """Passes on a message's body, and reads on to the next header. Returns the mark between."""
         mark = yield from self._source.until(self._ends, say)
-        if mark and mark != self._start:
+        if mark == self._channel:  # the end of the message is missing
+            self._source.unread(len(mark))
+        elif mark and mark != self._start:
             yield from self._source.take(self._start)
         return mark
 
 
 def _takes(source: TextSource, texts: tuple[str, ...]) -> Steps[bool]:
+    yield from source.skip_space()
     return bool((yield from source.take(*texts)))

@@ -14,7 +14,6 @@ import msgspec
 
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.marks import Marks, is_special
-from moonpool.api.output_text.said import plain
 from moonpool.api.output_text.source import Say, Steps, TextSource
 from moonpool.types import MALFORMED
 
@@ -95,7 +94,7 @@ class _Call:
     def _field(self) -> Steps[bool]:
         """Reads a key and its value. Returns False where that is impossible."""
         source = self._source
-        key = yield from read_string(source)
+        key = yield from self._string()
         yield from source.skip_space()
         if key is None or not (yield from source.take(":")):
             return False
@@ -104,19 +103,36 @@ class _Call:
             self._is_nested = True  # as in OpenAI's API
             return (yield from self.read())
         if key == "name" and not self._has_begun:
-            self._name = yield from read_string(source)
+            self._name = yield from self._string()
             return self._calls.knows(self._name)
         if key in _ARGUMENTS and self._name is not None and not self._has_begun:
             return (yield from self._pass_arguments(self._name))
-        value = yield from read_value(source, self._ends)
+        value = yield from self._value()
         if key in _ARGUMENTS and value is not None:
             self._arguments = _object_text(value)
         return value is not None
 
+    def _string(self) -> Steps[str | None]:
+        """Reads a JSON string. Returns None if there is none."""
+        if (yield from self._source.peek()) != '"':
+            return None
+        text = yield from self._value()
+        try:
+            found: Any = msgspec.json.decode(text or "")
+        except MALFORMED:
+            return None
+        return found if isinstance(found, str) else None
+
+    def _value(self) -> Steps[str | None]:
+        """Reads a JSON value. Returns its text, or None if it is not complete."""
+        parts: list[str] = []
+        complete = yield from pass_value(self._source, parts.append, self._ends)
+        return self._calls.spelled("".join(parts)) if complete else None
+
     def _pass_arguments(self, name: str) -> Steps[bool]:
         source = self._source
         if (yield from source.peek()) != "{":
-            value = yield from read_value(source, self._ends)
+            value = yield from self._value()
             self._arguments = None if value is None else _object_text(value)
             return value is not None
         self._begin(name)
@@ -151,25 +167,6 @@ def _object_text(value: str) -> str:
     return decoded if isinstance(decoded, str) else value
 
 
-def read_string(source: TextSource) -> Steps[str | None]:
-    """Reads a JSON string. Returns None if there is none."""
-    if (yield from source.peek()) != '"':
-        return None
-    text = yield from read_value(source)
-    try:
-        found: Any = msgspec.json.decode(text or "")
-    except MALFORMED:
-        return None
-    return found if isinstance(found, str) else None
-
-
-def read_value(source: TextSource, ends: Marks = NO_MARKS) -> Steps[str | None]:
-    """Reads a JSON value. Returns its text, or None if it is not complete."""
-    parts: list[str] = []
-    complete = yield from pass_value(source, parts.append, ends)
-    return plain("".join(parts)) if complete else None
-
-
 def pass_value(source: TextSource, say: Say, ends: Marks = NO_MARKS) -> Steps[bool]:
     """Passes on the text of a JSON value, up to one of the marks at most.
 
@@ -182,11 +179,29 @@ def pass_value(source: TextSource, say: Say, ends: Marks = NO_MARKS) -> Steps[bo
         piece = source.stretch(scan.end_of)
         if piece:
             say(piece)
+        if scan.is_ended and scan.is_in_string:
+            if (yield from source.comes(_ends_call(source, ends))):
+                return False
+            if source.end == "cut":  # nobody knows
+                source.rest()
+                return False
+            scan.is_ended = False
+            say((yield from source.take(*ends.texts)))
+            continue
         if scan.is_complete or scan.is_ended:
             return scan.is_complete
         if not (yield from source.more()):
             source.rest()  # no more than the beginning of a mark
             return scan.is_scalar and scan.has_text
+
+
+def _ends_call(source: TextSource, ends: Marks) -> Steps[bool]:
+    """Whether a mark within a string ends the call, as what follows it tells. The string may hold
+    it too."""
+    yield from source.take(*ends.texts)
+    yield from source.skip_space()
+    next_one = yield from source.peek()
+    return is_special(next_one) or (not next_one and source.end == "stop")
 
 
 class _Scan:
@@ -200,7 +215,7 @@ class _Scan:
         self._ends = ends
         self._outside, self._inside = _patterns(ends.texts)
         self._depth = 0
-        self._in_string = False
+        self.is_in_string = False  # where it stopped
         self._escapes = False  # the last character was a backslash in a string
 
     def end_of(self, text: str, at: int) -> int:
@@ -222,16 +237,16 @@ class _Scan:
             if self._escapes:
                 self._escapes, at = False, at + 1
                 continue
-            pattern = self._inside if self._in_string else self._outside
+            pattern = self._inside if self.is_in_string else self._outside
             found = pattern.search(text, at)
             if found is None:
-                return len(text) - (0 if self._in_string else self._ends.overlap(text, at))
+                return len(text) - (0 if self.is_in_string else self._ends.overlap(text, at))
             if found[0] in self._ends.texts:
                 self.is_ended = True
                 return found.start()
             at = found.end()
             self._meet(found[0])
-            if self._depth == 0 and not self._in_string:
+            if self._depth == 0 and not self.is_in_string:
                 self.is_complete = True
                 return at
         return at
@@ -240,7 +255,7 @@ class _Scan:
         if character == "\\":
             self._escapes = True
         elif character == '"':
-            self._in_string = not self._in_string
+            self.is_in_string = not self.is_in_string
         else:
             self._depth += 1 if character in "{[" else -1
 

@@ -8,7 +8,7 @@ spells it is never taken for the token.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from moonpool.engine.tokenizer import Vocabulary
 
@@ -16,26 +16,37 @@ _FIRST_SIGN = 0xD800
 
 
 class MarkSigns:
-    """How the marks of one format look in one model's outputs. `shown`: signs by special token."""
+    """How the marks of one format look in one model's outputs. `shown`: signs by special token.
 
-    def __init__(self, vocabulary: Vocabulary | None = None, texts: Iterable[str] = ()) -> None:
-        """Without a vocabulary, all marks are text. `texts`: all marks of the format."""
+    `tokens`: the marks that are tokens of their own, special or not.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, marks: Collection[str], are_skipped: bool = True
+    ) -> None:
+        """`marks`: all of the format. `are_skipped`: special tokens have no text in an answer."""
         self.shown: dict[int, str] = {}
+        self.tokens = frozenset(
+            mark for mark in marks if len(vocabulary.encode(mark, add_special_tokens=False)) == 1
+        )
         self._signs: dict[str, str] = {}
-        if vocabulary is None:
-            return
-        joined = "\n".join(texts)
-        for token_id in sorted(vocabulary.special_token_ids):
+        joined = "\n".join(marks)
+        for token_id in sorted(vocabulary.special_token_ids) if are_skipped else ():
             text = vocabulary.token_bytes(token_id).decode("utf-8", "replace")
             if text and text in joined:
                 sign = self._signs.setdefault(text, chr(_FIRST_SIGN + len(self._signs)))
                 self.shown[token_id] = sign
+        self._texts = {ord(sign): text for text, sign in self._signs.items()}
 
     def of(self, text: str) -> str:
         """Returns a mark as a reader sees it."""
         for special in sorted(self._signs, key=len, reverse=True):
             text = text.replace(special, self._signs[special])
         return text
+
+    def spelled(self, text: str) -> str:
+        """Returns a text with its special tokens written out."""
+        return text if text.isascii() else text.translate(self._texts)
 
 
 def is_special(mark: str) -> bool:

@@ -4,6 +4,7 @@ special tokens among their marks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from moonpool.api.output_text.bare_calls import read_bare
@@ -20,7 +21,7 @@ from moonpool.api.output_text.formats import (
 from moonpool.api.output_text.grammar import Tag, behind_reasoning
 from moonpool.api.output_text.harmony import MARKS as HARMONY_MARKS
 from moonpool.api.output_text.harmony import harmony_script
-from moonpool.api.output_text.json_calls import read_calls
+from moonpool.api.output_text.json_calls import NO_MARKS, read_calls
 from moonpool.api.output_text.marks import Marks, MarkSigns, is_special
 from moonpool.api.output_text.reasoning import ReasoningTags, read_reasoning
 from moonpool.api.output_text.said import Sink
@@ -65,7 +66,7 @@ class ModelOutput:
         opens = () if self._format is None else self._format.opens
         self._opens = tuple(mark for mark in opens if mark in template) or opens
         self._special = MarkSigns(tokenizer, marks)
-        self._spelled = MarkSigns()
+        self._spelled = MarkSigns(tokenizer, marks, are_skipped=False)
 
     def reader(
         self,
@@ -84,8 +85,9 @@ class ModelOutput:
         """
         signs = self._special if skips_special_tokens else self._spelled
         plan = _Plan(self._format, self._opens, rules, signs, next_id)
-        if self._is_harmony and not plan.must_call:
-            script = harmony_script(signs, plan.writer, self._reads_reasoning)
+        if self._is_harmony:
+            read_required = plan.read_required if plan.must_call else None
+            script = harmony_script(signs, plan.writer, self._reads_reasoning, read_required)
             return OutputReader(script), signs.shown
         tags = self._tags if reads_reasoning else None
         if tags is None and not plan.reads_calls:
@@ -134,8 +136,8 @@ class _Plan:
         self._make_id = BARE.make_id if form is None else form.make_id
         self._signs = signs
         self._next_id = next_id
-        has_marks = self.reads_calls and not self.must_call
-        self._opens = tuple(map(signs.of, opens)) if has_marks else ()
+        self._marks = tuple(opens) if self.reads_calls and not self.must_call else ()
+        self._opens = tuple(map(signs.of, self._marks))
 
     def writer(self, source: TextSource, sink: Sink) -> CallWriter:
         rules = self._rules
@@ -143,7 +145,8 @@ class _Plan:
         def new_id(name: str, number: int, own: str) -> str:
             return self._make_id(name, number, own, self._next_id())
 
-        return CallWriter(rules.functions, rules.only_one, rules.num_before, new_id, source, sink)
+        limits = (rules.functions, rules.only_one, rules.num_before)
+        return CallWriter(*limits, new_id, self._signs.spelled, source, sink)
 
     def script(self, tags: ReasoningTags | None, is_inside: bool, may_not_reason: bool) -> Script:
         """`tags`: of reasoning. `is_inside`: the output begins behind the opening one, unless
@@ -156,23 +159,27 @@ class _Plan:
             begins_inside = is_inside
             if is_inside and may_not_reason:
                 begins_inside = not (yield from source.comes(_json(source)))
-            if tags is not None:
-                yield from read_reasoning(source, sink, tags, begins_inside, self._opens)
-                source.begin_answer()
             calls = self.writer(source, sink)
+            if tags is not None:
+                yield from self._reasoning(source, sink, calls, tags, begins_inside)
+                source.begin_answer()
             if self.must_call:
-                yield from self._required(source, calls)
+                yield from self.read_required(source, calls, NO_MARKS)
             elif self.reads_calls and not self._opens:
                 yield from self._whole(source, read_bare(source, calls))
             yield from self._answer(source, sink, calls, tags)
 
         return script
 
-    def _required(self, source: TextSource, calls: CallWriter) -> Steps[None]:
+    def read_required(self, source: TextSource, calls: CallWriter, ends: Marks) -> Steps[None]:
+        """Reads calls that a grammar holds the output to. `ends`: what follows them."""
         if self._rules.named:
             if (yield from source.peek()):
                 calls.begin(self._rules.named)
-                yield from source.until(Marks(()), calls.add)
+                mark = yield from source.until(ends, calls.add)
+                source.unread(len(mark))
+                if mark or source.end == "stop":
+                    calls.end()
             return
         yield from self._whole(source, read_calls(source, calls))
         if source.end == "cut":  # the call that was begun has no name yet
@@ -201,20 +208,34 @@ class _Plan:
                 yield from source.skip_space()
             elif tags is not None and mark in thinks:
                 source.unread(len(mark))
-                yield from read_reasoning(source, sink, tags, False, self._opens)
-            else:
-                yield from self._marked(source, sink, calls, mark)
+                yield from self._reasoning(source, sink, calls, tags, False)
+            elif not (yield from self._marked(source, calls, mark)):
+                sink.say(mark)
 
-    def _marked(self, source: TextSource, sink: Sink, calls: CallWriter, mark: str) -> Steps[None]:
+    def _reasoning(
+        self,
+        source: TextSource,
+        sink: Sink,
+        calls: CallWriter,
+        tags: ReasoningTags,
+        is_inside: bool,
+    ) -> Steps[None]:
+        """Reads reasoning. A call ends it, where its mark is a token that text seldom has."""
+        marks = [self._signs.of(mark) for mark in self._marks if mark in self._signs.tokens]
+        read_call = partial(self._marked, source, calls)
+        yield from read_reasoning(source, sink, tags, is_inside, marks, read_call)
+
+    def _marked(self, source: TextSource, calls: CallWriter, mark: str) -> Steps[bool]:
+        """Reads calls behind their mark. Returns False, and reads nothing, if there are none."""
         assert self._format is not None
         assert self._format.read is not None
         steps = self._format.read(source, calls, self._signs, mark)
         if (yield from self._whole(source, steps)):
             yield from source.skip("\n")
-        elif source.end == "cut":  # the call that was begun has no name yet
+            return True
+        if source.end == "cut":  # the call that was begun has no name yet
             source.rest()
-        else:
-            sink.say(mark)
+        return source.end == "cut"
 
 
 def _json(source: TextSource) -> Steps[bool]:

@@ -3,13 +3,14 @@ and Mistral. Special tokens stand between the parts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moonpool.api.output_text.call_writer import CallWriter
-from moonpool.api.output_text.json_calls import pass_value, read_calls
+from moonpool.api.output_text.json_calls import NO_MARKS, pass_value, read_calls
 from moonpool.api.output_text.marks import Marks, MarkSigns
 from moonpool.api.output_text.source import Steps, TextSource
 
 _LONGEST_NAME_CHARS = 256
-_BRACE = Marks(("{",))
 
 
 class DeepSeekMarks:
@@ -72,12 +73,14 @@ def _deepseek_call(
     if found is None:
         return False
     name = found[0].strip()
-    if (yield from source.peek()) not in ("{", "\n", " "):  # the name stands behind its kind
-        block = yield from source.before(_BRACE, _LONGEST_NAME_CHARS)
-        if block is None:
+    block = yield from source.before(Marks(("{", *ends.texts)), _LONGEST_NAME_CHARS)
+    if block is None:
+        return False
+    source.unread(len(block[1]))
+    if before := block[0].strip():  # the name stands behind its kind
+        name, _, fence = (part.strip() for part in before.partition("\n"))
+        if block[1] != "{" and fence.replace("json", "").strip("`\n "):
             return False
-        name = block[0].partition("\n")[0].strip()
-        source.unread(1)
     return (yield from _pass_call(source, calls, name, "", ends))
 
 
@@ -113,24 +116,25 @@ def read_mistral(source: TextSource, calls: CallWriter, signs: MarkSigns, mark: 
     if (yield from source.peek()) in ("[", "{"):
         return (yield from read_calls(source, calls))
     call_id, arguments = signs.of(MistralMarks.call_id), signs.of(MistralMarks.arguments)
-    found = yield from source.before(Marks((call_id, arguments, "{")), _LONGEST_NAME_CHARS)
-    if found is None:
-        return False
-    (name, tag), own_id = found, ""
+    own_id, tags = "", Marks((call_id, arguments, mark, "{"))
+    found = yield from source.before(tags, _LONGEST_NAME_CHARS)
+    if found is None:  # a name alone is a call without arguments
+        return source.end == "stop" and _add_empty(calls, source.rest().strip(), "")
+    name, tag = found[0].strip(), found[1]
     if tag == call_id:
-        found = yield from source.before(Marks((arguments,)), _LONGEST_NAME_CHARS)
-        own_id = "" if found is None else found[0].strip()
-    if tag == "{":
-        source.unread(1)
-    return (yield from _pass_call(source, calls, name.strip(), own_id, Marks(())))
+        found = yield from source.before(Marks((arguments, mark, "{")), _LONGEST_NAME_CHARS)
+        own_id, tag = ("", "") if found is None else (found[0].strip(), found[1])
+    if tag in ("{", mark):
+        source.unread(len(tag))
+    return (yield from _pass_call(source, calls, name, own_id, NO_MARKS, (mark,)))
 
 
-def _take_begin(source: TextSource, begin: str) -> Steps[bool]:
-    """Reads the mark before a call, unless it was read already ("")."""
-    if not begin:
+def _take_begin(source: TextSource, *begins: str) -> Steps[bool]:
+    """Reads a mark, such as that before a call, unless it was read already ("")."""
+    if not any(begins):
         return True
     yield from source.skip_space()
-    return bool((yield from source.take(begin)))
+    return bool((yield from source.take(*begins)))
 
 
 def _take_end(source: TextSource, section_end: str, num_calls: int) -> Steps[None]:
@@ -139,13 +143,31 @@ def _take_end(source: TextSource, section_end: str, num_calls: int) -> Steps[Non
 
 
 def _pass_call(
-    source: TextSource, calls: CallWriter, name: str, own_id: str, ends: Marks
+    source: TextSource,
+    calls: CallWriter,
+    name: str,
+    own_id: str,
+    ends: Marks,
+    others: Sequence[str] = (),
 ) -> Steps[bool]:
-    """Passes on the arguments of a call to this function, if it exists and they are an object."""
+    """Passes on the arguments of a call to this function, if it exists and they are an object, or
+    there are none. `ends`: what ends them. `others`: what else may come if there are none."""
     yield from source.skip_space()
-    if not calls.knows(name) or (yield from source.peek()) != "{":
+    if not calls.knows(name):
         return False
+    next_one = yield from source.peek()
+    if next_one != "{":
+        is_over = source.end == "stop" and not next_one
+        is_over = is_over or (yield from source.comes(_take_begin(source, *ends.texts, *others)))
+        return is_over and _add_empty(calls, name, own_id)
     calls.begin(name, own_id)
     if (yield from pass_value(source, calls.add, ends)):
         calls.end()
     return True
+
+
+def _add_empty(calls: CallWriter, name: str, own_id: str) -> bool:
+    if calls.knows(name):
+        calls.begin(name, own_id)
+        calls.end()
+    return calls.knows(name)

@@ -10,21 +10,23 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from moonpool.api.output_text.call_writer import CallWriter
-from moonpool.api.output_text.said import plain
 from moonpool.api.output_text.source import Steps, TextSource
 from moonpool.types import MALFORMED
 
-_NAME = re.compile(r"\s*([A-Za-z_][\w.-]{0,127})\s*\(")
+_NAME_CHARACTER = re.compile(r"[\w.-]")
+_LONGEST_NAME_CHARS = 128
 _KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=")
+_OUTSIDE, _IN_TEXT = re.compile(r"""["'()\[\]{},]"""), re.compile(r"""["'\\]""")
 _WORDS = {"true": True, "false": False, "null": None}
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _MOST_DEPTH = 64
-_NO_CALL = -1
 NO_LITERAL = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 
@@ -53,108 +55,105 @@ def _pass_call(source: TextSource, calls: CallWriter, comma: bool) -> Steps[bool
         return False
     name, arguments = call
     calls.begin(name)
-    calls.add(json.dumps(arguments, ensure_ascii=False))
+    calls.add(arguments)
     calls.end()
     return True
 
 
-def _read_call(source: TextSource, calls: CallWriter) -> Steps[tuple[str, dict[str, Any]] | None]:
-    scan = _CallScan(calls)
-    while True:
-        text = source.stretch(lambda text, at: len(text))
-        size = scan.push(text)
-        if size == _NO_CALL:
+def _read_call(source: TextSource, calls: CallWriter) -> Steps[tuple[str, str] | None]:
+    """Returns the name and the arguments, as JSON, of the call that comes next."""
+    name = yield from source.run(_NAME_CHARACTER, _LONGEST_NAME_CHARS)
+    yield from source.skip_space()
+    if not calls.knows(name) or not (yield from source.take("(")):
+        return None
+    scan, parts = _ArgumentScan(), list[str]()
+    while not scan.is_complete:
+        parts.append(source.stretch(scan.end_of))
+        if scan.is_broken or not (scan.is_complete or (yield from source.more())):
             return None
-        if size:
-            source.unread(len(scan.text) - size)
-            return _parsed(scan.text[:size])
-        if not (yield from source.more()):
-            return None
+    arguments = _json_of("".join(parts)[:-1], scan.commas, calls.spelled)
+    return None if arguments is None else (name, arguments)
 
 
-class _CallScan:
-    """Finds the end of a call in a text that grows."""
+class _ArgumentScan:
+    """Finds the end of a call's arguments in a text that grows. `commas`: the places between."""
 
-    def __init__(self, calls: CallWriter) -> None:
-        self.text = ""
-        self._calls = calls
-        self._at = 0
-        self._quote = ""
-        self._closing: list[str] = []
+    def __init__(self) -> None:
+        self.commas: list[int] = []
+        self.is_complete = False
+        self.is_broken = False
+        self._num_read = 0
+        self._closing = [")"]
+        self._quote = ""  # one or three
+        self._escapes = False  # the last character was a backslash in a text
+        self._num_quotes = 0  # of one kind at the end, which may become three
 
-    def push(self, text: str) -> int:
-        """Returns the size of the call, 0 while that is open, and _NO_CALL if it is none."""
-        self.text += text
-        if not self._at:
-            found = _NAME.match(self.text)
+    def end_of(self, text: str, at: int) -> int:
+        """Returns up to where the text from `at` on is of the arguments, with their bracket."""
+        before = self._num_read - at
+        while at < len(text) and not (self.is_complete or self.is_broken):
+            if self._escapes:
+                self._escapes, at = False, at + 1
+                continue
+            found = (_IN_TEXT if self._quote else _OUTSIDE).search(text, at)
+            if found is None or found.start() > at:
+                self._num_quotes = 0
             if found is None:
-                may_begin = re.fullmatch(r"\s*[\w.-]{0,128}\s*", self.text) is not None
-                return 0 if may_begin else _NO_CALL
-            if not self._calls.knows(found[1]):
-                return _NO_CALL
-            self._closing.append(")")
-            self._at = found.end()
-        return self._scan()
+                at = len(text)
+                break
+            at = found.end()
+            self._meet(found[0], before + found.start())
+        self._num_read = before + at
+        return at
 
-    def _scan(self) -> int:
-        while self._at < len(self.text):
-            character = self.text[self._at]
-            if self._quote:
-                if character == "\\":
-                    if self._at + 1 == len(self.text):
-                        return 0
-                    self._at += 1
-                elif character == self._quote:
-                    self._quote = ""
-            elif character in "\"'":
-                self._quote = character
-            elif character in _BRACKETS:
-                self._closing.append(_BRACKETS[character])
-                if len(self._closing) > _MOST_DEPTH:
-                    return _NO_CALL
-            elif character in ")]}" and self._closing.pop() != character:
-                return _NO_CALL
-            self._at += 1
-            if not self._closing:
-                return self._at
-        return 0
+    def _meet(self, character: str, place: int) -> None:
+        if character in "\"'":
+            self._meet_quote(character)
+            return
+        self._num_quotes = 0
+        if character == "\\":
+            self._escapes = True
+        elif character in _BRACKETS:
+            self._closing.append(_BRACKETS[character])
+            self.is_broken = len(self._closing) > _MOST_DEPTH
+        elif character != ",":
+            self.is_broken = self._closing.pop() != character
+            self.is_complete = not self._closing
+        elif len(self._closing) == 1:
+            self.commas.append(place)
+
+    def _meet_quote(self, quote: str) -> None:
+        if self._quote and self._quote[0] != quote:
+            self._num_quotes = 0
+            return
+        self._num_quotes += 1
+        if len(self._quote) == 1:
+            self._quote = ""
+        elif not self._quote:  # the third in a row begins a text between three
+            self._quote = quote * (3 if self._num_quotes == 3 else 1)
+            self._num_quotes %= 3
+        elif self._num_quotes == 3:
+            self._quote, self._num_quotes = "", 0
 
 
-def _parsed(source: str) -> tuple[str, dict[str, Any]] | None:
-    """Returns the name and the arguments of a call; None if it is not one of Python's."""
-    found = _NAME.match(source)
-    assert found is not None
+def _json_of(inside: str, commas: Sequence[int], spelled: Callable[[str], str]) -> str | None:
+    """Returns what stands between the brackets of a call as JSON; None if it is not Python."""
     arguments: dict[str, Any] = {}
-    for part in _divided(source[found.end() : -1]):
+    for begin, end in pairwise((-1, *commas, len(inside))):
+        part = inside[begin + 1 : end]
+        if not part.strip():
+            continue
         key = _KEY.match(part)
         if key is None:
             return None
         try:
-            arguments[key[1]] = literal(plain(part[key.end() :].strip()))
-            json.dumps(arguments[key[1]])
+            arguments[key[1]] = literal(spelled(part[key.end() :]).strip())
         except NO_LITERAL:
             return None
-    return found[1], arguments
-
-
-def _divided(inside: str) -> list[str]:
-    """Divides the arguments at the commas that are not within brackets or quotes."""
-    parts, begin, depth, at, quote = list[str](), 0, 0, 0, ""
-    while at < len(inside):
-        character = inside[at]
-        if quote:
-            at += character == "\\"
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        elif character in "([{)]}":
-            depth += 1 if character in _BRACKETS else -1
-        elif character == "," and not depth:
-            parts.append(inside[begin:at])
-            begin = at + 1
-        at += 1
-    parts.append(inside[begin:])
-    return [part for part in parts if part.strip()]
+    try:
+        return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except NO_LITERAL:
+        return None
 
 
 def literal(text: str) -> Any:
@@ -179,7 +178,7 @@ def _evaluated(node: ast.expr) -> Any:
         return [_evaluated(item) for item in node.elts]
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _evaluated(key) for key in node.keys]
-        if not all(isinstance(key, str) for key in keys):
-            raise ValueError("a key must be text")
+        if not all(key is None or isinstance(key, str | int | float) for key in keys):
+            raise ValueError("JSON has no such key")
         return dict(zip(keys, map(_evaluated, node.values), strict=True))
     return ast.literal_eval(node)

@@ -6,10 +6,10 @@ is the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from moonpool.api.output_text.marks import Marks, is_special
+from moonpool.api.output_text.marks import Marks
 from moonpool.api.output_text.said import Sink
 from moonpool.api.output_text.source import Steps, TextSource
 
@@ -36,19 +36,25 @@ ALL_TAGS = (THINK, SEED, MISTRAL, GRANITE)
 
 
 def read_reasoning(
-    source: TextSource, sink: Sink, tags: ReasoningTags, is_inside: bool, call_marks: Sequence[str]
+    source: TextSource,
+    sink: Sink,
+    tags: ReasoningTags,
+    is_inside: bool,
+    call_marks: Sequence[str],
+    read_call: Callable[[str], Steps[bool]],
 ) -> Steps[None]:
     """Reads the reasoning at the beginning of an output, if there is any, up to the answer.
 
-    A call ends it too, where the mark of calls is a special token, which nothing else can be.
+    A call ends it too. `call_marks` begin calls; `read_call` reads one from behind its mark on.
     """
     if not is_inside and not (yield from source.attempt(_take_opening(source, tags))):
         return
     yield from source.skip("\n")
-    ends = [mark for mark in call_marks if is_special(mark)]
-    tag = yield from source.until(Marks((*tags.closes, *ends)), sink.reason)
-    if tag in ends:
-        source.unread(len(tag))
+    marks = Marks((*tags.closes, *call_marks))
+    while (tag := (yield from source.until(marks, sink.reason))) in call_marks:
+        if (yield from read_call(tag)):
+            return
+        sink.reason(tag)
     yield from source.skip("\n")
 
 

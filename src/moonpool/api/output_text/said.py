@@ -31,9 +31,15 @@ class Sink:
 
     def __init__(self) -> None:
         self._parts: list[Said] = []
-        self._space = ""  # white space at the beginning of a text: dropped beside a call
+        self._space: list[str] = []  # at the beginning of a text: dropped beside a call
         self._has_text = False
         self._has_calls = False
+        self.is_in_call = False  # a call is begun and not complete
+
+    @property
+    def holds(self) -> bool:
+        """Whether some text is held back that a call may follow."""
+        return bool(self._space)
 
     def take(self) -> list[Said]:
         parts, self._parts = self._parts, []
@@ -43,9 +49,10 @@ class Sink:
         text = plain(text)
         if not self._has_text:
             if not text or text.isspace():
-                self._space += text
+                self._space.append(text)
                 return
-            text, self._space, self._has_text = self._space + text, "", True
+            text, self._has_text = "".join((*self._space, text)), True
+            self._space.clear()
         if text:
             self._add(Said(text))
 
@@ -55,13 +62,14 @@ class Sink:
             self._add(Said(reasoning=text))
 
     def call(self, delta: ToolCallDelta) -> None:
-        self._space, self._has_text, self._has_calls = "", False, True
+        self._space.clear()
+        self._has_text, self._has_calls = False, True
         call_id = None if delta.call_id is None else plain(delta.call_id)
-        self._add(Said(calls=(delta._replace(call_id=call_id, arguments=plain(delta.arguments)),)))
+        self._add(Said(calls=(delta._replace(call_id=call_id),)))
 
     def end(self) -> None:
         """The output has ended."""
-        space, self._space = self._space, ""
+        space = "".join(self._space)
         if space and not self._has_calls:
             self._add(Said(space))
 

@@ -6,6 +6,7 @@ its text were there already, and gives the same in whatever pieces the text come
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 from typing import Literal, TypeVar
 
@@ -19,6 +20,9 @@ Steps = Generator[None, None, Found]
 Script = Callable[["TextSource", Sink], Steps[None]]
 Say = Callable[[str], None]
 _TRIM_ABOVE_CHARS = 4096
+_MOST_REREAD = 8
+_FREE_REREAD_CHARS = 1 << 16
+"""Attempts may read so many times the characters before them again, and so many more."""
 
 
 class TextSource:
@@ -29,6 +33,8 @@ class TextSource:
         self._text = ""
         self._at = 0
         self._num_dropped = 0  # characters before the text
+        self._dropped: list[str] = []  # the last of them, where a place may be returned to
+        self._num_reread = 0  # characters that were read in vain
         self._num_kept = 0  # places that may be returned to
         self._settled = 0  # none before this place
         self.answer_at = 0  # characters before the answer: reasoning and its tags
@@ -39,18 +45,22 @@ class TextSource:
         return self._at < len(self._text) or self._num_kept > 0
 
     def add(self, text: str) -> None:
-        if not self._num_kept and self._at == len(self._text):
-            self._num_dropped += self._at
-            self._text, self._at = text, 0
-            return
-        if not self._num_kept and self._at > _TRIM_ABOVE_CHARS:
+        """Takes about the same time however much is held."""
+        if self._at == len(self._text) or self._at > _TRIM_ABOVE_CHARS:
+            if self._num_kept:
+                self._dropped.append(self._text[: self._at])
             self._num_dropped += self._at
             self._text, self._at = self._text[self._at :], 0
         self._text += text
 
     def attempt(self, steps: Steps[bool]) -> Steps[bool]:
-        """Takes the steps. If they find nothing, nothing is read, unless they settled before."""
+        """Takes the steps. If they find nothing, nothing is read, unless they settled before.
+
+        Finds nothing where too many attempts failed, so that no output takes quadratic time.
+        """
         place = self._keep()
+        if self._num_reread > _MOST_REREAD * place + _FREE_REREAD_CHARS:
+            steps = _nothing()
         found = yield from steps
         self._release(place, goes_back=not found)
         return found
@@ -65,6 +75,7 @@ class TextSource:
     def settle(self) -> None:
         """Gives up all places: what was read is passed on."""
         self._num_kept = 0
+        self._dropped.clear()
         self._settled = self._num_dropped + self._at
 
     def begin_answer(self) -> None:
@@ -78,7 +89,14 @@ class TextSource:
     def _release(self, place: int, goes_back: bool) -> None:
         self._num_kept = max(self._num_kept - 1, 0)
         if goes_back and place >= self._settled:
+            self._num_reread += self._num_dropped + self._at - place
+            dropped = "".join(self._dropped)
+            self._text = dropped + self._text
+            self._num_dropped -= len(dropped)
+            self._dropped.clear()
             self._at = place - self._num_dropped
+        if not self._num_kept:
+            self._dropped.clear()
 
     def more(self) -> Steps[bool]:
         """Waits for more text. Returns False if there is none."""
@@ -109,6 +127,14 @@ class TextSource:
     def skip_space(self) -> Steps[None]:
         while (yield from self.peek()).isspace():
             self._at += 1
+
+    def run(self, character: re.Pattern[str], most: int) -> Steps[str]:
+        """Reads characters that match, at most so many. Returns them."""
+        found = ""
+        while len(found) < most and character.match((yield from self.peek())):
+            found += self._text[self._at]
+            self._at += 1
+        return found
 
     def take(self, *texts: str) -> Steps[str]:
         """Reads the first of these texts that comes next. Returns it, or "" if none does."""
@@ -172,6 +198,11 @@ class TextSource:
         return self._text[begin : self._at]
 
 
+def _nothing() -> Steps[bool]:
+    yield from ()
+    return False
+
+
 class OutputReader:
     """Reads one output by a script. `push` and `flush` return what is new."""
 
@@ -182,7 +213,12 @@ class OutputReader:
     @property
     def holds(self) -> bool:
         """Whether some text is held back until more of it has arrived."""
-        return self._source.holds
+        return self._source.holds or self._sink.holds
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call is begun and not complete."""
+        return self._sink.is_in_call
 
     @property
     def answer_at(self) -> int:

@@ -14,30 +14,26 @@ and GLM-4.5 and later
     <arg_key>KEY</arg_key>
     <arg_value>VALUE</arg_value>
 
-Seed-OSS, MiniMax M2 and DeepSeek from V3.2 on have other names for the tags of the first form. A
-value that is text stands as it is, and others as JSON: the schema of the function tells them apart,
-and DeepSeek an attribute of the tag. The arguments are passed on as the JSON that they mean.
+Seed-OSS, MiniMax M2 and DeepSeek from V3.2 on have other names for the tags of the first form.
+Values may hold any of these tags: what follows a tag tells whether it is one. The arguments are
+passed on as the JSON that they mean.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
-
-import msgspec
 
 from moonpool.api.output_text.call_writer import CallWriter
 from moonpool.api.output_text.marks import Marks, MarkSigns
-from moonpool.api.output_text.pythonic_calls import NO_LITERAL, literal
-from moonpool.api.output_text.said import plain
 from moonpool.api.output_text.source import Steps, TextSource
-from moonpool.types import MALFORMED
+from moonpool.api.output_text.tagged_values import Kinds, kinds_of, value_as_json
 
 LONGEST_NAME_CHARS = 256
 _HEADER_END = Marks((">",))
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-_TRUTHS = {"true": True, "false": False}
-_NO_TEXT = {"integer", "number", "boolean", "object", "array", "null"}
 
 
 class FunctionTags(NamedTuple):
@@ -76,7 +72,14 @@ def read_function(
     if name is None or not calls.knows(name):
         return False
     writer = _ArgumentWriter(calls, name, tags.wraps_values)
-    value_ends = Marks((tags.parameter_end, tags.parameter, tags.function_end, *ends.texts))
+    value_ends = {
+        tags.parameter_end: partial(
+            _comes, source, (tags.parameter, tags.function_end, *ends.texts)
+        ),
+        tags.parameter: partial(_parameter_comes, source, writer),
+        tags.function_end: partial(_comes, source, ends.texts),
+        **dict.fromkeys(ends.texts, partial(_comes, source, ())),
+    }
     tag = ""
     while True:
         if tag != tags.parameter:
@@ -87,39 +90,19 @@ def read_function(
         if not tag:
             if source.end == "cut" and writer.has_begun:
                 return True
-            is_call = writer.has_begun or (yield from source.comes(_end(source, ends)))
+            is_call = writer.has_begun or (yield from source.comes(_comes(source, ends.texts)))
             return is_call and writer.end()
         header = yield from source.before(_HEADER_END, LONGEST_NAME_CHARS)
         if header is None:
             return writer.has_begun
-        tag = yield from _read_value(source, writer, header[0], value_ends, tags, ends)
+        key, _, attributes = header[0].partition('"')
+        writer.begin(key.strip(), attributes)
+        tag = yield from _read_value(source, writer, value_ends)
         if not tag:
             return True  # the output has ended
         if tag in ends.texts:
             source.unread(len(tag))
             return writer.end()
-
-
-def _read_value(
-    source: TextSource,
-    writer: _ArgumentWriter,
-    header: str,
-    value_ends: Marks,
-    tags: FunctionTags,
-    ends: Marks,
-) -> Steps[str]:
-    """Reads a value. Returns the tag behind it, or "" if the output ends first."""
-    key, _, attributes = header.partition('"')
-    writer.begin(key.strip(), attributes)
-    while True:
-        tag = yield from source.until(value_ends, writer.add, in_call=True)
-        if tag == tags.function_end and not (yield from source.comes(_end(source, ends))):
-            writer.add(tag)  # within the value
-            continue
-        writer.end_value(is_whole=tag != "" or source.end == "stop")
-        if not tag and source.end == "stop":
-            writer.end()
-        return tag
 
 
 def read_pairs(source: TextSource, calls: CallWriter, ends: Marks) -> Steps[bool]:
@@ -130,21 +113,21 @@ def read_pairs(source: TextSource, calls: CallWriter, ends: Marks) -> Steps[bool
         return False
     writer = _ArgumentWriter(calls, name, wraps_values=False)
     tag = found[1]
-    value_ends = Marks((_VALUE_END, *ends.texts))
+    value_ends = {
+        _VALUE_END: partial(_comes, source, (_KEY, *ends.texts)),
+        **dict.fromkeys(ends.texts, partial(_comes, source, ())),
+    }
     while tag == _KEY:
         key = yield from source.before(Marks((_KEY_END,)), LONGEST_NAME_CHARS)
         yield from source.skip_space()
         if key is None or not (yield from source.take(_VALUE)):
             return writer.has_begun
         writer.begin(key[0].strip(), "")
-        tag = yield from source.until(value_ends, writer.add, in_call=True)
-        writer.end_value(is_whole=tag != "" or source.end == "stop")
-        if not tag and source.end == "cut":
-            return True
+        tag = yield from _read_value(source, writer, value_ends)
+        if not tag:
+            return True  # the output has ended
         if tag == _VALUE_END and (yield from source.attempt(_take_key(source))):
             tag = _KEY
-        elif tag == _VALUE_END and source.end == "cut":
-            return True
     if tag in ends.texts:
         source.unread(len(tag))
     return writer.end()
@@ -155,12 +138,40 @@ def _take_key(source: TextSource) -> Steps[bool]:
     return bool((yield from source.take(_KEY)))
 
 
-def _end(source: TextSource, ends: Marks) -> Steps[bool]:
-    """Whether one of the marks comes next, or the output ends by itself, after white space."""
+def _read_value(
+    source: TextSource, writer: _ArgumentWriter, ends: Mapping[str, Callable[[], Steps[bool]]]
+) -> Steps[str]:
+    """Reads a value. Returns the tag behind it, or "" if the output ends first.
+
+    ends: tags that may end it, and the steps that tell whether one does. Else it is a part of it.
+    """
+    marks = Marks(ends)
+    while True:
+        tag = yield from source.until(marks, writer.add, in_call=True)
+        if tag and not (yield from source.comes(ends[tag]())) and source.end != "cut":
+            writer.add(tag)
+            continue
+        if tag and source.end == "cut":  # nobody knows whether it ends the value
+            source.rest()
+            tag = ""
+        writer.end_value(is_whole=source.end != "cut")
+        if not tag and source.end == "stop":
+            writer.end()
+        return tag
+
+
+def _comes(source: TextSource, texts: Sequence[str]) -> Steps[bool]:
+    """Whether one of these comes next, or the output ends by itself, after white space."""
     yield from source.skip_space()
-    if (yield from source.take(*ends.texts)):
+    if texts and (yield from source.take(*texts)):
         return True
     return (yield from source.peek()) == "" and source.end == "stop"
+
+
+def _parameter_comes(source: TextSource, writer: _ArgumentWriter) -> Steps[bool]:
+    """Whether the rest of a tag names a parameter that has no value yet."""
+    header = yield from source.before(_HEADER_END, LONGEST_NAME_CHARS)
+    return header is not None and writer.lacks(header[0].partition('"')[0].strip())
 
 
 class _ArgumentWriter:
@@ -171,25 +182,30 @@ class _ArgumentWriter:
         self._wraps_values = wraps_values
         self._calls = calls
         self._name = name
-        properties = calls.functions[name].get("properties")
-        self._schemas: dict[str, Any] = properties if isinstance(properties, dict) else {}
-        self._num_arguments = 0
-        self._schema: Any = None
+        self._schema = calls.functions[name]
+        properties = self._schema.get("properties")
+        self._properties: dict[str, Any] = properties if isinstance(properties, dict) else {}
+        self._keys = set[str]()
+        self._kinds: Kinds = frozenset()
         self._is_json = False
         self._streams = False  # the value is text in any case
         self._parts: list[str] = []
         self._is_first = True
         self._newline = ""  # at the end of what has come: it belongs to the tag if a tag follows
 
+    def lacks(self, key: str) -> bool:
+        """Whether the function has this parameter, and the call has no value for it."""
+        return key not in self._keys and (not self._properties or key in self._properties)
+
     def begin(self, key: str, attributes: str) -> None:
         """Begins a value. `attributes`: what else stands in its tag."""
         self._begin_call()
-        opening = ", " if self._num_arguments else "{"
-        self._num_arguments += 1
-        self._schema = self._schemas.get(key)
+        opening = ", " if self._keys else "{"
+        self._keys.add(key)
+        self._kinds = kinds_of(self._properties.get(key), self._schema)
         self._is_json = 'string="false"' in attributes
-        is_text = 'string="true"' in attributes or _kinds(self._schema) == {"string"}
-        self._streams = is_text and not self._is_json
+        is_text = not self._kinds and 'string="true"' in attributes
+        self._streams = is_text or (self._kinds == {"string"} and not self._is_json)
         self._parts, self._is_first, self._newline = [], True, ""
         opening += json.dumps(key, ensure_ascii=False) + ": "
         if self._streams:
@@ -217,15 +233,14 @@ class _ArgumentWriter:
                 self._calls.add('"')
         elif is_whole:
             opening, *texts = self._parts
-            text = plain("".join(texts))
+            text = self._calls.spelled("".join(texts))
             if self._wraps_values:
                 text = text.removeprefix("\n").removesuffix("\n")
-            value = _value(text, self._schema, self._is_json)
-            self._calls.add(opening + _json_of(value, text))
+            self._calls.add(opening + value_as_json(text, self._kinds, self._is_json))
 
     def end(self) -> bool:
         self._begin_call()
-        if self._num_arguments:
+        if self._keys:
             self._calls.add("}")
         self._calls.end()
         return True
@@ -236,52 +251,6 @@ class _ArgumentWriter:
             self._calls.begin(self._name)
 
 
-def _json_of(value: Any, text: str) -> str:
-    """The JSON of a value; of its text, if it nests too deeply."""
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        return json.dumps(text, ensure_ascii=False)
-
-
 def _escaped(text: str) -> str:
     """The text as a part of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _value(text: str, schema: Any, is_json: bool) -> Any:
-    """Returns text where the schema allows it and nothing else fits, else what the JSON means."""
-    kinds = _kinds(schema)
-    if not is_json and "string" in kinds and not (kinds & _NO_TEXT and text.strip() == "null"):
-        return text
-    try:
-        value = msgspec.json.decode(text)
-    except MALFORMED:
-        if "boolean" in kinds:
-            return _TRUTHS.get(text.strip().lower(), text)
-        return _python_value(text) if kinds & {"array", "object"} else text
-    # Without a type, a number or a word may be meant as text.
-    return value if is_json or kinds or isinstance(value, dict | list) else text
-
-
-def _python_value(text: str) -> Any:
-    """Returns what some templates write of lists and objects; else the text."""
-    try:
-        value = literal(text.strip())
-        json.dumps(value)
-    except NO_LITERAL:
-        return text
-    return value
-
-
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names, also as alternatives; a client may have written anything."""
-    if not isinstance(schema, dict):
-        return set()
-    own = schema.get("type")
-    found = {kind for kind in (own if isinstance(own, list) else [own]) if isinstance(kind, str)}
-    for key in ("anyOf", "oneOf"):
-        parts = schema.get(key)
-        for part in parts if isinstance(parts, list) else ():
-            found |= _kinds({"type": part.get("type")}) if isinstance(part, dict) else set()
-    return found
