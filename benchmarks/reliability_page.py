@@ -18,6 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 MUTANTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FUZZ = ROOT / "benchmarks" / "results" / "fuzz.json"
 TRIALS = ROOT / "benchmarks" / "results" / "trials.json"
+FOUND = ROOT / "benchmarks" / "found_faults.md"
 PAGE = ROOT / "docs" / "reliability.md"
 HEAD = """# Reliability
 
@@ -44,6 +45,13 @@ Faults that a public server cannot be given, such as lost links, damaged transfe
 are covered by the seeded swarm (`tests/sim`), the soak (`tests/soak`) and the contract tests of
 transfers. [SECURITY.md](../SECURITY.md) has the threats and their tests.
 """
+FOUND_HEAD = """
+## Faults found, and their tests
+
+What hostile clients, unlucky operators, new users and the tests of other servers found, what holds
+since, and the test that holds it.
+
+"""
 OUTCOMES = ("right", "wrong", "cut", "refused", "hung")
 
 
@@ -59,7 +67,8 @@ def page(found: dict[str, Any], kills: dict[str, Any]) -> str:
             f"| {row['fault']} | {row['times']} | {row['promised']} | {seen} | {p50} | {p99} |"
         )
     single = HEAD + "\n".join(lines) + "\n" + _measured(found)
-    return single + CAMPAIGN + _campaign(kills) + _measured(kills) + TAIL + _others()
+    known = FOUND_HEAD + FOUND.read_text()
+    return single + CAMPAIGN + _campaign(kills) + _measured(kills) + TAIL + known + _others()
 
 
 def _measured(found: dict[str, Any]) -> str:
