@@ -89,7 +89,7 @@ def test_bad_headers_are_refused(tmp_path: Path, content: bytes, pattern: str) -
 @pytest.mark.parametrize(
     ("key", "value", "pattern"),
     [
-        ("general.architecture", "clip", "architecture 'clip'; supported"),
+        ("general.architecture", "clip", "architecture 'clip' in general.architecture; supported"),
         ("llama.block_count", 1 << 31, "claims .* layers"),
         ("llama.context_length", 1 << 31, "claims a context"),
         ("llama.attention.head_count", 0, "head_count is 0"),
