@@ -78,7 +78,8 @@ class ChosenPlacement(NamedTuple):
     def lines(self) -> list[str]:
         lines = [str(candidate) for candidate in self.candidates]
         if self.num_others:
-            lines.append(f"{self.num_others} other instances were considered")
+            what = "instance was" if self.num_others == 1 else "instances were"
+            lines.append(f"{self.num_others} other {what} considered")
         best = self.candidates[0]
         text = f"prefill on {self.prefill}"
         if self.decode is not None:
@@ -337,17 +338,19 @@ def _describe(
     """Overwrites `rank`."""
     ids, footprint = context.table.ids, context.footprint
     candidates = [_candidate(context, scores, best)]
+    # A decode instance that computes the prompt is listed, but not one of the possible ones.
+    num_others = num_possible - int(context.possible[best])
     rank[best] = np.inf
     for _ in range(NUM_EXPLAINED - 1):
         row = int(rank.argmin())
         if rank.item(row) == np.inf:
             break
         candidates.append(_candidate(context, scores, row))
+        num_others -= 1
         rank[row] = np.inf
     chosen = candidates[0]
     decode = ids[decoder] if footprint.decodes and decoder != best else None
     fetch_tokens = chosen.hit_tokens if chosen.fetch_from is not None else 0
-    num_others = num_possible - len(candidates)
     return Placement(
         prefill=ids[best],
         decode=decode,
