@@ -81,10 +81,16 @@ def schema_of(config: type[msgspec.Struct]) -> Mapping[str, FieldSchema]:
 def _fields(config: type[msgspec.Struct]) -> Iterator[FieldSchema]:
     for table, struct in get_type_hints(config).items():
         for key, hint in get_type_hints(struct, include_extras=True).items():
+            hint = _annotated(hint)
             kind, *metas = get_args(hint) if get_origin(hint) is Annotated else (hint,)
             meta = metas[0] if metas else Meta()
             flag = (meta.extra or {}).get("flag") or f"--{key.replace('_', '-')}"
             yield FieldSchema(table, key, kind, meta, flag)
+
+
+def _annotated(hint: Any) -> Any:
+    """The annotated type of a key that may also be None."""
+    return next((part for part in get_args(hint) if get_origin(part) is Annotated), hint)
 
 
 def parse_toml(text: str, config: type[msgspec.Struct]) -> Values:
@@ -133,7 +139,9 @@ def convert_tables(tables: Values, config: type[C]) -> C:
 def check_ranges(config: msgspec.Struct) -> None:
     """Raises ConfigError for the first value that its own limits forbid."""
     for field in schema_of(type(config)).values():
-        check_range(field, getattr(getattr(config, field.table), field.key))
+        value = getattr(getattr(config, field.table), field.key)
+        if value is not None:
+            check_range(field, value)
 
 
 def check_range(field: FieldSchema, value: Any) -> None:

@@ -425,6 +425,8 @@ def limits_of(context: HttpContext, frontend: Frontend) -> tuple[Slo, float]:
         slo = Slo(
             ttft_s=slo.ttft_s if ttft_ms is None else ttft_ms / 1e3,
             tbt_s=slo.tbt_s if tbt_ms is None else tbt_ms / 1e3,
+            ttft_stated=slo.ttft_stated or ttft_ms is not None,
+            tbt_stated=slo.tbt_stated or tbt_ms is not None,
         )
     timeout_ms = _milliseconds(context, b"x-request-timeout-ms")
     timeout_s = frontend.request_timeout_s

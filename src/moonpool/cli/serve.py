@@ -32,6 +32,7 @@ from moonpool.cli.output import fail
 from moonpool.config import Config, ConfigError, VllmConfig
 from moonpool.config_rules import vllm_place
 from moonpool.config_schema import Values
+from moonpool.config_slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
 from moonpool.cores import threads_per_process
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkServer, open_fork_server
@@ -97,6 +98,14 @@ _SHARED_KEYS = (
     "telemetry.log_requests",
     "telemetry.otlp_traces_endpoint",
 )
+_SLO_HELPS = {
+    f"slo.{key}": f"Service level for the {what}, in seconds. Unless given, nothing is refused for"
+    f" it, and {assumed_s:g} s are a yardstick."
+    for key, what, assumed_s in (
+        ("ttft_s", "time to first token", ASSUMED_TTFT_S),
+        ("tbt_s", "time between tokens", ASSUMED_TBT_S),
+    )
+}
 SERVE_FLAGS = ConfigFlags(
     "cluster.prefill",
     "cluster.decode",
@@ -107,6 +116,7 @@ SERVE_FLAGS = ConfigFlags(
     "vllm.decode",
     *_SHARED_KEYS,
     "network.head_port",
+    helps=_SLO_HELPS,
 )
 HEAD_FLAGS = ConfigFlags(
     *_SHARED_KEYS,
@@ -116,7 +126,10 @@ HEAD_FLAGS = ConfigFlags(
     "tls.certfile",
     "tls.keyfile",
     "tls.ca_certs",
-    helps={"network.head_port": f"Port for workers to join at; {HEAD_PORT} unless configured."},
+    helps={
+        "network.head_port": f"Port for workers to join at; {HEAD_PORT} unless configured.",
+        **_SLO_HELPS,
+    },
 )
 
 

@@ -203,8 +203,8 @@ class AttemptPlanner:
                 return decision
             request = tracked.request
             # A request that was admitted or had to wait is not rejected for being slow.
-            slo = UNLIMITED if tracked.generated or tracked.has_waited else request.slo
-            budget = SloBudget(slo, max(now - request.arrived_s, 0.0))
+            slo = UNLIMITED if _goes_on(tracked) else request.slo.limits
+            budget = SloBudget(slo, max(now - request.arrived_s, 0.0), request.slo)
             forecast = self._output_predictor.forecast
             context = AdmissionContext(
                 footprint, decision, budget, self._table, forecast, config, now
@@ -236,6 +236,11 @@ class AttemptPlanner:
             f"admitted to check the cost estimate, although {rejection.message}"
         )
         return decision
+
+
+def _goes_on(tracked: TrackedRequest) -> bool:
+    """Whether it was admitted before, or had to wait."""
+    return bool(tracked.generated) or tracked.has_waited
 
 
 def _name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLayout) -> None:
@@ -282,8 +287,8 @@ def _spec(
 
 def _local_slo(tracked: TrackedRequest, config: ConductorConfig) -> Slo:
     """The SLO that the decode instance checks again."""
-    slo, limit = tracked.request.slo, config.load_limit
-    if tracked.generated or tracked.has_waited or config.admission == "none":
+    slo, limit = tracked.request.slo.limits, config.load_limit
+    if _goes_on(tracked) or config.admission == "none":
         return UNLIMITED
     return slo if limit == 1.0 else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
 

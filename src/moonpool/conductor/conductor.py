@@ -36,7 +36,8 @@ from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
-from moonpool.config import ADMISSIONS, PLACEMENTS, ConductorConfig, SloConfig
+from moonpool.config import ADMISSIONS, PLACEMENTS, ConductorConfig
+from moonpool.config_slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
 from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
@@ -55,7 +56,7 @@ from moonpool.protocol.messages import (
 )
 from moonpool.types import InstanceId, RequestId, Role, Slo
 
-DEFAULT_SLO = Slo(ttft_s=SloConfig().ttft_s, tbt_s=SloConfig().tbt_s)
+DEFAULT_SLO = Slo(ttft_s=ASSUMED_TTFT_S, tbt_s=ASSUMED_TBT_S)
 MAX_MARKED_REPLICAS = 8192
 """Blocks per tick whose number of replicas is sent to the instances."""
 MAX_WITHIN_S = 3600.0

@@ -294,7 +294,7 @@ class RequestLifecycle:
             attempt_id=attempt.attempt_id, token=report.token, handle=report.handle
         )
         self._send(attempt.decode, command)
-        if attempt.waits:
+        if attempt.waits and tracked.request.slo.ttft_stated:
             latest_s = tracked.request.arrived_s + tracked.request.slo.ttft_s
             heapq.heappush(self._joining, (latest_s, tracked.request.request_id))
 

@@ -61,6 +61,7 @@ from moonpool.runtime.checkpoint import checkpoint
 from moonpool.runtime.explain import (
     describe_cluster,
     describe_record,
+    describe_server,
     describe_to_tenant,
 )
 from moonpool.runtime.metrics_collector import MetricsCollector
@@ -76,7 +77,7 @@ from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.transfer.tls import HANDSHAKE_S as TLS_HANDSHAKE_S
 from moonpool.transfer.tls import PeerTls
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
 
 log = limited_logger("moonpool.head")
 
@@ -110,7 +111,7 @@ class Head:
         self.card = card
         self.tokenizer = tokenizer
         self.now = now
-        self.default_slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
+        self.default_slo = config.slo.usual
         self.request_timeout_s = config.api.request_timeout_s
         self._metrics = ServerMetrics(card.model_id)
         self._observer = MetricsCollector(self._metrics)
@@ -304,10 +305,7 @@ class Head:
         return described
 
     def server_info(self) -> dict[str, Any]:
-        config = msgspec.to_builtins(self.config)
-        config["api"]["api_keys"] = len(self.config.api.api_keys)
-        config["vllm"] = {role: len(places) for role, places in config["vllm"].items()}
-        return {"config": config, "model": msgspec.to_builtins(self.card)}
+        return describe_server(self.config) | {"model": msgspec.to_builtins(self.card)}
 
     def not_ready(self) -> str:
         if self.standbys.replaced:

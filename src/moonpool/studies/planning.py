@@ -95,7 +95,7 @@ def plan_cluster(
         found = Planner(assessor, prepared, bounds).plan()
         around = found.neighbours if found.complete else ()
         fewer = broken_by_fewer(around, assessor.in_full)
-    words = sentence(found, fewer, prepared.base.slo, goal, prepared.shares_prefixes)
+    words = sentence(found, fewer, prepared.base.slo.usual, goal, prepared.shares_prefixes)
     figures = figures_of(found, fewer, words, prepared, goal, priced)
     run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
     return PlanResult(figures | {"run": named_trace(trace) | run})

@@ -28,8 +28,8 @@ def status(url: str, api_key: str | None, ca_file: str) -> None:
 def status_lines(frame: dict[str, Any]) -> list[str]:
     """Returns the five lines of a frame, and one for each standby."""
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
-    ttft = _latency(totals["ttft_s"], slo["ttft_s"])
-    tbt = _latency(totals["tbt_s"], slo["tbt_s"])
+    ttft = _latency(totals["ttft_s"], _slo(slo, "ttft_s"))
+    tbt = _latency(totals["tbt_s"], _slo(slo, "tbt_s"))
     by_tier = (
         f"{tokens['dram']:,} from DRAM, {tokens['fetched']:,} fetched,"
         f" {tokens['ssd']:,} from SSD, {tokens['computed']:,} computed"
@@ -78,8 +78,13 @@ def _ended(totals: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _latency(found: dict[str, float] | None, slo_s: float) -> str:
+def _slo(slo: dict[str, Any], key: str) -> str:
+    what = "assumed SLO" if key in slo.get("assumed", ()) else "SLO"
+    return f"{what} {time_text(slo[key])}"
+
+
+def _latency(found: dict[str, float] | None, slo: str) -> str:
     if found is None:
-        return f"- (SLO {time_text(slo_s)})"
+        return f"- ({slo})"
     shown = ", ".join(f"{name} {time_text(value)}" for name, value in found.items())
-    return f"{shown} (SLO {time_text(slo_s)})"
+    return f"{shown} ({slo})"
