@@ -171,7 +171,8 @@ class Request(Struct, frozen=True):
     `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
     prompt's full blocks if they are known without its tokens (a trace has block keys, and no text);
     None: they follow from the tokens. `adapter` identifies the LoRA adapter that computes it; "":
-    none. Block keys contain it. Requests with a lower `priority` are served first.
+    none. Block keys contain it. Requests with a lower `priority` are served first. `call` names the
+    call that this is one of several choices of; "": it is the only one.
     """
 
     request_id: RequestId
@@ -186,6 +187,7 @@ class Request(Struct, frozen=True):
     trace: TraceContext | None = None
     adapter: str = ""
     priority: int = 0
+    call: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

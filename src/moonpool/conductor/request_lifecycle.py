@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from itertools import islice
+from math import inf
 
 import msgspec
 
@@ -30,14 +31,16 @@ from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.output_predictor import OutputPredictor
-from moonpool.conductor.placement import Rejection
+from moonpool.conductor.placement import NO_ROOM, Rejection
+from moonpool.conductor.preemption import Preemption
 from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.replication import Replication
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
-from moonpool.conductor.waiting import RETRY_DELAYS_S, WaitingRequests
+from moonpool.conductor.wait_rules import FAIR_SHARE, WaitRules
+from moonpool.conductor.waiting import RETRY_DELAYS_S, Need, WaitingRequests
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -60,8 +63,6 @@ TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
 TTFT_SLO_LATE = "ttft_slo_late"
 """The reason of a rejection because no room in a decode batch came in time: likewise."""
-FAIR_SHARE = "fair_share"
-"""The reason of a rejection in favour of other tenants' waiting requests."""
 REFUSED = "refused_by_engine"
 MAX_PLACED_PER_TURN = 256
 MAX_TRIED_PER_TURN = 8
@@ -101,6 +102,9 @@ class RequestLifecycle:
         self.shares = FairShare(tenant_weights)
         self._tenant_caches = tenant_caches
         self.waiting = WaitingRequests(self.shares)
+        self.wait_rules = WaitRules(reservations, self.shares, self.waiting)
+        self._preemption = Preemption(reservations, self.shares)
+        self.num_pauses = 0  # of answers that gave way to another tenant's
         self._has_room = False  # an answer has ended since the last look at waiting requests
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
@@ -144,13 +148,13 @@ class RequestLifecycle:
         tenant = payer_of(request.tenant)
         tracked.share = self.shares.weight(tenant)
         tracked.cache_share = self._tenant_caches.get(tenant, 1.0)
-        self.shares.see(tenant, now)
+        tracked.account = self.shares.begin(tenant, now)
         tracked.competes = self.shares.compete(now)
         if delivered is None and self.shares.must_yield(tenant, now):
             text = "other tenants wait for their share of this cluster, and yours is used up"
-            self._reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
-            return
-        self._place(tracked, now)
+            self._wait_or_reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
+        else:
+            self._place(tracked, now)
         if self._prefetching is not None and request.request_id in self.requests:
             self._prefetching.arrive(tracked, now)
         if self._replication is not None and request.request_id in self.requests:
@@ -159,29 +163,68 @@ class RequestLifecycle:
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
         planned = self._planner.plan(tracked, now)
-        if isinstance(planned, Rejection) and self.waiting.may_wait(tracked, planned):
-            if tracked.request.request_id not in self.waiting:
-                tracked.explanation.add(f"waits: {planned.message}")
-            self.waiting.add(tracked, now)
-        elif isinstance(planned, Rejection) and self.waiting.is_owed(tracked, planned, now):
-            self.waiting.add(tracked, now, is_owed=True)
-        elif isinstance(planned, Rejection):
-            if planned.reason == POLICY_ERROR:
-                self._actions.append(Announce(planned.message))
-                planned = msgspec.structs.replace(planned, message=POLICY_ERROR_TEXT)
-            self._reject(tracked, planned, now)
+        if isinstance(planned, Rejection):
+            planned = self._claim(tracked, planned, now)
+        if isinstance(planned, Rejection):
+            self._wait_or_reject(tracked, planned, now)
         else:
             self._book(tracked, planned, now)
 
+    def _claim(
+        self, tracked: TrackedRequest, rejection: Rejection, now: float
+    ) -> PlannedAttempt | Rejection:
+        """Plans the attempt of a request whose tenant is owed what others have: without regard to
+        the load, and in the room of answers that give way."""
+        if not self.wait_rules.may_claim(tracked, rejection, now):
+            return rejection
+        tracked.has_waited = True  # others cause the load, so it is not rejected for that
+        planned = self._planner.plan(tracked, now) if rejection.reason != NO_ROOM else rejection
+        if not isinstance(planned, Rejection) or planned.reason != NO_ROOM:
+            return planned
+        victims = self._preemption.victims(tracked, planned.room_tokens, now)
+        for victim in victims:
+            self._pause(victim, now)
+        return self._planner.plan(tracked, now) if victims else planned
+
+    def _pause(self, tracked: TrackedRequest, now: float) -> None:
+        """Ends an attempt in favour of another tenant's request. It goes on when there is room."""
+        assert tracked.attempt is not None
+        need = Need(tracked.attempt.booked_tokens, 0.0)
+        tracked.explanation.add("pauses: another tenant is owed its share of this cluster")
+        self.num_pauses += 1
+        self._unbook(tracked, now)
+        self.waiting.add(tracked, now, need)
+
+    def _wait_or_reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
+        answer_s = self._output_predictor.mean_s
+        waited = tracked.request.request_id in self.waiting
+        if not waited:
+            rejection = self.wait_rules.with_wait(tracked, rejection, answer_s, now)
+        if self.wait_rules.may_wait(tracked, rejection, now):
+            return
+        if waited:
+            rejection = self.wait_rules.with_wait(tracked, rejection, answer_s, now)
+        if rejection.reason == POLICY_ERROR:
+            self._actions.append(Announce(rejection.message))
+            rejection = msgspec.structs.replace(rejection, message=POLICY_ERROR_TEXT)
+        self._reject(tracked, rejection, now)
+
     def place_waiting(self, now: float) -> None:
         """Places requests that wait, as far as there are instances and room."""
-        num_failures = 0
         self._has_room = False
         if not self.waiting:
             return
+        num_failures = 0
+        least_tokens: float = inf  # for which there was no room
         for tracked in islice(self.waiting.due(now), MAX_PLACED_PER_TURN):
+            if self.waiting.need(tracked).room_tokens >= least_tokens:
+                continue
+            if self.shares.must_yield(payer_of(tracked.request.tenant), now):
+                continue
             self._place(tracked, now)
-            num_failures += tracked.request.request_id in self.waiting
+            if tracked.request.request_id in self.waiting:
+                num_failures += 1
+                least_tokens = min(least_tokens, self.waiting.need(tracked).room_tokens or inf)
             if num_failures >= MAX_TRIED_PER_TURN:
                 break
 
@@ -193,10 +236,11 @@ class RequestLifecycle:
     def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         placement, footprint = planned.placement, planned.footprint
         attempt = self._planner.attempt(tracked, planned)
+        self.wait_rules.note_attempt(tracked.request, 1)
         self.waiting.remove(tracked.request.request_id)
         if not tracked.num_attempts:
-            num_tokens = footprint.expected_tokens - placement.hit_tokens
-            self.shares.give(payer_of(tracked.request.tenant), num_tokens, now)
+            tracked.account.charge(footprint.num_tokens - placement.hit_tokens, now)
+        tracked.account.held_tokens += attempt.booked_tokens
         tracked.num_attempts += 1
         tracked.attempt = attempt
         self._attempts[attempt.attempt_id] = tracked
@@ -233,7 +277,7 @@ class RequestLifecycle:
                 self._begin_decoding(tracked, attempt, now)
                 self._deliver(tracked, (attempt.first_token,), None, now)
                 row = self._instances[attempt.decoder].row
-                self._table.grow(row, 1, self._reservations.add_tokens(attempt, 1))
+                self._table.grow(row, 1, self._add_tokens(tracked, attempt, 1))
             case TransferDone():
                 record.transfer_done_s = now
                 record.corrupt_blocks += report.corrupt_blocks
@@ -325,7 +369,7 @@ class RequestLifecycle:
             self._deliver(tracked, item.tokens, item.finish, now, report.gap_s)
             if attempt.decodes:
                 num_tokens += len(item.tokens)
-                room_tokens += self._reservations.add_tokens(attempt, len(item.tokens))
+                room_tokens += self._add_tokens(tracked, attempt, len(item.tokens))
                 if attempt.interval_tokens:
                     self._output_predictor.note_tokens(tracked, attempt, now)
             if item.finish is not None:
@@ -333,6 +377,12 @@ class RequestLifecycle:
         self._table.grow(state.row, num_tokens, room_tokens)
         for tracked, finish in ending:
             self.end(tracked, finish.value, now)
+
+    def _add_tokens(self, tracked: TrackedRequest, attempt: Attempt, num_tokens: int) -> int:
+        """As `Reservations.add_tokens`; what the tenant holds grows with it."""
+        extra_tokens = self._reservations.add_tokens(attempt, num_tokens)
+        tracked.account.held_tokens += extra_tokens
+        return extra_tokens
 
     def _deliver(
         self,
@@ -344,6 +394,7 @@ class RequestLifecycle:
     ) -> None:
         tracked.num_faults = 0
         tracked.generated.extend([token.token_id for token in tokens])
+        tracked.account.charge(len(tokens), now)
         is_first = tracked.record.first_token_s is None
         tracked.record.note_tokens(len(tokens), now, gap_s)
         if is_first:
@@ -387,8 +438,10 @@ class RequestLifecycle:
         self._retry(tracked, 503, "drained", "its instance leaves", now, at_fault=False)
 
     def expire(self, now: float) -> None:
-        """Ends the requests whose deadlines have passed, and those that wait for room in a decode
-        batch although their TTFT SLO is missed."""
+        """Ends the requests whose deadlines have passed, and those that have waited for too long
+        for their TTFT SLO: for a place, or for room in a decode batch."""
+        for waiting in self.waiting.over(now):
+            self._place(waiting, now)
         while self._joining and self._joining[0][0] <= now:
             _, request_id = heapq.heappop(self._joining)
             tracked = self.requests.get(request_id)
@@ -466,6 +519,7 @@ class RequestLifecycle:
         self.waiting.remove(tracked.request.request_id)
         self._has_room = True
         del self.requests[tracked.request.request_id]
+        self.shares.end(payer_of(tracked.request.tenant), tracked.account)
         if len(self._deadlines) > 2 * len(self.requests) + 64:
             self._deadlines = [d for d in self._deadlines if d[1] in self.requests]
             heapq.heapify(self._deadlines)
@@ -481,6 +535,7 @@ class RequestLifecycle:
         if self._prefetching is not None:
             self._prefetching.end(tracked, now)
         record = tracked.record
+        self.wait_rules.rooms.note_answer(record.num_generated_tokens)
         self._roles.note_answer(
             num_prompt_tokens, record.cached_tokens or 0, record.num_generated_tokens
         )
@@ -497,12 +552,14 @@ class RequestLifecycle:
             return
         self._reservations.end_prefill(tracked, attempt, now)
         self._reservations.unbook(tracked, attempt, now)
+        tracked.account.held_tokens -= attempt.booked_tokens
         for instance_id in sorted({attempt.prefill, attempt.decoder}):
             reserved = instance_id == attempt.decode and attempt.stage is not AttemptStage.DECODE
             if (abort or reserved) and instance_id in self._instances:
                 self._send(instance_id, Abort(attempt_id=attempt.attempt_id))
         del self._attempts[attempt.attempt_id]
         tracked.attempt = None
+        self.wait_rules.note_attempt(tracked.request, -1)
 
     def _send(self, instance_id: InstanceId, command: Command) -> None:
         self._actions.append(Send(instance_id, command))
@@ -515,5 +572,10 @@ class RequestLifecycle:
             else:
                 assert self._attempts[tracked.attempt.attempt_id] is tracked
         assert len(self._attempts) + len(self.waiting) == len(self.requests)
+        held: dict[str, list[int]] = {}
+        for tracked in self.requests.values():
+            tokens = 0 if tracked.attempt is None else tracked.attempt.booked_tokens
+            held.setdefault(payer_of(tracked.request.tenant), []).append(tokens)
+        self.shares.validate(held)
         placed = [tracked for tracked in self.requests.values() if tracked.attempt is not None]
         self._reservations.validate(placed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from moonpool.conductor.decode_forecast import DecodeInterval
+from moonpool.conductor.fair_share import ShareAccount
 from moonpool.conductor.instance_table import NEVER_S, S_PER_NS
 from moonpool.conductor.placement import Explanation
 from moonpool.cost.online import LearnedFactor
@@ -62,6 +63,7 @@ class TrackedRequest:
     record: RequestRecord
     keys: Sequence[BlockKey] = ()
     attempt: Attempt | None = None
+    account: ShareAccount = field(default_factory=ShareAccount)
     share: float = 1.0  # of its tenant
     cache_share: float = 1.0  # likewise
     competes: bool = False  # with those of other tenants, when it arrived

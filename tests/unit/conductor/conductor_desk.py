@@ -99,8 +99,14 @@ class Desk:
         return actions
 
     def ask(self, name: str = "r", **known: Any) -> list[ConductorAction]:
-        sampling = {"max_tokens": known.pop("max_tokens", 8)}
-        slo = Slo(ttft_s=known.pop("ttft_s", 30.0), tbt_s=known.pop("tbt_s", 1.0))
+        sampling = {"max_tokens": known.pop("max_tokens", 8), **known.pop("sampling", {})}
+        stated = known.pop("stated", True)
+        slo = Slo(
+            ttft_s=known.pop("ttft_s", 30.0),
+            tbt_s=known.pop("tbt_s", 1.0),
+            ttft_stated=stated,
+            tbt_stated=stated,
+        )
         values = {"token_ids": PROMPT, "deadline_s": self.now + 60.0, **known}
         request = Request(
             request_id=RequestId(name),

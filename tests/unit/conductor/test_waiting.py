@@ -90,7 +90,8 @@ def test_a_begun_answer_waits_for_room() -> None:
     desk.ask("b", token_ids=range(100, 116), max_tokens=9)
     assert not of(lose(desk, lost), Refuse)
     assert desk.conductor.num_waiting == 1
-    assert of(desk.ask("new", token_ids=range(16), max_tokens=9), Refuse), "it is not begun"
+    late = desk.ask("new", token_ids=range(16), max_tokens=9, ttft_s=0.02)
+    assert of(late, Refuse), "it is not begun"
     assert not placed(tick(desk))
     actions = desk.handle(RequestCancelled(RequestId("b")))
     assert placed(actions) == ["a"]
