@@ -266,6 +266,7 @@ class Generator:
         context = call.context
         priority = self._rates.priority(context.tenant, body.priority, context.is_admin)
         choices: list[Choice] = []
+        has_several = len(prepared.prompts) * (body.n or 1) > 1
         header = call.context.headers.get(b"traceparent", b"")
         trace = read_traceparent(header, self._options.exports_traces)
         for number, token_ids in enumerate(prepared.prompts):
@@ -288,6 +289,7 @@ class Generator:
                     priority=priority,
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                     trace=trace if trace is None or not index else beside(trace),
+                    call=request_id if has_several else "",
                 )
                 calls = reader(call.facts.id_source(index)) if reader else None
                 choice = Choice(index, request, ending, tokenizer, calls)

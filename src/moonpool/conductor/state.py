@@ -72,6 +72,7 @@ class TrackedRequest:
     predicted_step_s: float = 0.0  # where it decodes, when it was admitted
     num_faults: int = 0  # since the last token
     has_waited: bool = False  # for an instance or for room, which is not its fault
+    call_has_begun: bool = False  # another choice of its call was admitted before
     arrival_noted: bool = False
     num_named_tokens: int = -1  # `keys` are those of so many tokens
     predicted_output_tokens: float = 0.0

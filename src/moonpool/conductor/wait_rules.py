@@ -110,12 +110,12 @@ class WaitRules:
         return self._shares.may_claim(tenant, rejection.room_tokens, now >= patient_s, now)
 
     def _waits_for_room(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
-        """Whether the request waits until its deadline for others that hold the room."""
-        if rejection.status == HOPELESS:
+        """Whether the request waits until its deadline for others that hold the room: it was
+        admitted before, or another choice of its call was."""
+        if rejection.status == HOPELESS or rejection.reason not in LOAD_REASONS:
             return False
-        if tracked.num_attempts:
-            return rejection.reason == NO_ROOM
-        return rejection.reason in LOAD_REASONS and self._calls[tracked.request.call] > 0
+        tracked.call_has_begun |= self._calls[tracked.request.call] > 0
+        return tracked.call_has_begun or (tracked.num_attempts > 0 and rejection.reason == NO_ROOM)
 
     def _is_in_time(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> bool:
         """Whether time removes the reason soon enough. One that waits already was in time, and its

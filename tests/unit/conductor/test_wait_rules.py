@@ -199,3 +199,15 @@ def test_finished_answers_leave_no_call_behind() -> None:
         desk.decoding(f"c~{number}/{number + 1}")
         desk.tokens("d0", 51, finish=FinishReason.STOP, work=f"c~{number}/{number + 1}")
     assert not desk.conductor._lifecycle.wait_rules._calls
+
+
+def test_a_choice_goes_on_waiting_when_those_before_it_have_ended() -> None:
+    """Another request took the room that they left."""
+    desk = full_desk()
+    desk.handle(RequestCancelled(RequestId("first")))
+    desk.ask("c~0", call="c", ttft_s=0.1, **ROOM)
+    desk.ask("c~1", call="c", ttft_s=0.1, **ROOM)
+    desk.ask("urgent", priority=-1, **ROOM)
+    assert placed(end(desk, "c~0")) == ["urgent"]
+    assert not of(tick(desk, 5.0), Refuse)
+    assert placed(end(desk, "urgent")) == ["c~1"]
