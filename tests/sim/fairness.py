@@ -108,7 +108,10 @@ class Fairness:
 
     def _checked_pause(self, tracked: TrackedRequest, now: float) -> None:
         """Asserts that the answer gives way to a tenant that has less, and keeps as much."""
-        assert self._placing is not None
+        if self._placing is None:
+            assert self._world.options.engine == "vllm", "nobody asks for its room"
+            self._pause(tracked, now)
+            return
         winner, loser = _payer(self._placing.request), _payer(tracked.request)
         assert winner != loser, "a tenant takes its own room"
         assert tracked.request.priority >= self._placing.request.priority, "it is more urgent"

@@ -16,6 +16,9 @@ from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting_order import aged_s
 from moonpool.types import payer_of
 
+VLLM = "vllm"
+"""The layout inside blocks of vLLM instances."""
+
 
 class Preemption:
     def __init__(self, reservations: Reservations, shares: FairShare) -> None:
@@ -32,24 +35,46 @@ class Preemption:
             if not table.decodes[row] or table.capacity_tokens.item(row) < num_tokens:
                 continue
             lacking = num_tokens - table.room_tokens.item(row)
-            chosen = self._choose(state, tracked, num_tokens, lacking, now)
+            chosen = self._choose(_holding(state), tracked, num_tokens, lacking, now)
             cost = sum(_context_tokens(victim) for victim in chosen)
             if chosen and cost < least:
                 best, least = chosen, cost
         return best
 
+    def overfull(self, now: float) -> list[TrackedRequest]:
+        """The answers that give way on vLLM instances whose answers have outgrown the room there:
+        where tenants compete, vLLM itself would preempt the one that came last. Our own instances
+        preempt by tenant (`scheduler.queue_order`)."""
+        found: list[TrackedRequest] = []
+        mean = self._shares.mean(now)
+        if mean is None:
+            return found
+        for state in self._instances.values():
+            lacking = -self._table.room_tokens.item(state.row)
+            if lacking <= 0.0 or state.info.layout.inner != VLLM:
+                continue
+            holding = list(_holding(state))
+            least = min(holding, key=lambda one: self._level(one, now))
+            if self._level(least, now) < mean:
+                found += self._choose(holding, least, 0, lacking, now)
+        return found
+
+    def _level(self, tracked: TrackedRequest, now: float) -> float:
+        return self._shares.level(payer_of(tracked.request.tenant), now)
+
     def _choose(
         self,
-        state: InstanceState,
+        holding: Iterable[TrackedRequest],
         tracked: TrackedRequest,
         num_tokens: int,
         lacking: float,
         now: float,
     ) -> list[TrackedRequest]:
-        """Answers of one instance that hold what is lacking there; none if they hold less."""
+        """Answers of one instance that hold what is lacking there; none if they hold less. None
+        gives way to its own tenant."""
         shares, tenant = self._shares, payer_of(tracked.request.tenant)
         claimed = shares.level(tenant, now) + num_tokens / shares.weight(tenant)
-        queues = _by_tenant(state, tracked, now)
+        queues = _by_tenant(holding, tracked, now)
         levels = {name: shares.level(name, now) for name in queues if name != tenant}
         chosen: list[TrackedRequest] = []
         while lacking > 0.0 and levels:
@@ -70,12 +95,12 @@ class Preemption:
 
 
 def _by_tenant(
-    state: InstanceState, tracked: TrackedRequest, now: float
+    holding: Iterable[TrackedRequest], tracked: TrackedRequest, now: float
 ) -> dict[str, list[TrackedRequest]]:
-    """The answers that hold room on the instance, and are no more urgent than the request: by
-    tenant, in the order in which they keep their places."""
+    """Those of the answers that are no more urgent than the request: by tenant, in the order in
+    which they keep their places."""
     found: dict[str, list[TrackedRequest]] = {}
-    for other in _holding(state):
+    for other in holding:
         if other.request.priority >= tracked.request.priority:
             found.setdefault(payer_of(other.request.tenant), []).append(other)
     for queue in found.values():
@@ -84,6 +109,7 @@ def _by_tenant(
 
 
 def _holding(state: InstanceState) -> Iterable[TrackedRequest]:
+    """The answers that hold room on the instance."""
     for tracked in {**state.prefills, **state.decodes}.values():
         attempt = tracked.attempt
         assert attempt is not None

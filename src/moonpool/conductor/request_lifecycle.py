@@ -442,6 +442,8 @@ class RequestLifecycle:
         for their TTFT SLO: for a place, or for room in a decode batch."""
         for waiting in self.waiting.over(now):
             self._place(waiting, now)
+        for victim in self._preemption.overfull(now):
+            self._pause(victim, now)
         while self._joining and self._joining[0][0] <= now:
             _, request_id = heapq.heappop(self._joining)
             tracked = self.requests.get(request_id)

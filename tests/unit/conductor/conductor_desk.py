@@ -63,6 +63,7 @@ class Desk:
         weights: Mapping[str, float] | None = None,
         default_slo: Slo = DEFAULT_SLO,
         cost: FittedCost = COST,
+        layout: BlockLayout = LAYOUT,
         **config: Any,
     ) -> None:
         self.conductor = Conductor(
@@ -72,6 +73,7 @@ class Desk:
         self.num_blocks = num_blocks
         self.chunk_tokens = chunk_tokens
         self.cost = cost
+        self.layout = layout
         for name in names:
             self.join(name)
 
@@ -84,7 +86,7 @@ class Desk:
             role=ROLES[name[0]],
             incarnation=incarnation,
             address=address,
-            layout=LAYOUT,
+            layout=self.layout,
             num_blocks=self.num_blocks,
             chunk_tokens=self.chunk_tokens,
             cost=self.cost,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from conductor_desk import Desk, of, sent
+from conductor_desk import LAYOUT, Desk, of, sent
 
 from moonpool.conductor.actions import ConductorAction, Refuse, RequestCancelled, Tick
 from moonpool.protocol.messages import Abort, ReserveDecode, StartPrefill
@@ -144,6 +145,24 @@ def test_a_claim_waits_where_a_part_of_the_share_is_used() -> None:
     assert not paused(flood.desk.handle(Tick()))
     flood.desk.now += 0.1
     assert len(paused(flood.desk.handle(Tick()))) == 2
+
+
+@pytest.mark.parametrize("inner", ["vllm", LAYOUT.inner])
+def test_answers_that_outgrow_a_vllm_instance_give_way(inner: str) -> None:
+    """Our own instances preempt by tenant themselves; vLLM preempts the one that came last."""
+    flood = Flood("m0", layout=msgspec.structs.replace(LAYOUT, inner=inner))
+    desk = flood.desk
+    flood.small()
+    for number in range(3):
+        desk.tokens("m0", *range(100), work=f"f{number}/{number + 1}")
+    found = paused(desk.handle(Tick()))
+    assert found == (["f8", "f7"] if inner == "vllm" else [])
+
+
+def test_a_tenant_alone_on_vllm_keeps_its_answers() -> None:
+    flood = Flood("m0", layout=msgspec.structs.replace(LAYOUT, inner="vllm"))
+    flood.desk.tokens("m0", *range(200), work="f0/1")
+    assert not paused(flood.desk.handle(Tick()))
 
 
 def test_a_tenant_alone_uses_all_and_pauses_nothing() -> None:
