@@ -192,6 +192,7 @@ class RequestLifecycle:
         need = Need(tracked.attempt.booked_tokens, 0.0)
         tracked.explanation.add("pauses: another tenant is owed its share of this cluster")
         self.num_pauses += 1
+        tracked.has_waited = True
         self._unbook(tracked, now)
         self.waiting.add(tracked, now, need)
 
@@ -200,7 +201,7 @@ class RequestLifecycle:
         waited = tracked.request.request_id in self.waiting
         if not waited:
             rejection = self.wait_rules.with_wait(tracked, rejection, answer_s, now)
-        if self.wait_rules.may_wait(tracked, rejection, now):
+        if self.wait_rules.may_wait(tracked, rejection, answer_s, now):
             return
         if waited:
             rejection = self.wait_rules.with_wait(tracked, rejection, answer_s, now)

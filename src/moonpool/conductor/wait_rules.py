@@ -75,8 +75,11 @@ class WaitRules:
         wait_s = rejection.retry_after_s + ahead.prefill_s / max(self._table.num_prefills, 1)
         return msgspec.structs.replace(rejection, retry_after_s=wait_s)
 
-    def may_wait(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> bool:
-        """Lets the request wait if time alone may remove the reason of its rejection."""
+    def may_wait(
+        self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
+    ) -> bool:
+        """Lets the request wait if time alone may remove the reason of its rejection. `answer_s`:
+        as in `with_wait`."""
         request, waiting = tracked.request, self._waiting
         if not waiting.has_place(tracked):
             return False
@@ -85,9 +88,10 @@ class WaitRules:
             tracked.has_waited = True
         elif rejection.status not in (429, 503) or rejection.reason not in LOAD_REASONS:
             return False
-        elif self._is_in_time(tracked, rejection, now):
+        elif self._is_in_time(tracked, rejection, answer_s, now):
             is_owed = self._shares.may_wait(payer_of(request.tenant), now)
-            latest_s = _latest_s(request, rejection) if request.slo.ttft_stated else None
+            if request.slo.ttft_stated:
+                latest_s = _latest_s(request, rejection, answer_s)
         elif self._is_owed(tracked, now):
             is_owed, latest_s = True, request.arrived_s + request.slo.ttft_s / 2
         else:
@@ -117,14 +121,18 @@ class WaitRules:
         tracked.call_has_begun |= self._calls[tracked.request.call] > 0
         return tracked.call_has_begun or (tracked.num_attempts > 0 and rejection.reason == NO_ROOM)
 
-    def _is_in_time(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> bool:
+    def _is_in_time(
+        self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
+    ) -> bool:
         """Whether time removes the reason soon enough. One that waits already was in time, and its
         limit is kept."""
         request = tracked.request
         if request.slo.ttft_stated and rejection.reason not in TIME_HELPS:
             return False
-        latest_s = _latest_s(request, rejection)
+        latest_s = _latest_s(request, rejection, answer_s)
         waits = request.request_id in self._waiting
+        if waits and not request.slo.ttft_stated:
+            return True
         return now < latest_s and (waits or now + rejection.retry_after_s <= latest_s)
 
     def _is_owed(self, tracked: TrackedRequest, now: float) -> bool:
@@ -136,8 +144,9 @@ class WaitRules:
         return waits or self._shares.may_wait(payer_of(request.tenant), now)
 
 
-def _latest_s(request: Request, rejection: Rejection) -> float:
-    """When the request must be placed, so that its first token comes in time."""
+def _latest_s(request: Request, rejection: Rejection, answer_s: float) -> float:
+    """When the request must be placed, so that its first token comes in time; where nobody has
+    stated what that is, its last one."""
     if request.slo.ttft_stated:
         return request.arrived_s + request.slo.ttft_s - rejection.prefill_s
-    return request.deadline_s - rejection.prefill_s
+    return request.deadline_s - rejection.prefill_s - answer_s
