@@ -37,6 +37,13 @@ class InstancesExpected(msgspec.Struct, frozen=True):
     roles: dict[InstanceId, Role]
 
 
+class InstancesLaunched(msgspec.Struct, frozen=True):
+    """Whoever launched these instances starts another one in the place of one that leaves, if it is
+    told to (`Relaunch`)."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
 class RequestCancelled(msgspec.Struct, frozen=True):
     """The answer is no longer needed (the client disconnected, or a stop string ended it)."""
 
@@ -77,6 +84,7 @@ ConductorEvent = (
     | InstanceLost
     | RequestArrived
     | InstancesExpected
+    | InstancesLaunched
     | RequestCancelled
     | Reported
     | DrainRequested
@@ -128,6 +136,13 @@ class Announce(msgspec.Struct, frozen=True):
     """A line for the operator's log."""
 
     text: str
+    is_warning: bool = False
+
+
+class Relaunch(msgspec.Struct, frozen=True):
+    """When this instance has left, another one is to take its place."""
+
+    instance_id: InstanceId
 
 
 class InstancesWanted(msgspec.Struct, frozen=True):
@@ -138,4 +153,4 @@ class InstancesWanted(msgspec.Struct, frozen=True):
     decode: int
 
 
-ConductorAction = Send | Deliver | Refuse | RequestEnded | Announce | InstancesWanted
+ConductorAction = Send | Deliver | Refuse | RequestEnded | Announce | Relaunch | InstancesWanted

@@ -21,6 +21,7 @@ from moonpool.conductor.actions import (
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
+    InstancesLaunched,
     InstancesWanted,
     Refuse,
     Reported,
@@ -47,6 +48,7 @@ _KINDS: tuple[type[ConductorEvent], ...] = (
     HotRequested,
     CacheDropRequested,
     InstancesExpected,
+    InstancesLaunched,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _LENGTH = struct.Struct("<I")

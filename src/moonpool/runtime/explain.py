@@ -74,6 +74,8 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
     return {
         "instances": instances,
         "slo": describe_slo(conductor.default_slo),
+        "lack": conductor.lack or None,
+        "answers_paused": conductor.num_pauses,
         "requests_under_way": len(conductor.requests),
         "requests_waiting": conductor.num_waiting,
         "indexed_blocks": len(conductor.index),

@@ -11,8 +11,9 @@ import os
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from functools import partial
+from logging import INFO, WARNING
 from secrets import token_hex
 from typing import Any
 
@@ -31,8 +32,10 @@ from moonpool.conductor.actions import (
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
+    InstancesLaunched,
     InstancesWanted,
     Refuse,
+    Relaunch,
     Reported,
     RequestArrived,
     RequestCancelled,
@@ -172,6 +175,10 @@ class Head:
         """An earlier head had these instances. Requests wait for them."""
         self._post(InstancesExpected(roles))
 
+    def note_launched(self, instance_ids: Iterable[InstanceId]) -> None:
+        """The supervisor has launched these instances."""
+        self._post(InstancesLaunched(tuple(instance_ids)))
+
     async def stop(self) -> None:
         """Stops every worker, and closes the connections. Returns when the workers were told."""
         self._stopping = True
@@ -226,13 +233,9 @@ class Head:
         self._post(RequestCancelled(request_id))
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        ended = self._ended.get(request_id)
-        if ended is not None:
-            return describe_record(ended.record, ended.explanation.lines())
         tracked = self.conductor.requests.get(RequestId(request_id))
-        if tracked is None:
-            return None
-        return describe_record(tracked.record, tracked.explanation.lines())
+        found = self._ended.get(request_id) or tracked
+        return None if found is None else describe_record(found.record, found.explanation.lines())
 
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
         if tenant is not None:
@@ -312,10 +315,7 @@ class Head:
             return "another head has replaced this one"
         if self._leaving:
             return "the server is stopping"
-        roles = [state.role for state in self.conductor.instances.values()]
-        if not any(role.prefills for role in roles):
-            return "no prefill instance is up"
-        return "" if any(role.decodes for role in roles) else "no decode instance is up"
+        return self.conductor.lack
 
     # The end
 
@@ -394,7 +394,9 @@ class Head:
                 case RequestEnded():
                     self._on_ended(action)
                 case Announce():
-                    log.info("%s", action.text)
+                    log.log(WARNING if action.is_warning else INFO, "%s", action.text)
+                case Relaunch():
+                    self.succession.replace(action.instance_id, from_disk=False)
                 case InstancesWanted():
                     log.info("wanted: %d prefill, %d decode", action.prefill, action.decode)
                     self._webhook.post(action)

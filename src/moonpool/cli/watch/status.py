@@ -26,7 +26,7 @@ def status(url: str, api_key: str | None, ca_file: str) -> None:
 
 
 def status_lines(frame: dict[str, Any]) -> list[str]:
-    """Returns the five lines of a frame, and one for each standby."""
+    """Returns the five lines of a frame, before them what it lacks, and one for each standby."""
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
     ttft = _latency(totals["ttft_s"], _slo(slo, "ttft_s"))
     tbt = _latency(totals["tbt_s"], _slo(slo, "tbt_s"))
@@ -38,7 +38,9 @@ def status_lines(frame: dict[str, Any]) -> list[str]:
         f"standby    {standby['host']}:{standby['port']}, heard {standby['heard_s_ago']:.1f} s ago"
         for standby in frame.get("standbys", ())
     ]
+    lack = [f"not ready  {frame['lack']}"] if frame.get("lack") else []
     return [
+        *lack,
         f"instances  {_roles(frame['instances'])}",
         f"load       {_load(frame)}",
         f"requests   {frame['under_way']} under way; last 10 min: {_ended(totals)}",
