@@ -7,7 +7,7 @@ mean level of the competitors is owed a place:
 
 * Its requests wait for one instead of being refused, and the others come after them.
 * One that is far below claims it: it is not refused for load that others cause, and where they hold
-  the room, their youngest answers give way (`preemption`).
+  the room, their youngest answers give way (`waiting.preemption`).
 
 A tenant alone is never affected. Time is the caller's.
 """

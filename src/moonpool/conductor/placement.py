@@ -419,7 +419,7 @@ def _too_long(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
 
 
 def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
-    """The caller adds when there will be room (`room_forecast`)."""
+    """The caller adds when there will be room (`waiting.room_forecast`)."""
     wanted = footprint.expected_tokens
     text = f"no decode instance has room for {wanted} more tokens of KVCache"
     rows = table.decodes if footprint.decodes else table.prefills

@@ -32,15 +32,15 @@ from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.output_predictor import OutputPredictor
 from moonpool.conductor.placement import NO_ROOM, Rejection
-from moonpool.conductor.preemption import Preemption
 from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.replication import Replication
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
-from moonpool.conductor.wait_rules import FAIR_SHARE, WaitRules
-from moonpool.conductor.waiting import RETRY_DELAYS_S, Need, WaitingRequests
+from moonpool.conductor.waiting.preemption import Preemption
+from moonpool.conductor.waiting.queue import RETRY_DELAYS_S, WaitingRequests, WaitNeed
+from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -189,7 +189,7 @@ class RequestLifecycle:
     def _pause(self, tracked: TrackedRequest, now: float) -> None:
         """Ends an attempt in favour of another tenant's request. It goes on when there is room."""
         assert tracked.attempt is not None
-        need = Need(tracked.attempt.booked_tokens, 0.0)
+        need = WaitNeed(tracked.attempt.booked_tokens, 0.0)
         tracked.explanation.add("pauses: another tenant is owed its share of this cluster")
         self.num_pauses += 1
         tracked.has_waited = True

@@ -8,7 +8,7 @@ from typing import Any
 from moonpool.conductor import request_lifecycle
 from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.state import TrackedRequest
-from moonpool.conductor.waiting_order import WaitingOrder
+from moonpool.conductor.waiting.order import WaitingOrder
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from conductor_desk import Desk, of, sent
 
-from moonpool.conductor import waiting as waiting_module
 from moonpool.conductor.actions import (
     ConductorAction,
     DrainRequested,
@@ -14,6 +13,7 @@ from moonpool.conductor.actions import (
     RequestCancelled,
     Tick,
 )
+from moonpool.conductor.waiting import queue as waiting_module
 from moonpool.protocol.messages import AttemptFailed, AttemptId, ReserveDecode, StartPrefill
 from moonpool.types import FinishReason, InstanceId, RequestId
 

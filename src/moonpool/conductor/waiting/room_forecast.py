@@ -1,4 +1,4 @@
-"""Forecasts when a decode instance has room for so many more tokens of KVCache.
+"""Forecasts when an instance has room for so many more tokens of KVCache.
 
 The answers that hold the room free it when they end. Each is predicted from its own length so far:
 
@@ -70,28 +70,35 @@ class RoomForecast:
         """An answer of so many tokens has ended."""
         self._lengths.note(num_tokens)
 
-    def wait_s(self, num_tokens: int, ahead_tokens: float, answer_s: float, now: float) -> float:
-        """Time until some decode instance has room for `num_tokens`, after those who wait for
+    def wait_s(
+        self, num_tokens: int, ahead_tokens: float, answer_s: float, now: float, decodes: bool
+    ) -> float:
+        """Time until some instance has room for `num_tokens`, after those who wait for
         `ahead_tokens` in all have got theirs. `answer_s`: how long an answer lasts in the mean.
-        Infinite if no instance is large enough."""
+        `decodes`: whether the request needs an instance that decodes; else one for its prompt."""
         if not 0.0 <= now - self._updated_s < UPDATE_EVERY_S:
             self._update(now)
         table = self._table
         ahead = ahead_tokens / max(table.num_decodes, 1)
-        waits_s = [float("inf")]
+        possible = table.decodes if decodes else table.prefills
+        waits_s: list[float] = []
         for row, ends in self._ends.items():
-            if table.capacity_tokens.item(row) >= num_tokens and table.decodes[row]:
+            if table.capacity_tokens.item(row) >= num_tokens and possible[row]:
                 lacking = num_tokens + ahead - table.room_tokens.item(row)
                 waits_s.append(ends.wait_s(lacking, table.capacity_tokens.item(row), answer_s, now))
-        return min(waits_s)
+        return min(waits_s, default=answer_s)  # none is known of one that has just joined
 
     def _update(self, now: float) -> None:
         self._updated_s = now
         table = self._table
-        rows = table.decodes.nonzero()[0]
+        states = {state.row: state for state in self._instances.values()}
+        rows = np.array(list(states), dtype=np.intp)
+        holds = table.decodes | (
+            table.room_tokens < table.capacity_tokens
+        )  # since its role changed
+        rows = rows[holds[rows]]
         if len(rows) > MOST_LOOKED_AT:
             rows = rows[np.argsort(-table.room_tokens[rows], kind="stable")[:MOST_LOOKED_AT]]
-        states = {state.row: state for state in self._instances.values()}
         self._ends = {int(row): self._ends_on(states[int(row)], now) for row in rows}
 
     def _ends_on(self, state: InstanceState, now: float) -> _Ends:

@@ -1,6 +1,6 @@
 """Requests that wait for an instance, for room or for their share: they have no attempt meanwhile.
 
-`wait_rules` says who waits. The queue is bounded, and every tenant that comes has a part of it.
+`rules` says who waits. The queue is bounded, and every tenant that comes has a part of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.state import InstanceState, TrackedRequest
-from moonpool.conductor.waiting_order import WaitingOrder
+from moonpool.conductor.waiting.order import WaitingOrder
 from moonpool.types import InstanceId, RequestId, Role, payer_of
 
 MAX_WAITING = 4096
@@ -23,20 +23,20 @@ RETRY_DELAYS_S = (0.0, 0.5, 1.5, 3.0, 5.0)
 """Delay of the next attempt after the first, second, ... fault in a row."""
 
 
-class Need(NamedTuple):
+class WaitNeed(NamedTuple):
     """What a request that waits will take."""
 
     room_tokens: int  # of KVCache where it decodes
     prefill_s: float
 
 
-NOTHING = Need(0, 0.0)
+NOTHING = WaitNeed(0, 0.0)
 
 
 class _Wait(NamedTuple):
     tracked: TrackedRequest
     num_tokens: int
-    need: Need
+    need: WaitNeed
     is_owed: bool
     number: int  # in the order
 
@@ -91,7 +91,7 @@ class WaitingRequests:
     def note_joined(self, instance_id: InstanceId) -> None:
         self.lost.pop(instance_id, None)
 
-    def need(self, tracked: TrackedRequest) -> Need:
+    def need(self, tracked: TrackedRequest) -> WaitNeed:
         """What a request that waits will take."""
         return self._waits[tracked.request.request_id].need
 
@@ -124,7 +124,7 @@ class WaitingRequests:
             and part.num_tokens + num_tokens <= -(-MAX_WAITING_TOKENS // num_parts)
         )
 
-    def ahead(self, tracked: TrackedRequest, now: float) -> Need:
+    def ahead(self, tracked: TrackedRequest, now: float) -> WaitNeed:
         """What the requests that wait, and would be placed before this one, take in all."""
         tenant = payer_of(tracked.request.tenant)
         level = self._shares.level(tenant, now)
@@ -133,7 +133,7 @@ class WaitingRequests:
             if name == tenant or self._shares.level(name, now) <= level:
                 room_tokens += part.room_tokens
                 prefill_s += part.prefill_s
-        return Need(room_tokens, prefill_s)
+        return WaitNeed(room_tokens, prefill_s)
 
     # The queue
 
@@ -141,7 +141,7 @@ class WaitingRequests:
         self,
         tracked: TrackedRequest,
         not_before_s: float,
-        need: Need = NOTHING,
+        need: WaitNeed = NOTHING,
         is_owed: bool = False,
         limit_s: float | None = None,
     ) -> None:

@@ -20,9 +20,9 @@ from moonpool.conductor.fair_share import PATIENT_SHARE, FairShare
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import LONG_QUEUE, NO_ROOM, Rejection
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.room_forecast import RoomForecast
 from moonpool.conductor.state import TrackedRequest
-from moonpool.conductor.waiting import Need, WaitingRequests
+from moonpool.conductor.waiting.queue import WaitingRequests, WaitNeed
+from moonpool.conductor.waiting.room_forecast import RoomForecast
 from moonpool.types import Request, payer_of
 
 HOPELESS = 422
@@ -69,7 +69,10 @@ class WaitRules:
             return rejection
         ahead = self._waiting.ahead(tracked, now)
         if rejection.reason == NO_ROOM:
-            wait_s = self.rooms.wait_s(rejection.room_tokens, ahead.room_tokens, answer_s, now)
+            decodes = tracked.request.sampling.max_tokens - len(tracked.generated) > 1
+            wait_s = self.rooms.wait_s(
+                rejection.room_tokens, ahead.room_tokens, answer_s, now, decodes
+            )
             text = f"{rejection.message}; there should be some in {max(wait_s, 0.1):.1f} s"
             return msgspec.structs.replace(rejection, message=text, retry_after_s=wait_s)
         wait_s = rejection.retry_after_s + ahead.prefill_s / max(self._table.num_prefills, 1)
@@ -98,7 +101,7 @@ class WaitRules:
             return False
         if request.request_id not in waiting:
             tracked.explanation.add(f"waits: {rejection.message}")
-            need = Need(rejection.room_tokens, rejection.prefill_s)
+            need = WaitNeed(rejection.room_tokens, rejection.prefill_s)
             waiting.add(tracked, now, need, is_owed, latest_s)
         return True
 

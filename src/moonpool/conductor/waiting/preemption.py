@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import InstanceState, TrackedRequest
-from moonpool.conductor.waiting_order import aged_s
+from moonpool.conductor.waiting.order import aged_s
 from moonpool.types import payer_of
 
 VLLM = "vllm"
