@@ -59,7 +59,8 @@ class RequestRecord:
     attempts: int = 0
     prefill_instance: InstanceId | None = None
     decode_instance: InstanceId | None = None
-    predicted_ttft_s: float | None = None
+    predicted_ttft_s: float | None = None  # from the placement
+    expected_ttft_s: float | None = None  # from the arrival, as `ttft_s`
     predicted_tbt_s: float | None = None
     cached_tokens: int = 0
     fetched_tokens: int = 0

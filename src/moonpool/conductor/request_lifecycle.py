@@ -64,6 +64,7 @@ TBT_SLO_LATE = "tbt_slo_late"
 TTFT_SLO_LATE = "ttft_slo_late"
 """The reason of a rejection because no room in a decode batch came in time: likewise."""
 REFUSED = "refused_by_engine"
+ASSUMED_TIMES = "too few prompts have ended there to check its profile; these times are assumed"
 MAX_PLACED_PER_TURN = 256
 MAX_TRIED_PER_TURN = 8
 """Waiting requests that are planned in vain in one turn: the others would hardly fit either."""
@@ -256,7 +257,11 @@ class RequestLifecycle:
         record.placed_s = now
         record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
         record.predicted_ttft_s, record.predicted_tbt_s = placement.ttft_s, placement.tbt_s
+        if record.first_token_s is None:
+            record.expected_ttft_s = now - record.arrived_s + placement.ttft_s
         tracked.explanation.add(placement.chosen)
+        if not self._instances[attempt.prefill].prefill_factor.is_learned:
+            tracked.explanation.add(f"{attempt.prefill}: {ASSUMED_TIMES}")
         for instance_id, command in self._planner.commands(tracked, attempt, planned, now):
             self._send(instance_id, command)
 

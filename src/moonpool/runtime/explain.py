@@ -18,6 +18,7 @@ from moonpool.types import BlockKey, Slo, payer_of
 
 _NO_INSTANTS = (
     "arrived_s",
+    "expected_ttft_s",
     "gap_runs",
     "kept_tbt_top10_mean_s",
     "predicted_tbt_s",
@@ -48,7 +49,7 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
         "recomputed_corrupt_blocks": record.corrupt_blocks,
         "generated_tokens": record.num_generated_tokens,
         "slo": describe_slo(record.slo),
-        "predicted": {"ttft_s": record.predicted_ttft_s, "tbt_s": record.predicted_tbt_s},
+        "predicted": {"ttft_s": record.expected_ttft_s, "tbt_s": record.predicted_tbt_s},
         "refused_by": record.projection,
         "observed": {
             "ttft_s": record.ttft_s,

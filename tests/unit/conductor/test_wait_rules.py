@@ -9,10 +9,12 @@ from conductor_desk import Desk, of, sent
 
 from moonpool.conductor.actions import ConductorAction, Refuse, RequestCancelled, Tick
 from moonpool.conductor.fair_share import FairShare
+from moonpool.conductor.request_lifecycle import ASSUMED_TIMES
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting import queue as waiting_module
 from moonpool.conductor.waiting.queue import WaitingRequests
-from moonpool.protocol.messages import StartPrefill
+from moonpool.cost.online import MIN_SAMPLES, STEPS_PER_SAMPLE
+from moonpool.protocol.messages import AttemptId, PrefillStarted, StartPrefill
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
 
@@ -211,3 +213,31 @@ def test_a_choice_goes_on_waiting_when_those_before_it_have_ended() -> None:
     assert placed(end(desk, "c~0")) == ["urgent"]
     assert not of(tick(desk, 5.0), Refuse)
     assert placed(end(desk, "urgent")) == ["c~1"]
+
+
+def test_the_predicted_ttft_counts_what_a_request_has_waited() -> None:
+    desk = full_desk()
+    desk.ask("second", **ROOM)
+    tick(desk, 7.0)
+    end(desk, "first")
+    second = desk.conductor.requests[RequestId("second")].record
+    assert second.predicted_ttft_s == pytest.approx(0.016)
+    assert second.expected_ttft_s == pytest.approx(7.016)
+
+
+def test_times_that_no_prompt_has_confirmed_are_told_as_assumed() -> None:
+    desk = Desk("p0", "d0", num_blocks=100_000)
+    are_assumed: list[bool] = []
+    for number in range(20):
+        prompt = tuple(range(number * 100, number * 100 + 40))
+        desk.ask(f"r{number}", token_ids=prompt)
+        lines = desk.conductor.requests[RequestId(f"r{number}")].explanation.lines()
+        are_assumed.append(f"p0: {ASSUMED_TIMES}" in lines)
+        work = f"r{number}/1"
+        begun = PrefillStarted(attempt_id=AttemptId(work), cached_tokens=0, fetched_tokens=0)
+        desk.report("p0", begun)
+        desk.now += 0.04
+        desk.prefilled(work)
+        end(desk, f"r{number}")
+    learned = are_assumed.index(False)
+    assert learned >= MIN_SAMPLES * STEPS_PER_SAMPLE and not any(are_assumed[learned:])
