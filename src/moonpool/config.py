@@ -18,6 +18,7 @@ from moonpool.config_hardware import Parallelism as Parallelism
 from moonpool.config_schema import ConfigError as ConfigError
 from moonpool.config_schema import Values, about, convert_tables, load_toml, name_problems
 from moonpool.config_schema import choices as choices
+from moonpool.config_slo import SloConfig as SloConfig
 from moonpool.config_telemetry import LOG_FORMATS as LOG_FORMATS
 from moonpool.config_telemetry import LOG_LEVELS as LOG_LEVELS
 from moonpool.config_telemetry import LogFormat as LogFormat
@@ -249,15 +250,6 @@ class NetworkConfig(Struct, frozen=True):
     nixl: Annotated[
         bool, about("Move blocks between machines by NIXL: RDMA, or what else UCX finds.")
     ] = False
-
-
-class SloConfig(Struct, frozen=True):
-    ttft_s: Annotated[
-        float, about("Service level for the time to first token, in seconds.", "--slo-ttft", gt=0)
-    ] = 30.0
-    tbt_s: Annotated[
-        float, about("Service level for the time between tokens, in seconds.", "--slo-tbt", gt=0)
-    ] = 0.5
 
 
 class ConductorConfig(Struct, frozen=True):

@@ -97,10 +97,16 @@ def schema_of(config: type[msgspec.Struct]) -> Mapping[str, FieldSchema]:
 def _fields(config: type[msgspec.Struct]) -> Iterator[FieldSchema]:
     for table, struct in get_type_hints(config).items():
         for key, hint in get_type_hints(struct, include_extras=True).items():
+            hint = _annotated(hint)
             kind, *metas = get_args(hint) if get_origin(hint) is Annotated else (hint,)
             meta = metas[0] if metas else Meta()
             flag = (meta.extra or {}).get("flag") or f"--{key.replace('_', '-')}"
             yield FieldSchema(table, key, kind, meta, flag)
+
+
+def _annotated(hint: Any) -> Any:
+    """The annotated type of a key that may also be None."""
+    return next((part for part in get_args(hint) if get_origin(part) is Annotated), hint)
 
 
 def parse_toml(text: str, config: type[msgspec.Struct]) -> Values:
@@ -192,10 +198,13 @@ def convert_tables(tables: Values, config: type[C], problems: Iterable[str] = ()
 
 def check_ranges(config: msgspec.Struct) -> None:
     """Raises ConfigError for all values that their own limits forbid."""
+    values = (
+        (f, getattr(getattr(config, f.table), f.key)) for f in schema_of(type(config)).values()
+    )
     raise_all(
         f"{field.name} must be {field.limits}"
-        for field in schema_of(type(config)).values()
-        if not field.allows(getattr(getattr(config, field.table), field.key))
+        for field, value in values
+        if value is not None and not field.allows(value)
     )
 
 

@@ -59,7 +59,8 @@ class RequestRecord:
     attempts: int = 0
     prefill_instance: InstanceId | None = None
     decode_instance: InstanceId | None = None
-    predicted_ttft_s: float | None = None
+    predicted_ttft_s: float | None = None  # from the placement
+    expected_ttft_s: float | None = None  # from the arrival, as `ttft_s`
     predicted_tbt_s: float | None = None
     cached_tokens: int = 0
     fetched_tokens: int = 0
@@ -144,9 +145,19 @@ class RequestRecord:
         ttft_s, tbt_s = self.ttft_s or 0.0, self.tbt_top10_mean_s or 0.0
         return ttft_s <= self.slo.ttft_s and tbt_s <= self.slo.tbt_s
 
-    def note_span(self, span: RecordedSpan) -> None:
-        """Keeps a part of a traced request, or counts it as lost (mutates)."""
+    def note_span(
+        self,
+        name: str,
+        instance_id: InstanceId,
+        now: float,
+        seconds: float,
+        num_tokens: int,
+        num_bytes: int,
+    ) -> None:
+        """Keeps a part of a traced request, which ends now, or counts it as lost (mutates)."""
         if len(self.spans) < MAX_SPANS:
+            begin_s = max(now - seconds, self.arrived_s)
+            span = RecordedSpan(name, instance_id, begin_s, now, num_tokens, num_bytes)
             self.spans.append(span)
         else:
             self.num_lost_spans += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from math import inf
 from typing import Literal, NewType
 
 import msgspec
@@ -57,11 +58,33 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all shared values: immutable, keyword-only, strict when decoded."""
 
 
-class Slo(Struct, frozen=True):
-    """Service levels of one request: time to first token, and time between tokens, in seconds."""
+class Slo(Struct, frozen=True, omit_defaults=True):
+    """Service levels of one request: time to first token, and time between tokens, in seconds.
+
+    One that neither the client nor the operator has stated is assumed, as a yardstick for placement
+    and for reports. Nothing is refused for it.
+    """
 
     ttft_s: float
     tbt_s: float
+    ttft_stated: bool = True
+    tbt_stated: bool = True
+
+    @property
+    def limits(self) -> Slo:
+        """The service levels that were stated; infinite in place of an assumed one."""
+        if self.ttft_stated and self.tbt_stated:
+            return self
+        return Slo(
+            ttft_s=self.ttft_s if self.ttft_stated else inf,
+            tbt_s=self.tbt_s if self.tbt_stated else inf,
+        )
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """The names of the levels that nobody has stated."""
+        stated = (("ttft_s", self.ttft_stated), ("tbt_s", self.tbt_stated))
+        return tuple(name for name, is_stated in stated if not is_stated)
 
 
 class BadWord(Struct, frozen=True, array_like=True):
@@ -160,7 +183,8 @@ class Request(Struct, frozen=True):
     `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
     prompt's full blocks if they are known without its tokens (a trace has block keys, and no text);
     None: they follow from the tokens. `adapter` identifies the LoRA adapter that computes it; "":
-    none. Block keys contain it. Requests with a lower `priority` are served first.
+    none. Block keys contain it. Requests with a lower `priority` are served first. `call` names the
+    call that this is one of several choices of; "": it is the only one.
     """
 
     request_id: RequestId
@@ -175,6 +199,7 @@ class Request(Struct, frozen=True):
     trace: TraceContext | None = None
     adapter: str = ""
     priority: int = 0
+    call: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -113,3 +113,31 @@ def test_instances_leave_and_their_cache_stays(server: LocalServer) -> None:
     time.sleep(2.5)  # two heartbeats: they stay away
     assert len(desk.names()) == 1
     wait_until(lambda: audit_cluster(desk.cluster()) == [])
+
+
+def test_the_last_instance_of_a_role_is_replaced_when_it_is_told_to_end() -> None:
+    """Whoever ends all of them gets them back: a server without one serves nobody."""
+    with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
+        desk = Desk(server)
+        first = desk.ask(LONG)
+        answers: list[dict[str, Any]] = []
+        asking = threading.Thread(target=lambda: answers.append(desk.ask(LONG)))
+        asking.start()
+        wait_until(lambda: desk.cluster()["requests_under_way"] > 0)
+        for name in ("decode-0", "prefill-0"):
+            (pid,) = [i["pid"] for i in desk.cluster()["instances"] if i["instance_id"] == name]
+            os.kill(pid, signal.SIGTERM)
+            wait_until(lambda name=name, pid=pid: _is_another(desk, name, pid))  # type: ignore[misc]
+        asking.join()
+        assert answers[0]["choices"] == first["choices"], "an answer under way goes on"
+        assert desk.ask(LONG)["choices"] == first["choices"]
+        log = "\n".join(server.log_lines())
+        ready = desk.client.get("/ready")
+    for name in ("decode-0", "prefill-0"):
+        assert f"WARNING {name} was told to end, and is the last instance that" in log
+    assert ready.json() == {"ready": True, "reason": None}
+
+
+def _is_another(desk: Desk, name: str, former: int) -> bool:
+    pids = [i["pid"] for i in desk.cluster()["instances"] if i["instance_id"] == name]
+    return bool(pids) and pids[0] != former

@@ -61,6 +61,7 @@ ROOMS_OF_FILES = {
     "config_telemetry": "config",
     "config_tls": "config",
     "config_api": "config",
+    "config_slo": "config",
 }
 """Modules beside a room's main module that belong to that room."""
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}

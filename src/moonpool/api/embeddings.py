@@ -101,7 +101,8 @@ class Embedder:
         async def one(index: int, token_ids: tuple[int, ...]) -> _Found:
             async with room:
                 request_id = RequestId(f"{scoped}~{index}" if index else scoped)
-                return await self._embedding(request_id, token_ids, limits)
+                call = scoped if len(prompts) > 1 else ""
+                return await self._embedding(request_id, token_ids, limits, call)
 
         works = [marked(one(*numbered), kept) for numbered in enumerate(prompts)]
         tasks = [asyncio.create_task(work) for work in works]
@@ -113,7 +114,7 @@ class Embedder:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _embedding(
-        self, request_id: RequestId, token_ids: tuple[int, ...], limits: _Limits
+        self, request_id: RequestId, token_ids: tuple[int, ...], limits: _Limits, call: str
     ) -> _Found:
         frontend = self._frontend
         pooling = frontend.card.pooling
@@ -130,6 +131,7 @@ class Embedder:
             adapter=limits.adapter,
             priority=limits.priority,
             use_cache=pooling == "last",  # cached tokens have no hidden states
+            call=call,
         )
         found: _Found | None = None
         async with aclosing(frontend.submit(request, limits.delivered)) as outputs:

@@ -66,7 +66,8 @@ class Inspector:
         info = self._frontend.server_info()
         if not context.is_admin:
             slo = info.get("config", {}).get("slo")
-            info = {"model": info.get("model"), "config": {"slo": slo}}
+            assumed = {key: info[key] for key in ("assumed_slos",) if key in info}
+            info = {"model": info.get("model"), "config": {"slo": slo}} | assumed
         await _respond(context, info)
 
     async def cluster(self, context: HttpContext) -> None:

@@ -286,6 +286,7 @@ class Generator:
         context = call.context
         priority = self._rates.priority(context.tenant, body.priority, context.is_admin)
         choices: list[Choice] = []
+        has_several = len(prepared.prompts) * (body.n or 1) > 1
         header = call.context.headers.get(b"traceparent", b"")
         trace = read_traceparent(header, self._options.exports_traces)
         for number, token_ids in enumerate(prepared.prompts):
@@ -309,6 +310,7 @@ class Generator:
                     priority=priority,
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                     trace=trace if trace is None or not index else beside(trace),
+                    call=request_id if has_several else "",
                 )
                 waits = grammar != prepared.grammar
                 reader, shown = self._reader(call, token_ids, ending, index, waits)
@@ -488,6 +490,8 @@ def limits_of(context: HttpContext, frontend: Frontend) -> tuple[Slo, float]:
         slo = Slo(
             ttft_s=slo.ttft_s if ttft_ms is None else ttft_ms / 1e3,
             tbt_s=slo.tbt_s if tbt_ms is None else tbt_ms / 1e3,
+            ttft_stated=slo.ttft_stated or ttft_ms is not None,
+            tbt_stated=slo.tbt_stated or tbt_ms is not None,
         )
     timeout_ms = _milliseconds(context, b"x-request-timeout-ms")
     timeout_s = frontend.request_timeout_s

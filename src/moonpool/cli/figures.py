@@ -27,7 +27,7 @@ def _requests(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple
     roles = {"prefill": config.cluster.prefill, "decode": config.cluster.decode}
     roles["mixed"] = config.cluster.mixed
     parts = " + ".join(f"{count} {role}" for role, count in roles.items() if count)
-    conductor, slo = config.conductor, config.slo
+    conductor, slo = config.conductor, config.slo.usual
     yield "cluster", f"{parts}; {conductor.placement}, admission {conductor.admission}"
     yield "requests", f"{figures['requests']:,} in {simulation.last_arrival_s:,.0f} s"
     share = f"{figures['effective']:,} ({figures['effective_share']:.1%})"

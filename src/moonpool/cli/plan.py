@@ -230,7 +230,7 @@ class _Job:
         from moonpool.plan.search import Planner
 
         prepared, goal = self._prepared, self._goal
-        slo, wanted = prepared.base.slo, goal.wanted
+        slo, wanted = prepared.base.slo.usual, goal.wanted
         with _progress(goal.max_runs) as tell:
             assessor = self._assessor(goal, tell)
             bounds = Bounds(self._workload, prepared.base, prepared.demand)

@@ -33,6 +33,7 @@ from moonpool.cli.output import fail, need_package
 from moonpool.config import Config, ConfigError, VllmConfig
 from moonpool.config_rules import vllm_place
 from moonpool.config_schema import Values
+from moonpool.config_slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
 from moonpool.cores import crowding, threads_per_process, usable_cores
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkServer, open_fork_server
@@ -102,6 +103,14 @@ _SHARED_KEYS = (
     "telemetry.log_requests",
     "telemetry.otlp_traces_endpoint",
 )
+_SLO_HELPS = {
+    f"slo.{key}": f"Service level for the {what}, in seconds. Unless given, nothing is refused for"
+    f" it, and {assumed_s:g} s are a yardstick."
+    for key, what, assumed_s in (
+        ("ttft_s", "time to first token", ASSUMED_TTFT_S),
+        ("tbt_s", "time between tokens", ASSUMED_TBT_S),
+    )
+}
 SERVE_FLAGS = ConfigFlags(
     "cluster.prefill",
     "cluster.decode",
@@ -112,6 +121,7 @@ SERVE_FLAGS = ConfigFlags(
     "vllm.decode",
     *_SHARED_KEYS,
     "network.head_port",
+    helps=_SLO_HELPS,
 )
 HEAD_FLAGS = ConfigFlags(
     *_SHARED_KEYS,
@@ -121,7 +131,10 @@ HEAD_FLAGS = ConfigFlags(
     "tls.certfile",
     "tls.keyfile",
     "tls.ca_certs",
-    helps={"network.head_port": f"Port for workers to join at; {HEAD_PORT} unless configured."},
+    helps={
+        "network.head_port": f"Port for workers to join at; {HEAD_PORT} unless configured.",
+        **_SLO_HELPS,
+    },
 )
 
 

@@ -43,6 +43,13 @@ class InstancesExpected(msgspec.Struct, frozen=True):
     roles: dict[InstanceId, Role]
 
 
+class InstancesLaunched(msgspec.Struct, frozen=True):
+    """Whoever launched these instances starts another one in the place of one that leaves, if it is
+    told to (`Relaunch`)."""
+
+    instance_ids: tuple[InstanceId, ...]
+
+
 class RequestCancelled(msgspec.Struct, frozen=True):
     """The answer is no longer needed: its client has left, another choice of its call failed, or
     the head stops. `reason`: the outcome of its record."""
@@ -94,6 +101,7 @@ ConductorEvent = (
     | InstanceLost
     | RequestArrived
     | InstancesExpected
+    | InstancesLaunched
     | RequestCancelled
     | RequestFinished
     | Reported
@@ -147,6 +155,13 @@ class Announce(msgspec.Struct, frozen=True):
     """A line for the operator's log."""
 
     text: str
+    is_warning: bool = False
+
+
+class Relaunch(msgspec.Struct, frozen=True):
+    """When this instance has left, another one is to take its place."""
+
+    instance_id: InstanceId
 
 
 class InstancesWanted(msgspec.Struct, frozen=True):
@@ -157,4 +172,4 @@ class InstancesWanted(msgspec.Struct, frozen=True):
     decode: int
 
 
-ConductorAction = Send | Deliver | Refuse | RequestEnded | Announce | InstancesWanted
+ConductorAction = Send | Deliver | Refuse | RequestEnded | Announce | Relaunch | InstancesWanted

@@ -18,6 +18,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Protocol
 
 import msgspec
@@ -30,16 +31,26 @@ from moonpool.conductor.policies import PolicyError, RequestFootprint, guarded
 from moonpool.config import Admission, ConductorConfig
 from moonpool.types import Slo
 
-UNLIMITED = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
+UNLIMITED = Slo(ttft_s=inf, tbt_s=inf)
 WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0)
 """Delays at which the projection is evaluated again, to recommend when to retry."""
 
 
 class SloBudget(msgspec.Struct, frozen=True):
-    """A request's SLO, and how long it has waited already."""
+    """A request's SLO, and how long it has waited already.
+
+    `slo` is infinite where nobody has stated one. `assumed` has what is assumed there, as a measure
+    of load; None: all was stated.
+    """
 
     slo: Slo
     waited_s: float
+    assumed: Slo | None = None
+
+    @property
+    def yardstick(self) -> Slo:
+        """The SLO, stated or assumed."""
+        return self.slo if self.assumed is None else self.assumed
 
 
 class AdmissionContext(msgspec.Struct, frozen=True):
@@ -106,7 +117,7 @@ def _baseline(context: AdmissionContext) -> Rejection | None:
 
 def _early(context: AdmissionContext) -> Rejection | None:
     late = _baseline(context)
-    if late is not None or not context.footprint.decodes:
+    if late is not None or not _counts_decodes(context):
         return late
     pool, table, limit = _pool(context), context.table, context.config.load_limit
     decoding = table.without_remainders(table.total_decoding, table.total_decoding_context)
@@ -117,7 +128,7 @@ def _early(context: AdmissionContext) -> Rejection | None:
 
 def _predictive(context: AdmissionContext) -> Rejection | None:
     late = _baseline(context)
-    if late is not None or not context.footprint.decodes:
+    if late is not None or not _counts_decodes(context):
         return late
     now, ttft_s, forecast = context.now, context.placement.ttft_s, context.forecast
     pool, limit = _pool(context), context.config.load_limit
@@ -140,6 +151,10 @@ ADMISSIONS: dict[Admission, AdmissionFunction] = {
     "predictive": _predictive,
     "goodput": _goodput,
 }
+
+
+def _counts_decodes(context: AdmissionContext) -> bool:
+    return context.footprint.decodes and context.budget.slo.tbt_s < inf
 
 
 def _pool(context: AdmissionContext) -> _Pool:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from moonpool.conductor.admission import (
     UNLIMITED,
@@ -22,7 +24,14 @@ from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.instance_table import to_ns
 from moonpool.conductor.output_predictor import OutputPredictor
-from moonpool.conductor.placement import Placement, PlacementFunction, Rejection, place
+from moonpool.conductor.placement import (
+    LONG_QUEUE,
+    NO_ROOM,
+    Placement,
+    PlacementFunction,
+    Rejection,
+    place,
+)
 from moonpool.conductor.policies import PolicyError, RequestFootprint
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_switching import RoleSwitching
@@ -111,9 +120,22 @@ class AttemptPlanner:
         if isinstance(decision, Rejection) and avoid:
             decision = self._decide(tracked, footprint, match, (), now)
         if isinstance(decision, Rejection):
-            return decision
+            return self._with_need(decision, footprint, match)
         self._output_predictor.predict(tracked, match.deepest)
         return PlannedAttempt(decision, footprint, tokens)
+
+    def _with_need(
+        self, rejection: Rejection, footprint: RequestFootprint, match: PrefixMatch
+    ) -> Rejection:
+        """States what the request needs. A request that waits for room, or for the prompts before
+        it, must be placed early enough for its prefill."""
+        least_s = 0.0
+        if rejection.reason in (NO_ROOM, LONG_QUEUE):
+            table, held = self._table, np.minimum(match.hits, footprint.usable_blocks)
+            prefill_s = table.prefill_s(footprint.num_tokens, held * float(footprint.block_tokens))
+            least_s = float(prefill_s[table.prefills].min(initial=np.inf))
+        room_tokens = footprint.expected_tokens
+        return msgspec.structs.replace(rejection, prefill_s=least_s, room_tokens=room_tokens)
 
     def attempt(self, tracked: TrackedRequest, planned: PlannedAttempt) -> Attempt:
         placement, footprint = planned.placement, planned.footprint
@@ -204,8 +226,8 @@ class AttemptPlanner:
                 return decision
             request = tracked.request
             # A request that was admitted or had to wait is not rejected for being slow.
-            slo = UNLIMITED if tracked.generated or tracked.has_waited else request.slo
-            budget = SloBudget(slo, max(now - request.arrived_s, 0.0))
+            slo = UNLIMITED if _goes_on(tracked) else request.slo.limits
+            budget = SloBudget(slo, max(now - request.arrived_s, 0.0), request.slo)
             forecast = self._output_predictor.forecast
             context = AdmissionContext(
                 footprint, decision, budget, self._table, forecast, config, now
@@ -221,7 +243,7 @@ class AttemptPlanner:
                 )
                 context = msgspec.structs.replace(context, expected=expected)
             tracked.num_decisions += 1
-            rejection = admit(context, policies.admission)
+            rejection = admit(context, policies.admission) or _long_queue(context)
         except PolicyError as error:
             return Rejection(500, POLICY_ERROR, str(error), 0.0)
         if rejection is None:
@@ -237,6 +259,25 @@ class AttemptPlanner:
             f"admitted to check the cost estimate, although {rejection.message}"
         )
         return decision
+
+
+def _goes_on(tracked: TrackedRequest) -> bool:
+    """Whether it was admitted before, or had to wait."""
+    return bool(tracked.generated) or tracked.has_waited
+
+
+def _long_queue(context: AdmissionContext) -> Rejection | None:
+    """A request whose TTFT nobody has stated is not refused for it. But the queue of an instance
+    gets no longer than an assumed one allows: others have stated theirs. The rest waits at the
+    Conductor, which keeps the order of priorities and tenants."""
+    budget, placement = context.budget, context.placement
+    if budget.slo is UNLIMITED or budget.slo.ttft_s < inf:
+        return None
+    queue_s, limit_s = placement.queue_s + placement.decode_wait_s, budget.yardstick.ttft_s
+    if queue_s <= limit_s:
+        return None
+    text = f"the prompts before it take {queue_s:.1f} s, more than {limit_s:g} s"
+    return Rejection(503, LONG_QUEUE, text, queue_s - limit_s)
 
 
 def _name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLayout) -> None:
@@ -283,8 +324,8 @@ def _spec(
 
 def _local_slo(tracked: TrackedRequest, config: ConductorConfig) -> Slo:
     """The SLO that the decode instance checks again."""
-    slo, limit = tracked.request.slo, config.load_limit
-    if tracked.generated or tracked.has_waited or config.admission == "none":
+    slo, limit = tracked.request.slo.limits, config.load_limit
+    if _goes_on(tracked) or config.admission == "none":
         return UNLIMITED
     return slo if limit == 1.0 else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from moonpool.conductor.actions import (
+    Announce,
     CacheDropRequested,
     ConductorAction,
     ConductorEvent,
@@ -20,6 +21,8 @@ from moonpool.conductor.actions import (
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
+    InstancesLaunched,
+    Relaunch,
     Reported,
     RequestArrived,
     RequestCancelled,
@@ -38,7 +41,8 @@ from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
-from moonpool.config import ADMISSIONS, PLACEMENTS, ConductorConfig, SloConfig
+from moonpool.config import ADMISSIONS, PLACEMENTS, ConductorConfig
+from moonpool.config_slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
 from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
@@ -57,7 +61,7 @@ from moonpool.protocol.messages import (
 )
 from moonpool.types import InstanceId, RequestId, Role, Slo
 
-DEFAULT_SLO = Slo(ttft_s=SloConfig().ttft_s, tbt_s=SloConfig().tbt_s)
+DEFAULT_SLO = Slo(ttft_s=ASSUMED_TTFT_S, tbt_s=ASSUMED_TBT_S)
 MAX_MARKED_REPLICAS = 8192
 """Blocks per tick whose number of replicas is sent to the instances."""
 MAX_WITHIN_S = 3600.0
@@ -136,6 +140,7 @@ class Conductor:
             self.replication,
         )
         self._marks_replicas = config.spare_copies_first
+        self._launched: set[InstanceId] = set()
 
     def watch(self, on_work: Callable[[RequestId | None], None]) -> None:
         """`on_work` is called with a request before it is planned, and with None after that. It
@@ -152,6 +157,11 @@ class Conductor:
     def num_waiting(self) -> int:
         """Requests that wait for an instance or for room."""
         return len(self._lifecycle.waiting)
+
+    @property
+    def num_pauses(self) -> int:
+        """Answers that gave way to another tenant's."""
+        return self._lifecycle.num_pauses
 
     @property
     def is_busy(self) -> bool:
@@ -177,6 +187,8 @@ class Conductor:
                 self._lifecycle.finish(event.request_id, event.reason, event.num_tokens, now)
             case InstancesExpected():
                 self._lifecycle.waiting.expect(event.roles)
+            case InstancesLaunched():
+                self._launched = set(event.instance_ids)
             case InstanceJoined():
                 self._on_instance_joined(event.info, now)
             case InstanceLost():
@@ -197,6 +209,20 @@ class Conductor:
         actions = self._actions.copy()
         self._actions.clear()
         return actions
+
+    @property
+    def lack(self) -> str:
+        """The role that no instance has, and how to get it back; "" if requests are served."""
+        roles = [state.role for state in self.instances.values()]
+        lost = self._lifecycle.waiting.lost
+        for name, other in (("prefill", Role.DECODE), ("decode", Role.PREFILL)):
+            if any(role is not other for role in roles):
+                continue
+            expected = [instance_id for instance_id, role in lost.items() if role is not other]
+            if expected:
+                return f"no {name} instance is up: {', '.join(expected[:4])} should be back soon"
+            return f"no {name} instance is up: {_how_to_start(f'{name}s')}"
+        return ""
 
     def loads(self, now: float) -> PoolLoads:
         """How loaded both pools are; cheap enough for every scrape and sample."""
@@ -283,10 +309,24 @@ class Conductor:
                 if self.replication is not None:
                     self.replication.on_taken(report)
             case LeaveRequested():
-                why = "its process received a signal to end"
-                self._drain(instance_id, report.within_s, why, now)
+                self._on_leave_requested(state, report.within_s, now)
             case _:
                 self._lifecycle.on_report(report, instance_id, now)
+
+    def _on_leave_requested(self, state: InstanceState, within_s: float, now: float) -> None:
+        """Lets an instance go whose process received a signal to end. The last one of its role is
+        replaced, if whoever launched it can do that."""
+        name, what = state.info.instance_id, self.drains.sole_work(state)
+        returns = bool(what) and name in self._launched
+        if state.drain is None and what:
+            text = f"{name} was told to end, and is the last instance that {what}"
+            if returns:
+                self._actions.append(Relaunch(name))
+                text += ": another one takes its place. To end the server, stop it as a whole"
+            else:
+                text += f": requests are refused until another one joins ({_how_to_start(what)})"
+            self._actions.append(Announce(text, is_warning=True))
+        self._drain(name, within_s, "its process received a signal to end", now, returns)
 
     def _drain(
         self,
@@ -326,3 +366,9 @@ class Conductor:
             for instance_id, changes in self.index.take_replica_changes(MAX_MARKED_REPLICAS):
                 command = MarkReplicas(spare=tuple(changes.spare), last=tuple(changes.last))
                 self._actions.append(Send(instance_id, command))
+
+
+def _how_to_start(what: str) -> str:
+    """`what`: "prefills" or "decodes"."""
+    role = what.removesuffix("s")
+    return f"start one: moonpool worker --role {role} --head HOST:PORT"

@@ -103,7 +103,7 @@ class Draining:
         if state is None:
             known = ", ".join(self._instances) or "none"
             return f"there is no instance {instance_id!r}; there are: {known}"
-        what = self._sole_work(state)
+        what = self.sole_work(state)
         if what and not returns:
             return f"{instance_id} is the last instance that {what}: start another first"
         return ""
@@ -133,7 +133,7 @@ class Draining:
             known.move_s = min(known.move_s, now + within_s / 2)
             return []
         assert state.drain is None
-        moves_in_s = 0.0 if returns and self._sole_work(state) else within_s / 2
+        moves_in_s = 0.0 if returns and self.sole_work(state) else within_s / 2
         state.drain = Drain(f"leaves: {why}", now, until_s, None, returns=returns)
         self._table.set_role(state.row, prefills=False, decodes=False)
         block_bytes = max(state.info.layout.block_bytes, 1)
@@ -221,7 +221,7 @@ class Draining:
             fetch = sum(t.departure is departure for t in self._fetches.values())
             assert fetch == departure.num_fetches <= MAX_FETCHES
 
-    def _sole_work(self, state: InstanceState) -> str:
+    def sole_work(self, state: InstanceState) -> str:
         """What no other instance does: "prefills", "decodes" or nothing."""
         row, table = state.row, self._table
         for does, number, what in (

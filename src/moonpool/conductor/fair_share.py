@@ -1,92 +1,134 @@
-"""Shares an overloaded cluster among tenants by the tokens they were given.
+"""Shares an overloaded cluster among tenants by the tokens they have and had lately.
 
-Admission refuses what arrives while the cluster is full, so a tenant that sends without pause would
-take every place that becomes free. Where tenants compete, one that had less than its share of
-tokens lately is owed a place: it waits for one instead of being refused, and the others are refused
-meanwhile. A tenant alone is never affected. Time is the caller's.
+A tenant's level is the KVCache that its requests hold now, and the tokens that were computed for it
+lately, over its weight. So an answer counts for as long as it runs, and for some time afterwards.
+Tenants compete while they have requests under way, and for some time after a request. One below the
+mean level of the competitors is owed a place:
+
+* Its requests wait for one instead of being refused, and the others come after them.
+* One that is far below claims it: it is not refused for load that others cause, and where they hold
+  the room, their youngest answers give way (`waiting.preemption`).
+
+A tenant alone is never affected. Time is the caller's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 HALF_LIFE_S = 20.0
-"""What a tenant was given counts half after this time."""
+"""What was computed for a tenant counts half after this time."""
+FOLD_S = 0.5
+"""Tokens decay in steps of this time: there are many of them."""
 ACTIVE_S = 20.0
 """A tenant competes for so long after its last request."""
 MAX_TENANTS = 4096
 MAX_OWED_WAITING = 64
 """Requests of one tenant that wait because it is owed; further ones are refused as usual."""
+QUICK_SHARE = 0.5
+"""A tenant claims a place at once up to this part of the mean, its request included."""
+PATIENT_SHARE = 0.125
+"""Part of its TTFT SLO that a request waits before it claims more, up to the mean."""
 
 
-@dataclass(slots=True)
-class _Account:
-    weight: float
-    given: float = 0.0  # tokens over the weight, decayed up to `at_s`
+@dataclass(slots=True, eq=False)
+class ShareAccount:
+    """What one tenant has and had."""
+
+    weight: float = 1.0
+    given: float = 0.0  # computed tokens over the weight, decayed up to `at_s`
     at_s: float = 0.0
+    held_tokens: int = 0  # of KVCache, by its requests that are under way
+    num_under_way: int = 0
     seen_s: float = 0.0
 
-    def given_at(self, now: float) -> float:
+    def level(self, now: float) -> float:
         kept: float = 0.5 ** (max(now - self.at_s, 0.0) / HALF_LIFE_S)
-        return self.given * kept
+        return self.given * kept + self.held_tokens / self.weight
+
+    def charge(self, num_tokens: int, now: float) -> None:
+        """So many tokens were computed for the tenant."""
+        if now - self.at_s > FOLD_S:
+            self.given *= 0.5 ** ((now - self.at_s) / HALF_LIFE_S)
+            self.at_s = now
+        self.given += num_tokens / self.weight
 
 
 class FairShare:
-    """What each tenant was given lately."""
+    """The accounts of the tenants."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         """`weights`: shares of tenants relative to 1, the share of all others."""
         self._weights = dict(weights or {})
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, ShareAccount] = {}  # the last one was seen last
+        self._busy: dict[str, ShareAccount] = {}  # those with requests under way
         self._num_owed: dict[str, int] = {}  # waiting requests of tenants that are owed
 
-    def see(self, tenant: str, now: float) -> None:
-        """The tenant has sent a request."""
+    def begin(self, tenant: str, now: float) -> ShareAccount:
+        """A request of the tenant arrives, and is under way until `end`."""
         account = self._accounts.pop(tenant, None)
         if account is None:
-            account = _Account(self.weight(tenant), at_s=now)
+            account = ShareAccount(self.weight(tenant), at_s=now)
             if len(self._accounts) >= MAX_TENANTS:
-                del self._accounts[next(iter(self._accounts))]
+                self._forget_one()
+        self._accounts[tenant] = self._busy[tenant] = account
         account.seen_s = now
-        self._accounts[tenant] = account  # the last one was seen last
+        account.num_under_way += 1
+        return account
 
-    def give(self, tenant: str, num_tokens: float, now: float) -> None:
-        """A request of the tenant with so many tokens was admitted."""
-        account = self._accounts.get(tenant)
-        if account is not None:
-            account.given = account.given_at(now) + num_tokens / account.weight
-            account.at_s = now
+    def end(self, tenant: str, account: ShareAccount) -> None:
+        account.num_under_way -= 1
+        if not account.num_under_way:
+            del self._busy[tenant]
+
+    def _forget_one(self) -> None:
+        """Forgets the tenant that has been idle for longest; none that has requests under way."""
+        idle = next((name for name in self._accounts if name not in self._busy), None)
+        if idle is not None:
+            del self._accounts[idle]
 
     def weight(self, tenant: str) -> float:
         """Returns the tenant's share relative to 1."""
         return self._weights.get(tenant, 1.0)
 
     def level(self, tenant: str, now: float) -> float:
-        """Returns what the tenant was given lately, over its weight."""
+        """Returns what the tenant has and had lately, over its weight."""
         account = self._accounts.get(tenant)
-        return 0.0 if account is None else account.given_at(now)
+        return 0.0 if account is None else account.level(now)
 
     def compete(self, now: float) -> bool:
-        """Whether several tenants have sent requests lately."""
-        latest = list(islice(reversed(self._accounts.values()), 2))
-        return len(latest) == 2 and now - latest[1].seen_s <= ACTIVE_S
+        """Whether several tenants have requests under way, or have sent some lately."""
+        if len(self._busy) > 1:
+            return True
+        latest = islice(reversed(self._accounts.items()), 2)
+        recent = {name for name, account in latest if now - account.seen_s <= ACTIVE_S}
+        return len(recent | self._busy.keys()) > 1
 
     def is_owed(self, tenant: str, now: float) -> bool:
         """Whether the tenant competes with others and had less than its share."""
-        mean = self._mean_of_competitors(now)
+        mean = self.mean(now)
         return mean is not None and self.level(tenant, now) < mean
 
     def must_yield(self, tenant: str, now: float) -> bool:
         """Whether a request of this tenant would take a place that a waiting one is owed."""
         if not self._num_owed or (len(self._num_owed) == 1 and tenant in self._num_owed):
             return False
-        mean = self._mean_of_competitors(now)
+        mean = self.mean(now)
         return mean is not None and self.level(tenant, now) > mean
 
     def may_wait(self, tenant: str, now: float) -> bool:
         return self._num_owed.get(tenant, 0) < MAX_OWED_WAITING and self.is_owed(tenant, now)
+
+    def may_claim(self, tenant: str, num_tokens: int, is_patient: bool, now: float) -> bool:
+        """Whether the tenant's request, which will hold `num_tokens`, is within a part of its share
+        that others must leave to it. `is_patient`: it has waited for `PATIENT_SHARE`."""
+        mean = self.mean(now)
+        if mean is None:
+            return False
+        level = self.level(tenant, now) + num_tokens / self.weight(tenant)
+        return level <= (mean if is_patient else QUICK_SHARE * mean)
 
     def begin_wait(self, tenant: str) -> None:
         self._num_owed[tenant] = self._num_owed.get(tenant, 0) + 1
@@ -98,11 +140,22 @@ class FairShare:
         else:
             self._num_owed.pop(tenant, None)
 
-    def _mean_of_competitors(self, now: float) -> float | None:
+    def validate(self, held_tokens: Mapping[str, Sequence[int]]) -> None:
+        """Asserts that the accounts have what the requests under way hold, by tenant."""
+        assert held_tokens.keys() == self._busy.keys()
+        for tenant, tokens in held_tokens.items():
+            account = self._busy[tenant]
+            assert (len(tokens), sum(tokens)) == (account.num_under_way, account.held_tokens)
+
+    def mean(self, now: float) -> float | None:
         """Returns the mean level of the tenants that compete; None if there are no two."""
-        levels = []
-        for account in reversed(self._accounts.values()):
+        levels = [account.level(now) for account in self._competitors(now)]
+        return sum(levels) / len(levels) if len(levels) > 1 else None
+
+    def _competitors(self, now: float) -> Iterator[ShareAccount]:
+        yield from self._busy.values()
+        for name, account in reversed(self._accounts.items()):
             if now - account.seen_s > ACTIVE_S:
                 break
-            levels.append(account.given_at(now))
-        return sum(levels) / len(levels) if len(levels) > 1 else None
+            if name not in self._busy:
+                yield account

@@ -184,6 +184,7 @@ class GoodputModel:
         """Must be asked before the request is booked. `keys`: of the prompt's blocks. `first`: the
         request has just arrived, so it counts as demand (mutates)."""
         budget, placement = context.budget, context.placement
+        ttft_stated, tbt_stated = budget.slo.ttft_s < inf, budget.slo.tbt_s < inf
         left_s = budget.slo.ttft_s - budget.waited_s
         load = self._decode_load(context)
         chances, slo_s = self._tbt(context), budget.slo.tbt_s
@@ -198,19 +199,20 @@ class GoodputModel:
             self._note_usual(context, worth)
         capacity = self._capacity(context, load.max_step_s)
         prefill_cost, decode_cost = self.prices.cost(need, capacity, context.now)
+        # A request whose TTFT nobody has stated may wait. So it takes nobody's place.
         return ExpectedGoodput(
             worth,
             self.ttft.chance(placement.ttft_s + load.wait_s, left_s),
             tbt_chance,
             load.others * (chances.chance(load.without_s, slo_s) - tbt_chance),
-            prefill_cost,
-            decode_cost,
+            prefill_cost if ttft_stated else 0.0,
+            decode_cost if ttft_stated and tbt_stated else 0.0,
             load.with_s,
             load.wait_s,
             load.max_step_s,
             (placement.queue_s + load.wait_s) / max(placement.ttft_s + load.wait_s, 1e-9),
             load.lasts,
-            self._delay(context, own_prefill_s),
+            self._delay(context, own_prefill_s) if ttft_stated else 0.0,
         )
 
     def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
@@ -238,7 +240,7 @@ class GoodputModel:
         else:
             without_s = max(table.level_tbt_s(batch, tokens), table.decode_base_s.item(row))
         if _is_mixed(table, row):
-            planned_s = CHUNKED_STEP_SHARE * slo_s
+            planned_s = CHUNKED_STEP_SHARE * context.budget.yardstick.tbt_s
             with_s = max(without_s + own_s, planned_s)
             return DecodeLoad(others, max(without_s, planned_s), with_s, 0.0, None, lasts=True)
         if (without_s + own_s) * LONGEST_FIRST_GAP <= slo_s:
@@ -302,7 +304,7 @@ class GoodputModel:
         table, placement = context.table, context.placement
         if placement.decode is None and not table.prefills[placement.decoder_row]:
             return 0.0  # a decode instance computes the prompt
-        slo_ttft_s = context.budget.slo.ttft_s
+        slo_ttft_s = context.budget.yardstick.ttft_s
         return self.prices.delay(placement.queue_s, own_prefill_s, table.num_prefills, slo_ttft_s)
 
     def _note_sharing(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> None:
@@ -326,7 +328,7 @@ class GoodputModel:
     def _capacity(self, context: AdmissionContext, max_step_s: float | None) -> ClusterCapacity:
         """Waits are those of a usual request: one with a very long prompt waits for itself, which
         says nothing about the pools."""
-        table, slo = context.table, context.budget.slo
+        table, slo = context.table, context.budget.yardstick
         row = context.placement.decoder_row
         base_s = table.decode_base_s.item(row)
         ttft_s = wait_s = context.placement.queue_s + self._usual_prefill_s.value
@@ -389,7 +391,7 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
 
 def _numbers(context: AdmissionContext, expected: ExpectedGoodput) -> dict[str, float]:
     """The decision for machines."""
-    return {
+    numbers = {
         "ttft_chance": expected.ttft_chance,
         "tbt_chance": expected.tbt_chance,
         "expected_gain": expected.gain,
@@ -399,6 +401,7 @@ def _numbers(context: AdmissionContext, expected: ExpectedGoodput) -> dict[str, 
         "predicted_tbt_s": expected.step_s,
         "limit_tbt_s": context.budget.slo.tbt_s,
     }
+    return {name: number for name, number in numbers.items() if number < inf}
 
 
 def _alone_s(context: AdmissionContext) -> float:

@@ -78,7 +78,8 @@ class ChosenPlacement(NamedTuple):
     def lines(self) -> list[str]:
         lines = [str(candidate) for candidate in self.candidates]
         if self.num_others:
-            lines.append(f"{self.num_others} other instances were considered")
+            what = "instance was" if self.num_others == 1 else "instances were"
+            lines.append(f"{self.num_others} other {what} considered")
         best = self.candidates[0]
         text = f"prefill on {self.prefill}"
         if self.decode is not None:
@@ -129,6 +130,14 @@ class Placement(msgspec.Struct, frozen=True):
     in_chunks: bool = False  # the decode instance computes the prompt in chunks beside its decodes
 
 
+NO_ROOM = "no_decode_capacity"
+"""The reason of a rejection because others hold the KVCache that the request needs."""
+
+
+LONG_QUEUE = "long_queue"
+"""The reason of a rejection because the prompts before a request take long."""
+
+
 class Rejection(msgspec.Struct, frozen=True):
     """Why a request is not served."""
 
@@ -137,6 +146,8 @@ class Rejection(msgspec.Struct, frozen=True):
     message: str  # for people
     retry_after_s: float  # at least; infinite if waiting cannot help
     projection: dict[str, float] | None = None  # the numbers behind it, by name and unit
+    room_tokens: int = 0  # of KVCache that the request needs where it decodes
+    prefill_s: float = 0.0  # predicted from its placement to its first token, without queues
 
 
 def place(
@@ -337,17 +348,19 @@ def _describe(
     """Overwrites `rank`."""
     ids, footprint = context.table.ids, context.footprint
     candidates = [_candidate(context, scores, best)]
+    # A decode instance that computes the prompt is listed, but not one of the possible ones.
+    num_others = num_possible - int(context.possible[best])
     rank[best] = np.inf
     for _ in range(NUM_EXPLAINED - 1):
         row = int(rank.argmin())
         if rank.item(row) == np.inf:
             break
         candidates.append(_candidate(context, scores, row))
+        num_others -= 1
         rank[row] = np.inf
     chosen = candidates[0]
     decode = ids[decoder] if footprint.decodes and decoder != best else None
     fetch_tokens = chosen.hit_tokens if chosen.fetch_from is not None else 0
-    num_others = num_possible - len(candidates)
     return Placement(
         prefill=ids[best],
         decode=decode,
@@ -406,11 +419,11 @@ def _too_long(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
 
 
 def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
-    text = f"no decode instance has room for {footprint.expected_tokens} more tokens of KVCache"
-    most = int(table.booked_batch.max())
-    if not most:
+    """The caller adds when there will be room (`waiting.room_forecast`)."""
+    wanted = footprint.expected_tokens
+    text = f"no decode instance has room for {wanted} more tokens of KVCache"
+    rows = table.decodes if footprint.decodes else table.prefills
+    if int(table.capacity_tokens[rows].max(initial=0)) < wanted:
         text += ", not even an idle one: ask for fewer tokens"
-        return Rejection(422, "no_decode_capacity", text, float("inf"))
-    wait_s = footprint.answer_s / most  # their answers end one after another
-    text += f"; the next answer should end within {max(wait_s, 0.1):.1f} s"
-    return Rejection(503, "no_decode_capacity", text, wait_s)
+        return Rejection(422, NO_ROOM, text, float("inf"))
+    return Rejection(503, NO_ROOM, text, 0.0, room_tokens=wanted)

@@ -10,9 +10,9 @@ attempt's prompt. Each draw is keyed by (seed, position), so the answer continue
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 from itertools import islice
+from math import inf
 
 import msgspec
 
@@ -24,21 +24,25 @@ from moonpool.conductor.actions import (
     RequestEnded,
     Send,
 )
+from moonpool.conductor.answer_learning import AnswerLearning
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
 from moonpool.conductor.cost_estimator import CostEstimator
-from moonpool.conductor.crashes.suspects import INSTANCES_ENDED, Suspects
+from moonpool.conductor.crashes.suspects import Suspects, culprit_rejection
+from moonpool.conductor.deadlines import Deadlines
 from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.output_predictor import OutputPredictor
-from moonpool.conductor.placement import Rejection
+from moonpool.conductor.placement import NO_ROOM, Rejection
 from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.replication import Replication
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
-from moonpool.conductor.waiting import RETRY_DELAYS_S, WaitingRequests
+from moonpool.conductor.waiting.preemption import Preemption
+from moonpool.conductor.waiting.queue import RETRY_DELAYS_S, WaitingRequests, WaitNeed
+from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -54,16 +58,13 @@ from moonpool.protocol.messages import (
     StreamBroken,
     TransferDone,
 )
-from moonpool.request_record import RecordedSpan, RequestRecord
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token, payer_of
+from moonpool.request_record import RequestRecord
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Token, payer_of
 
 TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
-TTFT_SLO_LATE = "ttft_slo_late"
-"""The reason of a rejection because no room in a decode batch came in time: likewise."""
-FAIR_SHARE = "fair_share"
-"""The reason of a rejection in favour of other tenants' waiting requests."""
 REFUSED = "refused_by_engine"
+ASSUMED_TIMES = "too few prompts have ended there to check its profile; these times are assumed"
 MAX_PLACED_PER_TURN = 256
 MAX_TRIED_PER_TURN = 8
 """Waiting requests that are planned in vain in one turn: the others would hardly fit either."""
@@ -110,23 +111,25 @@ class RequestLifecycle:
         self.shares = FairShare(tenant_weights)
         self._tenant_caches = tenant_caches
         self.waiting = WaitingRequests(self.shares)
+        self.wait_rules = WaitRules(reservations, self.shares, self.waiting)
+        self._preemption = Preemption(reservations, self.shares)
+        self.num_pauses = 0  # of answers that gave way to another tenant's
         self._has_room = False  # an answer has ended since the last look at waiting requests
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
         self._retries = RetrySchedule()
-        self._deadlines: list[tuple[float, RequestId]] = []  # a heap
-        self._joining: list[tuple[float, RequestId]] = []  # a heap: when their TTFT SLO is missed
+        self._deadlines = Deadlines(self.requests)
         self._planner = planner
         self._reservations = reservations
         self._table, self._instances = reservations.instance_table, reservations.instances
         self._output_predictor = output_predictor
         self._cost_estimator = cost_estimator
-        self._goodput = goodput
-        self._roles = roles
         self._max_attempts = max_attempts
         self._actions = actions
         self._prefetching, self._replication = prefetching, replication
         self._suspects = Suspects(self.requests)
+        learners = output_predictor, cost_estimator, goodput, roles, self.wait_rules.rooms
+        self._learning = AnswerLearning(self._instances, *learners, prefetching)
 
     # Arrival and placement
 
@@ -151,22 +154,20 @@ class RequestLifecycle:
             record.tokens_before = len(delivered)
             record.attempts = tracked.num_attempts = 1
             tracked.has_waited = True
-        heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+        self._deadlines.add(tracked)
         self.requests[request.request_id] = tracked
         tenant = payer_of(request.tenant)
         tracked.share = self.shares.weight(tenant)
         tracked.cache_share = self._tenant_caches.get(tenant, 1.0)
-        self.shares.see(tenant, now)
-        tracked.competes = self.shares.compete(now)
+        tracked.account, tracked.competes = self.shares.begin(tenant, now), self.shares.compete(now)
         if delivered is None and self.shares.must_yield(tenant, now):
             text = "other tenants wait for their share of this cluster, and yours is used up"
-            self._reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
-            return
-        self._place(tracked, now)
-        if self._prefetching is not None and request.request_id in self.requests:
-            self._prefetching.arrive(tracked, now)
-        if self._replication is not None and request.request_id in self.requests:
-            self._replication.arrive(tracked, now)
+            self._wait_or_reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
+        else:
+            self._place(tracked, now)
+        for copier in (self._prefetching, self._replication):
+            if copier is not None and request.request_id in self.requests:
+                copier.arrive(tracked, now)
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
@@ -175,18 +176,11 @@ class RequestLifecycle:
             return
         self.on_work(tracked.request.request_id)
         planned = self._planner.plan(tracked, now)
+        if isinstance(planned, Rejection):
+            planned = self._claim(tracked, planned, now)
         self.on_work(None)
-        if isinstance(planned, Rejection) and self.waiting.may_wait(tracked, planned):
-            if tracked.request.request_id not in self.waiting:
-                tracked.explanation.add(f"waits: {planned.message}")
-            self.waiting.add(tracked, now)
-        elif isinstance(planned, Rejection) and self.waiting.is_owed(tracked, planned, now):
-            self.waiting.add(tracked, now, is_owed=True)
-        elif isinstance(planned, Rejection):
-            if planned.reason == POLICY_ERROR:
-                self._actions.append(Announce(planned.message))
-                planned = msgspec.structs.replace(planned, message=POLICY_ERROR_TEXT)
-            self._reject(tracked, planned, now)
+        if isinstance(planned, Rejection):
+            self._wait_or_reject(tracked, planned, now)
         elif self._suspects and self._suspects.run_alone_at(
             tracked, (planned.placement.prefill, planned.placement.decode)
         ):
@@ -194,16 +188,63 @@ class RequestLifecycle:
         else:
             self._book(tracked, planned, now)
 
+    def _claim(
+        self, tracked: TrackedRequest, rejection: Rejection, now: float
+    ) -> PlannedAttempt | Rejection:
+        """Plans the attempt of a request whose tenant is owed what others have: without regard to
+        the load, and in the room of answers that give way."""
+        if not self.wait_rules.may_claim(tracked, rejection, now):
+            return rejection
+        tracked.has_waited = True  # others cause the load, so it is not rejected for that
+        planned = self._planner.plan(tracked, now) if rejection.reason != NO_ROOM else rejection
+        if not isinstance(planned, Rejection) or planned.reason != NO_ROOM:
+            return planned
+        victims = self._preemption.victims(tracked, planned.room_tokens, now)
+        for victim in victims:
+            self._pause(victim, now)
+        return self._planner.plan(tracked, now) if victims else planned
+
+    def _pause(self, tracked: TrackedRequest, now: float) -> None:
+        """Ends an attempt in favour of another tenant's request. It goes on when there is room."""
+        assert tracked.attempt is not None
+        tracked.explanation.add("pauses: another tenant is owed its share of this cluster")
+        self.num_pauses += 1
+        tracked.has_waited = True
+        need = WaitNeed(tracked.attempt.booked_tokens, 0.0)
+        self._unbook(tracked, now)
+        self.waiting.add(tracked, now, need)
+
+    def _wait_or_reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
+        answer_s = self._output_predictor.mean_s
+        waited = tracked.request.request_id in self.waiting
+        if not waited:
+            rejection = self.wait_rules.with_wait(tracked, rejection, answer_s, now)
+        if self.wait_rules.may_wait(tracked, rejection, answer_s, now):
+            return
+        if waited:
+            rejection = self.wait_rules.with_wait(tracked, rejection, answer_s, now)
+        if rejection.reason == POLICY_ERROR:
+            self._actions.append(Announce(rejection.message))
+            rejection = msgspec.structs.replace(rejection, message=POLICY_ERROR_TEXT)
+        self._reject(tracked, rejection, now)
+
     def place_waiting(self, now: float) -> None:
         """Places requests that wait, as far as there are instances and room."""
-        num_failures = 0
         self._has_room = False
         if not self.waiting:
             return
+        num_failures = 0
+        least_tokens: float = inf  # for which there was no room
         due = (each for each in self.waiting.due(now) if not self._suspects.must_wait(each))
         for tracked in islice(due, MAX_PLACED_PER_TURN):
+            if self.waiting.need(tracked).room_tokens >= least_tokens:
+                continue
+            if self.shares.must_yield(payer_of(tracked.request.tenant), now):
+                continue
             self._place(tracked, now)
-            num_failures += tracked.request.request_id in self.waiting
+            if tracked.request.request_id in self.waiting:
+                num_failures += 1
+                least_tokens = min(least_tokens, self.waiting.need(tracked).room_tokens or inf)
             if num_failures >= MAX_TRIED_PER_TURN:
                 break
 
@@ -215,11 +256,13 @@ class RequestLifecycle:
     def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         placement, footprint = planned.placement, planned.footprint
         attempt = self._planner.attempt(tracked, planned)
+        self.wait_rules.note_attempt(tracked.request, 1)
         self.waiting.remove(tracked.request.request_id)
         if not tracked.num_attempts:
-            num_tokens = footprint.expected_tokens - placement.hit_tokens
-            self.shares.give(payer_of(tracked.request.tenant), num_tokens, now)
-        tracked.num_attempts += 1
+            tracked.account.charge(footprint.num_tokens - placement.hit_tokens, now)
+        tracked.account.held_tokens += attempt.booked_tokens
+        record = tracked.record
+        record.attempts = tracked.num_attempts = tracked.num_attempts + 1
         self._suspects.note_placed(tracked, now)
         tracked.attempt = attempt
         self._attempts[attempt.attempt_id] = tracked
@@ -229,12 +272,14 @@ class RequestLifecycle:
             begins_s = now + placement.ttft_s
             self._output_predictor.enter(tracked, attempt, begins_s, context_tokens, now)
         self.mean_ttft_s.add(placement.ttft_s)
-        record = tracked.record
-        record.attempts = tracked.num_attempts
         record.begin_attempt(now)
         record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
         record.predicted_ttft_s, record.predicted_tbt_s = placement.ttft_s, placement.tbt_s
+        if record.first_token_s is None:
+            record.expected_ttft_s = now - record.arrived_s + placement.ttft_s
         tracked.explanation.add(placement.chosen)
+        if not self._instances[attempt.prefill].prefill_factor.is_learned:
+            tracked.explanation.add(f"{attempt.prefill}: {ASSUMED_TIMES}")
         for instance_id, command in self._planner.commands(tracked, attempt, planned, now):
             self._send(instance_id, command)
 
@@ -256,7 +301,7 @@ class RequestLifecycle:
                 self._begin_decoding(tracked, attempt, now)
                 self._deliver(tracked, (attempt.first_token,), None, now)
                 row = self._instances[attempt.decoder].row
-                self._table.grow(row, 1, self._reservations.add_tokens(attempt, 1))
+                self._table.grow(row, 1, self._add_tokens(tracked, attempt, 1))
             case TransferDone():
                 if record.first_token_s is None:
                     record.transfer_done_s = now
@@ -264,29 +309,18 @@ class RequestLifecycle:
                 if report.error:  # the decode waits: an attempt that has ended gets no answer
                     self._send(instance_id, StopReceiving(attempt_id=attempt.attempt_id))
                 if record.trace is not None and record.trace.exported:
-                    self._note_span(record, "kvcache_transfer", instance_id, report, now)
+                    record.note_span(
+                        "kvcache_transfer", instance_id, now, report.seconds, 0, report.num_bytes
+                    )
             case AttemptSpan():
-                self._note_span(record, report.name, instance_id, report, now, report.num_tokens)
+                work = report.seconds, report.num_tokens, report.num_bytes
+                record.note_span(report.name, instance_id, now, *work)
             case StreamBroken():
                 if attempt.decode is not None:
                     tracked.explanation.add(f"{instance_id}: {report.error}")
                     self._send(attempt.decode, StopReceiving(attempt_id=attempt.attempt_id))
             case AttemptFailed():
                 self._on_failed(tracked, report, instance_id, now)
-
-    def _note_span(
-        self,
-        record: RequestRecord,
-        name: str,
-        instance_id: InstanceId,
-        report: AttemptSpan | TransferDone,
-        now: float,
-        num_tokens: int = 0,
-    ) -> None:
-        begin_s = max(now - report.seconds, record.arrived_s)
-        record.note_span(
-            RecordedSpan(name, instance_id, begin_s, now, num_tokens, report.num_bytes)
-        )
 
     def _start_prefill(
         self, tracked: TrackedRequest, attempt: Attempt, report: PrefillStarted, now: float
@@ -318,9 +352,8 @@ class RequestLifecycle:
             attempt_id=attempt.attempt_id, token=report.token, handle=report.handle
         )
         self._send(attempt.decode, command)
-        if attempt.waits:
-            latest_s = tracked.request.arrived_s + tracked.request.slo.ttft_s
-            heapq.heappush(self._joining, (latest_s, tracked.request.request_id))
+        if attempt.waits and tracked.request.slo.ttft_stated:
+            self._deadlines.add_joining(tracked)
 
     def _end_prefill(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
         """The prefill has succeeded."""
@@ -351,7 +384,7 @@ class RequestLifecycle:
             self._deliver(tracked, item.tokens, item.finish, now, report.gap_s)
             if attempt.decodes:
                 num_tokens += len(item.tokens)
-                room_tokens += self._reservations.add_tokens(attempt, len(item.tokens))
+                room_tokens += self._add_tokens(tracked, attempt, len(item.tokens))
                 if attempt.interval_tokens:
                     self._output_predictor.note_tokens(tracked, attempt, now)
             if item.finish is not None:
@@ -359,6 +392,12 @@ class RequestLifecycle:
         self._table.grow(state.row, num_tokens, room_tokens)
         for tracked, finish in ending:
             self.end(tracked, finish.value, now)
+
+    def _add_tokens(self, tracked: TrackedRequest, attempt: Attempt, num_tokens: int) -> int:
+        """As `Reservations.add_tokens`; what the tenant holds grows with it."""
+        extra_tokens = self._reservations.add_tokens(attempt, num_tokens)
+        tracked.account.held_tokens += extra_tokens
+        return extra_tokens
 
     def _deliver(
         self,
@@ -372,14 +411,14 @@ class RequestLifecycle:
         tracked.generated.extend([token.token_id for token in tokens])
         if self._suspects and self._suspects.note_tokens(tracked):
             self._has_room = True  # for the next one
+        tracked.account.charge(len(tokens), now)
         is_first = tracked.record.first_token_s is None
         if is_first and tracked.request.sampling.pooling != "none":
             tracked.record.note_embedding(now)
         else:
             tracked.record.note_tokens(len(tokens), now, gap_s)
         if is_first:
-            self._cost_estimator.note_first_token(tracked.record)
-            self._goodput.note_first_token(tracked.record)
+            self._learning.learn_first(tracked.record)
         self._actions.append(
             Deliver(tracked.request.request_id, tokens, finish, tracked.record.cached_tokens)
         )
@@ -389,8 +428,8 @@ class RequestLifecycle:
     def _on_failed(
         self, tracked: TrackedRequest, report: AttemptFailed, instance_id: InstanceId, now: float
     ) -> None:
-        text = f"{instance_id}: {report.message}"
         tracked.failed_on.add(instance_id)
+        text = f"{instance_id}: {report.message}"
         if report.reason == REFUSED:  # another engine of that kind would refuse it, too
             self._reject(tracked, Rejection(400, REFUSED, report.message, 0.0), now)
         elif report.reason != "tbt_slo":
@@ -420,11 +459,7 @@ class RequestLifecycle:
         """It ended by itself, so one of its requests may be the cause: see `Suspects`."""
         culprit, others = self._suspects.accuse(instance_id)
         if culprit is not None:
-            text = (
-                "this request has ended two instances, so it is not tried again; tell the"
-                f" server's operator: the last one was {instance_id}"
-            )
-            self._reject(culprit, Rejection(500, INSTANCES_ENDED, text, 0.0), now)
+            self._reject(culprit, culprit_rejection(instance_id), now)
         for tracked in others:
             if tracked.attempt is not None:
                 self._unbook(tracked, now)
@@ -436,27 +471,15 @@ class RequestLifecycle:
         self._retry(tracked, 503, "drained", "its instance leaves", now, at_fault=False)
 
     def expire(self, now: float) -> None:
-        """Ends the requests whose deadlines have passed, and those that wait for room in a decode
-        batch although their TTFT SLO is missed."""
+        """Ends the requests whose deadlines have passed, and those that have waited for too long
+        for their TTFT SLO: for a place, or for room in a decode batch."""
         self._has_room |= self._suspects.end_long_turn(now)
-        while self._joining and self._joining[0][0] <= now:
-            _, request_id = heapq.heappop(self._joining)
-            tracked = self.requests.get(request_id)
-            if tracked is None or tracked.attempt is None or tracked.generated:
-                continue
-            if tracked.attempt.stage is AttemptStage.HANDOVER:
-                slo_s = tracked.request.slo.ttft_s
-                text = f"its decode instance had no room within the TTFT SLO of {slo_s:g} s"
-                wait_s = self._output_predictor.mean_s
-                self._reject(tracked, Rejection(429, TTFT_SLO_LATE, text, wait_s), now)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            tracked = self.requests.get(request_id)
-            if tracked is None or tracked.request.deadline_s > now:
-                continue
-            stage = tracked.attempt.stage.value if tracked.attempt else "placement"
-            text = f"the request's deadline passed during {stage}"
-            self._reject(tracked, Rejection(504, "deadline", text, 1.0), now)
+        for waiting in self.waiting.over(now):
+            self._place(waiting, now)
+        for victim in self._preemption.overfull(now):
+            self._pause(victim, now)
+        for tracked, rejection in self._deadlines.late(now, self._output_predictor.mean_s):
+            self._reject(tracked, rejection, now)
 
     def _retry(
         self,
@@ -525,38 +548,18 @@ class RequestLifecycle:
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         if finished:
             self._retries.note_completed(now)
-            self._learn(tracked, now)
+            assert self._planner.layout is not None
+            self._learning.learn(tracked, self._planner.layout.block_tokens, now)
         self._unbook(tracked, now, abort=engine_goes_on or not finished, answered=finished)
         self.waiting.remove(tracked.request.request_id)
         self._suspects.forget(tracked.request.request_id)
         self._has_room = True
         del self.requests[tracked.request.request_id]
-        if len(self._deadlines) > 2 * len(self.requests) + 64:
-            self._deadlines = [d for d in self._deadlines if d[1] in self.requests]
-            heapq.heapify(self._deadlines)
+        self.shares.end(payer_of(tracked.request.tenant), tracked.account)
+        self._deadlines.trim()
         tracked.record.finished_s = now
         tracked.record.outcome = outcome
         self._actions.append(RequestEnded(tracked.record, tracked.explanation))
-
-    def _learn(self, tracked: TrackedRequest, now: float) -> None:
-        assert self._planner.layout is not None
-        num_prompt_tokens = tracked.request.num_prompt_tokens
-        num_blocks = num_prompt_tokens // self._planner.layout.block_tokens
-        if self._prefetching is not None:
-            self._prefetching.end(tracked, now)
-        record = tracked.record
-        self._roles.note_answer(
-            num_prompt_tokens, record.cached_tokens or 0, record.num_generated_tokens
-        )
-        if tracked.request.sampling.pooling != "none":  # an embedding is no answer of one token
-            return
-        self._output_predictor.learn(tracked, tracked.keys[:num_blocks], now)
-        attempt = tracked.attempt
-        state = None if attempt is None else self._instances.get(attempt.decoder)
-        decodes_only = state is not None and state.role is Role.DECODE
-        self._cost_estimator.note_answer(tracked.record, decodes_only)
-        mixed = state is not None and state.role is not Role.DECODE
-        self._goodput.note_answer(tracked.record, tracked.predicted_step_s, mixed)
 
     def _unbook(
         self, tracked: TrackedRequest, now: float, abort: bool = True, answered: bool = False
@@ -569,12 +572,14 @@ class RequestLifecycle:
             tracked.record.note_prefill(max(until_s - attempt.started_s, 0.0), not answered)
         self._reservations.end_prefill(tracked, attempt, now)
         self._reservations.unbook(tracked, attempt, now)
+        tracked.account.held_tokens -= attempt.booked_tokens
         for instance_id in sorted({attempt.prefill, attempt.decoder}):
             reserved = instance_id == attempt.decode and attempt.stage is not AttemptStage.DECODE
             if (abort or reserved) and instance_id in self._instances:
                 self._send(instance_id, Abort(attempt_id=attempt.attempt_id))
         del self._attempts[attempt.attempt_id]
         tracked.attempt = None
+        self.wait_rules.note_attempt(tracked.request, -1)
 
     def _send(self, instance_id: InstanceId, command: Command) -> None:
         self._actions.append(Send(instance_id, command))
@@ -587,5 +592,9 @@ class RequestLifecycle:
             else:
                 assert self._attempts[tracked.attempt.attempt_id] is tracked
         assert len(self._attempts) + len(self.waiting) == len(self.requests)
-        placed = [tracked for tracked in self.requests.values() if tracked.attempt is not None]
-        self._reservations.validate(placed)
+        held: dict[str, list[int]] = {}
+        for tracked in self.requests.values():
+            tokens = 0 if tracked.attempt is None else tracked.attempt.booked_tokens
+            held.setdefault(payer_of(tracked.request.tenant), []).append(tokens)
+        self.shares.validate(held)
+        self._reservations.validate(list(self._attempts.values()))

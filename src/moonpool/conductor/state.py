@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from moonpool.conductor.decode_forecast import DecodeInterval
+from moonpool.conductor.fair_share import ShareAccount
 from moonpool.conductor.instance_table import NEVER_S, S_PER_NS
 from moonpool.conductor.placement import Explanation
 from moonpool.cost.online import LearnedFactor
@@ -64,6 +65,7 @@ class TrackedRequest:
     record: RequestRecord
     keys: Sequence[BlockKey] = ()
     attempt: Attempt | None = None
+    account: ShareAccount = field(default_factory=ShareAccount)
     share: float = 1.0  # of its tenant
     cache_share: float = 1.0  # likewise
     competes: bool = False  # with those of other tenants, when it arrived
@@ -72,6 +74,7 @@ class TrackedRequest:
     predicted_step_s: float = 0.0  # where it decodes, when it was admitted
     num_faults: int = 0  # since the last token
     has_waited: bool = False  # for an instance or for room, which is not its fault
+    call_has_begun: bool = False  # another choice of its call was admitted before
     arrival_noted: bool = False
     num_named_tokens: int = -1  # `keys` are those of so many tokens
     predicted_output_tokens: float = 0.0

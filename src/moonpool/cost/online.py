@@ -57,6 +57,11 @@ class LearnedFactor:
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # ratio, expected seconds
 
     @property
+    def is_learned(self) -> bool:
+        """Whether there are enough samples; else the profile's times are taken as they are."""
+        return len(self._recent) >= MIN_SAMPLES
+
+    @property
     def samples(self) -> tuple[float, ...]:
         """The recent ratios of seconds taken to seconds expected, in rising order."""
         return tuple(sorted(ratio for ratio, _ in self._recent))
@@ -81,7 +86,7 @@ class LearnedFactor:
         self._recent.append((ratio, self._expected_s))
         self._seconds = self._expected_s = 0.0
         self._num_summed = 0
-        if len(self._recent) < MIN_SAMPLES:
+        if not self.is_learned:
             return False
         found = self._quantile()
         value = 1.0 if abs(found - 1.0) < MIN_CHANGE else found

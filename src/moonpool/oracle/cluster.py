@@ -23,7 +23,7 @@ from moonpool.oracle.least_work import LeastWork, Rates, least_work_of
 from moonpool.sim.hardware.build import Hardware, NodeHardware
 from moonpool.sim.workload import Arrival
 from moonpool.trace.row import MAX_LENGTH_TOKENS
-from moonpool.types import Role, Slo
+from moonpool.types import Role
 
 DECODE_KINDS = ("decode pace", "decode memory", "decode seats")
 INLINE_MARGIN = 1.25
@@ -70,7 +70,7 @@ def _rates(config: Config, hardware: Hardware, longest_tokens: int, noise: float
     return Rates(
         prefill=reduce(_faster, [floor(hardware.of_role(role)) for role in prefilling]),
         decode=decode,
-        slo=Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s),
+        slo=config.slo.usual,
         engine_tokens=max(hardware.of_role(role).engine_tokens for role in decoding),
         block_tokens=config.pool.block_tokens,
         caches=config.pool.prefix_caching,
@@ -86,7 +86,7 @@ def _inline_tokens(config: Config, floor: CostFloor, part: NodeHardware) -> int:
         return 0
     if rules.inline_chunks and _takes_chunks(config, part):
         return MAX_LENGTH_TOKENS
-    limit_s = INLINE_MARGIN * config.slo.tbt_s
+    limit_s = INLINE_MARGIN * config.slo.usual.tbt_s
     low, high = 0, config.engine.chunk_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -100,7 +100,7 @@ def _takes_chunks(config: Config, part: NodeHardware) -> bool:
     """Whether the Conductor may find room for a chunk in a decode instance's steps."""
     step_s, s_per_token = part.estimate.decode[0], part.estimate.prefill[1]
     step_s += s_per_token * min(config.engine.chunk_tokens, SHARED_CHUNK_TOKENS)
-    return step_s <= INLINE_MARGIN * CHUNKED_STEP_SHARE * config.slo.tbt_s
+    return step_s <= INLINE_MARGIN * CHUNKED_STEP_SHARE * config.slo.usual.tbt_s
 
 
 def _least_factor(part: NodeHardware, noise: float) -> float:

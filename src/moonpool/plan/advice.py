@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moonpool.config import SloConfig
 from moonpool.plan.assess import Assessment, NeighbourFound, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
 from moonpool.plan.room import Room
 from moonpool.plan.search import ClusterPlan
 from moonpool.plan.trial import Cause, Outcome
-from moonpool.types import Struct
+from moonpool.types import Slo, Struct
 
 WINDOW_MINUTES = 5
 BINDS_SHARE = 0.005
@@ -105,7 +104,7 @@ def binding(choice: Assessment, fewer: Sequence[InstanceLossEffect]) -> str:
 def sentence(
     plan: ClusterPlan,
     fewer: Sequence[InstanceLossEffect],
-    slo: SloConfig,
+    slo: Slo,
     goal: PlanGoal,
     shares_prefixes: bool,
     priced: Priced,
@@ -176,7 +175,7 @@ def _broken(broken: InstanceLossEffect, wanted: float) -> str:
     )
 
 
-def nothing(plan: ClusterPlan, slo: SloConfig, wanted: float) -> str:
+def nothing(plan: ClusterPlan, slo: Slo, wanted: float) -> str:
     """Returns the advice where no cluster was found."""
     text = (
         f"No cluster was found in which {wanted:.0%} of requests meet TTFT {slo.ttft_s:g} s"

@@ -13,16 +13,16 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from moonpool.config import SloConfig
 from moonpool.plan.assess import Assessment
 from moonpool.plan.search import ClusterPlan
+from moonpool.types import Slo
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = {True: "#2c9a4b", False: "#d9541e"}
 _GREY = "#555555"
 
 
-def draw_plan(plan: ClusterPlan, wanted: float, slo: SloConfig, path: Path) -> None:
+def draw_plan(plan: ClusterPlan, wanted: float, slo: Slo, path: Path) -> None:
     """Writes the picture. Raises OSError."""
     figure = Figure(figsize=(12.0, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -65,7 +65,7 @@ def _attainment(axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], want
 
 
 def _ttft(
-    axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], slo: SloConfig, wanted: float
+    axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], slo: Slo, wanted: float
 ) -> None:
     axes.set(title="Time to first token", xlabel="USD per hour", ylabel="90th percentile (s)")
     for meets, colour in _COLOURS.items():

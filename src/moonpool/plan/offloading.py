@@ -119,7 +119,7 @@ def _decode_node(
     node = open_node(decode_nodes(candidate.config(base)), None, catalogue, base.model)
     room = node.kv_capacity_tokens // context_tokens
     most = min(room, base.engine.max_sequences)
-    batch = _largest_batch(node.cost, context_tokens, most, base.slo.tbt_s)
+    batch = _largest_batch(node.cost, context_tokens, most, base.slo.usual.tbt_s)
     balance = None
     if isinstance(node.cost, OffloadCost) and batch:
         balance = _balance(node.cost, batch, context_tokens, node.num_devices)

@@ -57,7 +57,7 @@ def _settings(one: Candidate) -> str:
 
 def print_offloading(words: str, nodes: Sequence[DecodeNode], prepared: Prepared) -> dict[str, Any]:
     """Prints the result and returns its figures."""
-    slo, context = prepared.base.slo, prepared.context_tokens
+    slo, context = prepared.base.slo.usual, prepared.context_tokens
     click.echo(
         f"\n{words}\n\none decode node, by the cost model: contexts of {context:,} tokens, TBT"
         f" within {slo.tbt_s:g} s"
@@ -209,7 +209,7 @@ def figures_of(
             "ssd": msgspec.to_builtins(priced.prices.ssd),
         },
         "goal": msgspec.to_builtins(goal) | {"time_limit_s": _finite(goal.time_limit_s)},
-        "slo": msgspec.to_builtins(prepared.base.slo),
+        "slo": msgspec.to_builtins(prepared.base.slo.usual),
         "runs": rounded(plan.runs),
         "complete": plan.complete,
         "stopped": plan.stopped,

@@ -191,7 +191,7 @@ class Watcher(Collector):
             held += tokens
             memory += min(node.info.engine_tokens or tokens, node.info.num_blocks * block_tokens)
             step_s += node.info.cost.decode_step_s(node.instance.num_running, tokens)
-        slow = step_s / len(nodes) / self._simulation.config.slo.tbt_s
+        slow = step_s / len(nodes) / self._simulation.config.slo.usual.tbt_s
         return Cause.DECODE_MEMORY if held > slow * max(memory, 1) else Cause.DECODE_SPEED
 
 

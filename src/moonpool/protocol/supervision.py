@@ -169,9 +169,11 @@ class KillWorker(Packet, frozen=True, tag=True):
 
 
 class ReplaceWorker(Packet, frozen=True, tag=True):
-    """This worker is about to leave: start another one in its place, from the code on disk."""
+    """This worker is about to leave: start another one in its place. `from_disk`: from the code on
+    disk, which may be another than that of the other workers."""
 
     instance_id: InstanceId
+    from_disk: bool = True
 
 
 class UpgradeWanted(Packet, frozen=True, tag=True):

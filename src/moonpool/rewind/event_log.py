@@ -22,6 +22,7 @@ from moonpool.conductor.actions import (
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
+    InstancesLaunched,
     InstancesWanted,
     Refuse,
     Reported,
@@ -51,6 +52,7 @@ _KINDS: tuple[type[ConductorEvent], ...] = (
     InstancesExpected,
     InstanceCrashed,
     RequestFinished,
+    InstancesLaunched,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _LENGTH = struct.Struct("<I")

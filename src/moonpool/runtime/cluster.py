@@ -45,6 +45,7 @@ from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
+from moonpool.runtime.launcher import local_instances
 from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
 from moonpool.types import Pooling
 
@@ -73,6 +74,8 @@ async def serve_cluster(link: SupervisorLink) -> None:
     head.succession, head.num_restarts = link, begin.num_restarts
     head.num_upgrades, head.standbys.epoch = begin.num_upgrades, begin.epoch
     await head.start(inherited.control, peer_tls)
+    if begin.launch:
+        head.note_launched(name for _, name in local_instances(config.cluster))
     if begin.expected:
         head.expect(begin.expected)
     bodies = BodyReader(head, options, reader)

@@ -12,11 +12,13 @@ from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.cost_estimator import learned_factors
 from moonpool.conductor.role_balance import Pools
 from moonpool.conductor.state import InstanceState
+from moonpool.config import Config
 from moonpool.request_record import RequestRecord
-from moonpool.types import BlockKey, payer_of
+from moonpool.types import BlockKey, Slo, payer_of
 
 _NO_INSTANTS = (
     "arrived_s",
+    "expected_ttft_s",
     "gap_runs",
     "kept_tbt_top10_mean_s",
     "predicted_tbt_s",
@@ -60,8 +62,8 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
         "loaded_tokens": record.loaded_tokens,
         "corrupt_slices": record.corrupt_slices,
         "generated_tokens": record.answer_tokens,
-        "slo": {"ttft_s": record.slo.ttft_s, "tbt_s": record.slo.tbt_s},
-        "predicted": {"ttft_s": record.predicted_ttft_s, "tbt_s": record.predicted_tbt_s},
+        "slo": describe_slo(record.slo),
+        "predicted": {"ttft_s": record.expected_ttft_s, "tbt_s": record.predicted_tbt_s},
         "refused_by": record.projection,
         "observed": {
             "ttft_s": record.ttft_s,
@@ -74,6 +76,11 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
     }
 
 
+def describe_slo(slo: Slo) -> dict[str, Any]:
+    """The service levels, and which of them nobody has stated: nothing is refused for those."""
+    return {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s, "assumed": list(slo.assumed)}
+
+
 def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
     """Describes the instances with their pools and reservations, and the cluster's totals."""
     instances = [
@@ -81,6 +88,9 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
     ]
     return {
         "instances": instances,
+        "slo": describe_slo(conductor.default_slo),
+        "lack": conductor.lack or None,
+        "answers_paused": conductor.num_pauses,
         "requests_under_way": len(conductor.requests),
         "requests_waiting": conductor.num_waiting,
         "indexed_blocks": len(conductor.index),
@@ -95,6 +105,16 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
         "longest_gaps_over_mean": conductor.instance_table.tbt_tail,
         "late_ttft_over_predicted": conductor.instance_table.ttft_tail,
     }
+
+
+def describe_server(config: Config) -> dict[str, Any]:
+    """Describes the configuration without its secrets, and which service levels are assumed."""
+    tables = msgspec.to_builtins(config)
+    tables["api"]["api_keys"] = len(config.api.api_keys)
+    tables["vllm"] = {role: len(places) for role, places in tables["vllm"].items()}
+    slo = config.slo.usual
+    tables["slo"] = {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s}
+    return {"config": tables, "assumed_slos": list(slo.assumed)}
 
 
 def describe_to_tenant(conductor: Conductor, tenant: str) -> dict[str, Any]:

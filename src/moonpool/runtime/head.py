@@ -10,7 +10,8 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from logging import INFO, WARNING
 from secrets import token_hex
 from typing import Any
 
@@ -30,8 +31,10 @@ from moonpool.conductor.actions import (
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
+    InstancesLaunched,
     InstancesWanted,
     Refuse,
+    Relaunch,
     Reported,
     RequestArrived,
     RequestCancelled,
@@ -61,6 +64,7 @@ from moonpool.runtime.checkpoint import Checkpoints
 from moonpool.runtime.explain import (
     describe_cluster,
     describe_record,
+    describe_server,
     describe_to_tenant,
     stage_of,
 )
@@ -78,7 +82,7 @@ from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.transfer.tls import HANDSHAKE_S as TLS_HANDSHAKE_S
 from moonpool.transfer.tls import PeerTls
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
 
 log = limited_logger("moonpool.head")
 
@@ -111,7 +115,7 @@ class Head:
         self.card = card
         self.tokenizer = tokenizer
         self.now = now
-        self.default_slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
+        self.default_slo = config.slo.usual
         self.request_timeout_s = config.api.request_timeout_s
         self._metrics = ServerMetrics(card.model_id)
         self._observer = MetricsCollector(self._metrics)
@@ -181,6 +185,10 @@ class Head:
 
     def note_crash(self, instance_id: InstanceId) -> None:
         self._post(InstanceCrashed(instance_id))
+
+    def note_launched(self, instance_ids: Iterable[InstanceId]) -> None:
+        """The supervisor has launched these instances."""
+        self._post(InstancesLaunched(tuple(instance_ids)))
 
     async def stop(self) -> None:
         """Stops every worker, and closes the connections. Returns when the workers were told."""
@@ -262,13 +270,9 @@ class Head:
         return stage_of(None if tracked is None else tracked.record)
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        ended = self._ended.find(request_id)
-        if ended is not None:
-            return describe_record(ended.record, ended.explanation.lines())
         tracked = self.conductor.requests.get(RequestId(request_id))
-        if tracked is None:
-            return None
-        return describe_record(tracked.record, tracked.explanation.lines())
+        found = self._ended.find(request_id) or tracked
+        return None if found is None else describe_record(found.record, found.explanation.lines())
 
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
         if tenant is not None:
@@ -339,20 +343,14 @@ class Head:
         return described
 
     def server_info(self) -> dict[str, Any]:
-        config = msgspec.to_builtins(self.config)
-        config["api"]["api_keys"] = len(self.config.api.api_keys)
-        config["vllm"] = {role: len(places) for role, places in config["vllm"].items()}
-        return {"config": config, "model": msgspec.to_builtins(self.card)}
+        return describe_server(self.config) | {"model": msgspec.to_builtins(self.card)}
 
     def not_ready(self) -> str:
         if self.standbys.replaced:
             return "another head has replaced this one"
         if self._leaving:
             return "the server is stopping"
-        roles = [state.role for state in self.conductor.instances.values()]
-        if not any(role.prefills for role in roles):
-            return "no prefill instance is up"
-        return "" if any(role.decodes for role in roles) else "no decode instance is up"
+        return self.conductor.lack
 
     # The end
 
@@ -421,7 +419,9 @@ class Head:
                 case RequestEnded():
                     self._on_ended(action)
                 case Announce():
-                    log.info("%s", action.text)
+                    log.log(WARNING if action.is_warning else INFO, "%s", action.text)
+                case Relaunch():
+                    self.succession.replace(action.instance_id, from_disk=False)
                 case InstancesWanted():
                     log.info("wanted: %d prefill, %d decode", action.prefill, action.decode)
                     self._webhook.post(action)

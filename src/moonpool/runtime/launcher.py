@@ -22,7 +22,7 @@ from moonpool.cores import CoreShare, format_cores
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
 from moonpool.runtime.watch.culprits import OomKills, is_crash
 from moonpool.storage.memory_files import KeptMemoryFiles
-from moonpool.types import Role
+from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.launcher")
 
@@ -50,6 +50,16 @@ def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
 def _num_parts(engine: EngineConfig) -> dict[str, int]:
     """The stages or ranks of an instance after the first, by role."""
     return {role.value: engine.degree(role).num_processes - 1 for role in Role}
+
+
+def local_instances(cluster: ClusterConfig) -> list[tuple[Role, InstanceId]]:
+    """The instances that a local cluster starts, in their order."""
+    counts: Counter[Role] = Counter()
+    found = []
+    for role in cluster.roles:
+        found.append((role, InstanceId(f"{role.value}-{counts[role]}")))
+        counts[role] += 1
+    return found
 
 
 class LocalLauncher:
@@ -80,8 +90,8 @@ class LocalLauncher:
         counts: Counter[Role] = Counter()
         self._wanted: list[tuple[str, str]] = []
         self._places: dict[str, tuple[str, ...]] = {}
-        for role in cluster.roles:
-            instance_id = f"{role.value}-{counts[role]}"
+        for role, name in local_instances(cluster):
+            instance_id = str(name)
             self._wanted.append((role.value, instance_id))
             places = () if vllm is None else getattr(vllm, role.value)
             if places:
@@ -136,10 +146,11 @@ class LocalLauncher:
         """The memory files of the workers."""
         return {name: files.fds for name, files in self._memory.items()}
 
-    def expect_return(self, instance_id: str) -> None:
-        """The worker is about to leave, and another one from the code on disk takes its place. From
-        now on none is forked from a process of the former code."""
-        self._fork_server = None
+    def expect_return(self, instance_id: str, from_disk: bool = True) -> None:
+        """The worker is about to leave, and another one takes its place. If that is one of the code
+        on disk, none is forked from a process of the former code from now on."""
+        if from_disk:
+            self._fork_server = None
         self._returning.add(instance_id)
 
     @property
@@ -195,7 +206,7 @@ class LocalLauncher:
                 self.on_crash(instance_id)
             if code == 0 and instance_id in self._returning:
                 self._returning.discard(instance_id)
-                log.info("%s has left; another one starts from the code on disk", instance_id)
+                log.info("%s has left; another one starts in its place", instance_id)
                 continue
             if code == 0:
                 log.info("%s has left the cluster", instance_id)

@@ -149,8 +149,9 @@ class Succession(Protocol):
     upgrade_error: str | None
     """Why the last upgrade was called off."""
 
-    def replace(self, instance_id: InstanceId) -> None:
-        """The worker is about to leave: another one shall start in its place."""
+    def replace(self, instance_id: InstanceId, from_disk: bool = True) -> None:
+        """The worker is about to leave: another one shall start in its place. `from_disk`: from the
+        code on disk."""
         ...
 
     def upgrade(self) -> None:
@@ -163,7 +164,7 @@ class NoSuccession:
 
     upgrade_error: str | None = None
 
-    def replace(self, instance_id: InstanceId) -> None:
+    def replace(self, instance_id: InstanceId, from_disk: bool = True) -> None:
         """Does nothing: whoever started the worker starts the next one."""
 
     def upgrade(self) -> None:

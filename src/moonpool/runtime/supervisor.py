@@ -313,7 +313,7 @@ class Supervisor:
                 self._connections.append(fds[0])
             case ReplaceWorker():
                 if self._launcher is not None:
-                    self._launcher.expect_return(packet.instance_id)
+                    self._launcher.expect_return(packet.instance_id, packet.from_disk)
             case UpgradeWanted():
                 if self._upgrade is None or self._upgrade.done():
                     self._upgrade = asyncio.create_task(self._prepare_upgrade())

@@ -116,8 +116,8 @@ class SupervisorLink:
     def loaded(self) -> None:
         self._packets.send(HeadLoaded())
 
-    def replace(self, instance_id: InstanceId) -> None:
-        self._packets.send(ReplaceWorker(instance_id=instance_id))
+    def replace(self, instance_id: InstanceId, from_disk: bool = True) -> None:
+        self._packets.send(ReplaceWorker(instance_id=instance_id, from_disk=from_disk))
 
     def upgrade(self) -> None:
         self.upgrade_error = None

@@ -85,6 +85,7 @@ class AttemptLifecycle:
         self._cost = cost
         self._eos = eos_token_ids
         self._speculation = speculation
+        self._unreserved: list[RequestState] = []  # decodes that wait for blocks
 
     # Begin
 
@@ -107,13 +108,21 @@ class AttemptLifecycle:
         self.reserve(self._add(command.work, RequestPhase.RECEIVING), command.patient)
 
     def reserve(self, request: RequestState, patient: bool) -> None:
-        """Holds the blocks of a decode and opens its stream. If there is no room, fails the attempt
-        or, if it is `patient` and an arena is lost, lets it wait for the arena."""
+        """Holds the blocks of a decode and opens its stream. If there is no room, lets it wait for
+        blocks that are about to be released or, if it is `patient`, for a lost arena; else fails
+        the attempt."""
         attempt = request.attempt
         num_blocks = self._layout.blocks_for(len(attempt.token_ids) + 1)
         first_index = self._kv_cache.allocate(request, num_blocks)
+        while first_index is None and self._scheduler.preempt_for(attempt):
+            first_index = self._kv_cache.allocate(request, num_blocks)
         if first_index is None:
-            if not (patient and self._arenas.park(request)):
+            if patient and self._arenas.park(request):
+                return
+            if self._releases_blocks() or self._scheduler.may_preempt_for(attempt):
+                self._unreserved.append(request)
+                self._scheduler.stop_repeating()
+            else:
                 self.fail(request, "no_blocks", "the decode instance has no blocks left")
             return
         blocks = request.block_ids[first_index : self._layout.blocks_for(len(attempt.token_ids))]
@@ -123,6 +132,26 @@ class AttemptLifecycle:
         )
         if request.stream_ended:
             self._effects.perform(CancelStream(attempt.attempt_id))
+
+    def _releases_blocks(self) -> bool:
+        """Whether blocks are released as soon as a step or a cancelled stream has ended: those of
+        attempts that have ended before, and those that a repeated step holds ahead."""
+        if any(step and self._scheduler.holds_ahead(step) for step in self._scheduler.steps):
+            return True
+        receives = PendingTransfer.RECEIVE
+        return any(
+            r.closing and r.block_ids and (r.steps_pending or receives in r.pending)
+            for r in self._requests.values()
+        )
+
+    def retry_reservations(self) -> None:
+        """Reserves blocks for the decodes that wait for some. To be called after each event."""
+        if self._unreserved:
+            waiting, self._unreserved = self._unreserved, []
+            self._scheduler.take_back_ahead()
+            for request in waiting:
+                if not request.closing:
+                    self.reserve(request, patient=False)
 
     def _add(self, attempt: AttemptSpec, phase: RequestPhase) -> RequestState:
         assert attempt.attempt_id not in self._requests
@@ -232,7 +261,7 @@ class AttemptLifecycle:
         if step_s > limit_s:
             text = f"one more request would raise the mean time between tokens to {step_s:.3f} s"
             return f"{text}; above {limit_s:.3f} s the TBT SLO of {attempt.slo.tbt_s:g} s is missed"
-        if not scheduler.has_room(len(request.tokens), attempt.tolerance):
+        if not scheduler.has_room(len(request.tokens), max(attempt.tolerance, 1.0)):
             contexts = scheduler.context_tokens + len(request.tokens)
             return f"the engine's memory would have to hold {contexts} tokens at once"
         return ""

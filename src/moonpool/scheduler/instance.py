@@ -253,6 +253,7 @@ class Instance:
         self._arenas.run()
         for request in self._arenas.unpark():
             self._attempts.reserve(request, patient=True)
+        self._attempts.retry_reservations()
         for request in self._overlap.take_out_of_blocks():
             message = "no blocks are left to compute the part of the prefix that did not arrive"
             self._attempts.fail(request, "no_blocks", message)

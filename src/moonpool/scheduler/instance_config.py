@@ -66,7 +66,7 @@ def instance_config(
         max_steps_in_flight=steps_in_flight(num_stages),
         micro_batches=num_stages,
         engine_tokens=engine_tokens,
-        tbt_slo_s=slo.tbt_s,
+        tbt_slo_s=slo.usual.tbt_s,
         layer_wise_load=layer_wise_load and num_stages == 1,
         max_repeats=max_repeats if num_stages == 1 else 1,
         ssd_blocks=ssd_blocks,

@@ -213,6 +213,16 @@ class KVCacheManager:
         request.block_ids.extend(blocks)
         return True
 
+    def shrink(self, request: RequestState) -> bool:
+        """Ends the request's holds on blocks beyond those for its tokens. Returns False if there
+        are none."""
+        kept = self.layout.blocks_for(request.tokens.size)
+        if len(request.block_ids) <= kept:
+            return False
+        self.pool.release_some(request.owner, request.block_ids[kept:])
+        del request.block_ids[kept:]
+        return True
+
     def free(self, request: RequestState) -> None:
         """Ends the request's holds on its block table; blocks with a hash stay cached."""
         self.pool.release(request.owner)

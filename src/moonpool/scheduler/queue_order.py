@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from moonpool.protocol.messages import AttemptSpec
 from moonpool.scheduler.request_state import RequestState
 from moonpool.scheduler.tenant_accounts import TenantAccounts
 from moonpool.types import payer_of
@@ -59,6 +60,10 @@ class QueueOrder:
             return min(self._priorities)
         return request.attempt.priority
 
+    def is_present(self, attempt: AttemptSpec) -> bool:
+        """Whether the tenant of an attempt has other requests here."""
+        return self._accounts.is_present(payer_of(attempt.tenant))
+
     def served(self, tenant: str) -> float:
         """Returns the tokens served to a tenant that has requests here, or had some lately."""
         return self._accounts.served(tenant)
@@ -68,14 +73,24 @@ class QueueOrder:
         assert request.account is not None
         return self.priority(request), request.account.served
 
+    def is_behind(self, attempt: AttemptSpec, other: RequestState) -> bool:
+        """Whether the tenant of an attempt that needs room was served so much less than that of
+        another request, no more urgent, that this one should give way to it: by more than both have
+        tokens, so that two tenants do not take the room from each other in turn."""
+        if self.priority(other) < attempt.priority or other.account is None:
+            return False
+        lead = other.account.served - self.served(payer_of(attempt.tenant))
+        cost = other.tokens.size / other.attempt.share + len(attempt.token_ids) / attempt.share
+        return lead > cost
+
     def charge(self, request: RequestState, num_tokens: int) -> None:
         """Steps compute so many tokens of a request; it may have left meanwhile."""
         if request.account is not None:
             request.account.charge(num_tokens)
 
     def victim(self, requests: Iterable[RequestState]) -> RequestState | None:
-        """Returns the one to preempt of requests with the youngest first: the first one of the
-        worst priority. None if there are no requests."""
+        """Returns the one to preempt of requests with the youngest first: of the worst priority and
+        the tenant with the most tokens served, the first one. None if there are no requests."""
         if self.is_plain:
             return next(iter(requests), None)
-        return max(requests, key=self.priority, default=None)
+        return max(requests, key=self.key, default=None)

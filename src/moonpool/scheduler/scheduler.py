@@ -8,11 +8,11 @@ It leaves by `remove`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from moonpool.cost.model import CostModel
 from moonpool.cost.online import LearnedFactor
-from moonpool.protocol.messages import DecodeAccepted
+from moonpool.protocol.messages import AttemptSpec, DecodeAccepted
 from moonpool.scheduler.actions import (
     Effects,
     RunStep,
@@ -78,6 +78,7 @@ class Scheduler:
         self._effects = effects
         self._overlap = overlap
         self._repeating = False
+        self._newest_joining: RequestState | None = None  # it may have joined
         self.order = QueueOrder()
 
     # Queues
@@ -116,6 +117,7 @@ class Scheduler:
         """
         self.order.enter(request)
         self.joining.append(request)
+        self._newest_joining = request
         if request.attempt.max_step_s is not None and self.steps:
             self.stop_repeating()
         else:
@@ -133,6 +135,17 @@ class Scheduler:
         if request in self.joining:
             self.joining.remove(request)
         self._admit_joining()
+
+    def holds_ahead(self, step: Step) -> bool:
+        """Whether requests of a step hold blocks for later tokens."""
+        size = self._layout.block_tokens
+        return any(len(r.block_ids) * size >= r.tokens.size + size for r, _ in step)
+
+    def take_back_ahead(self) -> bool:
+        """Takes back the blocks that a repeated step held ahead of its tokens: it has ended early
+        where another request needs them. Returns False if there were none."""
+        idle = [request for request in self.running if not request.steps_pending]
+        return sum(map(self._kv_cache.shrink, idle)) > 0
 
     def too_long(self) -> list[RequestState]:
         """Running requests that have outgrown the instance's blocks."""
@@ -172,7 +185,8 @@ class Scheduler:
         # tokens): one token of a decode, up to a chunk of a prefill. The two kinds share steps.
         #
         # 1. Blocks    Running requests come first: each gets the blocks for its tokens. If none
-        #              are left, the youngest request of the worst priority is preempted.
+        #              are left, the youngest request of the worst priority, and of the tenant that
+        #              was served most, is preempted.
         # 2. Admit     Received requests, then waiting ones in their order (`queue_order`), enter
         #              `running` while there is room.
         # 3. Select    `running` is split into decodes and prefills that can be computed now. The
@@ -214,8 +228,7 @@ class Scheduler:
     # 1. Blocks
 
     def _allocate_for_decodes(self) -> None:
-        """Gives every running request the blocks for its tokens; preempts the youngest one of the
-        worst priority if none are left."""
+        """Gives every running request the blocks for its tokens; preempts one if none are left."""
         block_tokens = self._layout.block_tokens
         lacking = [r for r in self.running if r.tokens.size > len(r.block_ids) * block_tokens]
         for request in lacking:
@@ -236,6 +249,26 @@ class Scheduler:
                 if victim is request:
                     break
 
+    def preempt_for(self, attempt: AttemptSpec) -> bool:
+        """Preempts a running request of a tenant that was served far more than that of an attempt
+        without blocks. Returns False if there is none that is in no step."""
+        victim = self.order.victim(r for r in self._behind(attempt) if not r.steps_pending)
+        if victim is None:
+            return False
+        self._preempt(victim)
+        return True
+
+    def may_preempt_for(self, attempt: AttemptSpec) -> bool:
+        """Whether `preempt_for` may preempt one when the steps in progress have ended."""
+        return any(True for _ in self._behind(attempt))
+
+    def _behind(self, attempt: AttemptSpec) -> Iterator[RequestState]:
+        """The running requests that should give way, the youngest first."""
+        if not self.order.is_plain or not self.order.is_present(attempt):
+            for request in reversed(self.running):
+                if request.target is None and self.order.is_behind(attempt, request):
+                    yield request
+
     def _preempt(self, request: RequestState) -> None:
         """Frees a running request's blocks and puts it first in the waiting queue. It is computed
         again later, after whatever of it is still cached."""
@@ -255,6 +288,8 @@ class Scheduler:
         """Moves received requests to `running` while the engine's memory has room for them and the
         step stays short enough. An instance without work takes any request."""
         limit_tokens = self._config.engine_tokens
+        if len(self.joining) > 1 and not self.order.is_plain:
+            self.joining = deque(sorted(self.joining, key=self.order.key))
         while self.joining:
             request = self.joining[0]
             if self.running:
@@ -275,7 +310,8 @@ class Scheduler:
         if attempt.max_step_s is None:
             return True
         max_step_s = attempt.max_step_s
-        newest = self.joining[-1].attempt
+        assert self._newest_joining is not None
+        newest = self._newest_joining.attempt
         if newest.slo == attempt.slo and newest.max_step_s is not None:
             max_step_s = newest.max_step_s  # the Conductor has learned since
         context_tokens = sum(r.tokens.size for r in self.running) + request.tokens.size
@@ -304,7 +340,11 @@ class Scheduler:
                     continue
             elif not self._allocate(request):
                 break
-            self.waiting.popleft()
+            if self.waiting[0] is request:
+                self.waiting.popleft()
+            else:  # others were preempted for it
+                self.waiting.remove(request)
+                self.waiting = deque(sorted(self.waiting, key=self.order.key))
             if not request.overlapping:
                 self._kv_cache.pool.release(request.fetch_owner)
             self._begin_prefill(request)
@@ -325,6 +365,9 @@ class Scheduler:
             return False
         if self._kv_cache.allocate(request, num_blocks) is not None:
             return True
+        while self.take_back_ahead() or self.preempt_for(request.attempt):
+            if self._kv_cache.allocate(request, num_blocks) is not None:
+                return True
         if self.running or not self._release_fetched():
             return False
         return self._kv_cache.allocate(request, num_blocks) is not None
@@ -386,8 +429,11 @@ class Scheduler:
             if request.attempt.sampling.prompt_logprobs is not None and not decoding:
                 num_uncomputed = min(num_uncomputed, MAX_SCORED_TOKENS)
             (decodes if decoding else prefills).append((request, num_uncomputed))
-        if len(prefills) > 1 and not self.order.is_plain:
-            prefills.sort(key=lambda share: self.order.key(share[0]))
+        if not self.order.is_plain:
+            if len(prefills) > 1:
+                prefills.sort(key=lambda share: self.order.key(share[0]))
+            if len(decodes) > self._config.max_sequences:  # some have to wait for others
+                decodes.sort(key=lambda share: self.order.key(share[0]))
         return self._micro_batch(decodes, bool(prefills)), prefills
 
     def _may_overlap(self, request: RequestState) -> bool:

@@ -40,6 +40,9 @@ class TenantAccounts:
         """Tenants with requests."""
         return len(self._present)
 
+    def is_present(self, tenant: str) -> bool:
+        return tenant in self._present
+
     def served(self, tenant: str) -> float:
         """Returns what was served to a tenant, as if it came now; 0 if it is unknown."""
         account = self._present.get(tenant) or self._absent.get(tenant)

@@ -240,8 +240,8 @@ class Collector:
         ttft_s = record.ttft_s
         assert ttft_s is not None
         self.ttft_s.add(ttft_s)
-        if record.predicted_ttft_s is not None:
-            error_s = record.predicted_ttft_s - ttft_s
+        if record.expected_ttft_s is not None:
+            error_s = record.expected_ttft_s - ttft_s
             self.ttft_error_s.add(abs(error_s))
             self.ttft_bias_s += error_s
         for gap_s, number in gap_runs:

@@ -46,7 +46,7 @@ from moonpool.sim.perturbation import Perturbation, StepFactor
 from moonpool.sim.scaling import Scaling
 from moonpool.sim.transfers import NodeLinks, SimMessenger
 from moonpool.sim.workload import Arrival
-from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams, Slo
+from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams
 
 TICK_S = 1.0
 DRAIN_S = 60.0
@@ -104,7 +104,7 @@ class Simulation:
         self._acceptance = Acceptance(config.hardware.draft_acceptance, seed)
         self.clock = Clock()
         self.network = Network(self.clock)
-        self._slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
+        self._slo = config.slo.usual
         load_eviction(config.pool.eviction, objects)
         policies = load_policies(config.conductor, objects)
         self.conductor = Conductor(

@@ -45,6 +45,8 @@ from moonpool.types import BlockId, InstanceId
 
 SSD_LATENCY_S = 1e-4
 PROGRESS_PARTS = 8
+PARK_S = 5.0
+"""How long a sender waits to be expected."""
 
 Ended = Callable[[bool], None]
 """Called once, with whether all blocks arrived."""
@@ -95,6 +97,7 @@ class _Stream:
     num_bytes: int = 0
     finished: bool = False
     ended: bool = False
+    early: list[Sequence[tuple[int, BlockId]]] | None = None  # sent before it was expected
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +148,7 @@ class SimMessenger:
         self._expected: dict[str, ExpectStream] = {}
         self._outgoing: dict[str, _Stream] = {}
         self._incoming: dict[str, _Stream] = {}
+        self._early: dict[str, _Stream] = {}  # from senders that wait to be expected
         self._reads: dict[str, _Fetch] = {}
         self._num_reads = 0
         peers[instance_id] = self
@@ -153,20 +157,36 @@ class SimMessenger:
 
     def expect(self, action: ExpectStream) -> None:
         self._expected[action.stream_id] = action
+        stream = self._early.pop(action.stream_id, None)
+        if stream is not None:
+            self._accept(stream)
 
     def open_stream(self, stream_id: str, target: InstanceId) -> None:
         receiver = self._peers[target]
-        expected = receiver._expected.get(stream_id)
-        if expected is None:
-            self._post_later(
-                SendEnded(stream_id=stream_id, error="the receiver does not expect this stream")
-            )
-            return
-        first = expected.first_index
-        last = first + len(expected.block_ids)
-        stream = _Stream(stream_id, self, receiver, first, last, self._clock.now)
-        self._outgoing[stream_id] = receiver._incoming[stream_id] = stream
-        self.figures.num_streams += 1
+        stream = _Stream(stream_id, self, receiver, 0, 0, self._clock.now, early=[])
+        self._outgoing[stream_id] = stream
+        if stream_id in receiver._expected:
+            receiver._accept(stream)
+        else:
+            receiver._early[stream_id] = stream
+            self._clock.after(PARK_S, Priority.FAULT, receiver._refuse, stream)
+
+    def _accept(self, stream: _Stream) -> None:
+        """Receives a stream from where the receiver needs it."""
+        expected = self._expected[stream.stream_id]
+        stream.first_index = expected.first_index
+        stream.last_index = expected.first_index + len(expected.block_ids)
+        self._incoming[stream.stream_id] = stream
+        sender = stream.sender
+        sender.figures.num_streams += 1
+        early, stream.early = stream.early, None
+        for blocks in early or ():
+            sender._send(stream.stream_id, blocks, 0.0)
+        sender._end_if_done(stream)
+
+    def _refuse(self, stream: _Stream) -> None:
+        if self._early.get(stream.stream_id) is stream:
+            self._break(stream, "the receiver does not expect this stream")
 
     def send(self, stream_id: str, blocks: Sequence[tuple[int, BlockId]]) -> None:
         """Sends blocks that are complete."""
@@ -213,6 +233,9 @@ class SimMessenger:
         stream = self._outgoing.get(stream_id)
         if stream is None or stream.ended:
             return
+        if stream.early is not None:
+            stream.early.append(blocks)
+            return
         # Blocks before `first_index` are with the receiver already; `blocks` is in prompt order.
         num_blocks = len(blocks) - bisect_left(blocks, stream.first_index, key=itemgetter(0))
         if not num_blocks:
@@ -236,7 +259,7 @@ class SimMessenger:
         self._end_if_done(stream)
 
     def _end_if_done(self, stream: _Stream) -> None:
-        if stream.flows or not stream.finished or stream.ended:
+        if stream.flows or not stream.finished or stream.ended or stream.early is not None:
             return
         stream.ended = True
         seconds = self._clock.now - stream.began_s
@@ -273,6 +296,7 @@ class SimMessenger:
             stream.ended = True
             del sender._outgoing[stream_id]
             sender._post_later(SendEnded(stream_id=stream_id, error=error))
+        receiver._early.pop(stream_id, None)
         if receiver._incoming.pop(stream_id, None) is not None:
             del receiver._expected[stream_id]
             missing = tuple(range(stream.first_index, stream.last_index))

@@ -97,7 +97,7 @@ def plan_cluster(
         found = Planner(assessor, prepared, bounds).plan()
         around = found.neighbours if found.complete else ()
         fewer = broken_by_fewer(around, assessor.in_full)
-    slos, shares = prepared.base.slo, prepared.shares_prefixes
+    slos, shares = prepared.base.slo.usual, prepared.shares_prefixes
     words = sentence(found, fewer, slos, goal, shares, priced)
     figures = figures_of(found, fewer, words, prepared, goal, priced)
     run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}

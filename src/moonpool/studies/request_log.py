@@ -31,7 +31,7 @@ class RequestLog:
                 *(int(record.request_id), record.arrived_s, record.outcome, record.effective),
                 *(record.num_prompt_tokens, record.num_generated_tokens, record.cached_tokens),
                 *(record.fetched_tokens, record.loaded_tokens, record.ttft_s),
-                *(record.predicted_ttft_s, record.tpot_s, record.tbt_top10_mean_s),
+                *(record.expected_ttft_s, record.tpot_s, record.tbt_top10_mean_s),
                 None if finished_s is None else finished_s - record.arrived_s,
                 *(record.prefill_instance, record.decode_instance, record.attempts),
                 *(stages.get(name) for name, _, _ in STAGES),

@@ -15,7 +15,7 @@ from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
-from moonpool.conductor.waiting import WaitingRequests
+from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.kvcache.replicas import ReplicaOwners
 from moonpool.protocol.messages import AttemptFailed, BlocksSnapshot, ReserveDecode

@@ -7,7 +7,7 @@ from typing import Any
 from moonpool.conductor.attempt_planner import AttemptPlanner
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.state import Attempt
-from moonpool.conductor.waiting import WaitingRequests
+from moonpool.conductor.waiting.queue import WaitingRequests
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method, nothing
 

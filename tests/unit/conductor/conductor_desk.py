@@ -63,6 +63,7 @@ class Desk:
         weights: Mapping[str, float] | None = None,
         default_slo: Slo = DEFAULT_SLO,
         cost: FittedCost = COST,
+        layout: BlockLayout = LAYOUT,
         **config: Any,
     ) -> None:
         self.conductor = Conductor(
@@ -72,6 +73,7 @@ class Desk:
         self.num_blocks = num_blocks
         self.chunk_tokens = chunk_tokens
         self.cost = cost
+        self.layout = layout
         for name in names:
             self.join(name)
 
@@ -84,7 +86,7 @@ class Desk:
             role=ROLES[name[0]],
             incarnation=incarnation,
             address=address,
-            layout=LAYOUT,
+            layout=self.layout,
             num_blocks=self.num_blocks,
             chunk_tokens=self.chunk_tokens,
             cost=self.cost,
@@ -102,8 +104,15 @@ class Desk:
         sampling = {
             "max_tokens": known.pop("max_tokens", 8),
             "pooling": known.pop("pooling", "none"),
+            **known.pop("sampling", {}),
         }
-        slo = Slo(ttft_s=known.pop("ttft_s", 30.0), tbt_s=known.pop("tbt_s", 1.0))
+        stated = known.pop("stated", True)
+        slo = Slo(
+            ttft_s=known.pop("ttft_s", 30.0),
+            tbt_s=known.pop("tbt_s", 1.0),
+            ttft_stated=stated,
+            tbt_stated=stated,
+        )
         values = {"token_ids": PROMPT, "deadline_s": self.now + 60.0, **known}
         request = Request(
             request_id=RequestId(name),

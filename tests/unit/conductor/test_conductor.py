@@ -243,7 +243,8 @@ def test_overload_is_rejected_before_any_work() -> None:
 def test_room_is_booked_for_the_answer_too() -> None:
     desk = Desk("p0", "d0", num_blocks=10)  # of 4 tokens; the prompts have 10
     assert sent(desk.ask("a", max_tokens=13), StartPrefill)  # 23 tokens hold 6 blocks
-    (refuse,) = of(desk.ask("b", max_tokens=7), Refuse)  # 17 would fit as tokens, not as blocks
+    refused = desk.ask("b", max_tokens=7, ttft_s=0.02)  # 17 would fit as tokens, not as blocks
+    (refuse,) = of(refused, Refuse)
     assert (refuse.status, refuse.reason) == (503, "no_decode_capacity")
     assert sent(desk.ask("c", max_tokens=6), StartPrefill)
     desk.handle(RequestCancelled(RequestId("a")))
@@ -257,7 +258,7 @@ def test_an_answer_longer_than_booked_takes_room() -> None:
     assert sent(desk.ask("early", max_tokens=1, token_ids=tuple(range(28))), StartPrefill)
     desk.handle(RequestCancelled(RequestId("early")))
     desk.tokens("m0", *range(20))
-    (refuse,) = of(desk.ask("late", max_tokens=2), Refuse)
+    (refuse,) = of(desk.ask("late", max_tokens=2, ttft_s=0.02), Refuse)
     assert refuse.reason == "no_decode_capacity"
 
 
@@ -265,7 +266,7 @@ def test_a_prefill_on_a_mixed_instance_takes_room_from_the_decodes() -> None:
     """Otherwise an admitted request could find no blocks, because of prefills there."""
     desk = Desk("m0", num_blocks=10)  # 40 tokens
     desk.ask("one", max_tokens=1, token_ids=tuple(range(30)))  # 8 blocks
-    (refuse,) = of(desk.ask("b", max_tokens=2), Refuse)
+    (refuse,) = of(desk.ask("b", max_tokens=2, ttft_s=0.02), Refuse)
     assert refuse.reason == "no_decode_capacity"
     desk.tokens("m0", 50, finish=FinishReason.LENGTH, work="one/1")
     assert sent(desk.ask("c", max_tokens=2), StartPrefill)

@@ -68,6 +68,30 @@ def placed(
     return decision
 
 
+@pytest.mark.parametrize(
+    ("names", "inline", "num_others"),
+    [
+        (("p0", "d0"), True, 0),
+        (("p0", "d0"), False, 0),
+        (("p0", "p1", "d0", "d1"), True, 0),
+        (("p0", "p1", "d0", "d1"), False, 0),
+        (("m0", "m1"), True, 0),
+        ((*(f"p{n}" for n in range(6)), "d0"), True, 3),
+        ((*(f"p{n}" for n in range(6)), "d0"), False, 2),
+        (tuple(f"m{n}" for n in range(5)), True, 1),
+    ],
+)
+def test_the_instances_that_are_not_listed_are_counted(
+    names: tuple[str, ...], inline: bool, num_others: int
+) -> None:
+    """A decode instance that computes the prompt is listed beside the possible prefill ones."""
+    chosen = placed(demand(150), *names, inline=inline).chosen
+    assert chosen.num_others == num_others
+    text = " ".join(chosen.lines())
+    assert ("considered" in text) == (num_others > 0)
+    assert ("1 other instance was considered" in text) == (num_others == 1)
+
+
 def test_a_short_prompt_runs_where_it_is_decoded() -> None:
     decision = placed(demand(150), "p0", "d0")
     assert (decision.prefill, decision.decode, decision.decoder_row) == ("d0", None, 1)

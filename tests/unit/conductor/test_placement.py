@@ -397,21 +397,15 @@ def test_no_instance_is_up() -> None:
     assert rejected(demand(), view("p0")).reason == "no_decode_instance"
 
 
-def test_a_rejection_for_room_predicts_when_there_will_be_some() -> None:
-    views = [
-        view("p0"),
-        view("d0", room_tokens=5, decode_batch=2),
-        view("d1", room_tokens=5, decode_batch=3),
-    ]
-    refusal = rejected(demand(), *views)
+def test_a_rejection_for_room_says_whether_waiting_helps() -> None:
+    full = view("d0", room_tokens=5, decode_batch=2)
+    refusal = rejected(demand(), view("p0"), full, view("d1", room_tokens=5))
     assert (refusal.status, refusal.reason) == (503, "no_decode_capacity")
-    assert refusal.retry_after_s == 2.0, "of three answers of 6 s, one ends every 2 s"
-    assert "1100 more tokens" in refusal.message and "in 2.0 s" in refusal.message
-
-
-def test_room_that_no_idle_instance_has() -> None:
-    refusal = rejected(demand(), view("p0"), view("d0", room_tokens=5))
-    assert "not even an idle one" in refusal.message and refusal.retry_after_s > 0
+    assert "1100 more tokens" in refusal.message and refusal.room_tokens == 1100
+    larger = demand(num_tokens=100, expected_tokens=100_001)
+    hopeless = rejected(larger, view("p0"), full)
+    assert (hopeless.status, hopeless.retry_after_s) == (422, float("inf"))
+    assert "not even an idle one" in hopeless.message
 
 
 def test_a_prompt_longer_than_any_instance() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from conductor_desk import Desk, of, sent
 
-from moonpool.conductor import waiting as waiting_module
 from moonpool.conductor.actions import (
     ConductorAction,
     DrainRequested,
@@ -14,6 +13,7 @@ from moonpool.conductor.actions import (
     RequestCancelled,
     Tick,
 )
+from moonpool.conductor.waiting import queue as waiting_module
 from moonpool.protocol.messages import AttemptFailed, AttemptId, ReserveDecode, StartPrefill
 from moonpool.types import FinishReason, InstanceId, RequestId
 
@@ -90,7 +90,8 @@ def test_a_begun_answer_waits_for_room() -> None:
     desk.ask("b", token_ids=range(100, 116), max_tokens=9)
     assert not of(lose(desk, lost), Refuse)
     assert desk.conductor.num_waiting == 1
-    assert of(desk.ask("new", token_ids=range(16), max_tokens=9), Refuse), "it is not begun"
+    late = desk.ask("new", token_ids=range(16), max_tokens=9, ttft_s=0.02)
+    assert of(late, Refuse), "it is not begun"
     assert not placed(tick(desk))
     actions = desk.handle(RequestCancelled(RequestId("b")))
     assert placed(actions) == ["a"]

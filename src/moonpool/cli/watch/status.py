@@ -24,10 +24,11 @@ def status(server: Server) -> None:
 
 
 def status_lines(frame: dict[str, Any]) -> list[str]:
-    """Returns the five lines of a frame, and one for each standby and each faulty SSD tier."""
+    """Returns the five lines of a frame. Before them is what it lacks, and behind them one line for
+    each standby and each faulty SSD tier."""
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
-    ttft = _latency(totals["ttft_s"], slo["ttft_s"])
-    tbt = _latency(totals["tbt_s"], slo["tbt_s"])
+    ttft = _latency(totals["ttft_s"], _slo(slo, "ttft_s"))
+    tbt = _latency(totals["tbt_s"], _slo(slo, "tbt_s"))
     by_tier = (
         f"{tokens['dram']:,} from DRAM, {tokens['fetched']:,} fetched,"
         f" {tokens['ssd']:,} from SSD, {tokens['computed']:,} computed"
@@ -36,7 +37,9 @@ def status_lines(frame: dict[str, Any]) -> list[str]:
         f"standby    {standby['host']}:{standby['port']}, heard {standby['heard_s_ago']:.1f} s ago"
         for standby in frame.get("standbys", ())
     ]
+    lack = [f"not ready  {frame['lack']}"] if frame.get("lack") else []
     return [
+        *lack,
         f"instances  {_roles(frame['instances'])}",
         f"load       {_load(frame)}",
         f"requests   {frame['under_way']} under way; last 10 min: {_ended(totals)}",
@@ -89,8 +92,13 @@ def _ended(totals: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _latency(found: dict[str, float] | None, slo_s: float) -> str:
+def _slo(slo: dict[str, Any], key: str) -> str:
+    what = "assumed SLO" if key in slo.get("assumed", ()) else "SLO"
+    return f"{what} {time_text(slo[key])}"
+
+
+def _latency(found: dict[str, float] | None, slo: str) -> str:
     if found is None:
-        return f"- (SLO {time_text(slo_s)})"
+        return f"- ({slo})"
     shown = ", ".join(f"{name} {time_text(value)}" for name, value in found.items())
-    return f"{shown} (SLO {time_text(slo_s)})"
+    return f"{shown} ({slo})"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
+from moonpool.conductor.placement import Rejection
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
 from moonpool.types import InstanceId, RequestId
 
@@ -106,6 +107,15 @@ class Suspects:
         if self._line and request_id == next(iter(self._line)):
             self._since_s = None
         self._line.pop(request_id, None)
+
+
+def culprit_rejection(instance_id: InstanceId) -> Rejection:
+    """`instance_id`: the last instance that it ended."""
+    text = (
+        "this request has ended two instances, so it is not tried again; tell the"
+        f" server's operator: the last one was {instance_id}"
+    )
+    return Rejection(500, INSTANCES_ENDED, text, 0.0)
 
 
 def _candidates(state: InstanceState) -> dict[RequestId, int]:

@@ -69,7 +69,8 @@ def describe_live(
     slo = conductor.default_slo
     return {
         "tenant": tenant,
-        "slo": {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s},
+        "slo": {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s, "assumed": list(slo.assumed)},
+        "lack": conductor.lack,
         "instances": [
             _describe_instance(conductor, state, now, with_load=tenant is None)
             for state in conductor.instances.values()

@@ -123,7 +123,7 @@ def describe_cluster(config: Config) -> str:
 
 
 def _outcome(config: Config, figures: dict[str, Any]) -> str:
-    slo = config.slo
+    slo = config.slo.usual
     completed, refused, failed = (figures[name] for name in ("completed", "rejected", "failed"))
     answered, of_all = f"{completed:,} {_were(completed)} answered", " of all"
     if completed == figures["requests"]:

@@ -54,7 +54,7 @@ def _ttft(simulation: Simulation) -> ReportFigure:
         "How long users waited for an answer to begin: the curve gives the share of answered "
         "requests that waited at most that long. Left of the dashed line, the SLO was met.",
         [("c1", "answered requests", simulation.collector.ttft_s)],
-        simulation.config.slo.ttft_s,
+        simulation.config.slo.usual.ttft_s,
     )
 
 
@@ -68,7 +68,7 @@ def _tbt(simulation: Simulation) -> ReportFigure:
             ("c1", "slow tenth of each answer", found.tbt_top10_mean_s),
             ("c5", "every pause between two tokens", found.gap_s),
         ],
-        simulation.config.slo.tbt_s,
+        simulation.config.slo.usual.tbt_s,
     )
 
 

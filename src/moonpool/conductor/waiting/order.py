@@ -1,0 +1,126 @@
+"""The order in which requests that wait at the Conductor are placed.
+
+The lowest priority value first; within a priority, the tenant that was given least (`fair_share`);
+within a tenant, the one that has waited longest. After half of its time a request counts as one of
+the best priority that is there.
+
+A request enters and leaves in logarithmic time, and only those that are looked at are sorted: at
+overload an answer ends often, and thousands wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from moonpool.conductor.fair_share import FairShare
+from moonpool.conductor.state import TrackedRequest
+from moonpool.types import Request, payer_of
+
+_Queue = list[tuple[int, TrackedRequest]]  # by number
+_Queues = dict[str, _Queue]  # by tenant
+LOOK_AHEAD = 256
+"""Requests of a tenant and class that one look considers."""
+
+
+class WaitingOrder:
+    def __init__(self, shares: FairShare) -> None:
+        self._shares = shares
+        self._numbers = count()
+        self._entered: dict[int, TrackedRequest] = {}
+        self._classes: dict[int, _Queues] = {}  # by priority
+        self._aged: _Queues = {}
+        self._aged_priorities: Counter[int] = Counter()  # that they had
+        self._aging: list[tuple[float, int]] = []  # a heap: when a request counts as aged
+        self._delayed: dict[int, float] = {}  # number -> not before this time
+
+    def enter(self, tracked: TrackedRequest, not_before_s: float) -> int:
+        """Adds a request; returns its number, by which it leaves."""
+        number = next(self._numbers)
+        self._entered[number] = tracked
+        self._delayed[number] = not_before_s
+        return number
+
+    def leave(self, number: int) -> None:
+        tracked = self._entered.pop(number)
+        if self._delayed.pop(number, None) is not None:
+            return
+        priority, tenant = tracked.request.priority, payer_of(tracked.request.tenant)
+        if _take(self._aged, tenant, number):
+            self._aged_priorities[priority] -= 1
+            if not self._aged_priorities[priority]:
+                del self._aged_priorities[priority]
+        else:
+            assert _take(self._classes[priority], tenant, number)
+            if not self._classes[priority]:
+                del self._classes[priority]
+
+    def due(self, now: float) -> Iterator[TrackedRequest]:
+        """Yields those that may be placed now, by what was placed since the last one. They may
+        leave meanwhile, and none may enter."""
+        self._look(now)
+        if not self._aged:
+            for priority in sorted(self._classes):
+                yield from self._by_tenant([self._classes[priority]], now)
+            return
+        best = min((*self._classes, *self._aged_priorities))
+        yield from self._by_tenant([self._aged, self._classes.get(best, {})], now)
+        for priority in sorted(self._classes.keys() - {best}):
+            yield from self._by_tenant([self._classes[priority]], now)
+
+    def _look(self, now: float) -> None:
+        """Lets requests in whose delay is over, and notes those that have aged (mutates)."""
+        for number in [n for n, not_before_s in self._delayed.items() if not_before_s <= now]:
+            del self._delayed[number]
+            tracked = self._entered[number]
+            self._insert(self._classes.setdefault(tracked.request.priority, {}), number, tracked)
+            heapq.heappush(self._aging, (aged_s(tracked.request), number))
+        while self._aging and self._aging[0][0] <= now:
+            number = heapq.heappop(self._aging)[1]
+            aged = self._entered.get(number)
+            if aged is not None:
+                self.leave(number)
+                self._entered[number] = aged
+                self._insert(self._aged, number, aged)
+                self._aged_priorities[aged.request.priority] += 1
+        if len(self._aging) > 2 * len(self._entered) + 64:
+            self._aging = [one for one in self._aging if one[1] in self._entered]
+            heapq.heapify(self._aging)
+
+    def _insert(self, queues: _Queues, number: int, tracked: TrackedRequest) -> None:
+        insort(queues.setdefault(payer_of(tracked.request.tenant), []), (number, tracked))
+
+    def _by_tenant(self, parts: Sequence[_Queues], now: float) -> Iterator[TrackedRequest]:
+        queues: dict[str, Iterator[tuple[int, TrackedRequest]]] = {}
+        for tenant in dict.fromkeys(name for part in parts for name in part):
+            first = [part[tenant][:LOOK_AHEAD] for part in parts if tenant in part]
+            queues[tenant] = heapq.merge(*first) if len(first) > 1 else iter(first[0])
+        while queues:
+            tenant = min(queues, key=lambda name: self._shares.level(name, now))
+            following = next(queues[tenant], None)
+            if following is None:
+                del queues[tenant]
+            else:
+                yield following[1]
+
+
+def _take(queues: _Queues, tenant: str, number: int) -> bool:
+    """Removes the request of this number from the queues, if it is there."""
+    queue = queues.get(tenant)
+    if queue is None:
+        return False
+    place = bisect_left(queue, number, key=lambda one: one[0])
+    if place == len(queue) or queue[place][0] != number:
+        return False
+    del queue[place]
+    if not queue:
+        del queues[tenant]
+    return True
+
+
+def aged_s(request: Request) -> float:
+    """When half of the time until its deadline is over."""
+    return (request.arrived_s + request.deadline_s) / 2

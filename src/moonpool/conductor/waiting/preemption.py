@@ -1,0 +1,122 @@
+"""Which answers give way where a tenant claims its share of the room (`fair_share`).
+
+The youngest answer of the tenant farthest above its share goes first. It goes on later with the
+same tokens, so its client sees a pause. No tenant gives more than what brings it down to the one
+that claims, so that two tenants never take the room from each other in turn. Answers past half of
+their time go last: they have been under way for long, and must end. Books nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moonpool.conductor.fair_share import FairShare
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.state import InstanceState, TrackedRequest
+from moonpool.conductor.waiting.order import aged_s
+from moonpool.types import payer_of
+
+VLLM = "vllm"
+"""The layout inside blocks of vLLM instances."""
+
+
+class Preemption:
+    def __init__(self, reservations: Reservations, shares: FairShare) -> None:
+        self._table, self._instances = reservations.instance_table, reservations.instances
+        self._shares = shares
+
+    def victims(self, tracked: TrackedRequest, num_tokens: int, now: float) -> list[TrackedRequest]:
+        """The answers whose end gives this request room for `num_tokens` on one instance: as few
+        tokens as possible. Empty if there are none to whose room it has a claim."""
+        best: list[TrackedRequest] = []
+        least = float("inf")
+        for state in self._instances.values():
+            row, table = state.row, self._table
+            if not table.decodes[row] or table.capacity_tokens.item(row) < num_tokens:
+                continue
+            lacking = num_tokens - table.room_tokens.item(row)
+            chosen = self._choose(_holding(state), tracked, num_tokens, lacking, now)
+            cost = sum(_context_tokens(victim) for victim in chosen)
+            if chosen and cost < least:
+                best, least = chosen, cost
+        return best
+
+    def overfull(self, now: float) -> list[TrackedRequest]:
+        """The answers that give way on vLLM instances whose answers have outgrown the room there:
+        where tenants compete, vLLM itself would preempt the one that came last. Our own instances
+        preempt by tenant (`scheduler.queue_order`)."""
+        found: list[TrackedRequest] = []
+        mean = self._shares.mean(now)
+        if mean is None:
+            return found
+        for state in self._instances.values():
+            lacking = -self._table.room_tokens.item(state.row)
+            if lacking <= 0.0 or state.info.layout.inner != VLLM:
+                continue
+            holding = list(_holding(state))
+            least = min(holding, key=lambda one: self._level(one, now))
+            if self._level(least, now) < mean:
+                found += self._choose(holding, least, 0, lacking, now)
+        return found
+
+    def _level(self, tracked: TrackedRequest, now: float) -> float:
+        return self._shares.level(payer_of(tracked.request.tenant), now)
+
+    def _choose(
+        self,
+        holding: Iterable[TrackedRequest],
+        tracked: TrackedRequest,
+        num_tokens: int,
+        lacking: float,
+        now: float,
+    ) -> list[TrackedRequest]:
+        """Answers of one instance that hold what is lacking there; none if they hold less. None
+        gives way to its own tenant."""
+        shares, tenant = self._shares, payer_of(tracked.request.tenant)
+        claimed = shares.level(tenant, now) + num_tokens / shares.weight(tenant)
+        queues = _by_tenant(holding, tracked, now)
+        levels = {name: shares.level(name, now) for name in queues if name != tenant}
+        chosen: list[TrackedRequest] = []
+        while lacking > 0.0 and levels:
+            name = max(levels, key=lambda one: levels[one])
+            victim = queues[name].pop()
+            attempt = victim.attempt
+            assert attempt is not None
+            left = levels[name] - attempt.booked_tokens / shares.weight(name)
+            if left < claimed:
+                del levels[name]
+                continue
+            chosen.append(victim)
+            lacking -= attempt.booked_tokens
+            levels[name] = left
+            if not queues[name]:
+                del levels[name]
+        return chosen if lacking <= 0.0 else []
+
+
+def _by_tenant(
+    holding: Iterable[TrackedRequest], tracked: TrackedRequest, now: float
+) -> dict[str, list[TrackedRequest]]:
+    """Those of the answers that are no more urgent than the request: by tenant, in the order in
+    which they keep their places."""
+    found: dict[str, list[TrackedRequest]] = {}
+    for other in holding:
+        if other.request.priority >= tracked.request.priority:
+            found.setdefault(payer_of(other.request.tenant), []).append(other)
+    for queue in found.values():
+        queue.sort(key=lambda one: (now < aged_s(one.request), one.request.arrived_s))
+    return found
+
+
+def _holding(state: InstanceState) -> Iterable[TrackedRequest]:
+    """The answers that hold room on the instance."""
+    for tracked in {**state.prefills, **state.decodes}.values():
+        attempt = tracked.attempt
+        assert attempt is not None
+        if attempt.booked_tokens and attempt.decoder == state.info.instance_id:
+            yield tracked
+
+
+def _context_tokens(tracked: TrackedRequest) -> int:
+    assert tracked.attempt is not None
+    return tracked.attempt.num_tokens

@@ -1,0 +1,192 @@
+"""Requests that wait for an instance, for room or for their share: they have no attempt meanwhile.
+
+`rules` says who waits. The queue is bounded, and every tenant that comes has a part of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moonpool.conductor.fair_share import FairShare
+from moonpool.conductor.state import InstanceState, TrackedRequest
+from moonpool.conductor.waiting.order import WaitingOrder
+from moonpool.types import InstanceId, RequestId, Role, payer_of
+
+MAX_WAITING = 4096
+MAX_WAITING_TOKENS = 1 << 24
+"""Limits for requests that were not admitted before; the others always wait."""
+MAX_LOST = 256
+RETRY_DELAYS_S = (0.0, 0.5, 1.5, 3.0, 5.0)
+"""Delay of the next attempt after the first, second, ... fault in a row."""
+
+
+class WaitNeed(NamedTuple):
+    """What a request that waits will take."""
+
+    room_tokens: int  # of KVCache where it decodes
+    prefill_s: float
+
+
+NOTHING = WaitNeed(0, 0.0)
+
+
+class _Wait(NamedTuple):
+    tracked: TrackedRequest
+    num_tokens: int
+    need: WaitNeed
+    is_owed: bool
+    number: int  # in the order
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one tenant has in the queue."""
+
+    num_waiting: int = 0
+    num_tokens: int = 0
+    room_tokens: int = 0
+    prefill_s: float = 0.0
+
+    def add(self, wait: _Wait, sign: int = 1) -> None:
+        self.num_waiting += sign
+        self.num_tokens += sign * wait.num_tokens
+        self.room_tokens += sign * wait.need.room_tokens
+        self.prefill_s += sign * wait.need.prefill_s
+
+
+class WaitingRequests:
+    """The requests that wait, oldest first, and the lost instances that are expected back."""
+
+    def __init__(self, shares: FairShare) -> None:
+        self._shares = shares
+        self._order = WaitingOrder(shares)
+        self._waits: dict[RequestId, _Wait] = {}
+        self._num_tokens = 0
+        self._parts: dict[str, _Part] = {}  # by tenant
+        self._limits: list[tuple[float, RequestId]] = []  # a heap: how long each may wait
+        self.lost: dict[InstanceId, Role] = {}
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._waits
+
+    def expect(self, roles: Mapping[InstanceId, Role]) -> None:
+        """An earlier Conductor had these instances."""
+        self.lost.update(roles)
+        while len(self.lost) > MAX_LOST:
+            del self.lost[next(iter(self.lost))]
+
+    def note_lost(self, state: InstanceState) -> None:
+        """An instance was lost. It is expected back unless it was leaving for good."""
+        drain = state.drain
+        if drain is not None and drain.becomes is None and not drain.returns:
+            return
+        self.expect({state.info.instance_id: state.info.role})
+
+    def note_joined(self, instance_id: InstanceId) -> None:
+        self.lost.pop(instance_id, None)
+
+    def need(self, tracked: TrackedRequest) -> WaitNeed:
+        """What a request that waits will take."""
+        return self._waits[tracked.request.request_id].need
+
+    # Who may wait
+
+    def awaits(self, reason: str) -> bool:
+        """Whether an instance is expected back whose lack is the reason of a rejection."""
+        roles = self.lost.values()
+        if reason == "no_instance":
+            return bool(roles)
+        if reason == "no_prefill_instance":
+            return any(role.prefills for role in roles)
+        return reason == "no_decode_instance" and any(role.decodes for role in roles)
+
+    def has_place(self, tracked: TrackedRequest) -> bool:
+        """Whether the queue takes this request. One that was admitted before always has a place,
+        and one that waits already keeps its own. Of the places for others, a tenant gets one part,
+        and leaves one for each other tenant that waits, and one for the next that comes."""
+        request = tracked.request
+        if tracked.num_attempts or self._is_waiting(tracked):
+            return True
+        tenant = payer_of(request.tenant)
+        part = self._parts.get(tenant, _Part())
+        num_parts = len(self._parts.keys() | {tenant}) + 1
+        num_tokens = request.num_prompt_tokens
+        return (
+            len(self._waits) < MAX_WAITING
+            and self._num_tokens + num_tokens <= MAX_WAITING_TOKENS
+            and part.num_waiting < -(-MAX_WAITING // num_parts)
+            and part.num_tokens + num_tokens <= -(-MAX_WAITING_TOKENS // num_parts)
+        )
+
+    def ahead(self, tracked: TrackedRequest, now: float) -> WaitNeed:
+        """What the requests that wait, and would be placed before this one, take in all."""
+        tenant = payer_of(tracked.request.tenant)
+        level = self._shares.level(tenant, now)
+        room_tokens, prefill_s = 0, 0.0
+        for name, part in self._parts.items():
+            if name == tenant or self._shares.level(name, now) <= level:
+                room_tokens += part.room_tokens
+                prefill_s += part.prefill_s
+        return WaitNeed(room_tokens, prefill_s)
+
+    # The queue
+
+    def add(
+        self,
+        tracked: TrackedRequest,
+        not_before_s: float,
+        need: WaitNeed = NOTHING,
+        is_owed: bool = False,
+        limit_s: float | None = None,
+    ) -> None:
+        """A request that waits already keeps its place. `limit_s`: it is to be looked at then, by
+        `over`; None: its deadline is the only limit."""
+        request = tracked.request
+        if self._is_waiting(tracked):
+            return
+        tenant = payer_of(request.tenant)
+        if is_owed:
+            self._shares.begin_wait(tenant)
+        number = self._order.enter(tracked, not_before_s)
+        wait = _Wait(tracked, request.num_prompt_tokens, need, is_owed, number)
+        self._num_tokens += wait.num_tokens
+        self._parts.setdefault(tenant, _Part()).add(wait)
+        self._waits[request.request_id] = wait
+        if limit_s is not None:
+            heapq.heappush(self._limits, (limit_s, request.request_id))
+            if len(self._limits) > 2 * len(self._waits) + 64:
+                self._limits = [limit for limit in self._limits if limit[1] in self._waits]
+                heapq.heapify(self._limits)
+
+    def remove(self, request_id: RequestId) -> None:
+        wait = self._waits.pop(request_id, None)
+        if wait is None:
+            return
+        tenant = payer_of(wait.tracked.request.tenant)
+        self._order.leave(wait.number)
+        self._num_tokens -= wait.num_tokens
+        self._parts[tenant].add(wait, -1)
+        if not self._parts[tenant].num_waiting:
+            del self._parts[tenant]  # with the rounding error of its sums
+        if wait.is_owed:
+            self._shares.end_wait(tenant)
+
+    def over(self, now: float) -> Iterator[TrackedRequest]:
+        """Yields the requests that have waited for as long as they may (mutates)."""
+        while self._limits and self._limits[0][0] <= now:
+            wait = self._waits.get(heapq.heappop(self._limits)[1])
+            if wait is not None:
+                yield wait.tracked
+
+    def due(self, now: float) -> Iterator[TrackedRequest]:
+        """Yields the requests that may be placed now, in their order; they may leave meanwhile."""
+        return self._order.due(now)
+
+    def _is_waiting(self, tracked: TrackedRequest) -> bool:
+        return tracked.request.request_id in self._waits

@@ -1,0 +1,162 @@
+"""Forecasts when an instance has room for so many more tokens of KVCache.
+
+The answers that hold the room free it when they end. Each is predicted from its own length so far:
+
+* An answer that no token ends early (`ignore_eos`) has all of its `max_tokens`.
+* Else its length is one of those of recent answers that were longer than it is now. Of n answers on
+  an instance, the one that has come furthest gets the lowest quantile of them, and so on: some end
+  soon, and some late.
+* An answer longer than all recent ones lasts as long again.
+
+Requests that wait already take the room that becomes free before this one does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+
+import numpy as np
+
+from moonpool.conductor.estimators import FIRST_GUESS_TOKENS
+from moonpool.conductor.instance_table import Floats, InstanceTable
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
+
+MEMORY_ANSWERS = 256
+"""Recent answers whose lengths are remembered."""
+LEAST_LONGER = 4
+"""With fewer longer answers in memory, an answer is taken to last as long again."""
+UPDATE_EVERY_S = 0.5
+"""The ends are predicted again after this time: overload asks for them at each arrival."""
+MOST_LOOKED_AT = 32
+"""Instances, of those with the most room."""
+
+
+class RecentLengths:
+    """The lengths of the answers that ended lately, in tokens."""
+
+    def __init__(self) -> None:
+        self._by_age: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def note(self, num_tokens: int) -> None:
+        self._by_age.append(num_tokens)
+        insort(self._sorted, num_tokens)
+        if len(self._by_age) > MEMORY_ANSWERS:
+            oldest = self._by_age.popleft()
+            del self._sorted[bisect_right(self._sorted, oldest) - 1]
+
+    def left(self, num_tokens: int, share: float) -> float:
+        """Tokens that an answer of `num_tokens` still gets: the quantile `share` of what those had
+        left that became longer."""
+        first = bisect_right(self._sorted, num_tokens)
+        longer = len(self._sorted) - first
+        if longer < LEAST_LONGER:
+            return max(float(num_tokens), FIRST_GUESS_TOKENS - num_tokens)
+        return float(self._sorted[first + min(int(share * longer), longer - 1)] - num_tokens)
+
+
+class RoomForecast:
+    """Reads the bookings, and changes none."""
+
+    def __init__(self, reservations: Reservations) -> None:
+        self._table, self._instances = reservations.instance_table, reservations.instances
+        self._lengths = RecentLengths()
+        self._ends: dict[int, _Ends] = {}  # by row
+        self._updated_s = float("-inf")
+
+    def note_answer(self, num_tokens: int) -> None:
+        """An answer of so many tokens has ended."""
+        self._lengths.note(num_tokens)
+
+    def wait_s(
+        self, num_tokens: int, ahead_tokens: float, answer_s: float, now: float, decodes: bool
+    ) -> float:
+        """Time until some instance has room for `num_tokens`, after those who wait for
+        `ahead_tokens` in all have got theirs. `answer_s`: how long an answer lasts in the mean.
+        `decodes`: whether the request needs an instance that decodes; else one for its prompt."""
+        if not 0.0 <= now - self._updated_s < UPDATE_EVERY_S:
+            self._update(now)
+        table = self._table
+        ahead = ahead_tokens / max(table.num_decodes, 1)
+        possible = table.decodes if decodes else table.prefills
+        waits_s: list[float] = []
+        for row, ends in self._ends.items():
+            if table.capacity_tokens.item(row) >= num_tokens and possible[row]:
+                lacking = num_tokens + ahead - table.room_tokens.item(row)
+                waits_s.append(ends.wait_s(lacking, table.capacity_tokens.item(row), answer_s, now))
+        return min(waits_s, default=answer_s)  # none is known of one that has just joined
+
+    def _update(self, now: float) -> None:
+        self._updated_s = now
+        table = self._table
+        states = {state.row: state for state in self._instances.values()}
+        rows = np.array(list(states), dtype=np.intp)
+        holds = table.decodes | (
+            table.room_tokens < table.capacity_tokens
+        )  # since its role changed
+        rows = rows[holds[rows]]
+        if len(rows) > MOST_LOOKED_AT:
+            rows = rows[np.argsort(-table.room_tokens[rows], kind="stable")[:MOST_LOOKED_AT]]
+        self._ends = {int(row): self._ends_on(states[int(row)], now) for row in rows}
+
+    def _ends_on(self, state: InstanceState, now: float) -> _Ends:
+        """The answers of an instance by their predicted ends."""
+        holding = {**state.prefills, **state.decodes}.values()
+        step_s = _step_s(self._table, state.row)
+        ordered = sorted(holding, key=lambda tracked: -len(tracked.generated))
+        found: list[tuple[float, int]] = []
+        for place, tracked in enumerate(ordered):
+            attempt = tracked.attempt
+            assert attempt is not None
+            if attempt.decoder == state.info.instance_id and attempt.booked_tokens:
+                left = self._left(tracked, (place + 0.5) / len(ordered))
+                end_s = _begin_s(tracked, now) + left * step_s
+                found.append((end_s, attempt.booked_tokens))
+        found.sort()
+        return _Ends(
+            np.array([end_s for end_s, _ in found]), np.cumsum([float(n) for _, n in found])
+        )
+
+    def _left(self, tracked: TrackedRequest, share: float) -> float:
+        """Tokens that the answer still gets."""
+        sampling, num_tokens = tracked.request.sampling, len(tracked.generated)
+        most = float(max(sampling.max_tokens - num_tokens, 0))
+        if sampling.ignore_eos and not sampling.stop_token_ids:
+            return most
+        return min(self._lengths.left(num_tokens, share), most)
+
+
+class _Ends:
+    """When the answers of one instance should end, and how many tokens all have freed by then."""
+
+    def __init__(self, ends_s: Floats, freed: Floats) -> None:
+        self._ends_s, self._freed = ends_s, freed
+
+    def wait_s(self, lacking: float, capacity_tokens: float, answer_s: float, now: float) -> float:
+        """Time until so many tokens are free."""
+        if lacking <= 0.0:
+            return 0.0
+        place = int(np.searchsorted(self._freed, lacking))
+        if place < len(self._ends_s):
+            return max(float(self._ends_s[place]) - now, 0.0)
+        if not len(self._ends_s):
+            return answer_s
+        # Those who wait fill the instance again, more than once.
+        last_s = max(float(self._ends_s[-1]) - now, 0.0)
+        rounds = (lacking - float(self._freed[-1])) / max(capacity_tokens, 1.0)
+        return last_s + rounds * max(answer_s, last_s)
+
+
+def _step_s(table: InstanceTable, row: int) -> float:
+    return table.tbt_s(row, table.booked_batch.item(row), table.booked_context.item(row))
+
+
+def _begin_s(tracked: TrackedRequest, now: float) -> float:
+    """When its next token should come, at the earliest."""
+    attempt, record = tracked.attempt, tracked.record
+    assert attempt is not None
+    if attempt.stage is AttemptStage.DECODE or record.placed_s is None:
+        return now
+    return max(record.placed_s + (record.predicted_ttft_s or 0.0), now)

@@ -1,0 +1,155 @@
+"""Which rejections become a wait, and for how long.
+
+* A lost instance is restarted within seconds, while a request has minutes. So a request waits where
+  nothing is missing but an instance that was lost. Instances that left for good are not awaited.
+* A request that was admitted before waits for room.
+* A new one waits for room, or for the prompts before it, if its first token can still come in time:
+  within its SLO of TTFT, or before its deadline if nobody has stated one.
+* A choice waits for other choices of its call: their room becomes free, whatever its TTFT is.
+* A new request that is refused for the load waits if its tenant is owed a place (`fair_share`), for
+  at most half of its SLO of TTFT.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from moonpool.conductor.fair_share import PATIENT_SHARE, FairShare
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.conductor.placement import LONG_QUEUE, NO_ROOM, Rejection
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.waiting.queue import WaitingRequests, WaitNeed
+from moonpool.conductor.waiting.room_forecast import RoomForecast
+from moonpool.types import Request, payer_of
+
+HOPELESS = 422
+"""Status of a rejection that an idle cluster would make, too."""
+FAIR_SHARE = "fair_share"
+"""The reason of a rejection in favour of other tenants' waiting requests."""
+TIME_HELPS = frozenset({NO_ROOM, LONG_QUEUE, FAIR_SHARE})
+"""Reasons that go away while a request waits, without making it late."""
+LOAD_REASONS = TIME_HELPS | {
+    "ttft_slo",
+    "decode_load",
+    "decode_load_predicted",
+    "goodput_prefill",
+    "goodput_decode",
+    "admission_policy",
+}
+
+
+class WaitRules:
+    """Reads the bookings, and adds to the queue."""
+
+    def __init__(
+        self, reservations: Reservations, shares: FairShare, waiting: WaitingRequests
+    ) -> None:
+        self.rooms = RoomForecast(reservations)
+        self._table: InstanceTable = reservations.instance_table
+        self._shares, self._waiting = shares, waiting
+        self._calls: Counter[str] = Counter()  # attempts of calls with several choices
+
+    def note_attempt(self, request: Request, number: int) -> None:
+        """An attempt begins (1) or ends (-1)."""
+        call = request.call
+        if call:
+            self._calls[call] += number
+            if not self._calls[call]:
+                del self._calls[call]
+
+    def with_wait(
+        self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
+    ) -> Rejection:
+        """States how long the request would wait for room, or for the prompts before it.
+        `answer_s`: how long an answer lasts in the mean."""
+        if rejection.status == HOPELESS or rejection.reason not in (NO_ROOM, LONG_QUEUE):
+            return rejection
+        ahead = self._waiting.ahead(tracked, now)
+        if rejection.reason == NO_ROOM:
+            decodes = tracked.request.sampling.max_tokens - len(tracked.generated) > 1
+            wait_s = self.rooms.wait_s(
+                rejection.room_tokens, ahead.room_tokens, answer_s, now, decodes
+            )
+            text = f"{rejection.message}; there should be some in {max(wait_s, 0.1):.1f} s"
+            return msgspec.structs.replace(rejection, message=text, retry_after_s=wait_s)
+        wait_s = rejection.retry_after_s + ahead.prefill_s / max(self._table.num_prefills, 1)
+        return msgspec.structs.replace(rejection, retry_after_s=wait_s)
+
+    def may_wait(
+        self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
+    ) -> bool:
+        """Lets the request wait if time alone may remove the reason of its rejection. `answer_s`:
+        as in `with_wait`."""
+        request, waiting = tracked.request, self._waiting
+        if not waiting.has_place(tracked):
+            return False
+        is_owed, latest_s = False, None
+        if waiting.awaits(rejection.reason) or self._waits_for_room(tracked, rejection):
+            tracked.has_waited = True
+        elif rejection.status not in (429, 503) or rejection.reason not in LOAD_REASONS:
+            return False
+        elif self._is_in_time(tracked, rejection, answer_s, now):
+            is_owed = self._shares.may_wait(payer_of(request.tenant), now)
+            if request.slo.ttft_stated:
+                latest_s = _latest_s(request, rejection, answer_s)
+        elif self._is_owed(tracked, now):
+            is_owed, latest_s = True, request.arrived_s + request.slo.ttft_s / 2
+        else:
+            return False
+        if request.request_id not in waiting:
+            tracked.explanation.add(f"waits: {rejection.message}")
+            need = WaitNeed(rejection.room_tokens, rejection.prefill_s)
+            waiting.add(tracked, now, need, is_owed, latest_s)
+        return True
+
+    def may_claim(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> bool:
+        """Whether the request need not wait for what others have: its tenant is owed it."""
+        request = tracked.request
+        if rejection.status not in (429, 503) or rejection.reason not in LOAD_REASONS:
+            return False
+        if not self._shares.compete(now):
+            return False
+        patient_s = request.arrived_s + PATIENT_SHARE * request.slo.ttft_s
+        tenant = payer_of(request.tenant)
+        return self._shares.may_claim(tenant, rejection.room_tokens, now >= patient_s, now)
+
+    def _waits_for_room(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
+        """Whether the request waits until its deadline for others that hold the room: it was
+        admitted before, or another choice of its call was."""
+        if rejection.status == HOPELESS or rejection.reason not in LOAD_REASONS:
+            return False
+        tracked.call_has_begun |= self._calls[tracked.request.call] > 0
+        return tracked.call_has_begun or (tracked.num_attempts > 0 and rejection.reason == NO_ROOM)
+
+    def _is_in_time(
+        self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
+    ) -> bool:
+        """Whether time removes the reason soon enough. One that waits already was in time, and its
+        limit is kept."""
+        request = tracked.request
+        if request.slo.ttft_stated and rejection.reason not in TIME_HELPS:
+            return False
+        latest_s = _latest_s(request, rejection, answer_s)
+        waits = request.request_id in self._waiting
+        if waits and not request.slo.ttft_stated:
+            return True
+        return now < latest_s and (waits or now + rejection.retry_after_s <= latest_s)
+
+    def _is_owed(self, tracked: TrackedRequest, now: float) -> bool:
+        """Whether a new request waits because its tenant had less than its share."""
+        request = tracked.request
+        if tracked.num_attempts or now - request.arrived_s >= request.slo.ttft_s / 2:
+            return False
+        waits = request.request_id in self._waiting
+        return waits or self._shares.may_wait(payer_of(request.tenant), now)
+
+
+def _latest_s(request: Request, rejection: Rejection, answer_s: float) -> float:
+    """When the request must be placed, so that its first token comes in time; where nobody has
+    stated what that is, its last one."""
+    if request.slo.ttft_stated:
+        return request.arrived_s + request.slo.ttft_s - rejection.prefill_s
+    return request.deadline_s - rejection.prefill_s - answer_s
