@@ -218,10 +218,15 @@ class RequestLifecycle:
             return
         num_failures = 0
         least_tokens: float = inf  # for which there was no room
+        most_tokens = self._table.most_room_tokens()
         for tracked in islice(self.waiting.due(now), MAX_PLACED_PER_TURN):
-            if self.waiting.need(tracked).room_tokens >= least_tokens:
+            needed = self.waiting.need(tracked).room_tokens
+            tenant = payer_of(tracked.request.tenant)
+            if needed >= least_tokens or self.shares.must_yield(tenant, now):
                 continue
-            if self.shares.must_yield(payer_of(tracked.request.tenant), now):
+            # The first one is always tried: what it needs may have changed.
+            lacks_room = num_failures > 0 and needed > most_tokens
+            if lacks_room and not self.shares.may_claim(tenant, needed, True, now):
                 continue
             self._place(tracked, now)
             if tracked.request.request_id in self.waiting:
