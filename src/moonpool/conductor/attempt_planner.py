@@ -134,7 +134,8 @@ class AttemptPlanner:
             table, held = self._table, np.minimum(match.hits, footprint.usable_blocks)
             prefill_s = table.prefill_s(footprint.num_tokens, held * float(footprint.block_tokens))
             least_s = float(prefill_s[table.prefills].min(initial=np.inf))
-        room_tokens = footprint.expected_tokens
+        needs_room = footprint.decodes or rejection.reason == NO_ROOM
+        room_tokens = footprint.expected_tokens if needs_room else 0
         return msgspec.structs.replace(rejection, prefill_s=least_s, room_tokens=room_tokens)
 
     def attempt(self, tracked: TrackedRequest, planned: PlannedAttempt) -> Attempt:

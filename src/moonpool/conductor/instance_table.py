@@ -272,6 +272,17 @@ class InstanceTable:
         seconds += self.decode_s_per_context_token[rows] * self.booked_context[rows]
         return seconds
 
+    @property
+    def holds_answers(self) -> Bools:
+        """The instances whose room is for answers; with those that have some since their role
+        changed."""
+        holds: Bools = self.decodes | (self.room_tokens < self.capacity_tokens)
+        return holds
+
+    def most_room_tokens(self) -> float:
+        """The most room for answers that one instance has, in tokens of KVCache."""
+        return float(self.room_tokens[self.holds_answers].max(initial=0.0))
+
     def decodes_remain(self, row: int) -> bool:
         """Whether an instance without that role still has decodes."""
         return row in self.remainders and self.booked_batch.item(row) > 0

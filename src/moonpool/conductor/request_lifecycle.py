@@ -11,8 +11,6 @@ attempt's prompt. Each draw is keyed by (seed, position), so the answer continue
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import islice
-from math import inf
 
 import msgspec
 
@@ -65,9 +63,6 @@ TBT_SLO_LATE = "tbt_slo_late"
 """The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
 REFUSED = "refused_by_engine"
 ASSUMED_TIMES = "too few prompts have ended there to check its profile; these times are assumed"
-MAX_PLACED_PER_TURN = 256
-MAX_TRIED_PER_TURN = 8
-"""Waiting requests that are planned in vain in one turn: the others would hardly fit either."""
 POLICY_ERROR_TEXT = "a placement or admission policy of this server failed; see its log"
 
 
@@ -231,22 +226,8 @@ class RequestLifecycle:
     def place_waiting(self, now: float) -> None:
         """Places requests that wait, as far as there are instances and room."""
         self._has_room = False
-        if not self.waiting:
-            return
-        num_failures = 0
-        least_tokens: float = inf  # for which there was no room
-        due = (each for each in self.waiting.due(now) if not self._suspects.must_wait(each))
-        for tracked in islice(due, MAX_PLACED_PER_TURN):
-            if self.waiting.need(tracked).room_tokens >= least_tokens:
-                continue
-            if self.shares.must_yield(payer_of(tracked.request.tenant), now):
-                continue
+        for tracked in self.wait_rules.worth_trying(self._suspects.must_wait, now):
             self._place(tracked, now)
-            if tracked.request.request_id in self.waiting:
-                num_failures += 1
-                least_tokens = min(least_tokens, self.waiting.need(tracked).room_tokens or inf)
-            if num_failures >= MAX_TRIED_PER_TURN:
-                break
 
     def use_room(self, now: float) -> None:
         """Places waiting requests if an answer has just ended."""

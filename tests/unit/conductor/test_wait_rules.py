@@ -233,7 +233,7 @@ def test_times_that_no_prompt_has_confirmed_are_told_as_assumed() -> None:
         desk.ask(f"r{number}", token_ids=prompt)
         lines = desk.conductor.requests[RequestId(f"r{number}")].explanation.lines()
         are_assumed.append(f"p0: {ASSUMED_TIMES}" in lines)
-        work = f"r{number}/1"
+        work = f"r{number}/{number + 1}"
         begun = PrefillStarted(attempt_id=AttemptId(work), cached_tokens=0, fetched_tokens=0)
         desk.report("p0", begun)
         desk.now += 0.04

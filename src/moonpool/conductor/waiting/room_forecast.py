@@ -93,10 +93,7 @@ class RoomForecast:
         table = self._table
         states = {state.row: state for state in self._instances.values()}
         rows = np.array(list(states), dtype=np.intp)
-        holds = table.decodes | (
-            table.room_tokens < table.capacity_tokens
-        )  # since its role changed
-        rows = rows[holds[rows]]
+        rows = rows[table.holds_answers[rows]]
         if len(rows) > MOST_LOOKED_AT:
             rows = rows[np.argsort(-table.room_tokens[rows], kind="stable")[:MOST_LOOKED_AT]]
         self._ends = {int(row): self._ends_on(states[int(row)], now) for row in rows}

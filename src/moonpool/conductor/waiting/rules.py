@@ -13,6 +13,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from math import inf
 
 import msgspec
 
@@ -39,6 +42,9 @@ LOAD_REASONS = TIME_HELPS | {
     "goodput_decode",
     "admission_policy",
 }
+MAX_PLACED_PER_TURN = 256
+MAX_TRIED_PER_TURN = 8
+"""Waiting requests that are planned in vain in one turn: the others would hardly fit either."""
 
 
 class WaitRules:
@@ -59,6 +65,32 @@ class WaitRules:
             self._calls[call] += number
             if not self._calls[call]:
                 del self._calls[call]
+
+    def worth_trying(
+        self, must_wait: Callable[[TrackedRequest], bool], now: float
+    ) -> Iterator[TrackedRequest]:
+        """Yields the waiting requests that may find a place now. Those that do leave the queue
+        before the next one is asked for."""
+        waiting, most_tokens = self._waiting, self._table.most_room_tokens()
+        num_failures = 0
+        least_tokens: float = inf  # for which there was no room
+        for tracked in islice(waiting.due(now), MAX_PLACED_PER_TURN):
+            needed = waiting.need(tracked).room_tokens
+            tenant = payer_of(tracked.request.tenant)
+            if must_wait(tracked) or needed >= least_tokens:
+                continue
+            if self._shares.must_yield(tenant, now):
+                continue
+            # The first one is always tried: what it needs may have changed.
+            lacks_room = num_failures > 0 and needed > most_tokens
+            if lacks_room and not self._shares.may_claim(tenant, needed, True, now):
+                continue
+            yield tracked
+            if tracked.request.request_id in waiting:
+                num_failures += 1
+                least_tokens = min(least_tokens, waiting.need(tracked).room_tokens or inf)
+            if num_failures >= MAX_TRIED_PER_TURN:
+                break
 
     def with_wait(
         self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
