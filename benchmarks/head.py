@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moonpool.api.app import http_server, make_app
 from moonpool.api.connection.listening import listen
-from moonpool.api.frontend import ModelCard, Output
+from moonpool.api.frontend import ApiOptions, ModelCard, Output
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.runtime.packets import MAX_FDS, MAX_PACKET_BYTES, packet_pair
 from moonpool.runtime.supervisor_link import SupervisorLink
@@ -70,6 +70,12 @@ class InstantHead:
 
     def abort(self, request_id: RequestId) -> None:
         pass
+
+    def models(self) -> list[InstantHead]:
+        return [self]
+
+    def options(self, shared: ApiOptions) -> ApiOptions:
+        return shared
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         return None

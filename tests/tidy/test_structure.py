@@ -59,6 +59,7 @@ ROOMS_OF_FILES = {
     "config_rules": "config",
     "config_telemetry": "config",
     "config_tls": "config",
+    "config_vllm": "config",
     "config_api": "config",
 }
 """Modules beside a room's main module that belong to that room."""

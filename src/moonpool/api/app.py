@@ -26,7 +26,6 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from moonpool.api import messages
-from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.acceptor import Acceptor
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.half_read import HalfRead
@@ -35,18 +34,17 @@ from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.resumption import accepted_bytes
 from moonpool.api.connection.tls import TlsFiles
-from moonpool.api.embeddings import Embedder
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.generate import Generator
 from moonpool.api.html_page import HtmlPage
-from moonpool.api.http_context import ActiveCalls, BodyMemory, HttpContext, request_id_of
+from moonpool.api.http_context import BodyMemory, HttpContext, request_id_of
 from moonpool.api.keys import KeyRing
 from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
+from moonpool.api.models.model_apis import ModelApis
+from moonpool.api.models.model_calls import ModelCalls
 from moonpool.api.openapi import openapi_document
-from moonpool.api.rate_limits import RateLimits
 
 logger = logging.getLogger(__name__)
 MAX_BODIES_BYTES = 256 << 20
@@ -58,19 +56,17 @@ Handler = Callable[[HttpContext], Awaitable[None]]
 
 
 def make_app(
-    frontend: Frontend, options: ApiOptions | None = None, bodies: BodyReader | None = None
+    frontend: Frontend, options: ApiOptions | None = None, models: ModelApis | None = None
 ) -> Starlette:
     """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop.
 
-    `bodies` is closed by the caller.
+    `models` is closed by the caller.
     """
     options = options or ApiOptions()
-    bodies = bodies or BodyReader(frontend, options)
+    models = models or ModelApis(frontend, options)
     memory = BodyMemory(max(MAX_BODIES_BYTES, 4 * options.max_body_bytes))
-    active = ActiveCalls()
-    shared = frontend, options, bodies, active, RateLimits(options.limits, frontend)
-    generator, embedder = Generator(*shared), Embedder(*shared)
-    inspector = Inspector(frontend, options, bodies)
+    calls = ModelCalls(models)
+    inspector = Inspector(frontend, models)
     controller = Controller(frontend, options)
     live_page = LivePage(frontend)
 
@@ -91,13 +87,13 @@ def make_app(
     message_route = partial(route, payload_of=messages.error_payload)
     app = Starlette(
         routes=[
-            route("/v1/chat/completions", generator.chat, "POST"),
-            route("/v1/completions", generator.complete, "POST"),
-            route("/v1/embeddings", embedder.embed, "POST"),
-            route("/v1/responses", generator.respond, "POST"),
-            message_route("/v1/messages", generator.message, "POST"),
+            route("/v1/chat/completions", calls.chat, "POST"),
+            route("/v1/completions", calls.complete, "POST"),
+            route("/v1/embeddings", calls.embed, "POST"),
+            route("/v1/responses", calls.respond, "POST"),
+            message_route("/v1/messages", calls.message, "POST"),
             message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),
-            route("/load", generator.load, open_to_all=True),
+            route("/load", calls.load, open_to_all=True),
             route("/openapi.json", openapi, open_to_all=True),
             route("/v1/models", inspector.models),
             route("/v1/models/{model_id:path}", inspector.model),

@@ -17,7 +17,7 @@ import msgspec
 
 from moonpool.api.body_process import LENGTH, BodyResult, BodyStart, BodyWork, Kind, unpack
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions, Frontend, ModelCard, RequestRefused
+from moonpool.api.frontend import ApiOptions, ModelCard, ModelFrontend, RequestRefused
 from moonpool.api.grammars.check import GrammarCheck
 from moonpool.api.preparation import PreparedCall, Preparer
 from moonpool.api.turns import FairTurns
@@ -33,7 +33,7 @@ _DONE = msgspec.msgpack.Decoder(BodyResult)
 class BodyReader:
     """Reads the bodies of one server's calls. `close` ends its processes."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions) -> None:
+    def __init__(self, frontend: ModelFrontend, options: ApiOptions) -> None:
         self._frontend = frontend
         self._preparer = Preparer(frontend.tokenizer, frontend.card, options)
         self._options = options

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream
-from moonpool.api.frontend import Frontend, Output, RequestRefused
+from moonpool.api.frontend import ModelFrontend, Output, RequestRefused
 from moonpool.api.output_text.reasoning import ReasoningReader
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
@@ -73,7 +73,7 @@ class Choice:
         self._text_stream = tokenizer.stream(ending.skip_special_tokens)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
 
-    async def deltas(self, frontend: Frontend) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, frontend: ModelFrontend) -> AsyncGenerator[Delta, None]:
         """Yields increments until the output ends. Leaving early aborts the request.
 
         Raises `RequestRefused`, and RuntimeError if the outputs stop without a finish reason.
@@ -225,7 +225,7 @@ def _pieces(output: Output) -> list[Output]:
 
 async def run_choices(
     choices: Sequence[Choice],
-    frontend: Frontend,
+    frontend: ModelFrontend,
     kept: KeptStream | None = None,
     known: Sequence[Delivered] = (),
 ) -> AsyncGenerator[Delta, None]:
@@ -281,7 +281,7 @@ async def _come_again(
             await asyncio.sleep(0)
 
 
-async def _run(choices: Sequence[Choice], frontend: Frontend) -> AsyncGenerator[Delta, None]:
+async def _run(choices: Sequence[Choice], frontend: ModelFrontend) -> AsyncGenerator[Delta, None]:
     if not choices:
         return
     if len(choices) == 1:
@@ -308,7 +308,7 @@ async def _run(choices: Sequence[Choice], frontend: Frontend) -> AsyncGenerator[
 
 
 async def _pump(
-    choice: Choice, frontend: Frontend, queue: asyncio.Queue[Delta | Exception | None]
+    choice: Choice, frontend: ModelFrontend, queue: asyncio.Queue[Delta | Exception | None]
 ) -> None:
     try:
         async with aclosing(choice.deltas(frontend)) as deltas:

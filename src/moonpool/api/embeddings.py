@@ -13,7 +13,7 @@ import numpy as np
 
 from moonpool.api.bodies import EmbeddingsBody
 from moonpool.api.body_pool import BodyReader
-from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
+from moonpool.api.frontend import ApiOptions, ModelFrontend, RequestRefused
 from moonpool.api.generate import limits_of, tenant_of
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.rate_limits import RateLimits
@@ -46,7 +46,7 @@ class Embedder:
 
     def __init__(
         self,
-        frontend: Frontend,
+        frontend: ModelFrontend,
         options: ApiOptions,
         bodies: BodyReader,
         active: ActiveCalls,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +34,12 @@ class ModelCard(Struct, frozen=True):
     no_embeddings: str = ""  # why it computes none
     pooling: Pooling = "last"
     adapters: tuple[AdapterCard, ...] = ()
+    root: str = ""  # the folder or id of its weights; "": as `model_id`
+    other_names: tuple[str, ...] = ()  # that clients may use, too
+    aliases: tuple[str, ...] = ()  # likewise, but not listed
+    generates: bool = True
+    forwards: tuple[str, ...] = ()
+    """Endpoints whose calls go to its vLLM servers as they are (see `forwarding`)."""
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
 
@@ -76,14 +82,29 @@ class RequestRefused(Exception):  # noqa: N818 (not a fault)
         self.projection = projection
 
 
-class Frontend(Protocol):
-    """The head as the HTTP layer sees it. All methods are called on the head's event loop."""
+class ModelFrontend(Protocol):
+    """One model of the head, as the endpoints that compute see it. All methods are called on the
+    head's event loop."""
 
-    card: ModelCard
-    tokenizer: Tokenizer
-    default_slo: Slo
-    request_timeout_s: float
-    now: Callable[[], float]
+    @property
+    def card(self) -> ModelCard:
+        """Replaced by another one when an instance joins that changes it."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def default_slo(self) -> Slo: ...
+
+    @property
+    def request_timeout_s(self) -> float: ...
+
+    def now(self) -> float: ...
+
+    def options(self, shared: ApiOptions) -> ApiOptions:
+        """Returns the server's options with those of this model."""
+        ...
 
     def submit(
         self, request: Request, delivered: tuple[int, ...] | None = None
@@ -98,6 +119,26 @@ class Frontend(Protocol):
 
     def abort(self, request_id: RequestId) -> None:
         """Ends a request early. Unknown ids are ignored."""
+        ...
+
+    def note_refused(self, reason: str) -> None:
+        """Counts a call that the HTTP layer refused before it became requests."""
+        ...
+
+
+class Frontend(Protocol):
+    """The head as the HTTP layer sees it. All methods are called on the head's event loop."""
+
+    @property
+    def default_slo(self) -> Slo: ...
+
+    @property
+    def request_timeout_s(self) -> float: ...
+
+    def now(self) -> float: ...
+
+    def models(self) -> Sequence[ModelFrontend]:
+        """Returns the models that can be asked for; the first one is the default."""
         ...
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
@@ -121,7 +162,7 @@ class Frontend(Protocol):
         ...
 
     def note_refused(self, reason: str) -> None:
-        """Counts a call that the HTTP layer refused before it became requests."""
+        """As for one model, before that is known."""
         ...
 
     def drop_cached_blocks(self) -> None:
@@ -137,12 +178,14 @@ class Frontend(Protocol):
         """Lets a head from the code on disk take this one's place."""
         ...
 
-    def beliefs(self) -> dict[str, Any]:
-        """Returns the learned cost corrections, which `simulate --beliefs` reads."""
+    def beliefs(self, name: str | None = None) -> dict[str, Any]:
+        """Returns the learned cost corrections, which `simulate --beliefs` reads. `name`: of a
+        model; None: the default."""
         ...
 
-    def event_log(self) -> bytes:
-        """Returns the Conductor's last events, as `moonpool rewind` reads them."""
+    def event_log(self, name: str | None = None) -> bytes | None:
+        """Returns the last events of a model's Conductor, as `moonpool rewind` reads them; None:
+        there is no such model."""
         ...
 
     def server_info(self) -> dict[str, Any]: ...
@@ -185,7 +228,12 @@ class ApiOptions:
 
     def names(self, card: ModelCard) -> tuple[str, ...]:
         """Returns the names of models that clients may use, the model's own first."""
-        return (self.served_names or (card.model_id,)) + tuple(a.name for a in card.adapters)
+        own = self.served_names or (card.model_id, *card.other_names)
+        return own + tuple(a.name for a in card.adapters)
+
+    def accepted(self, card: ModelCard) -> tuple[str, ...]:
+        """Returns `names`, and those that are not listed."""
+        return self.names(card) + (() if self.served_names else card.aliases)
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "thread_above_chars", "body_timeout_s"):

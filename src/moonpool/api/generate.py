@@ -24,7 +24,7 @@ from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_of
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
-from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
+from moonpool.api.frontend import ApiOptions, ModelFrontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.output_text.reasoning import ReasoningReader, ReasoningTags
 from moonpool.api.preparation import PreparedCall
@@ -92,7 +92,7 @@ class Generator:
 
     def __init__(
         self,
-        frontend: Frontend,
+        frontend: ModelFrontend,
         options: ApiOptions,
         bodies: BodyReader,
         active: ActiveCalls,
@@ -194,10 +194,6 @@ class Generator:
                 writer.events(delta)
         payload = msgspec.json.encode(writer.whole())
         await context.respond(200, payload, headers=_timing_headers(choices[0]))
-
-    async def load(self, context: HttpContext) -> None:
-        """Returns the number of generating calls, as vLLM does."""
-        await context.respond(200, msgspec.json.encode({"server_load": len(self._active)}))
 
     async def _answer(self, call: _Call, shape: Shape) -> None:
         body = call.prepared.body
@@ -416,7 +412,7 @@ def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
     return f"{key_tenant}/{cache_salt}"
 
 
-def limits_of(context: HttpContext, frontend: Frontend) -> tuple[Slo, float]:
+def limits_of(context: HttpContext, frontend: ModelFrontend) -> tuple[Slo, float]:
     """Returns the SLO and the time limit of a call: the server's defaults or the call's headers."""
     slo = frontend.default_slo
     ttft_ms = _milliseconds(context, b"x-slo-ttft-ms")

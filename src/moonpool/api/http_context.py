@@ -137,6 +137,7 @@ class HttpContext:
         self.is_admin = True  # also without API keys
         self.started = False
         self.continues = False  # a response that another connection began
+        self._ahead: bytes | None = None
         self._receive = receive
         self._send = send
         self._connection: KeepingConnection | None = scope.get("moonpool.connection")
@@ -196,8 +197,15 @@ class HttpContext:
         self._memory.take(num_bytes)
         self._num_body_bytes += num_bytes
 
+    async def read_ahead(self, max_bytes: int, timeout_s: float) -> bytes:
+        """As `read_body`, which then returns the same."""
+        self._ahead = await self.read_body(max_bytes, timeout_s)
+        return self._ahead
+
     async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
         """Returns the body. Raises `ApiError` with 413, 415 or 408, and `ClientGoneError`."""
+        if self._ahead is not None:
+            return self._ahead
         self._check_content(max_bytes)
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body"):

@@ -246,6 +246,10 @@ class ServerMetrics(Collector):
         self._learned: dict[str, dict[str, float]] = {}
         self._registry.register(self)
 
+    def rename(self, model_name: str) -> None:
+        """Sets the label of all samples."""
+        self._model_name = model_name
+
     # Samples and totals from the head
 
     def observe_tokens(self, num_tokens: int, gaps_s: Sequence[float] = ()) -> None:

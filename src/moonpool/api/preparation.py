@@ -77,12 +77,12 @@ class Preparer:
     def __init__(self, tokenizer: Tokenizer, card: ModelCard, options: ApiOptions) -> None:
         self._tokenizer = tokenizer
         self._options = options
-        self._names = options.names(card)
         self.use(card)
 
     def use(self, card: ModelCard) -> None:
         """Reads later bodies by this card: the context may shrink when an instance joins."""
         self.card = card
+        self._names = self._options.accepted(card)
         self._prompts = PromptReader(self._tokenizer, card, self._options.thread_above_chars)
 
     async def chat(self, raw: bytes) -> PreparedCall:

@@ -147,11 +147,12 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     """Start head and workers on this machine and serve MODEL until Ctrl-C.
 
     MODEL is a Hugging Face folder or id, or a built-in: moonpool/induction (the default, which
-    needs no download) or random:m150. With --vllm it is the model of the first vLLM server.
+    needs no download) or random:m150. With --vllm, all servers must serve it; without it, they may
+    serve several models.
     """
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
-    if places and model is None:
-        model = _model_of(places[0])
+    if places:
+        _check_vllm(places[0])
     config = _read(config_file, serve_overrides(flags), model)
     cluster = config.cluster
     if config.engine.kind == "vllm" and not any(msgspec.structs.astuple(config.vllm)):
@@ -210,20 +211,20 @@ def _check_events(vllm: VllmConfig) -> None:
         fail(NO_PYZMQ)
 
 
-def _model_of(place: str) -> str:
-    """Returns the model that a vLLM server says it serves."""
+def _check_vllm(place: str) -> None:
+    """Fails here, and not in a worker that would wait for it, where no vLLM server is."""
     from moonpool.cli.worker import API_KEY_VARIABLE
     from moonpool.vllm.client import VllmClient, VllmError
 
-    async def read_model() -> str:
+    async def read_facts() -> None:
         client = VllmClient(vllm_place(place).url, os.environ.get(API_KEY_VARIABLE, ""))
         try:
-            return (await client.facts()).root
+            await client.facts()
         finally:
             await client.close()
 
     try:
-        return asyncio.run(read_model())
+        asyncio.run(read_facts())
     except ConfigError as error:
         fail(f"--vllm: {error}")
     except VllmError as error:

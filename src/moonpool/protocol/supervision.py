@@ -32,6 +32,7 @@ from typing import ClassVar
 import msgspec
 
 from moonpool.config import Config
+from moonpool.protocol.model_offer import ModelOffer
 from moonpool.types import InstanceId, Role, Struct
 
 
@@ -45,7 +46,8 @@ class HeadBegin(Packet, frozen=True, tag=True):
     """The first message, with two listening sockets: of HTTP, and of the control connections.
 
     `launch`: the supervisor starts the workers. `num_restarts`: earlier heads that died.
-    `num_upgrades`: those that handed over. `expected`: the instances that the one before had.
+    `num_upgrades`: those that handed over. `expected`: the instances that the one before had, and
+    `offers`: the models of those that are vLLM servers.
     """
 
     num_fds: ClassVar[int] = 2
@@ -56,6 +58,7 @@ class HeadBegin(Packet, frozen=True, tag=True):
     expected: dict[InstanceId, Role]
     num_upgrades: int = 0
     epoch: int = 1  # of the heads; a standby that takes over adds one
+    offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
@@ -152,9 +155,10 @@ class PassConnection(Packet, frozen=True, tag=True):
 
 
 class InstancesKnown(Packet, frozen=True, tag=True):
-    """The instances that a further head should wait for."""
+    """The instances that a further head should wait for, and the models of vLLM servers."""
 
     roles: dict[InstanceId, Role]
+    offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
 
 
 class KeepAnswer(Packet, frozen=True, tag=True):
@@ -214,6 +218,7 @@ class SupervisorState(Struct, frozen=True):
     memory: dict[str, tuple[int, int]]
     epoch: int = 1
     cut_answers: dict[int, int] = msgspec.field(default_factory=dict)
+    offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
 
     @property
     def fds(self) -> list[int]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from moonpool.api.app import http_server, make_app
-from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.tls import TlsError, TlsFiles
-from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
+from moonpool.api.frontend import ApiOptions
 from moonpool.api.keys import NO_KEYS, ApiKeys, KeyFileError, read_keys
+from moonpool.api.models.model_apis import ModelApis
 from moonpool.config import Config, ConfigError
-from moonpool.config_rules import check_values, lora_module
+from moonpool.config_rules import check_values
 from moonpool.cores import (
     CoreShare,
     format_cores,
@@ -27,22 +25,17 @@ from moonpool.cores import (
     threads_per_process,
     usable_cores,
 )
-from moonpool.engine.model_info import ModelInfo, model_info_without_weights, open_tokenizer
-from moonpool.engine.spec import ModelError
-from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, unlike
 from moonpool.gc_tuning import settle_memory
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
+from moonpool.runtime.models.model_loading import load_model
 from moonpool.runtime.supervisor_link import Inheritance, SupervisorLink
 from moonpool.transfer.tls import PeerTls, PeerTlsError
-from moonpool.types import Pooling
 
 log = logging.getLogger("moonpool")
 
 START_S = 300.0
-UNKNOWN_TOKENS = 1 << 30
-"""The context of a model whose files state none. The instances' pools limit it."""
 
 
 async def serve_cluster(link: SupervisorLink) -> None:
@@ -55,18 +48,16 @@ async def serve_cluster(link: SupervisorLink) -> None:
         keys = read_keys(config.api.api_keys, config.api.api_key_file, os.environ)
     except KeyFileError as error:
         raise ClusterError(str(error)) from None
-    head, tokenizer = _make_head(config, begin.secret, keys)
+    head = _make_head(config, begin.secret, keys)
     head.on_silent, head.on_instances = link.kill, link.know
     head.succession, head.num_restarts = link, begin.num_restarts
     head.num_upgrades, head.standbys.epoch = begin.num_upgrades, begin.epoch
     await head.start(inherited.control, peer_tls)
-    if begin.expected:
-        head.expect(begin.expected)
-    options = _api_options(config, tokenizer, keys)
-    bodies = BodyReader(head, options)
+    head.expect(begin.expected, begin.offers)
+    models = ModelApis(head, _api_options(config, keys))
     for kept in inherited.cut_answers:
         head.standbys.answers.adopt(kept)
-    app = make_app(head, options, bodies)
+    app = make_app(head, models.options, models)
     server = http_server(app, tls=tls, keeper=link, answers=head.standbys.answers)
     beat = asyncio.create_task(link.beat())
     await _begin(link, head, config, inherited)
@@ -86,7 +77,7 @@ async def serve_cluster(link: SupervisorLink) -> None:
     if link.hands_over:
         head.end_views()
         await server.hand_over(link.pass_on, config.api.drain_seconds)
-        bodies.close()
+        models.close()
         await link.flush()
         os._exit(0)  # at once: an end in order would end the answers, which go on
     log.info("stopping")
@@ -94,7 +85,7 @@ async def serve_cluster(link: SupervisorLink) -> None:
     link.ending()
     server.should_exit = True
     await asyncio.wait([serving])
-    bodies.close()
+    models.close()
     await head.stop()
     beat.cancel()
 
@@ -117,7 +108,9 @@ async def _begin(link: SupervisorLink, head: Head, config: Config, inherited: In
         scheme = "https" if config.api.ssl_certfile else "http"
         url = f"{scheme}://{host}:{inherited.http.getsockname()[1]}"
         again = "" if begin.is_first else " again"
-        log.info("serving %s%s at %s (Ctrl-C ends it)", config.model.name, again, url)
+        names = ", ".join(model.card.model_id for model in head.served)
+        names = names or "the models of vLLM servers"
+        log.info("serving %s%s at %s (Ctrl-C ends it)", names, again, url)
 
 
 def _tls(config: Config) -> TlsFiles | None:
@@ -164,31 +157,6 @@ async def _wait_for_workers(head: Head, count: int, stop: asyncio.Event) -> None
         raise ClusterError(f"the workers did not start within {START_S:.0f} s; see the log above")
 
 
-def _model_info(config: Config) -> ModelInfo:
-    """Raises ModelError."""
-    if config.engine.kind == "vllm":
-        return model_info_without_weights(config.model.name, config.model.dtype)
-    from moonpool.engine.builtin import model_info  # needs torch
-
-    return model_info(config.model.name, config.model.dtype, config.model.lora_modules)
-
-
-def _check_draft_model(config: Config, tokenizer: Tokenizer) -> None:
-    """Raises ModelError and TokenizerError if the draft model does not fit the model."""
-    settings = config.engine.speculative_config
-    if settings is None or not settings.model:
-        return
-    from moonpool.engine.builtin import model_info  # needs torch
-
-    drafts = model_info(settings.model, config.model.dtype)
-    found = unlike(tokenizer, open_tokenizer(drafts.tokenizer, drafts.vocab_size))
-    if found:
-        raise ModelError(
-            f"the draft model {settings.model} has another vocabulary than {config.model.name}:"
-            f" {found}; use a draft model with the same tokenizer"
-        )
-
-
 def resolved(config: Config) -> Config:
     """Resolves device and dtype, so that all instances agree on them.
 
@@ -211,112 +179,30 @@ def resolved(config: Config) -> Config:
     return settled
 
 
-def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> tuple[Head, str]:
-    """Returns the head, and the name of its tokenizer."""
-    try:
-        model = _model_info(config)
-        tokenizer = open_tokenizer(model.tokenizer, model.vocab_size)
-        _check_draft_model(config, tokenizer)
-        if config.model.chat_template:
-            tokenizer.use_chat_template(_read_template(config.model.chat_template))
-    except (ModelError, TokenizerError) as error:
-        raise ClusterError(str(error)) from None
-    except ChatTemplateError as error:
-        raise ClusterError(f"{config.model.chat_template}: {error}") from None
-    for note in model.notes:
-        log.info("%s", note)
-    longest = model.max_positions
-    wanted = config.model.max_model_tokens
-    if longest and wanted > longest:
-        raise ClusterError(
-            f"max_model_len {wanted} exceeds the {longest} tokens that {config.model.name}"
-            " supports; lower it"
-        )
-    no_embeddings = _why_no_embeddings(config, model.pooling)
-    card = ModelCard(
-        model_id=config.model.served_name or config.model.name,
-        created_s=int(time.time()),
-        max_model_tokens=wanted or longest or UNKNOWN_TOKENS,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        scores_prompts=_computes_here(config),
-        embedding_size=0 if no_embeddings else model.hidden_size,
-        no_embeddings=no_embeddings,
-        pooling=model.pooling,
-        sampling=dict(model.sampling),
-        adapters=_adapter_cards(config, model),
-    )
+def _make_head(config: Config, secret: bytes, keys: ApiKeys = NO_KEYS) -> Head:
+    """Raises ClusterError."""
+    is_vllm = config.engine.kind == "vllm"
+    loaded = None if is_vllm else load_model(config)
     try:
         head = Head(
-            config,
-            card,
-            tokenizer,
-            secret,
-            tenant_shares=keys.shares,
-            tenant_caches=keys.cache_shares,
+            config, loaded, secret, tenant_shares=keys.shares, tenant_caches=keys.cache_shares
         )
-        return head, model.tokenizer
+        if is_vllm and config.model.name:
+            head.served.expect_named(config.model.name)
     except ConfigError as error:
         raise ClusterError(str(error)) from None
+    return head
 
 
-def _adapter_cards(config: Config, model: ModelInfo) -> tuple[AdapterCard, ...]:
-    """vLLM servers load their adapters themselves, and know them by name."""
-    if config.engine.kind == "vllm":
-        pairs = map(lora_module, config.model.lora_modules)
-        return tuple(AdapterCard(name=name, adapter=name, root=path) for name, path in pairs)
-    return tuple(
-        AdapterCard(name=a.name, adapter=a.fingerprint, root=str(a.folder)) for a in model.adapters
-    )
-
-
-def _why_no_embeddings(config: Config, pooling: Pooling) -> str:
-    """ "" if all instances compute them."""
-    engine = config.engine
-    if engine.kind != "moonpool":
-        return "vLLM servers behind it are asked for tokens only"
-    if config.cluster.attention:
-        return "instances with attention workers have no hidden states to pool"
-    if pooling == "none":
-        return "the model pools in a way that is not computed here (see the log)"
-    stages = max(engine.pipeline_parallel_size, engine.decode_pipeline_parallel_size)
-    if pooling == "mean" and stages > 1:
-        return "the model's mean over all tokens needs instances without pipeline stages"
-    return ""
-
-
-def _computes_here(config: Config) -> bool:
-    """Whether each instance has the final hidden states and the logits in its own process."""
-    engine = config.engine
-    degrees = (
-        engine.pipeline_parallel_size,
-        engine.decode_pipeline_parallel_size,
-        engine.tensor_parallel_size,
-        engine.decode_tensor_parallel_size,
-    )
-    return engine.kind == "moonpool" and max(degrees) <= 1 and not config.cluster.attention
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"--chat-template {path} cannot be read: {error}") from None
-
-
-def _api_options(config: Config, tokenizer: str, keys: ApiKeys) -> ApiOptions:
-    template = config.model.chat_template
+def _api_options(config: Config, keys: ApiKeys) -> ApiOptions:
     return ApiOptions(
         api_keys=keys.tenants,
         admins=keys.admins,
         limits=keys.limits,
-        served_names=(config.model.served_name,) if config.model.served_name else (),
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,
-        tokenizer=tokenizer,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),
         reads_reasoning=config.api.reasoning_parser == "auto",
-        chat_template=_read_template(template) if template else "",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -182,12 +183,18 @@ class _Prefix:
     num_bytes: int
 
 
-def describe_hot(conductor: Conductor, num_prefixes: int) -> list[dict[str, Any]]:
-    """Describes the most used prefixes first.
+def describe_hot(conductors: Sequence[Conductor], num_prefixes: int) -> list[dict[str, Any]]:
+    """Describes the most used prefixes of all models first.
 
     Uses are summed over the instances that list the prefix. The index gives the location of its
     last block.
     """
+    found = [(p, c, key) for c in conductors for key, p in _hot_prefixes(c).items()]
+    found.sort(key=lambda item: (-item[0].num_uses, -item[0].num_tokens))
+    return [_describe(conductor, key, prefix) for prefix, conductor, key in found[:num_prefixes]]
+
+
+def _hot_prefixes(conductor: Conductor) -> dict[BlockKey, _Prefix]:
     found: dict[BlockKey, _Prefix] = {}
     for state in conductor.instances.values():
         if state.hot is None:
@@ -200,8 +207,7 @@ def describe_hot(conductor: Conductor, num_prefixes: int) -> list[dict[str, Any]
                 _Prefix(0, size * layout.block_tokens, size * layout.block_bytes),
             )
             one.num_uses += prefix.num_uses
-    ranked = sorted(found.items(), key=lambda item: (-item[1].num_uses, -item[1].num_tokens))
-    return [_describe(conductor, key, one) for key, one in ranked[:num_prefixes]]
+    return found
 
 
 def _describe(conductor: Conductor, key: BlockKey, prefix: _Prefix) -> dict[str, Any]:

@@ -11,20 +11,20 @@ import os
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from secrets import token_hex
 from typing import Any
 
 import msgspec
 
 from moonpool import __version__
-from moonpool.api.frontend import ModelCard, Output, RequestRefused
-from moonpool.api.metrics import ServerMetrics
+from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.models.metrics_text import metrics_text
 from moonpool.attention_offload.groups import AttentionAssignments
 from moonpool.conductor.actions import (
     Announce,
     CacheDropRequested,
+    ConductorAction,
     ConductorEvent,
     Deliver,
     DrainRequested,
@@ -40,11 +40,8 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
-from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config
-from moonpool.engine.tokenizer import Tokenizer
 from moonpool.log_limit import limited_logger
-from moonpool.policy_loading import load_policies, own_classes
 from moonpool.protocol.frames import (
     SILENCE_S,
     Apply,
@@ -55,15 +52,14 @@ from moonpool.protocol.frames import (
     Stop,
 )
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, TransferDone
+from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.rewind.event_log import EventLog, write_file
-from moonpool.runtime.checkpoint import checkpoint
-from moonpool.runtime.explain import (
-    describe_cluster,
-    describe_record,
-    describe_to_tenant,
-)
-from moonpool.runtime.metrics_collector import MetricsCollector
+from moonpool.runtime.explain import describe_record
+from moonpool.runtime.models.describe_models import describe_models, describe_models_to_tenant
+from moonpool.runtime.models.model_loading import ApiModel
+from moonpool.runtime.models.served_model import HeadSettings, ServedModel
+from moonpool.runtime.models.served_models import ServedModels
+from moonpool.runtime.models.vllm_setup import NO_OFFER, VllmSetups
 from moonpool.runtime.pace import Pace
 from moonpool.runtime.request_log import RequestLogger
 from moonpool.runtime.response_stream import ResponseStream
@@ -76,7 +72,7 @@ from moonpool.runtime.webhook import WantedWebhook
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.transfer.tls import HANDSHAKE_S as TLS_HANDSHAKE_S
 from moonpool.transfer.tls import PeerTls
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Slo
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
 
 log = limited_logger("moonpool.head")
 
@@ -99,38 +95,25 @@ class Head:
     def __init__(
         self,
         config: Config,
-        card: ModelCard,
-        tokenizer: Tokenizer,
+        loaded: ApiModel | None,
         secret: bytes,
         now: Callable[[], float] = time.monotonic,
         tenant_shares: Mapping[str, float] | None = None,
         tenant_caches: Mapping[str, float] | None = None,
     ) -> None:
+        """`loaded`: the model of Moonpool's own engine; None: vLLM servers bring theirs."""
         self.config = config
-        self.card = card
-        self.tokenizer = tokenizer
         self.now = now
-        self.default_slo = Slo(ttft_s=config.slo.ttft_s, tbt_s=config.slo.tbt_s)
+        settings = HeadSettings(config, token_hex(4), tenant_shares or {}, tenant_caches or {})
+        self.default_slo = settings.default_slo
         self.request_timeout_s = config.api.request_timeout_s
-        self._metrics = ServerMetrics(card.model_id)
-        self._observer = MetricsCollector(self._metrics)
-        self._life = token_hex(4)
-        self._tenant_weights = dict(tenant_shares or {})
-        policies = load_policies(config.conductor)
-        self._own_policies = own_classes(policies)
+        self.served = ServedModels(self, settings)
+        if loaded is not None:
+            self.served.add(config.model.name, loaded)
+        self._vllm_setups = VllmSetups(self.served, self.setup, self.on_start_failed)
         self._request_log = RequestLogger(config.telemetry.log_requests)
         self._traces = open_exporter(config.telemetry.otlp_traces_endpoint)
-        self.conductor = Conductor(
-            config.for_conductor(),
-            life=self._life,
-            default_slo=self.default_slo,
-            policies=policies,
-            tenant_weights=self._tenant_weights,
-            tenant_caches=tenant_caches,
-        )
-        self._live = LiveView(self.conductor, self._post, now)
-        self._events = EventLog(config.api.event_log_bytes)
-        self._checkpoint: asyncio.Task[None] | None = None
+        self._live = LiveView(self.served.conductors, self._post, now)
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
@@ -150,7 +133,9 @@ class Head:
         self._stopping = False
         self._leaving = self._views_end = False
         self.on_silent: Callable[[InstanceId], None] = _leave_alone
-        self.on_instances: Callable[[dict[InstanceId, Role]], None] = _remember_nothing
+        self.on_instances: Callable[
+            [dict[InstanceId, Role], dict[InstanceId, ModelOffer]], None
+        ] = _remember_nothing
         """Called with the instances that are up or should soon be, whenever they change."""
         self.num_restarts = self.num_upgrades = 0
         """Earlier heads of this cluster: those that died, and those that handed over."""
@@ -167,9 +152,16 @@ class Head:
         )
         self.ticker = asyncio.create_task(self._tick_forever())
 
-    def expect(self, roles: dict[InstanceId, Role]) -> None:
-        """An earlier head had these instances. Requests wait for them."""
-        self._post(InstancesExpected(roles))
+    def expect(
+        self, roles: Mapping[InstanceId, Role], offers: Mapping[InstanceId, ModelOffer]
+    ) -> None:
+        """An earlier head had these instances. Requests wait for them. Raises ClusterError."""
+        for instance_id, offer in offers.items():
+            self.served.expect_offer(instance_id, offer)
+        for instance_id, role in roles.items():
+            model = self.served.of(instance_id)
+            if model is not None:
+                self._post(InstancesExpected({instance_id: role}), model)
 
     async def stop(self) -> None:
         """Stops every worker, and closes the connections. Returns when the workers were told."""
@@ -189,7 +181,7 @@ class Head:
 
     async def wait_for_instances(self, count: int) -> None:
         """Returns when `count` instances have joined, and logs how many have."""
-        while (num_up := len(self.conductor.instances)) < count:
+        while (num_up := self.served.num_instances) < count:
             log.info("%d of %d instances are up", num_up, count)
             self._joined.clear()
             await self._joined.wait()
@@ -197,10 +189,13 @@ class Head:
 
     # Frontend
 
+    def models(self) -> Sequence[ServedModel]:
+        return self.served.all
+
     async def submit(
-        self, request: Request, delivered: tuple[int, ...] | None = None
+        self, model: ServedModel, request: Request, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
-        """As `Frontend.submit`. Raises RequestRefused, for a head that is stopping too."""
+        """As `ModelFrontend.submit`. Raises RequestRefused, for a head that is stopping too."""
         if self._leaving:
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."
@@ -210,7 +205,7 @@ class Head:
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
         try:
-            self._post(RequestArrived(request, delivered))
+            self._post(RequestArrived(request, delivered), model)
             while True:
                 output = await answer.next_output()
                 yield output
@@ -219,24 +214,25 @@ class Head:
         finally:
             self._answers.pop(request.request_id, None)
             if not answer.ended:
-                self._post(RequestCancelled(request.request_id))
+                self._post(RequestCancelled(request.request_id), model)
 
-    def abort(self, request_id: RequestId) -> None:
-        self._post(RequestCancelled(request_id))
+    def post(self, event: ConductorEvent, model: ServedModel) -> None:
+        self._post(event, model)
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         ended = self._ended.get(request_id)
         if ended is not None:
             return describe_record(ended.record, ended.explanation.lines())
-        tracked = self.conductor.requests.get(RequestId(request_id))
-        if tracked is None:
-            return None
-        return describe_record(tracked.record, tracked.explanation.lines())
+        for model in self.served:
+            tracked = model.conductor.requests.get(RequestId(request_id))
+            if tracked is not None:
+                return describe_record(tracked.record, tracked.explanation.lines())
+        return None
 
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
         if tenant is not None:
-            return describe_to_tenant(self.conductor, tenant)
-        described = describe_cluster(self.conductor, self.now())
+            return describe_models_to_tenant(self.served.all, tenant)
+        described = describe_models(self.served.all, self.now())
         for instance in described["instances"]:
             link = self._links[instance["instance_id"]]
             instance["release"] = link.release or None
@@ -274,7 +270,8 @@ class Head:
         return await self._live.hot.collect(num_prefixes)
 
     def note_refused(self, reason: str) -> None:
-        self._metrics.observe_rejected(reason)
+        if self.served.default is not None:
+            self.served.default.note_refused(reason)
 
     def drop_cached_blocks(self) -> None:
         self._post(CacheDropRequested())
@@ -286,7 +283,10 @@ class Head:
             self.succession.replace(name)
             attention.channel.send(Stop())
             return ""
-        refusal = self.conductor.drains.why_not(name, returns)
+        model = self.served.of(name)
+        if model is None:
+            return f"there is no instance {instance_id!r}"
+        refusal = model.conductor.drains.why_not(name, returns)
         if not refusal:
             if returns:
                 self.succession.replace(name)
@@ -297,27 +297,30 @@ class Head:
     def upgrade(self) -> None:
         self.succession.upgrade()
 
-    def beliefs(self) -> dict[str, Any]:
-        conductor = self.conductor
-        record = conductor.cost_estimator.record(list(conductor.instances.values()))
-        described: dict[str, Any] = msgspec.to_builtins(record)
-        return described
+    def beliefs(self, name: str | None = None) -> dict[str, Any]:
+        model = self._named(name)
+        return {} if model is None else model.beliefs()
+
+    def _named(self, name: str | None) -> ServedModel | None:
+        if name is None:
+            return self.served.default
+        found = (m for m in self.served if name in (m.key, m.card.model_id, *m.card.other_names))
+        return next(found, None)
 
     def server_info(self) -> dict[str, Any]:
         config = msgspec.to_builtins(self.config)
         config["api"]["api_keys"] = len(self.config.api.api_keys)
         config["vllm"] = {role: len(places) for role, places in config["vllm"].items()}
-        return {"config": config, "model": msgspec.to_builtins(self.card)}
+        cards = [msgspec.to_builtins(model.card) for model in self.served]
+        return {"config": config, "model": cards[0] if cards else None, "models": cards}
 
     def not_ready(self) -> str:
         if self.standbys.replaced:
             return "another head has replaced this one"
         if self._leaving:
             return "the server is stopping"
-        roles = [state.role for state in self.conductor.instances.values()]
-        if not any(role.prefills for role in roles):
-            return "no prefill instance is up"
-        return "" if any(role.decodes for role in roles) else "no decode instance is up"
+        reasons = [model.not_ready() for model in self.served]
+        return min(reasons, default="no vLLM server has joined yet")  # "" if one of them serves
 
     # The end
 
@@ -340,45 +343,28 @@ class Head:
             answer.refuse(Refuse(request_id, 503, reason, message, STOPPING_RETRY_S))
             self._post(RequestCancelled(request_id))
 
-    def event_log(self) -> bytes:
-        return write_file(
-            self._events,
-            __version__,
-            self._life,
-            self.config.for_conductor(),
-            self.default_slo,
-            self._tenant_weights,
-            time.time() - self.now(),
-        )
-
-    def _renew_event_log(self) -> None:
-        """Starts a segment of the event log if the present one is full."""
-        if not self._events.full or (self._checkpoint and not self._checkpoint.done()):
-            return
-        segment = self._events.begin()
-        try:
-            self._checkpoint = checkpoint(
-                self.conductor, partial(setattr, segment, "checkpoint"), self._own_policies
-            )
-        except OSError as error:
-            log.warning("the event log has no new state: %s", error)
+    def event_log(self, name: str | None = None) -> bytes | None:
+        model = self._named(name)
+        return None if model is None else model.event_log()
 
     def metrics_text(self) -> bytes:
-        self._observer.gauges(self.conductor, self.now())
-        if self._traces is not None:
-            self._metrics.set_trace_spans(self._traces.num_sent, self._traces.num_lost)
-        return self._metrics.text()
+        for model in self.served:
+            model.observer.gauges(model.conductor, self.now())
+            if self._traces is not None and model is self.served.default:
+                model.metrics.set_trace_spans(self._traces.num_sent, self._traces.num_lost)
+        return metrics_text([model.metrics for model in self.served])
 
     # The Conductor's actions
 
-    def _post(self, event: ConductorEvent) -> None:
-        now, actions = self.now(), []
-        try:
-            actions = self.conductor.handle(event, now)
-        finally:  # an event that raises is the most wanted one
-            self._events.note(event, now, actions)
-        if self.conductor.is_busy:
-            self._ticks.note()
+    def _post(self, event: ConductorEvent, to: ServedModel | None = None) -> None:
+        """`to`: whose event it is, if the event itself does not tell."""
+        for model in (to,) if to is not None else self.served.route(event):
+            actions = model.handle(event)
+            if model.conductor.is_busy:
+                self._ticks.note()
+            self._perform(actions, model)
+
+    def _perform(self, actions: Sequence[ConductorAction], model: ServedModel) -> None:
         for action in actions:
             match action:
                 case Send():
@@ -394,14 +380,14 @@ class Head:
                     if answer is not None:
                         answer.refuse(action)
                 case RequestEnded():
-                    self._on_ended(action)
+                    self._on_ended(action, model)
                 case Announce():
                     log.info("%s", action.text)
                 case InstancesWanted():
                     log.info("wanted: %d prefill, %d decode", action.prefill, action.decode)
                     self._webhook.post(action)
 
-    def _on_ended(self, ended: RequestEnded) -> None:
+    def _on_ended(self, ended: RequestEnded, model: ServedModel) -> None:
         record = ended.record
         answer = self._answers.get(record.request_id)
         if answer is not None:
@@ -409,7 +395,7 @@ class Head:
             answer.timings_s = record.stages_s()  # read only after this turn of the loop
             if record.outcome == FinishReason.ABORT and not answer.refused:
                 answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
-        self._observer.request_ended(record)
+        model.observer.request_ended(record)
         self._request_log.request_ended(record)
         self._live.history.request_ended(record, self.now())
         if self._traces is not None:
@@ -441,16 +427,18 @@ class Head:
         unwanted = self._why_not(info, link)
         if unwanted is not None:
             return unwanted
+        model = self.served.of(info.instance_id)
+        assert model is not None
         self._links[info.instance_id] = link
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
-        if room_tokens < self.card.max_model_tokens:  # prompt and output must fit every instance
-            log.warning(
-                "the context length is limited to %d tokens, the size of the smallest pool",
-                room_tokens,
-            )
-            self.card = msgspec.structs.replace(self.card, max_model_tokens=room_tokens)
-        self._post(InstanceJoined(info))
-        self.on_instances(self.conductor.expected)
+        offer = self.served.offers.get(info.instance_id)
+        if offer is not None and offer.max_model_tokens <= room_tokens:
+            why = f"the max_model_len of the vLLM server at {info.instance_id}"
+            model.limit_context(offer.max_model_tokens, why)
+        else:
+            model.limit_context(room_tokens, f"the size of the pool of {info.instance_id}")
+        self._post(InstanceJoined(info), model)
+        self._tell_instances()
         self._joined.set()
         return None
 
@@ -463,11 +451,16 @@ class Head:
             self.end_answers("head_replaced", "Another head has replaced this one: ask it again.")
 
     def _lead(self) -> None:
-        self.standbys.lead(self._open, self.conductor.expected)
+        self.standbys.lead(self._open, self.served.expected, self.served.offers)
+
+    def _tell_instances(self) -> None:
+        self.on_instances(self.served.expected, self.served.offers)
 
     def on_apply(self, link: WorkerLink, apply: Apply) -> None:
         self.standbys.greet(link)
-        if apply.attention:
+        if self.config.engine.kind == "vllm":
+            self._vllm_setups.begin(link, apply.offer)
+        elif apply.attention:
             self._attention_groups.remember(link.instance_id, apply.attention)
             link.channel.send(self.setup())
         elif apply.role is not Role.PREFILL and self._attention_groups.per_instance:
@@ -511,15 +504,16 @@ class Head:
             self.start_failures.put_nowait(f"{link.instance_id}: {message}")
 
     def on_report(self, link: WorkerLink, report: Report) -> None:
-        if self._links.get(link.instance_id) is not link:
+        model = self.served.of(link.instance_id)
+        if self._links.get(link.instance_id) is not link or model is None:
             return  # it has not joined, or another connection has replaced it
         if isinstance(report, InstanceLoad):
-            state = self.conductor.instances.get(link.instance_id)
+            state = self.served.state(link.instance_id)
             if state is not None:
-                self._observer.instance_load(state.info, report)
+                model.observer.instance_load(state.info, report)
         elif isinstance(report, TransferDone):
-            self._metrics.add_transfer_seconds(report.seconds)
-        self._post(Reported(link.instance_id, report))
+            model.metrics.add_transfer_seconds(report.seconds)
+        self._post(Reported(link.instance_id, report), model)
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)
@@ -537,14 +531,15 @@ class Head:
     def _unjoin(self, link: WorkerLink, reason: str) -> None:
         if self._links.get(link.instance_id) is link:
             del self._links[link.instance_id]
-            self._observer.instance_lost(link.instance_id)
+            for model in self.served:
+                model.observer.instance_lost(link.instance_id)
             self._post(InstanceLost(link.instance_id, reason))
-            self.on_instances(self.conductor.expected)
+            self._tell_instances()
 
     def _forget_former_link(self, info: InstanceInfo, link: WorkerLink) -> None:
         """Drops the old connection of a process that reconnects before the head saw its end."""
         former = self._links.get(link.instance_id)
-        known = self.conductor.instances.get(link.instance_id)
+        known = self.served.state(link.instance_id)
         if former is None or former is link or known is None:
             return
         if known.info.incarnation == info.incarnation:
@@ -558,10 +553,13 @@ class Head:
             return "it joined under another name than that of its handshake"
         if self._links.get(info.instance_id, link) is not link:
             return f"an instance named {info.instance_id} exists already; choose another --name"
-        wanted = tuple(card.adapter for card in self.card.adapters)
+        model = self.served.of(info.instance_id)
+        if model is None:
+            return NO_OFFER
+        wanted = tuple(card.adapter for card in model.card.adapters)
         if self.config.engine.kind != "vllm" and info.adapters != wanted:
             return "its LoRA adapters differ from the head's: give all machines the same folders"
-        others = [state.info for state in self.conductor.instances.values()]
+        others = [state.info for state in model.conductor.instances.values()]
         if others and others[0].layout.fingerprint != info.layout.fingerprint:
             return (
                 "its blocks differ from the cluster's: it has another model, dtype, block size,"
@@ -574,14 +572,15 @@ class Head:
 
     async def _tick_forever(self) -> None:
         while True:
-            await self._ticks.next(self.conductor.is_busy, self.standbys.next_due_s)
+            await self._ticks.next(self.served.is_busy, self.standbys.next_due_s)
             missed_s = self._clock.tick(self.now())
             if missed_s:
                 log.warning("the head stood still for %.1f s; its workers get this time", missed_s)
                 await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
             self._live.history.tick(self.now())
-            self._renew_event_log()
+            for model in self.served:
+                model.renew_event_log()
             if self.standbys.are_due(self._clock.listened_s):
                 self._lead()
             for link in list(self._links.values()):
@@ -595,5 +594,5 @@ def _leave_alone(instance_id: InstanceId) -> None:
     """Does nothing: the head cannot restart a worker that it has not launched."""
 
 
-def _remember_nothing(roles: dict[InstanceId, Role]) -> None:
+def _remember_nothing(roles: dict[InstanceId, Role], offers: dict[InstanceId, ModelOffer]) -> None:
     """Does nothing: without a supervisor, no other head follows."""

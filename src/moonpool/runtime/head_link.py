@@ -128,6 +128,11 @@ class HeadLink:
         assert self.channel is not None
         return self.channel.local_host
 
+    @property
+    def protocol(self) -> int:
+        """Of the present connection, as agreed on; 0 without one."""
+        return 0 if self.channel is None else self.channel.protocol
+
     def send(self, *frames: UpFrame) -> None:
         """Sends frames; does nothing while there is no connection."""
         if self.channel is not None:

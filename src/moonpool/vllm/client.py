@@ -9,7 +9,8 @@ from typing import Literal
 
 import httpx
 
-from moonpool.vllm.dialect import REFUSALS, DialectError, VllmFacts, read_facts
+from moonpool.vllm.dialect import REFUSALS, DialectError
+from moonpool.vllm.facts import PrefixCounts, VllmFacts, read_counts, read_facts
 
 CONNECT_S = 5.0
 ASK_S = 10.0
@@ -73,14 +74,24 @@ class VllmClient:
         try:
             models = await self._get("/v1/models")
             metrics = await self._get("/metrics")
-            return read_facts(models, metrics.decode(errors="replace"))
+            document = await self._get("/openapi.json", optional=True)
+            return read_facts(models, metrics.decode(errors="replace"), document)
         except DialectError as error:
             raise VllmError(str(error)) from None
 
-    async def _get(self, path: str) -> bytes:
+    async def prefix_counts(self) -> PrefixCounts | None:
+        """Reads the hits of the server's prefix cache; None: it does not tell. Raises VllmError."""
+        return read_counts((await self._get("/metrics")).decode(errors="replace"))
+
+    async def _get(self, path: str, optional: bool = False) -> bytes:
+        """`optional`: a server without it gives b""."""
         try:
             async with self._http.stream("GET", path, timeout=ASK_S) as response:
                 body = await _read(response, MAX_METRICS_BYTES)
+                if response.status_code == 404 and optional:
+                    return b""
+                if response.status_code == 404:
+                    raise VllmError(f"it has no {path}: it is another server than vLLM")
                 _check(response, body)
                 return body
         except httpx.HTTPError as error:

@@ -7,7 +7,6 @@ head converts them from and to text.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,8 +19,6 @@ from moonpool.vllm.instance import EngineOutput, SubmitRequest
 
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - of `return_tokens_as_token_ids`
 _SEED_MASK = (1 << 63) - 1
-_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.M)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class DialectError(ValueError):
@@ -30,27 +27,6 @@ class DialectError(ValueError):
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
-
-
-class VllmFacts(msgspec.Struct, frozen=True):
-    """The properties of a vLLM server. `root` is the folder or id of its weights."""
-
-    model_id: str
-    root: str
-    max_model_tokens: int
-    block_tokens: int
-    num_blocks: int
-    caches_prefixes: bool = True
-
-
-class _Model(msgspec.Struct):
-    id: str
-    root: str | None = None
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _Logprobs(msgspec.Struct):
@@ -75,7 +51,6 @@ class _Completion(msgspec.Struct):
 REFUSALS = (400, 413, 422)
 """HTTP statuses that mean that the request itself is at fault."""
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-_MODELS = msgspec.json.Decoder(_Models)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 _encode = msgspec.json.encode
 
@@ -210,34 +185,3 @@ def _finish(reason: str | None) -> FinishReason | None:
     if reason not in _FINISHES:  # such as abort, or error if no KVCache could be fetched
         raise DialectError(f"it ended the output early ({reason[:50]})")
     return _FINISHES[reason]
-
-
-def read_facts(models: bytes, metrics: str) -> VllmFacts:
-    """Reads the properties from `/v1/models` and `/metrics`. Raises `DialectError`."""
-    try:
-        listed = _MODELS.decode(models).data
-    except MALFORMED as error:
-        raise DialectError(f"its /v1/models does not have vLLM's format: {error}") from None
-    if not listed or not listed[0].max_model_len:
-        raise DialectError("its /v1/models names no model with a max_model_len")
-    match = _CACHE_INFO.search(metrics)
-    labels = dict(_LABEL.findall(match.group(1))) if match else {}
-    block_tokens, num_blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-    if not (block_tokens.isdigit() and num_blocks.isdigit() and int(block_tokens)):
-        raise DialectError("its /metrics has no vllm:cache_config_info: is it vLLM, with metrics?")
-    model = listed[0]
-    return VllmFacts(
-        model_id=model.id,
-        root=model.root or model.id,
-        max_model_tokens=listed[0].max_model_len,
-        block_tokens=int(block_tokens),
-        num_blocks=int(num_blocks),
-        caches_prefixes=labels.get("enable_prefix_caching") != "False",
-    )
-
-
-def same_model(wanted: str, facts: VllmFacts) -> bool:
-    """Whether the server serves the head's model, by its name, its root or the folder's name."""
-    names = {facts.model_id, facts.root}
-    last = wanted.rstrip("/").rpartition("/")[2]
-    return wanted in names or last in {name.rstrip("/").rpartition("/")[2] for name in names}

@@ -18,7 +18,8 @@ from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_co
 from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import SamplingParams, Slo
 from moonpool.vllm.client import VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, VllmFacts, completion_body, read_output
+from moonpool.vllm.dialect import DialectError, completion_body, read_output
+from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import SubmitRequest
 
 PREFILL_TOKENS = (16, 64, 256, 1024, 4096)
@@ -37,7 +38,7 @@ FAR_BYTES_PER_S = 1e-6
 
 async def measure(client: VllmClient, facts: VllmFacts) -> FittedCost:
     """Returns the fitted cost model. Raises VllmError, also for a response in another format."""
-    longest = max(facts.max_model_tokens - STEPS - 1, 1)
+    longest = max(facts.offer.max_model_tokens - STEPS - 1, 1)
     prefills: list[PrefillSample] = []
     await _first_token_s(client, facts, min(PREFILL_TOKENS[0], longest))  # warms it up
     for number, num_tokens in enumerate((min(PREFILL_TOKENS[0], longest), *PREFILL_TOKENS[1:])):

@@ -30,13 +30,15 @@ from moonpool.protocol.frames import (
 )
 from moonpool.protocol.messages import AttemptId, InstanceInfo
 from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.protocol.versions import TAKES_OFFERS
 from moonpool.runtime.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.transfer.tls import PeerTls
 from moonpool.types import InstanceId, Role
 from moonpool.vllm.client import Health, VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, VllmFacts, completion_body, read_output, same_model
+from moonpool.vllm.dialect import DialectError, completion_body, read_output
 from moonpool.vllm.events import EventReader, EventsError
+from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import (
     CacheEventsReceived,
     CancelRequest,
@@ -155,7 +157,10 @@ class VllmWorker(InstanceProcess):
     # The link's follower
 
     def on_head(self) -> None:
-        self._link.send(Apply(role=self.role, host=self._machine, pid=os.getpid()))
+        offer = None
+        if self._engine is not None and self._link.protocol >= TAKES_OFFERS:
+            offer = self._engine.facts.offer
+        self._link.send(Apply(role=self.role, host=self._machine, pid=os.getpid(), offer=offer))
 
     def on_frame(self, frame: WorkFrame) -> None:
         match frame:
@@ -190,11 +195,6 @@ class VllmWorker(InstanceProcess):
         url, facts = self._place.url, engine.facts
         if setup.engine.kind != "vllm":
             return "the head serves with Moonpool's own engine; start it with --engine vllm"
-        if not same_model(setup.model.name, facts):
-            return (
-                f"vLLM at {url} serves {facts.root}, but the head serves {setup.model.name}; start"
-                " both with the same model"
-            )
         layout = _layout(setup.model.name, facts)
         if engine.layout not in (None, layout):
             return "the head came back with another configuration; restart this worker"
@@ -232,7 +232,10 @@ class VllmWorker(InstanceProcess):
             cost=engine.cost,
             pid=os.getpid(),
             host=self._machine,
-            largest_blocks=min(facts.max_model_tokens // facts.block_tokens, facts.num_blocks),
+            largest_blocks=min(
+                -(-facts.offer.max_model_tokens // facts.block_tokens), facts.num_blocks
+            ),
+            adapters=tuple(adapter.name for adapter in facts.offer.adapters),
         )
 
     # Events in, actions out

@@ -82,6 +82,12 @@ class ScriptedHead:
         self.most_views = 1
         self.explanations: dict[str, dict[str, Any]] = {}
 
+    def models(self) -> list[ScriptedHead]:
+        return [self]
+
+    def options(self, shared: ApiOptions) -> ApiOptions:
+        return shared
+
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
         self.num_views += 1
         return {"tenant": tenant, "view": self.num_views}
@@ -141,10 +147,10 @@ class ScriptedHead:
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
         return {"instances": []} if tenant is None else {"instances": [], "tenant": tenant}
 
-    def event_log(self) -> bytes:
+    def event_log(self, name: str | None = None) -> bytes | None:
         return b"events"
 
-    def beliefs(self) -> dict[str, Any]:
+    def beliefs(self, name: str | None = None) -> dict[str, Any]:
         return {"instances": [], "errors": {}}
 
     def server_info(self) -> dict[str, Any]:

@@ -1,0 +1,210 @@
+"""One model that the head serves: its card and tokenizer, its Conductor, its metrics and its event
+log. A model's instances serve no other model, so no decision is about two of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from moonpool import __version__
+from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard, Output
+from moonpool.api.metrics import ServerMetrics
+from moonpool.conductor.actions import ConductorAction, ConductorEvent, RequestCancelled
+from moonpool.conductor.conductor import Conductor
+from moonpool.config import Config
+from moonpool.engine.tokenizer import Tokenizer
+from moonpool.log_limit import limited_logger
+from moonpool.policy_loading import load_policies, own_classes
+from moonpool.protocol.model_offer import MEDIA_PATHS, POOLING_PATHS, ModelOffer
+from moonpool.rewind.event_log import EventLog, write_file
+from moonpool.runtime.checkpoint import checkpoint
+from moonpool.runtime.metrics_collector import MetricsCollector
+from moonpool.runtime.models.model_loading import UNKNOWN_TOKENS
+from moonpool.types import Request, RequestId, Slo
+
+log = limited_logger("moonpool.head")
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What all models of a head share."""
+
+    config: Config
+    life: str
+    tenant_shares: Mapping[str, float]
+    tenant_caches: Mapping[str, float]
+
+    @property
+    def default_slo(self) -> Slo:
+        return Slo(ttft_s=self.config.slo.ttft_s, tbt_s=self.config.slo.tbt_s)
+
+
+class ModelHost(Protocol):
+    """The head as its models see it."""
+
+    def now(self) -> float: ...
+
+    def submit(
+        self, model: ServedModel, request: Request, delivered: tuple[int, ...] | None
+    ) -> AsyncGenerator[Output, None]: ...
+
+    def post(self, event: ConductorEvent, model: ServedModel) -> None: ...
+
+
+class ServedModel:
+    """As `ModelFrontend` for the HTTP layer. `key` names the model to its instances."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        settings: HeadSettings,
+        key: str,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        source: str = "",
+        chat_template: str = "",
+    ) -> None:
+        """`source`, `chat_template`: as in `ApiModel`. Raises ConfigError."""
+        config = settings.config
+        self.key = key
+        self.card = card
+        self.tokenizer = tokenizer
+        self.default_slo = settings.default_slo
+        self.request_timeout_s = config.api.request_timeout_s
+        self.metrics = ServerMetrics(card.model_id)
+        self.observer = MetricsCollector(self.metrics)
+        policies = load_policies(config.conductor)
+        self._own_policies = own_classes(policies)
+        self.conductor = Conductor(
+            config.for_conductor(),
+            life=settings.life,
+            default_slo=self.default_slo,
+            policies=policies,
+            tenant_weights=settings.tenant_shares,
+            tenant_caches=settings.tenant_caches,
+        )
+        self._events = EventLog(config.api.event_log_bytes)
+        self._checkpoint: asyncio.Task[None] | None = None
+        self._host = host
+        self._settings = settings
+        self._source, self._chat_template = source, chat_template
+        self.has_offers = False  # else it is known by the configuration alone
+
+    def now(self) -> float:
+        return self._host.now()
+
+    def options(self, shared: ApiOptions) -> ApiOptions:
+        return replace(shared, tokenizer=self._source, chat_template=self._chat_template)
+
+    def submit(
+        self, request: Request, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
+        return self._host.submit(self, request, delivered)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._host.post(RequestCancelled(request_id), self)
+
+    def note_refused(self, reason: str) -> None:
+        self.metrics.observe_rejected(reason)
+
+    # Decisions
+
+    def handle(self, event: ConductorEvent) -> list[ConductorAction]:
+        """Passes an event to the Conductor, and notes it."""
+        now = self.now()
+        actions: list[ConductorAction] = []
+        try:
+            actions = self.conductor.handle(event, now)
+        finally:  # an event that raises is the most wanted one
+            self._events.note(event, now, actions)
+        return actions
+
+    def event_log(self) -> bytes:
+        return write_file(
+            self._events,
+            __version__,
+            self._settings.life,
+            self._settings.config.for_conductor(),
+            self.default_slo,
+            dict(self._settings.tenant_shares),
+            time.time() - self.now(),
+        )
+
+    def renew_event_log(self) -> None:
+        """Starts a segment of the event log if the present one is full."""
+        if not self._events.full or (self._checkpoint and not self._checkpoint.done()):
+            return
+        segment = self._events.begin()
+        try:
+            self._checkpoint = checkpoint(
+                self.conductor, partial(setattr, segment, "checkpoint"), self._own_policies
+            )
+        except OSError as error:
+            log.warning("the event log has no new state: %s", error)
+
+    def beliefs(self) -> dict[str, Any]:
+        conductor = self.conductor
+        record = conductor.cost_estimator.record(list(conductor.instances.values()))
+        described: dict[str, Any] = msgspec.to_builtins(record)
+        return described
+
+    def not_ready(self) -> str:
+        """Why requests are not served now; "" if they are."""
+        roles = [state.role for state in self.conductor.instances.values()]
+        if not any(role.prefills for role in roles):
+            return "no prefill instance is up"
+        if not self.card.generates:
+            return ""
+        return "" if any(role.decodes for role in roles) else "no decode instance is up"
+
+    # Its vLLM servers
+
+    def take_offer(self, offer: ModelOffer) -> None:
+        """A vLLM server of this model has come: its names, adapters and endpoints are the model's,
+        too."""
+        card = self.card
+        if card.model_id == self._settings.config.model.served_name:
+            names: tuple[str, ...] = ()
+        elif self.has_offers:
+            names = (*card.other_names, *offer.names)
+        else:  # until then it is known by what the configuration says
+            card = msgspec.structs.replace(card, model_id=offer.names[0])
+            names = offer.names
+        others = dict.fromkeys(name for name in names if name != card.model_id)
+        adapters = {one.name: one for one in card.adapters}
+        for one in offer.adapters:
+            found = AdapterCard(name=one.name, adapter=one.name, root=one.root)
+            adapters.setdefault(one.name, found)
+        aliases = dict.fromkeys((*card.aliases, self.key, offer.root))
+        taken = {card.model_id, *others, *adapters}
+        self.card = msgspec.structs.replace(
+            card,
+            other_names=tuple(others),
+            aliases=tuple(alias for alias in aliases if alias not in taken),
+            adapters=tuple(adapters.values()),
+            generates=offer.generates,
+            scores_prompts=offer.generates,
+            forwards=self._forwards(offer),
+        )
+        self.metrics.rename(self.card.model_id)
+        self.has_offers = True
+
+    def _forwards(self, offer: ModelOffer) -> tuple[str, ...]:
+        known = self.card.forwards if self.has_offers else ()
+        return tuple(
+            path for path in (*MEDIA_PATHS, *POOLING_PATHS) if path in known or path in offer.paths
+        )
+
+    def limit_context(self, num_tokens: int, why: str) -> None:
+        """No prompt and output may be longer: each instance must have room for it."""
+        if num_tokens >= self.card.max_model_tokens:
+            return
+        if self.card.max_model_tokens < UNKNOWN_TOKENS:
+            log.warning("the context length is limited to %d tokens, %s", num_tokens, why)
+        self.card = msgspec.structs.replace(self.card, max_model_tokens=num_tokens)
