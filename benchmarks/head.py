@@ -32,6 +32,7 @@ from moonpool.api.app import http_server, make_app
 from moonpool.api.connection.listening import listen
 from moonpool.api.frontend import ApiOptions, ModelCard, Output
 from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.protocol.messages import ForwardedCall
 from moonpool.runtime.packets import MAX_FDS, MAX_PACKET_BYTES, packet_pair
 from moonpool.runtime.supervisor_link import SupervisorLink
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token
@@ -76,6 +77,14 @@ class InstantHead:
 
     def options(self, shared: ApiOptions) -> ApiOptions:
         return shared
+
+    def forward(
+        self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
+    ) -> AsyncIterator[Output]:
+        return self.submit(request, delivered)
+
+    def why_not_forwarded(self) -> str:
+        return ""
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         return None

@@ -40,6 +40,7 @@ LEVELS = (
     {"runtime", "sim"},
     {"attention_offload.worker_process"},
     {"vllm.block_names"},
+    {"vllm.known_cache"},
     {"vllm.instance"},
     {"vllm"},
     {"replay"},
@@ -77,6 +78,7 @@ PURE_ROOMS = {
     "conductor",
     "sim.hardware",
     "vllm.block_names",
+    "vllm.known_cache",
     "vllm.instance",
 }
 IMPURE_MODULES = {

@@ -45,6 +45,7 @@ from moonpool.api.messages import ErrorPayload
 from moonpool.api.models.model_apis import ModelApis
 from moonpool.api.models.model_calls import ModelCalls
 from moonpool.api.openapi import openapi_document
+from moonpool.protocol.model_offer import POOLING_PATHS
 
 logger = logging.getLogger(__name__)
 MAX_BODIES_BYTES = 256 << 20
@@ -52,6 +53,7 @@ MAX_BODIES_BYTES = 256 << 20
 HAND_OVER_LOOK_S = 0.01
 RENEWAL_S = 2.0
 """From one look at the certificate's files to the next."""
+EMBEDDINGS = "/v1/embeddings"
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
@@ -89,7 +91,8 @@ def make_app(
         routes=[
             route("/v1/chat/completions", calls.chat, "POST"),
             route("/v1/completions", calls.complete, "POST"),
-            route("/v1/embeddings", calls.embed, "POST"),
+            route(EMBEDDINGS, calls.embed, "POST"),
+            *(route(path, calls.pool, "POST") for path in POOLING_PATHS if path != EMBEDDINGS),
             route("/v1/responses", calls.respond, "POST"),
             message_route("/v1/messages", calls.message, "POST"),
             message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),

@@ -13,6 +13,7 @@ import signal
 import struct
 import sys
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -21,6 +22,7 @@ import msgspec
 from moonpool.api.bodies import ChatBody, CompletionBody, EmbeddingsBody
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody
 from moonpool.api.preparation import (
     CHAT,
     COMPLETION,
@@ -47,6 +49,8 @@ Kind = Literal[
     "count_tokens",
     "tokenize",
     "detokenize",
+    "media",
+    "pooling",
 ]
 BYTE_TOKENIZER = "bytes"  # as in `engine.model_info`
 MAX_REST_BYTES = 1 << 20
@@ -98,6 +102,7 @@ class BodyResult(Struct, frozen=True):
     echoes: tuple[str, ...] = ()
     grammar: str = ""
     grammar_field: str = ""
+    num_tokens: int = 0
 
 
 _WORK = msgspec.msgpack.Decoder(BodyWork)
@@ -118,6 +123,12 @@ _READ_ALREADY = (
 def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
     """Returns the call without what only its preparation needed. Raises `ApiError`."""
     body, original = prepared.body, prepared.original
+    if isinstance(original, ForwardedBody):
+        return BodyResult(
+            original=msgspec.json.encode(original),
+            prompts=_packed(prepared.prompts),
+            num_tokens=prepared.num_tokens,
+        )
     gone: dict[str, Any] = dict.fromkeys(_READ_ALREADY)
     if isinstance(body, ChatBody):
         gone |= {"messages": None, "chat_template_kwargs": None}
@@ -135,15 +146,18 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
             " Shorten them."
         )
         raise ApiError(text, status=413, code="body_too_large")
-    prompts = tuple(array("i", token_ids).tobytes() for token_ids in prepared.prompts)
     return BodyResult(
         body=rest,
         original=kept,
-        prompts=prompts,
+        prompts=_packed(prepared.prompts),
         echoes=tuple(prepared.echoes),
         grammar=prepared.grammar,
         grammar_field=prepared.grammar_field,
     )
+
+
+def _packed(prompts: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
+    return tuple(array("i", token_ids).tobytes() for token_ids in prompts)
 
 
 def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
@@ -152,6 +166,11 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
         token_ids = array("i")
         token_ids.frombytes(data)
         prompts.append(tuple(token_ids))
+    if kind in ("media", "pooling"):
+        forwarded = FORWARDED.decode(done.original) if done.original else None
+        return PreparedCall(
+            CompletionBody(), prompts, original=forwarded, num_tokens=done.num_tokens
+        )
     if kind in ("completion", "embeddings"):
         body: CompletionBody | ChatBody = COMPLETION.decode(done.body)
         embedded = EMBEDDINGS.decode(done.original) if kind == "embeddings" else None

@@ -132,7 +132,7 @@ class Embedder:
                     text = "The server aborted this request. Send it again."
                     raise RequestRefused(503, "aborted", text)
                 if output.tokens:
-                    found = _Found(output.tokens[0].embedding, output.cached_tokens)
+                    found = _Found(output.tokens[0].payload, output.cached_tokens)
         if found is None or not found.embedding:
             raise RuntimeError(f"request {request_id} ended without an embedding")
         return found

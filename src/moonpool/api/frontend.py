@@ -10,6 +10,7 @@ import msgspec
 
 from moonpool.api.keys import TenantLimits
 from moonpool.engine.tokenizer import Tokenizer
+from moonpool.protocol.messages import ForwardedCall
 from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
 
 
@@ -115,6 +116,17 @@ class ModelFrontend(Protocol):
 
         Closing the iterator early (client gone, stop string found) aborts the request everywhere.
         """
+        ...
+
+    def forward(
+        self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
+        """As `submit`, for a request that a vLLM server answers from the client's own body. The
+        tokens of outputs have parts of its response as `payload`."""
+        ...
+
+    def why_not_forwarded(self) -> str:
+        """Returns why no call can be forwarded now; "" if calls can."""
         ...
 
     def abort(self, request_id: RequestId) -> None:

@@ -7,7 +7,7 @@ large bodies (`body_pool`). `Preparer` itself knows no request, tenant or head.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from moonpool.api.bodies import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.models.forwarded_bodies import EstimatedPrompt, ForwardedReader
 from moonpool.api.prompts import PromptReader
 from moonpool.api.responses import ResponsesBody, as_chat, of_input
 from moonpool.api.sampling import (
@@ -59,16 +60,17 @@ class PreparedCall:
 
     `grammar` constrains the output; "": nothing does. `grammar_field` asks for it. `grammars.check`
     checks it afterwards. `original` is the body of an API other than chat and completions, for its
-    response.
+    response. `num_tokens`: of the whole prompt of a forwarded call, whose `prompts` are estimates.
     """
 
     body: ChatBody | CompletionBody
     prompts: Sequence[tuple[int, ...]]
-    grammar: str
+    grammar: str = ""
     tools: Tools | None = None
     echoes: Sequence[str] = ()
     original: Any = None
     grammar_field: str = ""
+    num_tokens: int = 0
 
 
 class Preparer:
@@ -83,7 +85,9 @@ class Preparer:
         """Reads later bodies by this card: the context may shrink when an instance joins."""
         self.card = card
         self._names = self._options.accepted(card)
-        self._prompts = PromptReader(self._tokenizer, card, self._options.thread_above_chars)
+        prompts = PromptReader(self._tokenizer, card, self._options.thread_above_chars)
+        self._prompts = prompts
+        self._forwarded = ForwardedReader(card, prompts.history_text, self._tokenizer.encode)
 
     async def chat(self, raw: bytes) -> PreparedCall:
         return await self._of_chat(decode_body(CHAT, raw))
@@ -142,6 +146,27 @@ class Preparer:
             if len(prompt_ids) > self.card.max_model_tokens:
                 raise context_exceeded(len(prompt_ids), self.card.max_model_tokens, "input")
         return PreparedCall(prompt, prompts, "", original=body)
+
+    async def media(self, raw: bytes) -> PreparedCall:
+        """Reads a body of an API with messages that a vLLM server may have to answer. Without
+        images and sounds, there is no prompt."""
+        found = _estimate(self._forwarded.media, raw)
+        if found is None:
+            return PreparedCall(CompletionBody(), ())
+        return self._of_estimate(found)
+
+    async def pooling(self, raw: bytes) -> PreparedCall:
+        """Reads a body of an endpoint that a vLLM server has for models that generate nothing."""
+        found = _estimate(self._forwarded.pooling, raw)
+        assert found is not None
+        return self._of_estimate(found)
+
+    def _of_estimate(self, found: EstimatedPrompt) -> PreparedCall:
+        check_model(found.body.model, self._names)
+        body = CompletionBody(model=found.body.model)
+        return PreparedCall(
+            body, (found.token_ids,), original=found.body, num_tokens=found.num_tokens
+        )
 
     async def tokenize(self, raw: bytes) -> bytes:
         """Returns the response of `/tokenize`. Raises ApiError without prompt and messages."""
@@ -212,6 +237,16 @@ class Preparer:
             return "", ""
         can_end = bool(self.card.eos_token_ids)
         return await asyncio.to_thread(grammar_of, body, can_end, must_call)
+
+
+def _estimate(
+    read: Callable[[bytes], EstimatedPrompt | None], raw: bytes
+) -> EstimatedPrompt | None:
+    try:
+        return read(raw)
+    except RecursionError:
+        text = "The request body is nested too deeply. Use fewer levels."
+        raise ApiError(text, code="invalid_json") from None
 
 
 def check_model(name: str | None, served_names: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ from moonpool.config import ADMISSIONS, PLACEMENTS, ConductorConfig, SloConfig
 from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
+    CostMeasured,
     DropCachedBlocks,
     HotPrefixes,
     InstanceInfo,
@@ -259,6 +260,8 @@ class Conductor:
                 )
             case InstanceLoad():
                 state.load = report
+            case CostMeasured():
+                self.cost_estimator.take_profile(state, report.cost)
             case RoleChanged():
                 self._actions += self.roles.on_role_changed(state, report.role, now)
             case HotPrefixes():

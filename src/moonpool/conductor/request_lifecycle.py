@@ -346,7 +346,7 @@ class RequestLifecycle:
         tracked.generated.extend([token.token_id for token in tokens])
         is_first = tracked.record.first_token_s is None
         tracked.record.note_tokens(len(tokens), now, gap_s)
-        if is_first:
+        if is_first and not tracked.request.forwarded:
             self._cost_estimator.note_first_token(tracked.record)
             self._goodput.note_first_token(tracked.record)
         self._actions.append(
@@ -361,7 +361,8 @@ class RequestLifecycle:
         text = f"{instance_id}: {report.message}"
         tracked.failed_on.add(instance_id)
         if report.reason == REFUSED:  # another engine of that kind would refuse it, too
-            self._reject(tracked, Rejection(400, REFUSED, report.message, 0.0), now)
+            status = report.engine_status or 400
+            self._reject(tracked, Rejection(status, REFUSED, report.message, 0.0), now)
         elif report.reason != "tbt_slo":
             self._retry(tracked, 503, report.reason, text, now)
         else:
@@ -418,11 +419,12 @@ class RequestLifecycle:
         at_fault: bool = True,
     ) -> None:
         """Places the request again. After too many faults without a token, rejects it with the
-        last reason."""
+        last reason. A forwarded answer that has begun cannot go on elsewhere."""
         tracked.explanation.add(text)
         self._unbook(tracked, now)
         tracked.num_faults += at_fault
-        if tracked.num_faults >= self._max_attempts or now >= tracked.request.deadline_s:
+        is_last = tracked.num_faults >= self._max_attempts or now >= tracked.request.deadline_s
+        if is_last or (tracked.request.forwarded and tracked.generated):
             self._reject(tracked, Rejection(status, reason, text, 1.0), now)
             return
         delay_s = RETRY_DELAYS_S[min(max(tracked.num_faults - 1, 0), len(RETRY_DELAYS_S) - 1)]
@@ -474,6 +476,8 @@ class RequestLifecycle:
         self._actions.append(RequestEnded(tracked.record, tracked.explanation))
 
     def _learn(self, tracked: TrackedRequest, now: float) -> None:
+        if tracked.request.forwarded:  # its tokens are estimates
+            return
         assert self._planner.layout is not None
         num_prompt_tokens = tracked.request.num_prompt_tokens
         num_blocks = num_prompt_tokens // self._planner.layout.block_tokens

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-DISPENSABLE = frozenset({"cache_share"})
+DISPENSABLE = frozenset({"cache_share", "cache_view", "engine_status"})
 """Fields since protocol 11 without which a peer serves the request as well."""
 
 

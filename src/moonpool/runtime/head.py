@@ -20,7 +20,6 @@ import msgspec
 from moonpool import __version__
 from moonpool.api.frontend import Output, RequestRefused
 from moonpool.api.models.metrics_text import metrics_text
-from moonpool.attention_offload.groups import AttentionAssignments
 from moonpool.conductor.actions import (
     Announce,
     CacheDropRequested,
@@ -46,14 +45,23 @@ from moonpool.protocol.frames import (
     SILENCE_S,
     Apply,
     ApplyStandby,
-    AttentionMoved,
     Joined,
     Setup,
     Stop,
 )
-from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, TransferDone
+from moonpool.protocol.messages import (
+    Command,
+    ForwardedCall,
+    InstanceInfo,
+    InstanceLoad,
+    Report,
+    StartPrefill,
+    TransferDone,
+    request_of,
+)
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.runtime.attention.links import AttentionLinks
 from moonpool.runtime.explain import describe_record
 from moonpool.runtime.models.describe_models import describe_models, describe_models_to_tenant
 from moonpool.runtime.models.model_loading import ApiModel
@@ -119,12 +127,11 @@ class Head:
         self._secret = secret
         self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
         self._answers: dict[RequestId, ResponseStream] = {}
+        self._calls: dict[RequestId, ForwardedCall] = {}  # of forwarded requests
         self._ended: OrderedDict[str, RequestEnded] = OrderedDict()
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
-        self._attention_groups = AttentionAssignments(config.cluster.attention_each)
-        self._attention: dict[str, WorkerLink] = {}
-        self._awaiting_group: set[WorkerLink] = set()
+        self._attention = AttentionLinks(config.cluster.attention_each, self.setup, self._links)
         self._half_open: dict[WorkerLink, None] = {}  # oldest first
         self._clock = ListeningClock(now())
         self._ticks = Pace(TICK_S, IDLE_TICKS * TICK_S, QUIET_TICKS * TICK_S)
@@ -193,7 +200,11 @@ class Head:
         return self.served.all
 
     async def submit(
-        self, model: ServedModel, request: Request, delivered: tuple[int, ...] | None = None
+        self,
+        model: ServedModel,
+        request: Request,
+        delivered: tuple[int, ...] | None = None,
+        call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
         """As `ModelFrontend.submit`. Raises RequestRefused, for a head that is stopping too."""
         if self._leaving:
@@ -204,6 +215,8 @@ class Head:
         answer = ResponseStream()
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
+        if call is not None:
+            self._calls[request.request_id] = call
         try:
             self._post(RequestArrived(request, delivered), model)
             while True:
@@ -213,6 +226,7 @@ class Head:
                     return
         finally:
             self._answers.pop(request.request_id, None)
+            self._calls.pop(request.request_id, None)
             if not answer.ended:
                 self._post(RequestCancelled(request.request_id), model)
 
@@ -247,15 +261,7 @@ class Head:
         }
         described["standbys"] = self.standbys.describe(self._clock.listened_s)
         described["attention_own_tokens"] = self.config.attention.own_tokens
-        described["attention"] = [
-            {
-                "name": name,
-                "owner": owner,
-                "host": self._attention[name].host,
-                "pid": self._attention[name].pid,
-            }
-            for name, owner in self._attention_groups.owners().items()
-        ]
+        described["attention"] = self._attention.describe()
         return described
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
@@ -278,7 +284,7 @@ class Head:
 
     def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str:
         name = InstanceId(instance_id)
-        attention = self._attention.get(instance_id)
+        attention = self._attention.link(name)
         if attention is not None and returns:  # its owner's requests are placed again
             self.succession.replace(name)
             attention.channel.send(Stop())
@@ -370,7 +376,7 @@ class Head:
                 case Send():
                     link = self._links.get(action.instance_id)
                     if link is not None:
-                        link.channel.send(action.command)
+                        link.channel.send(self._with_call(action.command))
                 case Deliver():
                     answer = self._answers.get(action.request_id)
                     if answer is not None:
@@ -386,6 +392,17 @@ class Head:
                 case InstancesWanted():
                     log.info("wanted: %d prefill, %d decode", action.prefill, action.decode)
                     self._webhook.post(action)
+
+    def _with_call(self, command: Command) -> Command:
+        """The Conductor does not have the bodies of forwarded requests."""
+        if not self._calls or not isinstance(command, StartPrefill):
+            return command
+        call = self._calls.get(request_of(command.work.attempt_id))
+        if call is None:
+            return command
+        return msgspec.structs.replace(
+            command, work=msgspec.structs.replace(command.work, call=call)
+        )
 
     def _on_ended(self, ended: RequestEnded, model: ServedModel) -> None:
         record = ended.record
@@ -460,44 +477,11 @@ class Head:
         self.standbys.greet(link)
         if self.config.engine.kind == "vllm":
             self._vllm_setups.begin(link, apply.offer)
-        elif apply.attention:
-            self._attention_groups.remember(link.instance_id, apply.attention)
-            link.channel.send(self.setup())
-        elif apply.role is not Role.PREFILL and self._attention_groups.per_instance:
-            self._awaiting_group.add(link)
-            self._start_with_group()
         else:
-            link.channel.send(self.setup())
+            self._attention.set_up(link, apply)
 
     def on_attention(self, link: WorkerLink, address: PeerAddress) -> None:
-        former = self._attention.get(address.instance_id)
-        if former is not None and former is not link:
-            former.channel.abort("it came back over a new connection")
-        self._attention[address.instance_id] = link
-        place = self._attention_groups.join(address)
-        if place is not None:
-            self._tell_owner(*place, address)
-        self._start_with_group()
-
-    def _start_with_group(self) -> None:
-        """Starts the waiting instances whose attention workers are all present."""
-        for link in sorted(self._awaiting_group, key=lambda link: link.instance_id):
-            group = self._attention_groups.group_of(link.instance_id)
-            if group is not None:
-                self._awaiting_group.discard(link)
-                link.channel.send(msgspec.structs.replace(self.setup(), attention=group))
-
-    def _tell_owner(self, owner: InstanceId, place: int, address: PeerAddress) -> None:
-        link = self._links.get(owner)
-        if link is not None:
-            link.channel.send(AttentionMoved(place=place, address=address))
-
-    def _lose_attention(self, link: WorkerLink) -> None:
-        if self._attention.get(link.instance_id) is link:
-            del self._attention[link.instance_id]
-            moved = self._attention_groups.lose(link.instance_id)
-            if moved is not None:
-                self._tell_owner(*moved)
+        self._attention.join(link, address)
 
     def on_start_failed(self, link: WorkerLink, message: str) -> None:
         if not self.start_failures.full():
@@ -518,8 +502,7 @@ class Head:
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)
         self._half_open.pop(link, None)
-        self._awaiting_group.discard(link)
-        self._lose_attention(link)
+        self._attention.lose(link)
         if self.standbys.drop(link):
             self._lead()  # without one, workers wait for this head alone
         if not link.instance_id:

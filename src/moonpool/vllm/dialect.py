@@ -27,6 +27,7 @@ class DialectError(ValueError):
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
+        self.status = 0
 
 
 class _Logprobs(msgspec.Struct):
@@ -35,11 +36,17 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class _PromptLogprob(msgspec.Struct):
+    logprob: float | None = None
+    rank: int | None = None
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
 
 
 class _Completion(msgspec.Struct):
@@ -71,7 +78,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     body: dict[str, Any] = {
         "model": work.adapter or model_id,
         "prompt": list(work.token_ids),
-        "stream": not submit.hands_over,
+        "stream": is_streamed(submit),
         "return_token_ids": True,
         "max_tokens": 1 if submit.hands_over else max(sampling.max_tokens - num_done, 1),
         "min_tokens": min(min_tokens, 1) if submit.hands_over else min_tokens,
@@ -93,6 +100,8 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     if sampling.logprobs is not None:
         body["logprobs"] = sampling.logprobs
         body["return_tokens_as_token_ids"] = True
+    if sampling.prompt_logprobs is not None and not submit.handle:
+        body["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.grammar:
         body["structured_outputs"] = _structured_outputs(sampling.grammar)
     salt = salt_of(layout_fingerprint, work.tenant, work.adapter)
@@ -112,6 +121,11 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     elif submit.handle:
         body["kv_transfer_params"] = msgspec.json.decode(submit.handle)
     return _encode(body)
+
+
+def is_streamed(submit: SubmitRequest) -> bool:
+    """vLLM does not stream the log-probabilities of a prompt."""
+    return not submit.hands_over and submit.work.sampling.prompt_logprobs is None
 
 
 def _structured_outputs(grammar: str) -> dict[str, Any]:
@@ -146,9 +160,11 @@ def read_output(work: AttemptSpec, event: bytes) -> EngineOutput:
     if choice.token_ids is None and choice.text:
         raise DialectError("it returns no token ids: Moonpool needs vLLM 0.10.2 or newer")
     handle = b"" if found.kv_transfer_params is None else _encode(found.kv_transfer_params)
-    return EngineOutput(
-        work.attempt_id, _tokens(work, choice), _finish(choice.finish_reason), handle
-    )
+    tokens = _tokens(work, choice)
+    prompt = _prompt(work, choice)
+    if tokens and prompt is not None:
+        tokens = (msgspec.structs.replace(tokens[0], prompt=prompt), *tokens[1:])
+    return EngineOutput(work.attempt_id, tokens, _finish(choice.finish_reason), handle)
 
 
 def _tokens(work: AttemptSpec, choice: _Choice) -> tuple[Token, ...]:
@@ -163,6 +179,36 @@ def _tokens(work: AttemptSpec, choice: _Choice) -> tuple[Token, ...]:
         Token(token_id=i, logprobs=TokenLogprobs(logprob=_least(logprob), top=_top(top, most)))
         for i, logprob, top in zip(ids, logprobs.token_logprobs, tops, strict=True)
     )
+
+
+def _prompt(work: AttemptSpec, choice: _Choice) -> tuple[TokenLogprobs, ...] | None:
+    """Returns the log-probabilities of the prompt's tokens but the first, if they are wanted."""
+    most, found = work.sampling.prompt_logprobs, choice.prompt_logprobs
+    if most is None or found is None:
+        return None
+    tokens = work.token_ids[1:]
+    if len(found) != len(tokens) + 1:
+        raise DialectError("its log-probabilities do not match the prompt")
+    return tuple(
+        _of_prompt_token(token_id, listed or {}, most)
+        for token_id, listed in zip(tokens, found[1:], strict=True)
+    )
+
+
+def _of_prompt_token(
+    token_id: int, listed: Mapping[str, _PromptLogprob], most: int
+) -> TokenLogprobs:
+    """vLLM also lists the prompt's own token, whatever its rank."""
+    own = listed.get(str(token_id))
+    if own is None:
+        raise DialectError("its log-probabilities do not match the prompt")
+    likely = sorted(
+        (one.rank or 0, int(name), _least(one.logprob))
+        for name, one in listed.items()
+        if name.isdigit() and (one.rank or 0) <= most
+    )
+    top = tuple((found_id, logprob) for _, found_id, logprob in likely[:most])
+    return TokenLogprobs(logprob=_least(own.logprob), top=top)
 
 
 def _least(logprob: float | None) -> float:

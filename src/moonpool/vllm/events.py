@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import msgspec
 
@@ -29,6 +29,10 @@ log = logging.getLogger("moonpool.vllm")
 MAX_MESSAGE_BYTES = 64 << 20
 QUEUED = 100_000  # batches; vLLM keeps as many
 REPLAY_S = 5.0  # without a message from the server
+LOOK_MS = 2000
+"""How often events are asked for that do not come by themselves."""
+Connection = Literal["none", "open", "refused"]
+"""To a publisher: `refused` means that what listens there is none."""
 _SEQ_BYTES = 8
 _END = -1  # as a sequence number: nothing more to repeat
 _MAX_TOKEN = (1 << 32) - 1
@@ -135,11 +139,17 @@ class EventReader:
         """Raises EventsError."""
         try:
             import zmq.asyncio
+            import zmq.utils.monitor
         except ImportError:
             raise EventsError(NO_PYZMQ) from None
         self._zmq: Any = zmq
         self._context = zmq.asyncio.Context.instance()
-        self._events, self._replay = events, replay
+        self.events, self.replay = events, replay
+        self.asks_replay = False
+        """Set it to ask for events at the replay endpoint, because none come by themselves. It is
+        unset when they do, and when that endpoint does not respond."""
+        self.connection: Connection = "none"
+        self.num_batches = 0
         self._post: Callable[[CacheEventsReceived], None] = lambda _: None
         self._next: int | None = None  # number of the next batch
         for where in (events, replay):
@@ -149,14 +159,40 @@ class EventReader:
     async def run(self, post: Callable[[CacheEventsReceived], None]) -> None:
         """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError."""
         self._post, self._next = post, None
-        socket = self._connected(self._zmq.SUB, self._events)
+        self.connection, self.num_batches = "none", 0
+        socket = self._connected(self._zmq.SUB, self.events)
+        watch = asyncio.create_task(self._watch(socket.get_monitor_socket()))
         try:
             socket.subscribe(b"")
             await self._catch_up(0)
             while True:
-                await self._on_frames(await socket.recv_multipart())
+                if await socket.poll(LOOK_MS):
+                    self.asks_replay = False
+                    await self._on_frames(await socket.recv_multipart())
+                elif self.asks_replay:
+                    self.asks_replay = await self._catch_up(self._next or 0)
         finally:
+            watch.cancel()
+            socket.disable_monitor()
             socket.close()
+
+    async def _watch(self, monitor: Any) -> None:
+        """Notes how the connection to the publisher is."""
+        zmq = self._zmq
+        failures = (
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        while True:
+            told = await zmq.utils.monitor.recv_monitor_message(monitor)
+            event = told["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connection = "open"
+            elif event & failures:
+                self.connection = "refused"
+            elif event == zmq.EVENT_DISCONNECTED and self.connection == "open":
+                self.connection = "none"
 
     def _connected(self, kind: int, where: str) -> Any:
         zmq = self._zmq
@@ -192,6 +228,7 @@ class EventReader:
 
     def _pass_on(self, number: int, payload: bytes) -> None:
         self._next = number + 1
+        self.num_batches += 1
         try:
             events = read_batch(payload)
         except ValueError as error:
@@ -201,20 +238,21 @@ class EventReader:
         if events:
             self._post(CacheEventsReceived(events))
 
-    async def _catch_up(self, first: int) -> None:
-        """Requests the batches from `first` on again, and reports a gap among them."""
-        if not self._replay:
-            return
-        socket = self._connected(self._zmq.DEALER, self._replay)  # one request, many replies
+    async def _catch_up(self, first: int) -> bool:
+        """Requests the batches from `first` on again, and reports a gap among them. Returns whether
+        there was a reply."""
+        if not self.replay:
+            return False
+        socket = self._connected(self._zmq.DEALER, self.replay)  # one request, many replies
         try:
             await socket.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:
                 frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_S)
                 if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
-                    return
+                    return False
                 number = int.from_bytes(frames[-2], "big", signed=True)
                 if number == _END:
-                    return
+                    return True
                 if self._next is not None and number < self._next:
                     continue
                 if self._next is not None and number > self._next:
@@ -222,7 +260,8 @@ class EventReader:
                 self._pass_on(number, frames[-1])
         except (TimeoutError, self._zmq.ZMQError) as error:
             log.warning(
-                "no replay of KV events from vLLM at %s: %s", self._replay, error or "no reply"
+                "no replay of KV events from vLLM at %s: %s", self.replay, error or "no reply"
             )
+            return False
         finally:
             socket.close()

@@ -15,6 +15,7 @@ from moonpool.protocol.model_offer import (
 )
 from moonpool.types import MALFORMED
 from moonpool.vllm.dialect import DialectError
+from moonpool.vllm.known_cache import PrefixCounts
 
 ALL_PATHS = (COMPLETIONS, *MEDIA_PATHS, *POOLING_PATHS)
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.M)
@@ -36,13 +37,6 @@ class VllmFacts(msgspec.Struct, frozen=True):
     def model_id(self) -> str:
         """The name by which this server knows its model."""
         return self.offer.names[0]
-
-
-class PrefixCounts(msgspec.Struct, frozen=True):
-    """Tokens of all prompts since the server's start: looked up in its prefix cache, and found."""
-
-    queries: float
-    hits: float
 
 
 class _Model(msgspec.Struct):

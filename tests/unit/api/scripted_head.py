@@ -22,6 +22,7 @@ from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.frontend import ApiOptions, ModelCard, Output
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.protocol.messages import ForwardedCall
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token, TokenLogprobs
 
 Step = Output | Exception | float  # a float: seconds of silence
@@ -72,6 +73,8 @@ class ScriptedHead:
         self.script: Script = script or (lambda request: spoken("Hello"))
         self.requests: list[Request] = []
         self.delivered: list[tuple[int, ...] | None] = []
+        self.calls: list[ForwardedCall] = []
+        self.no_forwarding = ""
         self.aborted: list[str] = []
         self.drained: list[tuple[str, float]] = []
         self._kept: list[AsyncGenerator[Output, None]] = []
@@ -87,6 +90,15 @@ class ScriptedHead:
 
     def options(self, shared: ApiOptions) -> ApiOptions:
         return shared
+
+    def forward(
+        self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
+        self.calls.append(call)
+        return self.submit(request, delivered)
+
+    def why_not_forwarded(self) -> str:
+        return self.no_forwarding
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
         self.num_views += 1

@@ -9,7 +9,8 @@ import pytest
 
 from moonpool.protocol.model_offer import MEDIA_PATHS, ModelOffer, OfferedAdapter
 from moonpool.vllm.dialect import DialectError
-from moonpool.vllm.facts import ALL_PATHS, PrefixCounts, VllmFacts, read_counts, read_facts
+from moonpool.vllm.facts import ALL_PATHS, VllmFacts, read_counts, read_facts
+from moonpool.vllm.known_cache import PrefixCounts
 
 METRICS = """# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge

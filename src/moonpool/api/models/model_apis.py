@@ -12,8 +12,10 @@ from moonpool.api.embeddings import Embedder
 from moonpool.api.frontend import ApiOptions, Frontend, ModelFrontend, RequestRefused
 from moonpool.api.generate import Generator
 from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.models.forwarding import Forwarder
 from moonpool.api.preparation import check_model
 from moonpool.api.rate_limits import RateLimits
+from moonpool.protocol.model_offer import POOLING_PATHS
 from moonpool.types import MALFORMED
 
 NO_MODEL_RETRY_S = 5.0
@@ -37,6 +39,7 @@ class ModelApi:
         self.bodies = BodyReader(frontend, self.options)
         own = frontend, self.options, self.bodies, active, rates
         self.generator, self.embedder = Generator(*own), Embedder(*own)
+        self.forwarder = Forwarder(*own)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,9 +52,11 @@ class ModelApi:
     def has(self, path: str) -> bool:
         """Whether it answers calls of this endpoint."""
         card = self.frontend.card
-        if path == "/v1/embeddings":
-            return card.embedding_size > 0 or path in card.forwards
-        return card.generates or path in card.forwards
+        if path in card.forwards:
+            return True
+        if path in POOLING_PATHS:
+            return path == "/v1/embeddings" and card.embedding_size > 0
+        return card.generates
 
 
 class ModelApis:

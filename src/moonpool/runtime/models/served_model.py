@@ -21,12 +21,13 @@ from moonpool.config import Config
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.log_limit import limited_logger
 from moonpool.policy_loading import load_policies, own_classes
+from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import MEDIA_PATHS, POOLING_PATHS, ModelOffer
 from moonpool.rewind.event_log import EventLog, write_file
 from moonpool.runtime.checkpoint import checkpoint
 from moonpool.runtime.metrics_collector import MetricsCollector
 from moonpool.runtime.models.model_loading import UNKNOWN_TOKENS
-from moonpool.types import Request, RequestId, Slo
+from moonpool.types import Request, RequestId, Role, Slo
 
 log = limited_logger("moonpool.head")
 
@@ -51,7 +52,11 @@ class ModelHost(Protocol):
     def now(self) -> float: ...
 
     def submit(
-        self, model: ServedModel, request: Request, delivered: tuple[int, ...] | None
+        self,
+        model: ServedModel,
+        request: Request,
+        delivered: tuple[int, ...] | None,
+        call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]: ...
 
     def post(self, event: ConductorEvent, model: ServedModel) -> None: ...
@@ -106,6 +111,17 @@ class ServedModel:
         self, request: Request, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
         return self._host.submit(self, request, delivered)
+
+    def forward(
+        self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
+        return self._host.submit(self, request, delivered, call)
+
+    def why_not_forwarded(self) -> str:
+        states = self.conductor.instances.values()
+        if any(state.info.role is not Role.MIXED for state in states):
+            return "prefill and decode run on separate vLLM servers, which take token ids only"
+        return ""
 
     def abort(self, request_id: RequestId) -> None:
         self._host.post(RequestCancelled(request_id), self)
