@@ -166,6 +166,8 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
         }
         if load.ssd is not None:
             described["ssd"] = msgspec.to_builtins(load.ssd)
+        if load.cache_view is not None:
+            described["cache_view"] = msgspec.to_builtins(load.cache_view)
         described["running"] = load.num_running
         described["waiting"] = load.num_waiting
         described["counters"] = load.counters

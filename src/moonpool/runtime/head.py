@@ -354,11 +354,10 @@ class Head:
         return None if model is None else model.event_log()
 
     def metrics_text(self) -> bytes:
-        for model in self.served:
-            model.observer.gauges(model.conductor, self.now())
-            if self._traces is not None and model is self.served.default:
-                model.metrics.set_trace_spans(self._traces.num_sent, self._traces.num_lost)
-        return metrics_text([model.metrics for model in self.served])
+        default = self.served.default
+        if self._traces is not None and default is not None:
+            default.metrics.set_trace_spans(self._traces.num_sent, self._traces.num_lost)
+        return metrics_text([each for model in self.served for each in model.collectors()])
 
     # The Conductor's actions
 

@@ -20,19 +20,19 @@ FAR_APART = 0.2
 def why_no_events(
     events: str,
     connection: Connection,
-    num_batches: int,
+    num_published: int,
     other_block_tokens: int,
     block_tokens: int,
     sources: Mapping[str, Any] | None,
 ) -> str:
     """One clause. `sources`: what the server says of its publishers, by rank; None: it does not
-    tell. `num_batches`: how many came."""
-    if num_batches and other_block_tokens:
+    tell. `num_published`: how many came."""
+    if num_published and other_block_tokens:
         return (
             f"those at {events} are of blocks of {other_block_tokens} tokens, and this server has"
             f" blocks of {block_tokens}: another server publishes them"
         )
-    if num_batches:
+    if num_published:
         return (
             f"those at {events} do not name the prompts that this server has computed: another"
             " server publishes them, or they continue blocks from before moonpool's start (give it"

@@ -34,40 +34,29 @@ class CacheWatch:
         self._block_tokens = block_tokens
         self._post = post
         self._check = HitCheck()
+        self._lock = asyncio.Lock()
+        self._said = ""  # of the events, last
+        self._is_distrusted = False
+        self._other_block_tokens = 0
 
     async def explain(self, found: ExplainCache) -> None:
-        """Says once that events are of no use and why, and once that they are again."""
-        reader = self._reader
-        if reader is None:
+        """Says that events are of no use and why, or that they are again."""
+        self._is_distrusted = not found.fits
+        self._other_block_tokens = found.other_block_tokens
+        if self._reader is None:
             return
-        if found.fits:
-            log.info("vLLM at %s: its KV events tell what it caches again", self._client.url)
-            return
-        text = why_no_events(
-            reader.events,
-            reader.connection,
-            reader.num_batches,
-            found.other_block_tokens,
-            self._block_tokens,
-            await self._client.event_sources(),
-        )
-        use = "moonpool assumes that it caches the prompts it received, until they do"
-        if await self._replays(reader):
-            use = f"moonpool asks for them at {reader.replay} every {LOOK_MS // 1000} s"
-        log.warning("vLLM at %s: its KV events are of no use: %s; %s", self._client.url, text, use)
-        self._post(CacheExplained(f"no use of its KV events: {text}"))
+        if not found.fits and self._reader.replay and not self._reader.num_published:
+            self._reader.asks_replay = True
+            await asyncio.sleep(2 * LOOK_MS / 1e3)
+        await self._look_at(self._reader)
 
-    async def _replays(self, reader: EventReader) -> bool:
-        """Whether the replay endpoint has events that do not come by themselves."""
-        if not reader.replay or reader.num_batches:
-            return False
-        reader.asks_replay = True
-        await asyncio.sleep(2 * LOOK_MS / 1e3)
-        return reader.asks_replay and reader.num_batches > 0
-
-    async def count(self, view: Callable[[], CacheView | None]) -> None:
-        """Reads the server's counters again and again. `view`: what is believed now."""
+    async def run(self, view: Callable[[], CacheView | None]) -> None:
+        """Looks at the events and at the server's counters again and again. `view`: what is
+        believed now."""
+        await asyncio.sleep(LOOK_MS / 1e3)  # a connection takes a moment
         while True:
+            if self._reader is not None:
+                await self._look_at(self._reader)
             try:
                 counts = await self._client.prefix_counts()
             except VllmError:
@@ -77,8 +66,37 @@ class CacheWatch:
                 self._compare(view())
             await asyncio.sleep(COUNT_S)
 
+    async def _look_at(self, reader: EventReader) -> None:
+        """Says once what is wrong with the events, and once that it no longer is."""
+        async with self._lock:
+            url = self._client.url
+            if reader.is_open and not self._is_distrusted:
+                if self._said:
+                    log.info("vLLM at %s: its KV events tell what it caches again", url)
+                    self._post(CacheExplained(""))
+                self._said = ""
+                return
+            why = why_no_events(
+                reader.events,
+                reader.connection,
+                reader.num_published,
+                self._other_block_tokens,
+                self._block_tokens,
+                await self._client.event_sources(),
+            )
+            use = "moonpool assumes that it caches the prompts it received, until they come"
+            if reader.num_replayed and not self._is_distrusted:
+                use = f"moonpool asks for them at {reader.replay} several times a second"
+            if self._said == why + use:
+                return
+            if not self._said:
+                text = "vLLM at %s: its KV events do not come as they should: %s; %s"
+                log.warning(text, url, why, use)
+            self._said = why + use
+            self._post(CacheExplained(f"its KV events do not come as they should: {why}; {use}"))
+
     def _compare(self, view: CacheView | None) -> None:
-        if view is None or not self._check.compare(view) or view.source == "distrusted":
+        if view is None or not self._check.compare(view) or self._said:
             return
         if self._check.note:
             log.warning("vLLM at %s: %s", self._client.url, self._check.note)

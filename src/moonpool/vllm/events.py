@@ -29,8 +29,8 @@ log = logging.getLogger("moonpool.vllm")
 MAX_MESSAGE_BYTES = 64 << 20
 QUEUED = 100_000  # batches; vLLM keeps as many
 REPLAY_S = 5.0  # without a message from the server
-LOOK_MS = 2000
-"""How often events are asked for that do not come by themselves."""
+LOOK_MS, REPLAY_LOOK_MS = 2000, 250
+"""How long events are awaited, and where they are asked for because none come by themselves."""
 Connection = Literal["none", "open", "refused"]
 """To a publisher: `refused` means that what listens there is none."""
 _SEQ_BYTES = 8
@@ -149,28 +149,38 @@ class EventReader:
         """Set it to ask for events at the replay endpoint, because none come by themselves. It is
         unset when they do, and when that endpoint does not respond."""
         self.connection: Connection = "none"
-        self.num_batches = 0
+        self.num_published = self.num_replayed = 0
+        """Batches that came by themselves, and those that were asked for."""
         self._post: Callable[[CacheEventsReceived], None] = lambda _: None
         self._next: int | None = None  # number of the next batch
+        self._is_replayed = False  # the replay endpoint responds
         for where in (events, replay):
             if where:
                 self._connected(self._zmq.SUB, where).close()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection to a publisher."""
+        return self.connection == "open"
+
     async def run(self, post: Callable[[CacheEventsReceived], None]) -> None:
         """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError."""
         self._post, self._next = post, None
-        self.connection, self.num_batches = "none", 0
+        self.connection, self.num_published, self.num_replayed = "none", 0, 0
         socket = self._connected(self._zmq.SUB, self.events)
         watch = asyncio.create_task(self._watch(socket.get_monitor_socket()))
         try:
             socket.subscribe(b"")
-            await self._catch_up(0)
+            self._is_replayed = await self._catch_up(0)
             while True:
-                if await socket.poll(LOOK_MS):
+                asks = self.asks_replay or (self._is_replayed and not self.is_open)
+                if await socket.poll(REPLAY_LOOK_MS if asks else LOOK_MS):
                     self.asks_replay = False
+                    self.num_published += 1
                     await self._on_frames(await socket.recv_multipart())
-                elif self.asks_replay:
-                    self.asks_replay = await self._catch_up(self._next or 0)
+                elif asks:
+                    self._is_replayed = await self._catch_up(self._next or 0)
+                    self.asks_replay = self.asks_replay and self._is_replayed
         finally:
             watch.cancel()
             socket.disable_monitor()
@@ -228,7 +238,6 @@ class EventReader:
 
     def _pass_on(self, number: int, payload: bytes) -> None:
         self._next = number + 1
-        self.num_batches += 1
         try:
             events = read_batch(payload)
         except ValueError as error:
@@ -257,6 +266,7 @@ class EventReader:
                     continue
                 if self._next is not None and number > self._next:
                     self._post(CacheEventsReceived((), lost=True))
+                self.num_replayed += 1
                 self._pass_on(number, frames[-1])
         except (TimeoutError, self._zmq.ZMQError) as error:
             log.warning(

@@ -487,8 +487,6 @@ class VllmInstance:
         if not self._cache.judge(now):
             return
         fits = not self._cache.distrusts_events
-        if fits:
-            self._view = replace(self._view, note="")
         self._actions.append(ExplainCache(fits, self._cache.other_block_tokens))
 
     def _note_counts(self, counts: PrefixCounts) -> None:

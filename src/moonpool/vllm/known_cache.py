@@ -29,7 +29,7 @@ class PrefixCounts(NamedTuple):
     hits: float
 
 
-DUE_S = 5.0
+DUE_S = 2.0
 """How long after a prompt's first token its blocks may be missing from the events."""
 JUDGED = 8
 """Prompts by which the events are judged, the last ones."""
@@ -53,6 +53,7 @@ class KnownCache:
         self.distrusts_events = self._told_distrust = False
         self._due: dict[BlockKey, float] = {}  # the last block of a prompt -> when it is missing
         self._were_named: deque[bool] = deque(maxlen=JUDGED)
+        self._has_named = False  # the events have named a prompt that was computed here
         self._told = self._used  # whose changes were taken last
 
     def __len__(self) -> int:
@@ -61,9 +62,9 @@ class KnownCache:
     @property
     def source(self) -> str:
         """As `CacheView.source`."""
-        if self._reported is None:
-            return "assumed"
-        return "distrusted" if self.distrusts_events else "events"
+        if self.distrusts_events:
+            return "distrusted"
+        return "assumed" if self._used is self._assumed else "events"
 
     @property
     def keys(self) -> tuple[BlockKey, ...]:
@@ -124,6 +125,8 @@ class KnownCache:
     def _used(self) -> ExternalBlocks | AssumedBlocks:
         if self._reported is None or self.distrusts_events:
             return self._assumed
+        if not self._has_named and not len(self._reported):  # they may never come
+            return self._assumed
         return self._reported
 
     def _judge(self, now: float) -> None:
@@ -135,5 +138,6 @@ class KnownCache:
             if is_there or now >= until_s:
                 del self._due[key]
                 self._were_named.append(is_there)
+                self._has_named = self._has_named or is_there
         if len(self._were_named) >= LEAST_JUDGED:
             self.distrusts_events = 2 * sum(self._were_named) < len(self._were_named)

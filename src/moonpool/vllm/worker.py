@@ -261,7 +261,7 @@ class VllmWorker(InstanceProcess):
         return ""
 
     async def _measure(self, engine: _Engine) -> None:
-        """Measures the server's times beside the first requests, and then counts its hits."""
+        """Measures the server's times beside the first requests, and then watches its cache."""
         assert engine.instance is not None
         if not engine.is_measured:
             progress = _Progress(self._place.url)
@@ -278,7 +278,7 @@ class VllmWorker(InstanceProcess):
             finally:
                 saying.cancel()
         if self._watch is not None:
-            await self._watch.count(lambda: self._load().cache_view)
+            await self._watch.run(lambda: self._load().cache_view)
 
     def _report_cost(self) -> None:
         """What is measured before this instance joins is in its description."""
@@ -358,7 +358,8 @@ class VllmWorker(InstanceProcess):
                 attempt_id, f"unexpected {type(error).__name__} in the vLLM client"
             )
         if self._requests.pop(attempt_id, None) is not None:
-            log.warning("vLLM at %s: %s: %s", self._place.url, attempt_id, failure.message)
+            if not failure.refused:  # else its client is told
+                log.warning("vLLM at %s: %s: %s", self._place.url, attempt_id, failure.message)
             self._post(failure)
 
     def _failure(self, work: AttemptSpec, error: VllmError | DialectError) -> SubmitFailed:

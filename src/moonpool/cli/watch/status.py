@@ -26,7 +26,7 @@ def status(url: str, api_key: str | None, ca_file: str) -> None:
 
 
 def status_lines(frame: dict[str, Any]) -> list[str]:
-    """Returns the five lines of a frame, and one for each standby."""
+    """Returns the five lines of a frame, and one for each standby and each note on an instance."""
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
     ttft = _latency(totals["ttft_s"], slo["ttft_s"])
     tbt = _latency(totals["tbt_s"], slo["tbt_s"])
@@ -38,6 +38,11 @@ def status_lines(frame: dict[str, Any]) -> list[str]:
         f"standby    {standby['host']}:{standby['port']}, heard {standby['heard_s_ago']:.1f} s ago"
         for standby in frame.get("standbys", ())
     ]
+    notes = [
+        f"note       {instance['instance_id']}: {instance['note']}"
+        for instance in frame["instances"]
+        if instance.get("note")
+    ]
     return [
         f"instances  {_roles(frame['instances'])}",
         f"load       {_load(frame)}",
@@ -45,6 +50,7 @@ def status_lines(frame: dict[str, Any]) -> list[str]:
         f"latency    TTFT {ttft}; TBT {tbt}",
         f"prompts    {sum(tokens.values()):,} tokens: {by_tier}",
         *standbys,
+        *notes,
     ]
 
 

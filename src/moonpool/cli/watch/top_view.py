@@ -101,8 +101,10 @@ def _instances(frame: Frame, is_wide: bool) -> RenderableType:
             row += [f"{one[name]:,}" for name in ("held", "cached", "blocks")]
             row += [f"{ssd['cached']:,}" if ssd else "-"]
         draining = one["draining"]
-        why = f"draining: {draining}" if is_wide else "draining"
-        table.add_row(*row, Text(why, "yellow") if draining else "")
+        why = one.get("note", "") if is_wide or not one.get("note") else "note"
+        if draining:
+            why = f"draining: {draining}" if is_wide else "draining"
+        table.add_row(*row, Text(why, "yellow"))
     return table
 
 

@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from moonpool import __version__
 from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard, Output
 from moonpool.api.metrics import ServerMetrics
+from moonpool.api.models.engine_caches import EngineCaches
 from moonpool.conductor.actions import ConductorAction, ConductorEvent, RequestCancelled
 from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config
@@ -84,6 +86,7 @@ class ServedModel:
         self.request_timeout_s = config.api.request_timeout_s
         self.metrics = ServerMetrics(card.model_id)
         self.observer = MetricsCollector(self.metrics)
+        self._engine_caches = EngineCaches()
         policies = load_policies(config.conductor)
         self._own_policies = own_classes(policies)
         self.conductor = Conductor(
@@ -128,6 +131,19 @@ class ServedModel:
 
     def note_refused(self, reason: str) -> None:
         self.metrics.observe_rejected(reason)
+
+    def collectors(self) -> list[Collector]:
+        """What `metrics_text` takes, with the present gauges."""
+        conductor = self.conductor
+        self.observer.gauges(conductor, self.now())
+        loads = {name: state.load for name, state in conductor.instances.items()}
+        views = {
+            name: load.cache_view
+            for name, load in loads.items()
+            if load is not None and load.cache_view is not None
+        }
+        self._engine_caches.set(self.card.model_id, views)
+        return [self.metrics, self._engine_caches]
 
     # Decisions
 

@@ -230,6 +230,8 @@ def _describe_instance(
             "held": load.held_blocks,
             "cached": load.cached_blocks,
         }
+        if load.cache_view is not None and load.cache_view.note:
+            described["note"] = load.cache_view.note
         if load.ssd is not None:
             described["ssd"] = {"blocks": load.ssd.blocks, "cached": load.ssd.cached}
     return described
