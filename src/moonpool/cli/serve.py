@@ -151,13 +151,13 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     serve several models.
     """
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
-    if places:
-        _check_vllm(places[0])
     config = _read(config_file, serve_overrides(flags), model)
     cluster = config.cluster
     if config.engine.kind == "vllm" and not any(msgspec.structs.astuple(config.vllm)):
         fail('engine.kind is "vllm", but [vllm] names no server: use --vllm URL')
     _check_events(config.vllm)
+    if places:
+        _check_vllm(places[0])
     if cluster.num_workers > MAX_LOCAL_INSTANCES:
         fail(f"one machine can start at most {MAX_LOCAL_INSTANCES} instances")
     _run(config, launch=True, secret=secrets.token_bytes(32))

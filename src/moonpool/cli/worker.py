@@ -163,7 +163,7 @@ def worker(
     secret = cluster_secret()
     if exit_with_parent:
         end_with(os.getppid())
-    from moonpool.runtime.head_link import HungError, WorkerError
+    from moonpool.runtime.head_link import HungError, ReportedError, WorkerError
 
     tls = _peer_tls(certfile, keyfile, ca_certs)
     share = _core_share(cores, other_cores)
@@ -198,6 +198,8 @@ def worker(
         sys.stderr.flush()
         os._exit(1)  # an exit in order would wait for the thread that hangs
     except WorkerError as error:
+        if exit_with_parent and isinstance(error, ReportedError):
+            raise SystemExit(1) from None  # the parent says why
         fail(str(error))
     except asyncio.CancelledError:
         raise SystemExit(0) from None

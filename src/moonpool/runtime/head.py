@@ -137,7 +137,7 @@ class Head:
         self._ticks = Pace(TICK_S, IDLE_TICKS * TICK_S, QUIET_TICKS * TICK_S)
         self.standbys = StandbyLinks()
         self._server: asyncio.Server | None = None
-        self._stopping = False
+        self._stopping = self._is_starting = False
         self._leaving = self._views_end = False
         self.on_silent: Callable[[InstanceId], None] = _leave_alone
         self.on_instances: Callable[
@@ -188,10 +188,12 @@ class Head:
 
     async def wait_for_instances(self, count: int) -> None:
         """Returns when `count` instances have joined, and logs how many have."""
+        self._is_starting = True
         while (num_up := self.served.num_instances) < count:
             log.info("%d of %d instances are up", num_up, count)
             self._joined.clear()
             await self._joined.wait()
+        self._is_starting = False
         log.info("%d of %d instances are up", num_up, count)
 
     # Frontend
@@ -483,6 +485,7 @@ class Head:
         self._attention.join(link, address)
 
     def on_start_failed(self, link: WorkerLink, message: str) -> None:
+        link.has_failed = True
         if not self.start_failures.full():
             self.start_failures.put_nowait(f"{link.instance_id}: {message}")
 
@@ -506,7 +509,7 @@ class Head:
             self._lead()  # without one, workers wait for this head alone
         if not link.instance_id:
             log.warning("closed a control connection: %s", reason)
-        elif not self._stopping:
+        elif not self._stopping and not (self._is_starting and link.has_failed):
             log.warning("lost %s: %s", link.instance_id, reason)
         self._unjoin(link, reason)
 

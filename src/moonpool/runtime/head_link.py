@@ -70,6 +70,10 @@ class HeadGoneError(WorkerError):
     """No head could be reached for too long."""
 
 
+class ReportedError(WorkerError):
+    """A `WorkerError` that the head knows, and tells whoever started it."""
+
+
 class HungError(WorkerError):
     """A `WorkerError` of a process with a hanging thread, which its exit must not wait for."""
 
@@ -113,6 +117,7 @@ class HeadLink:
         self.channel: HeadChannel | None = None
         self.stopping = False
         self.fatal = ""
+        self._is_reported = False  # the head knows `fatal`
         self._name = name
         self._secret = secret
         self._follower = follower
@@ -145,7 +150,7 @@ class HeadLink:
 
     def fail(self, message: str, reason: str) -> None:
         """Lets `run` raise WorkerError(`message`); the head logs `reason`."""
-        self.fatal = message
+        self.fatal, self._is_reported = message, True
         self._hang_up(reason)
 
     async def run(self, head_host: str, head_port: int) -> None:
@@ -176,7 +181,7 @@ class HeadLink:
 
     def _is_over(self) -> bool:
         if self.fatal and not self.stopping:
-            raise WorkerError(self.fatal)
+            raise (ReportedError if self._is_reported else WorkerError)(self.fatal)
         return self.stopping
 
     async def _serve_once(self, head_host: str, head_port: int) -> tuple[bool, str]:

@@ -12,6 +12,7 @@ import msgspec
 from moonpool.api.frontend import AdapterCard, ModelCard
 from moonpool.config import Config
 from moonpool.config_rules import lora_module
+from moonpool.engine.gguf.files import GGUF_SUFFIX
 from moonpool.engine.model_info import ModelInfo, model_info_without_weights, open_tokenizer
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, unlike
@@ -86,7 +87,7 @@ def load_offered(config: Config, offer: ModelOffer, is_first: bool) -> ApiModel:
         model = model_info_without_weights(offer.root, settings.dtype)
         tokenizer = _open_tokenizer(model, config, template)
     except (ModelError, TokenizerError) as error:
-        raise ClusterError(f"the model of this vLLM server: {error}") from None
+        raise ClusterError(_why_unreadable(offer, error)) from None
     pairs = [lora_module(text) for text in settings.lora_modules]
     card = ModelCard(
         model_id=settings.served_name or offer.names[0],
@@ -100,6 +101,15 @@ def load_offered(config: Config, offer: ModelOffer, is_first: bool) -> ApiModel:
         adapters=tuple(AdapterCard(name=name, adapter=name, root=path) for name, path in pairs),
     )
     return ApiModel(card, tokenizer, model.tokenizer, template)
+
+
+def _why_unreadable(offer: ModelOffer, error: Exception) -> str:
+    if offer.root.endswith(GGUF_SUFFIX):
+        return (
+            f"vLLM serves the GGUF file {offer.root}: name the folder with its config.json and"
+            " tokenizer, too, as MODEL"
+        )
+    return f"config and tokenizer of vLLM's model cannot be read here: {error}"
 
 
 def _model_info(config: Config) -> ModelInfo:

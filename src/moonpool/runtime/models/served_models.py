@@ -19,6 +19,7 @@ from moonpool.conductor.actions import (
 )
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import InstanceState
+from moonpool.engine.gguf.files import GGUF_SUFFIX
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.runtime.cluster_error import ClusterError
@@ -148,6 +149,8 @@ class ServedModels:
         self._offers[instance_id] = msgspec.structs.replace(offer, root=model.key)
 
     def _known(self, offer: ModelOffer) -> ServedModel | None:
+        if self._settings.config.model.name and offer.root.endswith(GGUF_SUFFIX):
+            return self.default  # the named folder has what the file's name does not tell
         return next((model for model in self._models if is_same_model(model, offer)), None)
 
     def _check_wanted(self, offer: ModelOffer) -> None:
