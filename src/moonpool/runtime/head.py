@@ -449,7 +449,7 @@ class Head:
         assert model is not None
         self._links[info.instance_id] = link
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
-        offer = self.served.offers.get(info.instance_id)
+        offer = self.served.offer(info.instance_id)
         if offer is not None and offer.max_model_tokens <= room_tokens:
             why = f"the max_model_len of the vLLM server at {info.instance_id}"
             model.limit_context(offer.max_model_tokens, why)

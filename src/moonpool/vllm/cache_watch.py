@@ -15,7 +15,7 @@ from moonpool.vllm.instance import CacheExplained, ExplainCache, PrefixesCounted
 
 log = logging.getLogger("moonpool.vllm")
 
-COUNT_S = 10.0
+COUNT_S = 5.0
 """From one look at the server's counters to the next."""
 
 

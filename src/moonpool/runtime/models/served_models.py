@@ -65,6 +65,10 @@ class ServedModels:
     def of(self, instance_id: InstanceId) -> ServedModel | None:
         return self._of.get(instance_id, self.default)
 
+    def offer(self, instance_id: InstanceId) -> ModelOffer | None:
+        """What an instance offers, if it is a vLLM server."""
+        return self._offers.get(instance_id)
+
     def state(self, instance_id: InstanceId) -> InstanceState | None:
         """The instance, if it is up."""
         model = self.of(instance_id)
