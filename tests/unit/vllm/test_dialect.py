@@ -18,7 +18,7 @@ from moonpool.vllm.dialect import (
     completion_body,
     read_output,
 )
-from moonpool.vllm.instance import SubmitRequest
+from moonpool.vllm.instance import EngineOutput, SubmitRequest
 
 FINGERPRINT = b"layout"
 
@@ -184,3 +184,39 @@ def test_an_adapter_is_the_model_and_has_a_salt_of_its_own() -> None:
     plain, adapted = (body(SubmitRequest(work(adapter=name))) for name in ("", "poet"))
     assert plain["model"] == "m" and "cache_salt" not in plain
     assert adapted["model"] == "poet" and adapted["cache_salt"]
+
+
+def scored(found: Any, wanted: int = 1) -> EngineOutput:
+    event = {"choices": [{"token_ids": [4], "finish_reason": "length", "prompt_logprobs": found}]}
+    asked = work(SamplingParams(prompt_logprobs=wanted))
+    return read_output(asked, json.dumps(event).encode())
+
+
+def test_scores_of_the_prompt_come_with_the_first_token() -> None:
+    prompt = work().token_ids
+    listed = [None] + [
+        {str(token): {"logprob": -2.5, "rank": 7}, "9000": {"logprob": -0.5, "rank": 1}}
+        for token in prompt[1:]
+    ]
+    (token,) = scored(listed).tokens
+    assert token.prompt is not None
+    assert [one.logprob for one in token.prompt] == [-2.5] * (len(prompt) - 1)
+    assert {one.top for one in token.prompt} == {((9000, -0.5),)}
+    (plain,) = scored(listed, wanted=0).tokens
+    assert plain.prompt is not None
+    assert {one.top for one in plain.prompt} == {()}
+
+
+def test_scores_that_do_not_fit_the_prompt_are_one_line() -> None:
+    prompt = work().token_ids
+    for strange in ([None], [None] + [{"1": {"logprob": -1.0}}] * (len(prompt) - 1)):
+        with pytest.raises(DialectError, match="do not match the prompt"):
+            scored(strange)
+
+
+def test_scores_of_the_prompt_are_asked_for_whole_and_only_where_it_is_computed() -> None:
+    asked = SubmitRequest(work(SamplingParams(prompt_logprobs=2)))
+    assert body(asked)["prompt_logprobs"] == 2
+    assert body(asked)["stream"] is False
+    decode = SubmitRequest(work(SamplingParams(prompt_logprobs=2)), handle=b"{}")
+    assert "prompt_logprobs" not in body(decode)
