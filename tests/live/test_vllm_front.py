@@ -4,6 +4,8 @@ calls, faults, and what is known of caches."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -384,3 +386,56 @@ def test_hits_that_the_server_counts_are_compared() -> None:
         wait_until(is_said)
         told = run_command("status", server.url).stdout
         assert "prompt tokens cached, where moonpool expected 0%" in told
+
+
+def head_of(server: LocalServer) -> int:
+    return int(fresh.get(f"{server.url}/cluster").json()["head"]["pid"])
+
+
+def test_the_next_head_goes_on_with_all_models() -> None:
+    """Answers of tokens go on token for token; one of a forwarded call ends with one error."""
+    made = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
+    with stubs(*made), front(*made) as server:
+        made[1].gap_s = made[0].gap_s = 0.2
+        found: dict[str, list[Any]] = {}
+
+        def ask(name: str, path: str, **body: Any) -> None:
+            found[name] = events_of(server, path, **body)
+
+        text = {"model": "other", "prompt": PROMPT, "max_tokens": 20, "return_token_ids": True}
+        threads = [
+            threading.Thread(target=ask, args=("text", "/v1/completions"), kwargs=text),
+            threading.Thread(
+                target=ask,
+                args=("image", "/v1/chat/completions"),
+                kwargs=look([picture()], model="m", max_tokens=20),
+            ),
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: bool(made[0].bodies("/v1/chat/completions")))
+        wait_until(lambda: bool(made[1].bodies("/v1/completions")))
+        time.sleep(0.6)  # some of both has come
+        os.kill(head_of(server), signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+        tokens = [t for e in found["text"] for t in e["choices"][0].get("token_ids", [])]
+        assert tokens == tokens_after(PROMPT, 20)
+        *shown, last = found["image"]
+        assert 0 < len(shown) < 20
+        assert all(event["choices"][0]["delta"]["content"] == "x" for event in shown)
+        assert last["error"]["code"] == "head_replaced"
+        made[1].gap_s = 0.0
+        assert complete(server, model="other")["model"] == "other"
+
+
+def events_of(server: LocalServer, path: str, **body: Any) -> list[Any]:
+    """The JSON of a stream's events, without its last word."""
+    found: list[Any] = []
+    asked = body | {"stream": True}
+    with fresh.stream("POST", f"{server.url}{path}", json=asked, timeout=60) as said:
+        assert said.status_code == 200, said.read()
+        for line in said.iter_lines():
+            if line.startswith("data: {"):
+                found.append(json.loads(line.removeprefix("data: ")))
+    return found

@@ -167,9 +167,10 @@ class EventReader:
         """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError."""
         self._post, self._next = post, None
         self.connection, self.num_published, self.num_replayed = "none", 0, 0
-        socket = self._connected(self._zmq.SUB, self.events)
+        socket = self._socket(self._zmq.SUB)
         watch = asyncio.create_task(self._watch(socket.get_monitor_socket()))
         try:
+            socket.connect(self.events)
             socket.subscribe(b"")
             self._is_replayed = await self._catch_up(0)
             while True:
@@ -201,16 +202,20 @@ class EventReader:
                 self.connection = "open"
             elif event & failures:
                 self.connection = "refused"
-            elif event == zmq.EVENT_DISCONNECTED and self.connection == "open":
-                self.connection = "none"
+            elif event == zmq.EVENT_DISCONNECTED:  # a socket of another kind ends it at once
+                self.connection = "none" if self.is_open else "refused"
 
-    def _connected(self, kind: int, where: str) -> Any:
+    def _socket(self, kind: int) -> Any:
         zmq = self._zmq
         socket = self._context.socket(kind)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.RCVHWM, QUEUED)  # with less, the replay endpoint would drop some
         socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.set(zmq.TCP_KEEPALIVE, 1)
+        return socket
+
+    def _connected(self, kind: int, where: str) -> Any:
+        zmq, socket = self._zmq, self._socket(kind)
         try:
             socket.connect(where)
         except zmq.ZMQError as error:
