@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 import click
 import uvloop
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moonpool.attention_offload.worker_process import AttentionWorker
     from moonpool.cores import CoreShare
     from moonpool.engine.gguf.shared_weights import SharedWeights
+    from moonpool.runtime.head_link import WorkerError
     from moonpool.transfer.tls import PeerTls
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
@@ -163,7 +164,7 @@ def worker(
     secret = cluster_secret()
     if exit_with_parent:
         end_with(os.getppid())
-    from moonpool.runtime.head_link import HungError, ReportedError, WorkerError
+    from moonpool.runtime.head_link import HungError, WorkerError
 
     tls = _peer_tls(certfile, keyfile, ca_certs)
     share = _core_share(cores, other_cores)
@@ -198,11 +199,18 @@ def worker(
         sys.stderr.flush()
         os._exit(1)  # an exit in order would wait for the thread that hangs
     except WorkerError as error:
-        if exit_with_parent and isinstance(error, ReportedError):
-            raise SystemExit(1) from None  # the parent says why
-        fail(str(error))
+        _fail_once(error, exit_with_parent)
     except asyncio.CancelledError:
         raise SystemExit(0) from None
+
+
+def _fail_once(error: WorkerError, has_parent: bool) -> NoReturn:
+    """Ends the process with one line, which the parent says if the head has told it."""
+    from moonpool.runtime.head_link import ReportedError
+
+    if has_parent and isinstance(error, ReportedError):
+        raise SystemExit(1)
+    fail(str(error))
 
 
 def _fork_parts(count: int, name: str) -> None:

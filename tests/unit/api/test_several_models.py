@@ -96,10 +96,12 @@ def test_without_a_model_a_call_may_come_again_and_the_list_is_empty() -> None:
 
 def test_other_names_are_listed_and_aliases_are_only_accepted() -> None:
     head = ScriptedHead()
-    head.card = structs.replace(head.card, other_names=("b",), aliases=("/root/of/it",), root="/r")
+    head.card = structs.replace(
+        head.card, other_names=("b",), aliases=("/weights/of/it",), root="/r"
+    )
     listed = call(head, "/v1/models", method="GET").json()["data"]
     assert [(one["id"], one["root"]) for one in listed] == [("fake", "/r"), ("b", "/r")]
-    for name in ("fake", "b", "/root/of/it"):
+    for name in ("fake", "b", "/weights/of/it"):
         answer = call(head, "/v1/completions", {"prompt": "x", "model": name})
         assert json.loads(answer.content)["model"] == name
         assert call(head, f"/v1/models/{name}", method="GET").json()["id"] == name

@@ -16,7 +16,7 @@ from moonpool.protocol.model_offer import POOLING_PATHS, ModelOffer, OfferedAdap
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.models.served_model import HeadSettings, ServedModel
 from moonpool.runtime.models.served_models import ServedModels
-from moonpool.types import InstanceId, Request
+from moonpool.types import FinishReason, InstanceId, Request
 
 ROOT = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
 OTHER = "random:hidden=32,layers=1,heads=2,kv_heads=1,inter=64,vocab=280"
@@ -26,13 +26,13 @@ class Host:
     def now(self) -> float:
         return 1.0
 
-    def submit(
+    async def submit(
         self, model: ServedModel, request: Request, delivered: Any, call: Any = None
     ) -> AsyncGenerator[Output, None]:
-        raise NotImplementedError
+        yield Output(finish_reason=FinishReason.STOP)
 
     def post(self, event: ConductorEvent, model: ServedModel) -> None:
-        raise NotImplementedError
+        model.handle(event)
 
 
 def models(**settings: Any) -> ServedModels:
