@@ -76,7 +76,7 @@ def test_the_same_name_joins_places_on_several_machines() -> None:
     first = take(served, "a", offer("m"))
     assert take(served, "b", offer("m", root="/elsewhere/m")) is first
     assert "/elsewhere/m" in first.card.aliases
-    assert take(served, "c", offer("x", root=f"/mnt/{ROOT}")) is first, "the folder's name is equal"
+    assert take(served, "c", offer("x", root=f"/other/{ROOT}")) is first, "its folder's name"
 
 
 def test_two_folders_of_one_name_on_this_machine_are_two_models(tmp_path: Path) -> None:
