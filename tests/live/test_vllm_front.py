@@ -182,6 +182,16 @@ def test_all_apis_with_messages_take_images(zoo: Zoo, path: str) -> None:
     assert stub.bodies(path)[-1] == asked | {"model": "m"}
 
 
+def events_of(server: LocalServer, path: str, **body: Any) -> Iterator[Any]:
+    """The JSON of a stream's events, without its last word."""
+    asked = body | {"stream": True}
+    with fresh.stream("POST", f"{server.url}{path}", json=asked, timeout=60) as said:
+        assert said.status_code == 200, said.read()
+        for line in said.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
 def streamed(server: LocalServer, **body: Any) -> list[Any]:
     """The events of a chat: decoded JSON, or the word itself."""
     found: list[Any] = []
@@ -272,13 +282,17 @@ def test_an_adapter_goes_where_it_is_loaded() -> None:
 def test_a_forwarded_call_outlives_its_server_before_the_first_byte() -> None:
     made = VllmStub("m"), VllmStub("m")
     with stubs(*made), front(*made) as server:
-        made[0].dies_after = made[1].dies_after = 0
-        threading.Timer(0.5, lambda: setattr(made[1], "dies_after", None)).start()
-        for _ in range(2):
-            answer = post(server, "/v1/chat/completions", **look([picture()]))
-            assert answer.status_code == 200, answer.text
+
+        def num_calls() -> list[int]:
+            return [len(stub.bodies("/v1/chat/completions")) for stub in made]
+
+        made[0].num_deaths = made[1].num_deaths = 1
+        answer = post(server, "/v1/chat/completions", **look([picture()]))
+        assert answer.status_code == 200, answer.text
+        assert sorted(num_calls()) == [1, 2], "one after the other, and then one of them again"
+        made[0].num_deaths = made[1].num_deaths = 1
         assert len(streamed(server, **look([picture(1)]))) == 5
-        made[1].dies_after = 0
+        made[0].dies_after = made[1].dies_after = 0
         refused = post(server, "/v1/chat/completions", **look([picture(2)]))
         assert refused.status_code == 503
         assert "retry-after" in refused.headers
@@ -290,7 +304,12 @@ def test_after_the_first_byte_one_error_ends_it() -> None:
     with stubs(*made), front(*made) as server:
         made[0].dies_after = made[1].dies_after = 2
         before = sum(len(stub.bodies("/v1/chat/completions")) for stub in made)
-        events = streamed(server, **look([picture()]))
+        events = []
+        for event in events_of(server, "/v1/chat/completions", **look([picture()])):
+            events.append(event)
+            if len(events) == 2:  # both have come
+                for stub in made:
+                    stub.may_die.set()
         assert [e["choices"][0]["delta"]["content"] for e in events[:2]] == ["x", "x"]
         assert len(events) == 3
         assert events[2]["error"]["code"] == "engine_error"
@@ -397,10 +416,10 @@ def test_the_next_head_goes_on_with_all_models() -> None:
     made = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
     with stubs(*made), front(*made) as server:
         made[1].gap_s = made[0].gap_s = 0.2
-        found: dict[str, list[Any]] = {}
+        found: dict[str, list[Any]] = {"text": [], "image": []}
 
         def ask(name: str, path: str, **body: Any) -> None:
-            found[name] = events_of(server, path, **body)
+            found[name].extend(events_of(server, path, **body))
 
         text = {"model": "other", "prompt": PROMPT, "max_tokens": 20, "return_token_ids": True}
         threads = [
@@ -408,34 +427,20 @@ def test_the_next_head_goes_on_with_all_models() -> None:
             threading.Thread(
                 target=ask,
                 args=("image", "/v1/chat/completions"),
-                kwargs=look([picture()], model="m", max_tokens=20),
+                kwargs=look([picture()], model="m", max_tokens=200),
             ),
         ]
         for thread in threads:
             thread.start()
-        wait_until(lambda: bool(made[0].bodies("/v1/chat/completions")))
-        wait_until(lambda: bool(made[1].bodies("/v1/completions")))
-        time.sleep(0.6)  # some of both has come
+        wait_until(lambda: bool(found["text"]) and bool(found["image"]))
         os.kill(head_of(server), signal.SIGKILL)
         for thread in threads:
             thread.join()
         tokens = [t for e in found["text"] for t in e["choices"][0].get("token_ids", [])]
         assert tokens == tokens_after(PROMPT, 20)
         *shown, last = found["image"]
-        assert 0 < len(shown) < 20
+        assert 0 < len(shown) < 200
         assert all(event["choices"][0]["delta"]["content"] == "x" for event in shown)
         assert last["error"]["code"] == "head_replaced"
         made[1].gap_s = 0.0
         assert complete(server, model="other")["model"] == "other"
-
-
-def events_of(server: LocalServer, path: str, **body: Any) -> list[Any]:
-    """The JSON of a stream's events, without its last word."""
-    found: list[Any] = []
-    asked = body | {"stream": True}
-    with fresh.stream("POST", f"{server.url}{path}", json=asked, timeout=60) as said:
-        assert said.status_code == 200, said.read()
-        for line in said.iter_lines():
-            if line.startswith("data: {"):
-                found.append(json.loads(line.removeprefix("data: ")))
-    return found

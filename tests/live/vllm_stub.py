@@ -51,6 +51,8 @@ class VllmStub:
         self.first_token_s = 0.0
         self.gap_s = 0.0
         self.dies_after: int | None = None  # events of a stream, or 0: before a response
+        self.may_die = threading.Event()  # a stream that is to die waits for it
+        self.num_deaths = 0  # how many further calls it ends before a response
         self.refuses: tuple[int, str] | None = None  # status and message
         self._server: ThreadingHTTPServer | None = None
         self._open: list[socket.socket] = []
@@ -149,7 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
         stub.calls.append((self.path, body))
         own = not _measures(body)
         self.served.queries += len(body.get("prompt", ()))
-        if own and stub.dies_after == 0:
+        if own and (stub.dies_after == 0 or stub.num_deaths):
+            stub.num_deaths = max(stub.num_deaths - 1, 0)
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
             return
@@ -182,6 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
         lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
         for number, line in enumerate([*lines, b"data: [DONE]\n\n"]):
             if number == dies_after:
+                self.served.may_die.wait(60)
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
