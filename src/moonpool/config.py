@@ -550,7 +550,8 @@ def _settle_vllms(tables: dict[str, Any]) -> None:
     """Sets the numbers of instances to those of the named vLLM servers, and their models as the
     ones to serve unless one is named (mutates)."""
     named = tables.get("vllm")
-    names_any = isinstance(named, dict) and any(named.values())
+    roles = ("prefill", "decode", "mixed")
+    names_any = isinstance(named, dict) and any(named.get(role) for role in roles)
     if names_any:
         tables.setdefault("engine", {}).setdefault("kind", "vllm")
     if tables.get("engine", {}).get("kind") == "vllm":
@@ -558,7 +559,7 @@ def _settle_vllms(tables: dict[str, Any]) -> None:
     if not isinstance(named, dict) or not names_any:
         return
     counts = tables.setdefault("cluster", {})
-    for role in ("prefill", "decode", "mixed"):
+    for role in roles:
         places = named.get(role, ())
         if isinstance(places, list | tuple):
             counts.setdefault(role, len(places))

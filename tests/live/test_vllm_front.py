@@ -82,7 +82,7 @@ def test_models_have_their_servers_names(zoo: Zoo) -> None:
     }
     missing = post(server, "/v1/completions", model="nobody", prompt="x")
     assert missing.status_code == 404
-    assert "This server has m, mm, poet, other, embed." in missing.text
+    assert "This server has m, mm, poet, " in missing.text, "the model of the first --vllm"
     assert fresh.get(f"{server.url}/v1/models/mm").json()["id"] == "mm"
     assert fresh.get(f"{server.url}/v1/models/nobody").status_code == 404
 
@@ -213,6 +213,56 @@ def test_a_streamed_answer_to_an_image_is_the_servers(zoo: Zoo) -> None:
     assert [e["choices"][0]["delta"]["content"] for e in events[:-1]] == ["x"] * 4
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+SAID = [{"role": "user", "content": "Add one, and one more, and then say what it is."}]
+
+
+def test_tool_calls_that_the_server_finds_reach_the_client_as_they_are() -> None:
+    with stubs(VllmStub("m", parses=("tools",))) as (stub,), front(stub) as server:
+        asked = {"messages": SAID, "tools": TOOLS, "max_tokens": 4, "own_field": [1]}
+        answer = post(server, "/v1/chat/completions", **asked)
+        assert answer.status_code == 200, answer.text
+        (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert call["id"] == "own-1"
+        assert stub.bodies("/v1/chat/completions")[-1] == asked | {"model": "m"}
+        first, *_ = streamed(server, **asked)
+        assert first["choices"][0]["delta"]["tool_calls"] == [call]
+        for path, key in (("/v1/responses", "input"), ("/v1/messages", "messages")):
+            tool = {"type": "function", "name": "f", "parameters": {}, "input_schema": {}}
+            body = {key: SAID, "tools": [tool], "max_tokens": 4}
+            assert post(server, path, **body).status_code == 200
+            assert stub.bodies(path)[-1] == body | {"model": "m"}
+        before = len(stub.bodies("/v1/completions"))
+        assert post(server, "/v1/chat/completions", messages=SAID, max_tokens=4).status_code == 200
+        assert len(stub.bodies("/v1/completions")) == before + 1, "it outlives its server"
+
+
+def test_a_server_that_shows_reasoning_answers_all_chats() -> None:
+    with stubs(VllmStub("m", parses=("reasoning",))) as (stub,), front(stub) as server:
+        long = [{"role": "user", "content": "a b c d e f g h " * 12}]
+        for number in range(2):
+            answer = post(server, "/v1/chat/completions", messages=long, max_tokens=4)
+            assert answer.json()["choices"][0]["message"]["reasoning"] == "r"
+            explain = f"{server.url}/explain/{answer.headers['x-request-id']}"
+            explained = fresh.get(explain).json()
+            assert (explained["cached_tokens"] > 100) is bool(number), "its prompt is known"
+        assert not stub.bodies("/v1/completions")
+        assert complete(server)["choices"][0]["token_ids"] == tokens_after(PROMPT, 3)
+
+
+def test_parsing_stays_here_where_it_is_wanted_or_a_server_has_none() -> None:
+    both = VllmStub("m", parses=("tools", "reasoning")), VllmStub("m")
+    with stubs(*both) as (one, other):
+        for made, words in (((one, other), ()), ((one,), ("--vllm-parsers", "moonpool"))):
+            with front(*made, words=words) as server:
+                for _ in range(3):
+                    asked = {"messages": SAID, "tools": TOOLS, "tool_choice": "none"}
+                    answer = post(server, "/v1/chat/completions", max_tokens=4, **asked)
+                    assert answer.status_code == 200, answer.text
+        assert not one.bodies("/v1/chat/completions")
+        assert not other.bodies("/v1/chat/completions")
+
+
 def test_what_the_server_refuses_is_refused_with_its_words(zoo: Zoo) -> None:
     server, stub = zoo[0], zoo[1]
     for status in (400, 404, 422, 501):
@@ -244,7 +294,8 @@ def test_metrics_have_the_model_of_each_sample(zoo: Zoo) -> None:
     for name in ("m", "other"):
         assert f'vllm:prompt_tokens_total{{engine="0",model_name="{name}"}}' in text
     described = fresh.get(f"{server.url}/cluster").json()
-    assert [one["name"] for one in described["models"]] == ["m", "other", "embed"]
+    assert described["models"][0]["name"] == "m"
+    assert {one["name"] for one in described["models"]} == {"m", "other", "embed"}
     assert {one["model"] for one in described["instances"]} == {"m", "other", "embed"}
     for name in ("m", "other"):
         log = fresh.get(f"{server.url}/cluster/event_log?model={name}")
@@ -355,7 +406,7 @@ def test_it_serves_before_it_has_measured() -> None:
     slow = VllmStub("m")
     slow.first_token_s = 1.0
     with stubs(slow), front(slow) as server:
-        assert len(slow.calls) <= 3, "it would have measured for 20 s"
+        assert len(slow.calls) <= 4, "it would have measured for 20 s"
         instance = server.instances()[0]
         assert complete(server)["choices"][0]["token_ids"] == tokens_after(PROMPT, 3)
         slow.first_token_s = 0.0

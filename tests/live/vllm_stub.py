@@ -37,6 +37,7 @@ class VllmStub:
         adapters: tuple[str, ...] = (),
         max_model_len: int = 1024,
         num_blocks: int = 4096,
+        parses: tuple[str, ...] = (),
     ) -> None:
         self.names = names or ("m",)
         self.root = root
@@ -44,6 +45,7 @@ class VllmStub:
         self.adapters = adapters
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
+        self.parses = parses  # "tools", "reasoning"
         self.calls: list[tuple[str, Body]] = []
         self.sources: Body | None = None  # of `/kv_event_sources`
         self.queries = 0
@@ -163,8 +165,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path not in stub.paths or body.get("model") not in (*stub.names, *stub.adapters):
             self._whole(404, json.dumps({"error": {"message": "no such model"}}).encode())
             return
+        if body.get("tools") and "tools" not in stub.parses:
+            text = '"auto" tool choice requires --enable-auto-tool-choice'
+            self._whole(400, json.dumps({"error": {"message": text, "code": 400}}).encode())
+            return
         time.sleep(stub.first_token_s)
-        events = list(_events(self.path, body))
+        events = [*_parsed(stub, self.path, body), *_events(self.path, body)]
         if body.get("stream"):
             self._stream(events, stub.dies_after if own else None)
         else:
@@ -195,6 +201,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
 
+def _parsed(stub: VllmStub, path: str, body: Body) -> Iterator[Body]:
+    """Events with what its parsers find, in words that no other parser would find."""
+    if path not in GENERATING[1:]:
+        return
+    found: Body = {}
+    if "reasoning" in stub.parses:
+        found["reasoning"] = "r"
+    if body.get("tools"):
+        found["tool_calls"] = [{"index": 0, "id": "own-1", "function": {"name": "f"}}]
+    if found:
+        choice = {"index": 0, "delta": found, "finish_reason": None}
+        yield {"object": "chat.completion.chunk", "model": body["model"], "choices": [choice]}
+
+
 def _events(path: str, body: Body) -> Iterator[Body]:
     most = body.get("max_tokens") or body.get("max_completion_tokens") or 4
     if path == "/v1/completions":
@@ -216,7 +236,9 @@ def _together(path: str, body: Body, events: list[Body]) -> Body:
     if path in POOLING:
         return {"object": "list", "model": body["model"], "data": [], "usage": {"prompt_tokens": 7}}
     if path != "/v1/completions":
-        message = {"role": "assistant", "content": "x" * len(events)}
+        deltas = [event["choices"][0]["delta"] for event in events]
+        message = {"role": "assistant", "content": "".join(d.get("content", "") for d in deltas)}
+        message |= next((delta for delta in deltas if "content" not in delta), {})
         usage = {"prompt_tokens": 900, "completion_tokens": len(events)}
         return {"model": body["model"], "choices": [{"message": message}], "usage": usage}
     answer = [event["choices"][0]["token_ids"][0] for event in events]

@@ -49,7 +49,7 @@ Kind = Literal[
     "count_tokens",
     "tokenize",
     "detokenize",
-    "media",
+    "forwarded",
     "pooling",
 ]
 BYTE_TOKENIZER = "bytes"  # as in `engine.model_info`
@@ -103,6 +103,7 @@ class BodyResult(Struct, frozen=True):
     grammar: str = ""
     grammar_field: str = ""
     num_tokens: int = 0
+    is_exact: bool = False
 
 
 _WORK = msgspec.msgpack.Decoder(BodyWork)
@@ -128,6 +129,7 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
             original=msgspec.json.encode(original),
             prompts=_packed(prepared.prompts),
             num_tokens=prepared.num_tokens,
+            is_exact=prepared.is_exact,
         )
     gone: dict[str, Any] = dict.fromkeys(_READ_ALREADY)
     if isinstance(body, ChatBody):
@@ -166,10 +168,14 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
         token_ids = array("i")
         token_ids.frombytes(data)
         prompts.append(tuple(token_ids))
-    if kind in ("media", "pooling"):
+    if kind in ("forwarded", "pooling"):
         forwarded = FORWARDED.decode(done.original) if done.original else None
         return PreparedCall(
-            CompletionBody(), prompts, original=forwarded, num_tokens=done.num_tokens
+            CompletionBody(),
+            prompts,
+            original=forwarded,
+            num_tokens=done.num_tokens,
+            is_exact=done.is_exact,
         )
     if kind in ("completion", "embeddings"):
         body: CompletionBody | ChatBody = COMPLETION.decode(done.body)

@@ -11,6 +11,7 @@ import msgspec
 from moonpool.api.keys import TenantLimits
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.protocol.messages import ForwardedCall
+from moonpool.protocol.model_offer import Parsing
 from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
 
 
@@ -41,6 +42,8 @@ class ModelCard(Struct, frozen=True):
     generates: bool = True
     forwards: tuple[str, ...] = ()
     """Endpoints whose calls go to its vLLM servers as they are (see `forwarding`)."""
+    parses: tuple[Parsing, ...] = ()
+    """What all its vLLM servers find in their answers; chats with it go to them as they are."""
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
 

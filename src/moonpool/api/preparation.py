@@ -60,7 +60,8 @@ class PreparedCall:
 
     `grammar` constrains the output; "": nothing does. `grammar_field` asks for it. `grammars.check`
     checks it afterwards. `original` is the body of an API other than chat and completions, for its
-    response. `num_tokens`: of the whole prompt of a forwarded call, whose `prompts` are estimates.
+    response. `num_tokens`: of the whole prompt of a forwarded call, whose `prompts` are estimates
+    unless `is_exact`.
     """
 
     body: ChatBody | CompletionBody
@@ -71,6 +72,32 @@ class PreparedCall:
     original: Any = None
     grammar_field: str = ""
     num_tokens: int = 0
+    is_exact: bool = False
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PROMPTING = frozenset(
+    {
+        "messages",
+        "tools",
+        "tool_choice",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "system",
+        "input",
+        "instructions",
+    }
+)
+"""Fields of all APIs with messages that the prompt is made of."""
+
+
+class _Tooled(msgspec.Struct):
+    tools: list[Any] | None = None
+
+
+_TOOLED = msgspec.json.Decoder(_Tooled)
 
 
 class Preparer:
@@ -147,13 +174,46 @@ class Preparer:
                 raise context_exceeded(len(prompt_ids), self.card.max_model_tokens, "input")
         return PreparedCall(prompt, prompts, "", original=body)
 
-    async def media(self, raw: bytes) -> PreparedCall:
-        """Reads a body of an API with messages that a vLLM server may have to answer. Without
-        images and sounds, there is no prompt."""
+    async def forwarded(self, raw: bytes) -> PreparedCall:
+        """Reads a body of an API with messages. If no vLLM server has to answer it as it is, there
+        is no prompt."""
         found = _estimate(self._forwarded.media, raw)
+        if found is None and self._is_parsed_there(raw):
+            found = await self._of_text(raw)
         if found is None:
             return PreparedCall(CompletionBody(), ())
         return self._of_estimate(found)
+
+    def _is_parsed_there(self, raw: bytes) -> bool:
+        """Whether the servers find in the answer what the client may expect there."""
+        parses = self.card.parses
+        return "reasoning" in parses or (
+            "tools" in parses and bool(decode_body(_TOOLED, raw).tools)
+        )
+
+    async def _of_text(self, raw: bytes) -> EstimatedPrompt:
+        """The prompt as it would be if the head rendered it, for the server does so with the same
+        template; what the head does not understand is estimated."""
+        fields = {name: value for name, value in _FIELDS.decode(raw).items() if name in _PROMPTING}
+        known = msgspec.json.encode(fields)
+        reads: tuple[Callable[[], ChatBody], ...] = (
+            lambda: decode_body(CHAT, known),
+            lambda: messages.as_chat(decode_body(_COUNT_TOKENS, known)),
+            lambda: as_chat(decode_body(RESPONSES, known)),
+        )
+        for read in reads:
+            try:
+                body = read()
+                Tools(body)
+                if not self._tokenizer.knows_tools:
+                    body.tools = None  # vLLM's template leaves them out, too
+                prompt = await self._prompts.read_chat(body)
+            except ApiError:
+                continue
+            return self._forwarded.whole(raw, prompt)
+        found = _estimate(self._forwarded.texts, raw)
+        assert found is not None
+        return found
 
     async def pooling(self, raw: bytes) -> PreparedCall:
         """Reads a body of an endpoint that a vLLM server has for models that generate nothing."""
@@ -165,7 +225,11 @@ class Preparer:
         check_model(found.body.model, self._names)
         body = CompletionBody(model=found.body.model)
         return PreparedCall(
-            body, (found.token_ids,), original=found.body, num_tokens=found.num_tokens
+            body,
+            (found.token_ids,),
+            original=found.body,
+            num_tokens=found.num_tokens,
+            is_exact=found.is_exact,
         )
 
     async def tokenize(self, raw: bytes) -> bytes:

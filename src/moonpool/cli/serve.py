@@ -96,6 +96,7 @@ _SHARED_KEYS = (
     "telemetry.log_format",
     "telemetry.log_requests",
     "telemetry.otlp_traces_endpoint",
+    "vllm.parsers",
 )
 SERVE_FLAGS = ConfigFlags(
     "cluster.prefill",
@@ -153,7 +154,7 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
     config = _read(config_file, serve_overrides(flags), model)
     cluster = config.cluster
-    if config.engine.kind == "vllm" and not any(msgspec.structs.astuple(config.vllm)):
+    if config.engine.kind == "vllm" and not config.vllm.names_any:
         fail('engine.kind is "vllm", but [vllm] names no server: use --vllm URL')
     _check_events(config.vllm)
     if places:
@@ -204,7 +205,7 @@ def _read(config_file: str | None, overrides: Values, model: str | None) -> Conf
 
 def _check_events(vllm: VllmConfig) -> None:
     """Fails here, and not in each worker, where events are to be read and pyzmq is absent."""
-    places = (place for named in (vllm.prefill, vllm.decode, vllm.mixed) for place in named)
+    places = (place for named in vllm.places.values() for place in named)
     if any(vllm_place(place).events for place in places) and find_spec("zmq") is None:
         from moonpool.vllm.events import NO_PYZMQ
 

@@ -34,10 +34,11 @@ def request_of(attempt_id: AttemptId) -> RequestId:
 
 class ForwardedCall(Struct, frozen=True):
     """A call that a vLLM server gets as its client has sent it: the endpoint's path, and the JSON
-    body."""
+    body. `is_exact`: the tokens that it is placed by are those that the server makes of it."""
 
     path: str
     body: bytes
+    is_exact: bool = False
 
 
 class AttemptSpec(Struct, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from moonpool.types import Struct
 
 COMPLETIONS = "/v1/completions"
@@ -18,6 +20,8 @@ POOLING_PATHS = (
     "/v2/rerank",
 )
 """Endpoints of vLLM for models that generate nothing."""
+Parsing = Literal["tools", "reasoning"]
+"""What a server finds in its answers by itself."""
 
 
 class OfferedAdapter(Struct, frozen=True):
@@ -30,7 +34,7 @@ class OfferedAdapter(Struct, frozen=True):
 class ModelOffer(Struct, frozen=True):
     """The model of one server. `root`: the folder or id of its weights. `names`: those by which its
     clients know it. `paths`: the endpoints of the lists above that it has; all of them if it does
-    not tell.
+    not tell. `parses`: what it has shown to find in its answers.
     """
 
     root: str
@@ -38,6 +42,7 @@ class ModelOffer(Struct, frozen=True):
     max_model_tokens: int
     paths: tuple[str, ...] = (COMPLETIONS, *MEDIA_PATHS)
     adapters: tuple[OfferedAdapter, ...] = ()
+    parses: tuple[Parsing, ...] = ()
 
     @property
     def generates(self) -> bool:

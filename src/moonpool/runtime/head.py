@@ -169,6 +169,7 @@ class Head:
             model = self.served.of(instance_id)
             if model is not None:
                 self._post(InstancesExpected({instance_id: role}), model)
+                self.served.note_present(instance_id)
 
     async def stop(self) -> None:
         """Stops every worker, and closes the connections. Returns when the workers were told."""
@@ -318,7 +319,7 @@ class Head:
     def server_info(self) -> dict[str, Any]:
         config = msgspec.to_builtins(self.config)
         config["api"]["api_keys"] = len(self.config.api.api_keys)
-        config["vllm"] = {role: len(places) for role, places in config["vllm"].items()}
+        config["vllm"] |= {role: len(places) for role, places in self.config.vllm.places.items()}
         cards = [msgspec.to_builtins(model.card) for model in self.served]
         return {"config": config, "model": cards[0] if cards else None, "models": cards}
 
@@ -455,6 +456,7 @@ class Head:
             model.limit_context(offer.max_model_tokens, why)
         else:
             model.limit_context(room_tokens, f"the size of the pool of {info.instance_id}")
+        self.served.note_present(info.instance_id)
         self._post(InstanceJoined(info), model)
         self._tell_instances()
         self._joined.set()

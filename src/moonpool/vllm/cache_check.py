@@ -35,8 +35,8 @@ def why_no_events(
     if num_published:
         return (
             f"those at {events} do not name the prompts that this server has computed: another"
-            " server publishes them, or they continue blocks from before moonpool's start (give it"
-            " REPLAY, too)"
+            " server publishes them, they continue blocks from before moonpool's start (give it"
+            " REPLAY, too), or vLLM has another chat template (give moonpool --chat-template, too)"
         )
     if connection == "refused":
         return f"what listens at {events} does not publish events: is it another port?"

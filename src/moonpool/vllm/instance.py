@@ -312,7 +312,8 @@ class VllmInstance:
         request = self._add(command.work, hands_over=command.target is not None)
         request.submitted = True
         if command.work.call is not None:
-            self._start_forwarded(request)
+            self._actions.append(SubmitRequest(request.work))
+            self._begin_prefill(request, early=True)
             return
         request.prefilling = True
         self._queue[command.work.attempt_id] = None
@@ -320,32 +321,27 @@ class VllmInstance:
         if len(self._queue) == 1:
             self._begin_prefill(request)
 
-    def _start_forwarded(self, request: _VllmRequestState) -> None:
-        """How long it waits for others, and how long its prompt is, is not known."""
-        self._actions.append(SubmitRequest(request.work))
-        self._report(
-            PrefillStarted(
-                attempt_id=request.work.attempt_id, cached_tokens=0, fetched_tokens=0, early=True
-            )
-        )
-
-    def _begin_prefill(self, request: _VllmRequestState) -> None:
-        """Reports the start of a prefill, as far as it is visible from outside."""
+    def _begin_prefill(self, request: _VllmRequestState, early: bool = False) -> None:
+        """Reports the start of a prefill, as far as it is visible from outside. `early`: it may
+        wait for others first."""
         held, most = 0, (len(request.work.token_ids) - 1) // self.layout.block_tokens
         for key in request.keys[:most]:
             if not self._cache.holds(key):
                 break
             held += 1
-        self._view = replace(
-            self._view,
-            prompt_tokens=self._view.prompt_tokens + len(request.work.token_ids),
-            expected_tokens=self._view.expected_tokens + held * self.layout.block_tokens,
-        )
+        held_tokens = held * self.layout.block_tokens
+        if _is_exact(request.work):
+            self._view = replace(
+                self._view,
+                prompt_tokens=self._view.prompt_tokens + len(request.work.token_ids),
+                expected_tokens=self._view.expected_tokens + held_tokens,
+            )
         self._report(
             PrefillStarted(
                 attempt_id=request.work.attempt_id,
-                cached_tokens=held * self.layout.block_tokens,
+                cached_tokens=held_tokens,
                 fetched_tokens=0,
+                early=early,
             )
         )
 
@@ -404,7 +400,8 @@ class VllmInstance:
     def _end_prefill(self, request: _VllmRequestState, now: float) -> None:
         """Handles the first token of an attempt."""
         # Events leave out the blocks of adapters, and those that are fetched may not be named.
-        is_named = request.prefilling and not request.work.adapter
+        is_here = request.prefilling or request.work.call is not None
+        is_named = is_here and _is_exact(request.work) and not request.work.adapter
         self._cache.note_computed(request.keys, now, is_named)
         if not request.prefilling:
             return
@@ -526,3 +523,8 @@ class VllmInstance:
 
     def _count(self, name: str, amount: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
+
+
+def _is_exact(work: AttemptSpec) -> bool:
+    """Whether the tokens are those that the engine computes."""
+    return work.call is None or work.call.is_exact

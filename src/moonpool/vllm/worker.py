@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from moonpool.config import VllmAddress
 from moonpool.cost.fitted import FittedCost
 from moonpool.gc_tuning import settle_memory
@@ -62,6 +64,7 @@ from moonpool.vllm.instance import (
     VllmInstance,
 )
 from moonpool.vllm.measure import ASSUMED_COST, describe_cost, measure, probe
+from moonpool.vllm.parsers import find_parsers
 
 log = logging.getLogger("moonpool.vllm")
 
@@ -169,6 +172,7 @@ class VllmWorker(InstanceProcess):
         while True:
             try:
                 facts = await self._client.facts()
+                facts = await self._with_parsers(facts)
                 break
             except VllmError as error:
                 if str(error) != last_error:
@@ -181,6 +185,15 @@ class VllmWorker(InstanceProcess):
             # Measured again it would be too slow: requests rush to it.
             found.cost, found.is_measured = before.cost, before.is_measured
         return found
+
+    async def _with_parsers(self, facts: VllmFacts) -> VllmFacts:
+        """Raises VllmError."""
+        log.info("vLLM at %s is up; asking it for a short answer", self._place.url)
+        found = await find_parsers(self._client, facts)
+        if found:
+            log.info("vLLM at %s parses %s by itself", self._place.url, " and ".join(found))
+        offer = msgspec.structs.replace(facts.offer, parses=found)
+        return msgspec.structs.replace(facts, offer=offer)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

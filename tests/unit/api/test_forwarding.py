@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from scripted_head import ScriptedHead, Step, call, served
+from scripted_head import ScriptedHead, Step, call, served, spoken
 
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard, Output, RequestRefused
@@ -102,6 +102,70 @@ def test_text_stays_with_the_head_whatever_it_says() -> None:
         assert not head.requests[0].forwarded
 
 
+TOOL = {"name": "f", "parameters": {"type": "object"}}
+SAID = [{"role": "user", "content": "Hi there"}]
+
+
+def parsing(*found: str) -> ScriptedHead:
+    head = forwarding()
+    head.card = structs.replace(head.card, parses=found)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": SAID, "tools": [{"type": "function", "function": TOOL}]}),
+        ("/v1/responses", {"input": SAID, "tools": [{"type": "function", **TOOL}]}),
+        ("/v1/responses", {"input": "Hi there", "tools": [{"type": "function", **TOOL}]}),
+        ("/v1/messages", {"messages": SAID, "tools": [{"name": "f", "input_schema": {}}]}),
+    ],
+)
+def test_calls_with_tools_go_to_servers_that_parse_them(path: str, fields: dict[str, Any]) -> None:
+    """They are placed by the tokens that the server makes of them, whatever else they ask for."""
+    plain = call(own := ScriptedHead(), CHAT, {"messages": SAID})
+    assert plain.status_code == 200
+    head, body = parsing("tools"), {**fields, "max_tokens": 7, "thinking_token_budget": 3}
+    assert call(head, path, body).status_code == 200
+    (sent,) = head.calls
+    assert (sent.path, json.loads(sent.body), sent.is_exact) == (path, body, True)
+    assert head.requests[0].token_ids == own.requests[0].token_ids
+    assert not call(head, path, {**body, "model": "nobody"}).is_success
+
+
+def test_chats_without_tools_stay_with_the_head_unless_the_server_shows_reasoning() -> None:
+    for found, is_forwarded in ((("tools",), False), (("reasoning",), True), ((), False)):
+        head = parsing(*found)
+        if not is_forwarded:
+            head.script = lambda _: spoken("Hello")
+        assert call(head, CHAT, {"messages": SAID, "user": '"tools"'}).status_code == 200
+        assert bool(head.calls) is is_forwarded
+    head = parsing("reasoning", "tools")
+    head.no_forwarding = "prefill and decode run apart"
+    head.script = lambda _: spoken("Hello")
+    assert call(head, CHAT, {"messages": SAID}).status_code == 200
+    assert not head.calls, "the head parses it"
+
+
+def test_a_chat_that_the_head_cannot_render_is_estimated() -> None:
+    head = parsing("reasoning")
+    odd = [{"role": "user", "content": [{"type": "thinking", "thinking": "a b c d " * 9}]}]
+    assert call(head, CHAT, {"messages": odd}).status_code == 200
+    assert not head.calls[0].is_exact
+    assert head.requests[0].num_prompt_tokens == 18
+    assert call(head, CHAT, {"messages": 3}).status_code == 400
+
+
+def test_a_large_chat_is_as_exact_as_a_small_one() -> None:
+    head = parsing("reasoning")
+    head.card = structs.replace(head.card, vocab_size=259, max_model_tokens=100_000)
+    said = [{"role": "user", "content": "word " * 16_000}]
+    with served(head, ApiOptions(tokenizer="bytes")) as url:
+        assert httpx.post(f"{url}{CHAT}", json={"messages": said}, timeout=60).status_code == 200
+    assert head.calls[0].is_exact
+    assert head.requests[0].num_prompt_tokens >= 80_000
+
+
 def test_without_a_server_that_takes_them_images_are_refused_with_a_reason() -> None:
     plain = ScriptedHead()
     answer = call(plain, CHAT, look(image()))
@@ -143,8 +207,8 @@ def test_a_model_that_only_pools_says_so() -> None:
 def test_a_tenants_tokens_are_those_that_the_server_counted() -> None:
     head = forwarding()
     options = ApiOptions(
-        api_keys={"k": "ann"}, limits={"ann": TenantLimits(tokens_per_s=10.0)}
-    )  # a burst of 100
+        api_keys={"k": "ann"}, limits={"ann": TenantLimits(tokens_per_s=6.0)}
+    )  # a burst of 60
     with served(head, options) as url:
         headers = {"authorization": "Bearer k"}
         answers = [

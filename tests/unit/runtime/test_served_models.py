@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from moonpool.api.frontend import AdapterCard, Output
-from moonpool.conductor.actions import ConductorEvent
-from moonpool.config import Config, ModelConfig
+from moonpool.conductor.actions import ConductorEvent, InstancesExpected
+from moonpool.config import Config, ModelConfig, VllmConfig
 from moonpool.protocol.model_offer import POOLING_PATHS, ModelOffer, OfferedAdapter
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.models.served_model import HeadSettings, ServedModel
 from moonpool.runtime.models.served_models import ServedModels
-from moonpool.types import FinishReason, InstanceId, Request
+from moonpool.types import FinishReason, InstanceId, Request, Role
 
 ROOT = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
 OTHER = "random:hidden=32,layers=1,heads=2,kv_heads=1,inter=64,vocab=280"
@@ -150,3 +150,35 @@ def test_the_next_head_knows_the_models_of_the_one_before() -> None:
     assert [model.key for model in after] == [ROOT, OTHER]
     assert after.of(InstanceId("b")) is after.default
     assert take(after, "b", offer("m", root="/elsewhere/m")) is after.default
+
+
+def test_parsing_is_left_to_servers_that_all_do_it() -> None:
+    served = models()
+    model = take(served, "a", offer("m", parses=("tools", "reasoning")))
+    assert model.card.parses == ("tools", "reasoning")
+    model.handle(InstancesExpected({InstanceId("a"): Role.MIXED}))
+    take(served, "b", offer("m", parses=("reasoning",)))
+    assert model.card.parses == ("reasoning",)
+    model.handle(InstancesExpected({InstanceId("b"): Role.MIXED}))
+    take(served, "a", offer("m"))  # it has begun anew, without parsers
+    assert model.card.parses == ()
+    wanted = Config(
+        model=ModelConfig(name="", dtype="float32"), vllm=VllmConfig(parsers="moonpool")
+    )
+    own = ServedModels(Host(), HeadSettings(wanted, "l", {}, {}))
+    assert take(own, "a", offer("m", parses=("tools",))).card.parses == ()
+
+
+def test_the_default_model_is_that_of_the_first_named_server() -> None:
+    vllm = VllmConfig(mixed=("http://a", "http://b"))
+    config = Config(model=ModelConfig(name="", served_name="x", dtype="float32"), vllm=vllm)
+
+    async def both() -> ServedModels:
+        served = ServedModels(Host(), HeadSettings(config, "l", {}, {}))
+        later = asyncio.create_task(served.of_offer(InstanceId("mixed-1"), offer("b", root=OTHER)))
+        await asyncio.sleep(0)
+        await served.of_offer(InstanceId("mixed-0"), offer("a"))
+        await later
+        return served
+
+    assert [model.card.model_id for model in asyncio.run(both())] == ["x", "b"]

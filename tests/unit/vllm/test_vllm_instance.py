@@ -19,6 +19,7 @@ from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
     DecodeAccepted,
+    ForwardedCall,
     HotPrefixes,
     LeaveCluster,
     ListHot,
@@ -46,6 +47,7 @@ from moonpool.vllm.instance import (
     FlushStep,
     SubmitFailed,
     SubmitRequest,
+    TimePassed,
     VllmAction,
     VllmEvent,
     VllmInstance,
@@ -191,6 +193,23 @@ def test_what_it_computed_is_assumed_to_be_there_and_is_a_hit() -> None:
     assert set(change.stored) == set(keys(answer)) - set(keys())
     (started,) = told(bench.handle(StartPrefill(work=work("b", answer))), PrefillStarted)
     assert started.cached_tokens == 16
+
+
+def test_a_forwarded_call_tells_what_is_cached_and_counts_where_its_tokens_are_known() -> None:
+    for is_exact in (True, False):
+        bench = Bench(publishes_events=True)
+        called = ForwardedCall(path="/v1/chat/completions", body=b"{}", is_exact=is_exact)
+        for name, cached in (("a", 0), ("b", 8), ("c", 8), ("d", 8)):
+            actions = bench.handle(StartPrefill(work=work(name, call=called)))
+            (started,) = told(actions, PrefillStarted)
+            assert (started.cached_tokens, started.early) == (cached, True)
+            bench.handle(piece(name, 0), piece(name, finish=FinishReason.STOP), EngineStepEnded())
+            bench.now += 3.0
+            bench.handle(TimePassed())
+        view = bench.instance.load().cache_view
+        assert view is not None
+        assert (view.prompt_tokens, view.expected_tokens) == ((48, 24) if is_exact else (0, 0))
+        assert view.source == ("distrusted" if is_exact else "assumed"), "events that never came"
 
 
 def test_a_whole_prompt_is_never_a_hit() -> None:

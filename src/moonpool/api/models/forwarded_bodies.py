@@ -1,5 +1,5 @@
-"""Bodies of calls that go to a vLLM server as they are: those with images or sounds, and those for
-models that generate nothing.
+"""Bodies of calls that go to a vLLM server as they are: those with images or sounds, those whose
+answers it parses, and those for models that generate nothing.
 
 The Conductor needs a prompt to place a call: its length is its load, and its first blocks may be
 cached somewhere. Text before the first image is tokenised as the server does it. All else has
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -83,11 +83,13 @@ def may_hold_media(raw: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EstimatedPrompt:
-    """`token_ids` are at most a context; `num_tokens` counts all."""
+    """`token_ids` are at most a context; `num_tokens` counts all. `is_exact`: they are the
+    server's own."""
 
     body: ForwardedBody
     token_ids: tuple[int, ...]
     num_tokens: int
+    is_exact: bool = False
 
 
 class ForwardedReader:
@@ -124,6 +126,17 @@ class ForwardedReader:
             tokens.extend(_made_up(hashlib.sha256(media[min(number, len(media) - 1)]).digest()))
             tokens.extend(_of_text(piece))
         return self._estimate(body, tokens)
+
+    def whole(self, raw: bytes, prompt: Sequence[int]) -> EstimatedPrompt:
+        """A body of an API with messages whose prompt is known."""
+        found = self._estimate(decode_body(FORWARDED, raw), array("i", prompt))
+        return replace(found, is_exact=True)
+
+    def texts(self, raw: bytes) -> EstimatedPrompt:
+        """A body of an API with messages that cannot be rendered here."""
+        body = decode_body(_MEDIA, raw)
+        said = [body.system or body.instructions, body.messages or body.input]
+        return self._estimate(body, _of_text("\n".join(_texts(said))))
 
     def pooling(self, raw: bytes) -> EstimatedPrompt:
         """Reads a body of an endpoint that computes vectors, scores or classes of texts."""

@@ -1,5 +1,5 @@
-"""Calls that a vLLM server answers from the client's own body: with images or sounds, or for models
-that generate nothing.
+"""Calls that a vLLM server answers from the client's own body: with images or sounds, with answers
+in which it finds tool calls or reasoning by itself, or for models that generate nothing.
 
 The Conductor places such a call, counts its load and ends it like any other. If the server dies
 before the first part of its response, another one gets the call. After that, an error ends it.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moonpool.api.bodies import CompletionBody, decode_body
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.errors import ApiError, from_refused, internal_error
@@ -21,7 +22,7 @@ from moonpool.api.frontend import ApiOptions, ModelFrontend, Output, RequestRefu
 from moonpool.api.generate import limits_of, tenant_of
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.messages import error_payload
-from moonpool.api.models.forwarded_bodies import ForwardedBody, may_hold_media
+from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody, may_hold_media
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.rate_limits import RateLimits
 from moonpool.api.sampling import check_range
@@ -99,17 +100,29 @@ class Forwarder:
         await self._answer(call)
 
     async def takes(self, context: HttpContext) -> bool:
-        """Answers a call with images or sounds. Returns False for any other, and for one that no
-        server can take."""
+        """Answers a call with images or sounds, or with an answer that the servers parse by
+        themselves. Returns False for any other, and for one that no server can take."""
         if context.scope["path"] not in self._frontend.card.forwards:
             return False
-        if not may_hold_media(await self._raw(context)):
+        was_forwarded = _was_forwarded(context)
+        if was_forwarded is None:
+            was_forwarded = self._may_take(await self._raw(context))
+        if not was_forwarded:
             return False
-        call = await self._call("media", context)
+        call = await self._call("forwarded", context)
         if call is None:
             return False
         await self._answer(call)
         return True
+
+    def _may_take(self, raw: bytes) -> bool:
+        """Whether it is worth reading the body for what makes it one to forward."""
+        parses = self._frontend.card.parses
+        if may_hold_media(raw):
+            return True
+        if not parses or self._frontend.why_not_forwarded():
+            return False
+        return "reasoning" in parses or b'"tools"' in raw
 
     async def _raw(self, context: HttpContext) -> bytes:
         most = min(self._options.max_body_bytes, MAX_FORWARDED_BYTES)
@@ -122,7 +135,11 @@ class Forwarder:
         if context.kept is not None:
             arrived_s = context.kept.opening.arrived_s
         left_s = arrived_s + timeout_s - self._frontend.now()
-        prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
+        if _was_forwarded(context):  # what it was sent is all that matters
+            known = decode_body(FORWARDED, raw)
+            prepared = PreparedCall(CompletionBody(), [(0,)], original=known, num_tokens=1)
+        else:
+            prepared = await self._bodies.call(kind, raw, context.tenant, left_s)
         if not prepared.prompts:
             return None
         refusal = self._frontend.why_not_forwarded()
@@ -173,7 +190,8 @@ class Forwarder:
 
     def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
         delivered = () if _is_resumed(call.context) else None
-        return self._frontend.forward(request, ForwardedCall(call.path, call.raw), delivered)
+        sent = ForwardedCall(path=call.path, body=call.raw, is_exact=call.prepared.is_exact)
+        return self._frontend.forward(request, sent, delivered)
 
     async def _answer_at_once(self, call: _Call, request: Request) -> None:
         context = call.context
@@ -239,6 +257,14 @@ class Forwarder:
             text = "The server was replaced in the middle of this answer. Send the request again."
             raise RequestRefused(503, "head_replaced", text)
         return True
+
+
+def _was_forwarded(context: HttpContext) -> bool | None:
+    """Whether an earlier head has forwarded the call; None: none has sent any of its answer."""
+    deliveries = context.kept.deliveries() if context.kept is not None else []
+    if not deliveries:
+        return None
+    return any(token.payload for one in deliveries for token in one.tokens)
 
 
 def _is_resumed(context: HttpContext) -> bool:

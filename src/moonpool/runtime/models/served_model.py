@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -24,7 +24,7 @@ from moonpool.engine.tokenizer import Tokenizer
 from moonpool.log_limit import limited_logger
 from moonpool.policy_loading import load_policies, own_classes
 from moonpool.protocol.messages import ForwardedCall
-from moonpool.protocol.model_offer import MEDIA_PATHS, POOLING_PATHS, ModelOffer
+from moonpool.protocol.model_offer import MEDIA_PATHS, POOLING_PATHS, ModelOffer, Parsing
 from moonpool.rewind.event_log import EventLog, write_file
 from moonpool.runtime.checkpoint import checkpoint
 from moonpool.runtime.metrics_collector import MetricsCollector
@@ -232,6 +232,17 @@ class ServedModel:
         return tuple(
             path for path in (*MEDIA_PATHS, *POOLING_PATHS) if path in known or path in offer.paths
         )
+
+    def set_parsing(self, offers: Iterable[ModelOffer]) -> None:
+        """What all these servers find in their answers is left to them."""
+        shared: set[Parsing] = set(get_args(Parsing))
+        for offer in offers:
+            shared &= set(offer.parses)
+        if not self.has_offers or self._settings.config.vllm.parsers == "moonpool":
+            shared = set()
+        parses = tuple(one for one in get_args(Parsing) if one in shared)
+        if parses != self.card.parses:
+            self.card = msgspec.structs.replace(self.card, parses=parses)
 
     def limit_context(self, num_tokens: int, why: str) -> None:
         """No prompt and output may be longer: each instance must have room for it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,8 @@ from moonpool.types import InstanceId, Role
 
 log = limited_logger("moonpool.head")
 MAX_MODELS = 64
+FIRST_S = 30.0
+"""How long other servers wait for the first one."""
 
 
 class ServedModels:
@@ -42,6 +45,7 @@ class ServedModels:
         self._of: dict[InstanceId, ServedModel] = {}
         self._offers: dict[InstanceId, ModelOffer] = {}
         self._loading = asyncio.Lock()
+        self._has_first = asyncio.Event()
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
@@ -119,6 +123,7 @@ class ServedModels:
     async def of_offer(self, instance_id: InstanceId, offer: ModelOffer) -> ServedModel:
         """The model that the server offers, which is read if it is new. Raises ClusterError, also
         for one that this head does not take, and ConfigError."""
+        await self._let_first_come(instance_id)
         async with self._loading:
             model = self._known(offer)
             if model is None:
@@ -130,6 +135,13 @@ class ServedModels:
                     log.info("a further model: %s, at %s", ", ".join(offer.names), instance_id)
             self._bind(instance_id, model, offer)
             return model
+
+    async def _let_first_come(self, instance_id: InstanceId) -> None:
+        """The model of the first named server is the default, whichever server answers first."""
+        if self._settings.config.vllm.first in ("", instance_id):
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_first.wait(), FIRST_S)
 
     def expect_offer(self, instance_id: InstanceId, offer: ModelOffer) -> ServedModel:
         """As `of_offer`, for what an earlier head has left; before the loop serves anybody."""
@@ -148,9 +160,20 @@ class ServedModels:
             self.add(name, load_offered(self._settings.config, offer, is_first=True))
 
     def _bind(self, instance_id: InstanceId, model: ServedModel, offer: ModelOffer) -> None:
+        self._has_first.set()
         model.take_offer(offer)
         self._of[instance_id] = model
         self._offers[instance_id] = msgspec.structs.replace(offer, root=model.key)
+        self.note_present(instance_id)
+
+    def note_present(self, instance_id: InstanceId) -> None:
+        """A vLLM server is about to serve: what it does not parse is left to none of its model's
+        servers."""
+        model = self._of.get(instance_id)
+        if model is not None:
+            present = {*model.conductor.expected, instance_id}
+            offers = self._offers.items()
+            model.set_parsing(offer for name, offer in offers if name in present)
 
     def _known(self, offer: ModelOffer) -> ServedModel | None:
         if self._settings.config.model.name and offer.root.endswith(GGUF_SUFFIX):
