@@ -413,6 +413,15 @@ def test_it_serves_before_it_has_measured() -> None:
         wait_until(lambda: server.instances()[0]["cost"] != instance["cost"])
 
 
+def test_a_prefill_vllm_without_a_connector_is_told_at_the_start() -> None:
+    with (
+        stubs(VllmStub("m"), VllmStub("m")) as (one, other),
+        pytest.raises(ServerError, match="start it with a --kv-transfer-config"),
+        LocalServer(["--vllm-prefill", one.url, "--vllm-decode", other.url, *EASY]),
+    ):
+        pass
+
+
 def test_the_context_is_called_by_its_cause() -> None:
     made = VllmStub("m", max_model_len=1024), VllmStub("m", max_model_len=400)
     with stubs(*made), front(*made) as server:

@@ -67,7 +67,9 @@ def _endpoint(sources: Mapping[str, Any] | None) -> str:
 class HitCheck:
     """Compares each time another LEAST_TOKENS of prompts were sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, fetches: bool = False) -> None:
+        """`fetches`: the server's connector is to fetch what a prefill instance has computed."""
+        self._fetches = fetches
         self._before = CacheView(source="")
         self.note = ""
 
@@ -88,6 +90,12 @@ class HitCheck:
             f"vLLM found {found:.0%} of the last {asked:,} prompt tokens cached, where moonpool"
             f" expected {expected:.0%}"
         )
-        if now.source == "assumed" and found < expected:
+        if self._fetches and found < expected:
+            self.note = (
+                f"vLLM computes again what a prefill instance has computed ({found:.0%} of the last"
+                f" {asked:,} prompt tokens were fetched or cached): give it the same"
+                " --kv-transfer-config as the prefill vLLM"
+            )
+        elif now.source == "assumed" and found < expected:
             self.note += ": its KV events would tell what it still caches (--vllm URL,EVENTS)"
         return not was

@@ -28,12 +28,14 @@ class CacheWatch:
         reader: EventReader | None,
         block_tokens: int,
         post: Callable[[CacheExplained | PrefixesCounted], None],
+        fetches: bool = False,
     ) -> None:
+        """`fetches`: as in `HitCheck`."""
         self._client = client
         self._reader = reader
         self._block_tokens = block_tokens
         self._post = post
-        self._check = HitCheck()
+        self._check = HitCheck(fetches)
         self._lock = asyncio.Lock()
         self._said = ""  # of the events, last
         self._is_distrusted = False

@@ -20,7 +20,8 @@ from moonpool.vllm.known_cache import PrefixCounts
 ALL_PATHS = (COMPLETIONS, *MEDIA_PATHS, *POOLING_PATHS)
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.M)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_COUNTER = r"^vllm:prefix_cache_{}_total(?:\{{.*\}})? (\S+)$"
+_COUNTER = r"^vllm:{}_total(?:\{{.*\}})? (\S+)$"
+_COUNTS = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits")
 _UNBOUNDED_CONTEXTS = 64
 """Contexts that a server without KVCache is taken to hold at a time."""
 
@@ -124,8 +125,8 @@ def _read_paths(document: bytes) -> tuple[str, ...]:
 
 def read_counts(metrics: str) -> PrefixCounts | None:
     """Reads the hits of the prefix cache from `/metrics`; None: it has none. Sums all engines."""
-    found = [re.findall(_COUNTER.format(name), metrics, re.M) for name in ("queries", "hits")]
-    if not all(found):
+    found = [re.findall(_COUNTER.format(name), metrics, re.M) for name in _COUNTS]
+    if not all(found[:2]):
         return None
     try:
         return PrefixCounts(*(sum(map(float, numbers)) for numbers in found))

@@ -331,11 +331,7 @@ class VllmInstance:
             held += 1
         held_tokens = held * self.layout.block_tokens
         if _is_exact(request.work):
-            self._view = replace(
-                self._view,
-                prompt_tokens=self._view.prompt_tokens + len(request.work.token_ids),
-                expected_tokens=self._view.expected_tokens + held_tokens,
-            )
+            self._expect(len(request.work.token_ids), held_tokens)
         self._report(
             PrefillStarted(
                 attempt_id=request.work.attempt_id,
@@ -350,6 +346,10 @@ class VllmInstance:
         if request is None or request.submitted:
             return
         request.first_token, request.submitted = command.token, True
+        if command.handle:  # all full blocks but the last token's are to be fetched
+            num_tokens = len(request.work.token_ids)
+            full = (num_tokens - 1) // self.layout.block_tokens * self.layout.block_tokens
+            self._expect(num_tokens, full)
         self._actions.append(SubmitRequest(request.work, handle=command.handle))
 
     def _on_abort(self, attempt_id: AttemptId) -> None:
@@ -480,6 +480,14 @@ class VllmInstance:
 
     # The engine's cache
 
+    def _expect(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """A prompt is about to be computed but for its cached tokens."""
+        self._view = replace(
+            self._view,
+            prompt_tokens=self._view.prompt_tokens + prompt_tokens,
+            expected_tokens=self._view.expected_tokens + cached_tokens,
+        )
+
     def _judge_cache(self, now: float) -> None:
         if not self._cache.judge(now):
             return
@@ -490,10 +498,13 @@ class VllmInstance:
         first = self._first_counts
         if first is None or counts.queries < first.queries:  # it has begun anew
             first = self._first_counts = counts
+        hits = counts.hits - first.hits
+        if self.role is Role.DECODE:  # its hits are what its connector fetches
+            hits += counts.fetched - first.fetched
         self._view = replace(
             self._view,
             engine_queries=int(counts.queries - first.queries),
-            engine_hits=int(counts.hits - first.hits),
+            engine_hits=int(hits),
         )
 
     # Both

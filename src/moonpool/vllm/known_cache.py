@@ -23,10 +23,12 @@ from moonpool.vllm.block_names import (
 
 
 class PrefixCounts(NamedTuple):
-    """Tokens of all prompts since the server's start: looked up in its prefix cache, and found."""
+    """Tokens of all prompts since the server's start: looked up in its prefix cache, found there,
+    and fetched by its connector."""
 
     queries: float
     hits: float
+    fetched: float = 0.0
 
 
 DUE_S = 2.0

@@ -22,7 +22,7 @@ from moonpool.types import SamplingParams, Slo
 from moonpool.vllm.client import VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError, completion_body, read_output
 from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.instance import SubmitRequest
+from moonpool.vllm.instance import NO_HANDLE, SubmitRequest
 
 PREFILL_TOKENS = (16, 64, 256, 1024, 4096)
 DECODES = ((1, 16), (8, 16), (2, 1024))
@@ -57,9 +57,12 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 FirstToken = Callable[[int], Awaitable[float]]
 
 
-async def probe(client: VllmClient, facts: VllmFacts) -> None:
-    """Asks for one short answer. Raises VllmError if the server cannot give it in a form that is
-    understood."""
+async def probe(client: VllmClient, facts: VllmFacts, hands_over: bool = False) -> None:
+    """Asks for one short answer. `hands_over`: its KVCache, too, is to be shared. Raises VllmError
+    if the server cannot give it in a form that is understood."""
+    if hands_over:
+        await _check_connector(client, facts)
+        return
     await _prompts_of(client, facts)(PREFILL_TOKENS[0])
 
 
@@ -106,6 +109,21 @@ async def measure(
         shared_memory_bytes_per_s=FAR_BYTES_PER_S,
         network_bytes_per_s=FAR_BYTES_PER_S,
     )
+
+
+async def _check_connector(client: VllmClient, facts: VllmFacts) -> None:
+    """Raises VllmError if a prefill brings no handle of its KVCache."""
+    num_tokens = min(2 * facts.block_tokens + 1, max(facts.offer.max_model_tokens - 1, 1))
+    work = _lone_work(f"measure-{secrets.token_hex(6)}", _random_prompt(num_tokens), 1)
+    body = completion_body(SubmitRequest(work, hands_over=True), facts.model_id, b"")
+    handle = b""
+    async for event in client.answer(body, streamed=False):
+        try:
+            handle = read_output(work, event).handle or handle
+        except DialectError as error:
+            raise VllmError(str(error)) from None
+    if not handle:
+        raise VllmError(NO_HANDLE)
 
 
 def describe_cost(cost: FittedCost) -> str:

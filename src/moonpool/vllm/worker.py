@@ -254,7 +254,7 @@ class VllmWorker(InstanceProcess):
             return "the head came back with another configuration; restart this worker"
         if engine.cost is None:
             try:
-                await probe(self._client, facts)
+                await probe(self._client, facts, hands_over=self.role is Role.PREFILL)
             except VllmError as error:
                 if await self._client.health() == "well":
                     return f"vLLM at {url}: {error}"
@@ -268,7 +268,10 @@ class VllmWorker(InstanceProcess):
             )
             if self._reader is not None:
                 self._spawn(self._listen(self._reader))
-            self._watch = CacheWatch(self._client, self._reader, facts.block_tokens, self._post)
+            fetches = self.role is Role.DECODE
+            self._watch = CacheWatch(
+                self._client, self._reader, facts.block_tokens, self._post, fetches
+            )
             self._spawn(self._measure(engine))
             settle_memory()
         return ""

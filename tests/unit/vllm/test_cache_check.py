@@ -73,3 +73,13 @@ def test_an_assumption_that_is_too_high_names_the_events() -> None:
     check = HitCheck()
     assert check.compare(view(10_000, 8_000, 10_000, 1_000, "assumed"))
     assert "--vllm URL,EVENTS" in check.note
+
+
+def test_a_decode_vllm_that_fetches_nothing_is_told_of_its_connector() -> None:
+    check = HitCheck(fetches=True)
+    assert not check.compare(view(10_000, 9_000, 10_000, 8_800, "assumed"))
+    assert check.compare(view(20_000, 18_000, 20_000, 8_800, "assumed"))
+    assert "computes again" in check.note
+    assert "--kv-transfer-config" in check.note
+    assert check.compare(view(30_000, 27_000, 30_000, 17_800, "assumed"))
+    assert check.note == ""

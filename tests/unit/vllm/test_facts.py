@@ -90,5 +90,7 @@ vllm:prefix_cache_hits_total{engine="1",model_name="m"} 40.0
 vllm:prefix_cache_hits_created{engine="0",model_name="m"} 1.7e9
 """
     assert read_counts(text) == PrefixCounts(300.0, 70.0)
+    fetched = 'vllm:external_prefix_cache_hits_total{engine="0"} 9.0\n'
+    assert read_counts(text + fetched) == PrefixCounts(300.0, 70.0, 9.0)
     assert read_counts("") is None
     assert read_counts(text.replace("2e2", "many")) is None

@@ -45,6 +45,7 @@ from moonpool.vllm.instance import (
     EngineOutput,
     EngineStepEnded,
     FlushStep,
+    PrefixesCounted,
     SubmitFailed,
     SubmitRequest,
     TimePassed,
@@ -52,6 +53,7 @@ from moonpool.vllm.instance import (
     VllmEvent,
     VllmInstance,
 )
+from moonpool.vllm.known_cache import PrefixCounts
 
 LAYOUT = BlockLayout(
     model_fingerprint="vllm m",
@@ -288,6 +290,18 @@ def test_a_decode_instance_fetches_by_the_handle_and_goes_on_behind_the_first_to
     assert not of_kind(accepted, FlushStep)  # the head has that token already
     (step,) = told(bench.step(piece("a", 6)), StepTokens)
     assert [t.token_id for t in step.works[0].tokens] == [6]
+
+
+def test_what_a_decode_instance_is_to_fetch_is_compared_with_what_it_fetched() -> None:
+    bench = Bench(Role.DECODE)
+    bench.handle(PrefixesCounted(PrefixCounts(100.0, 50.0, 7.0)))
+    bench.handle(ReserveDecode(work=work("a")))
+    bench.handle(StartDecode(attempt_id=AttemptId("a"), token=Token(token_id=5), handle=b"{}"))
+    bench.handle(PrefixesCounted(PrefixCounts(112.0, 50.0, 15.0)))
+    view = bench.instance.load().cache_view
+    assert view is not None
+    assert (view.prompt_tokens, view.expected_tokens) == (12, 8)
+    assert (view.engine_queries, view.engine_hits) == (12, 8)
 
 
 def test_another_first_token_than_the_prompts_is_never_an_answer() -> None:
