@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moonpool.api.app import http_server, make_app
 from moonpool.api.connection.listening import listen
-from moonpool.api.frontend import ModelCard, Output
+from moonpool.api.frontend import ApiOptions, ModelCard, Output
 from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.protocol.messages import ForwardedCall
 from moonpool.runtime.packets import MAX_FDS, MAX_PACKET_BYTES, packet_pair
 from moonpool.runtime.supervisor_link import SupervisorLink
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token
@@ -73,6 +74,26 @@ class InstantHead:
 
     def stage(self, request_id: RequestId) -> str:
         return "prefill"
+
+    def models(self) -> list[InstantHead]:
+        return [self]
+
+    def options(self, shared: ApiOptions) -> ApiOptions:
+        return shared
+
+    def forward(
+        self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
+    ) -> AsyncIterator[Output]:
+        return self.submit(request, delivered)
+
+    def why_not_forwarded(self) -> str:
+        return ""
+
+    def take_reader(self) -> None:
+        return None
+
+    def note_answered(self, lengths: Sequence[int]) -> None:
+        pass
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         return None

@@ -352,8 +352,8 @@ SECTIONS = (
     ),
     Section(
         "Two vLLMs behind moonpool",
-        "Conversations on two vLLM servers, behind a front that sends to the less busy one and"
-        " behind moonpool.",
+        "Conversations on two vLLM servers behind several fronts: one that sends to the less busy"
+        " server, vLLM's own router where it was measured, and moonpool.",
         ("vllm-fronts",),
         ("", "prefix hits", "mean TTFT", "P90 TTFT", "time for all"),
         fronts_rows,

@@ -10,8 +10,7 @@ from typing import Any, cast
 from starlette.routing import BaseRoute
 
 from moonpool.api.app import make_app
-from moonpool.api.body_pool import BodyReader
-from moonpool.api.frontend import Frontend, ModelCard
+from moonpool.api.frontend import Frontend
 
 HEAD = """# HTTP API
 
@@ -24,9 +23,7 @@ shape of `Error` below.
 
 def reference_routes() -> Sequence[BaseRoute]:
     """Returns the routes of a server. Their handlers have no head, so they cannot be called."""
-    card = ModelCard("model", 0, max_model_tokens=1, vocab_size=1, eos_token_ids=())
-    frontend = cast(Frontend, SimpleNamespace(card=card, tokenizer=None))
-    return make_app(frontend, bodies=cast(BodyReader, SimpleNamespace())).routes
+    return make_app(cast(Frontend, SimpleNamespace(models=list))).routes
 
 
 def http_page(document: bytes) -> str:

@@ -1,4 +1,5 @@
-"""`moonpool bench fronts`: vLLMs behind moonpool, and behind a front that knows no cache."""
+"""`moonpool bench fronts`: vLLMs behind moonpool, behind their own router, and behind a front that
+knows no cache."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ def fronts(
     *,
     model: Annotated[str, "Folder of a checkpoint with tokeniser files."],
     peer_python: PeerPython,
+    router_python: Annotated[str, "Python of an installation of vllm-router."] = "",
     users: Annotated[int, "Number of conversations at the same time."] = 6,
     turns: Annotated[int, "Turns of each conversation."] = 6,
     think_s: Annotated[float, "Seconds between an answer and the next turn.", "--think"] = 0.5,
@@ -29,7 +31,7 @@ def fronts(
     rounds: Rounds = 3,
     json_file: str | None,
 ) -> None:
-    """Compare two vLLMs behind moonpool with two behind a least-loaded front."""
+    """Compare two vLLMs behind moonpool, vllm-router and a least-loaded front."""
     from benchmarks.suite.live.fronts import FrontWorkload, bench_fronts
 
     talk = FrontWorkload(
@@ -43,7 +45,7 @@ def fronts(
     measure(
         lambda: {
             "talk": msgspec.to_builtins(talk),
-            **bench_fronts(peer_python, talk, rounds, click.echo),
+            **bench_fronts(peer_python, router_python, talk, rounds, click.echo),
         },
         json_file,
     )

@@ -25,6 +25,8 @@ from moonpool.config_telemetry import LogFormat as LogFormat
 from moonpool.config_telemetry import LogLevel as LogLevel
 from moonpool.config_telemetry import TelemetryConfig as TelemetryConfig
 from moonpool.config_tls import TlsConfig as TlsConfig
+from moonpool.config_vllm import VllmAddress as VllmAddress
+from moonpool.config_vllm import VllmConfig as VllmConfig
 from moonpool.types import Role, Struct
 
 Placement = Literal["random", "load-balancing", "cache-aware", "kvcache-centric"]
@@ -59,6 +61,8 @@ ATTENTION_SEGMENT_TOKENS = 2048
 
 
 class ModelConfig(Struct, frozen=True):
+    """`name` "": in front of vLLM servers, all models that these serve."""
+
     name: Annotated[str, about("The model: a Hugging Face folder or id, or a built-in.")] = (
         "moonpool/induction"
     )
@@ -424,44 +428,6 @@ class EngineConfig(Struct, frozen=True):
         return max(self.tensor_parallel_size, self.decode_tensor_parallel_size)
 
 
-class VllmAddress(Struct, frozen=True):
-    """Addresses of a vLLM: its HTTP server, its KV events and their replay. "": it has none."""
-
-    url: str
-    events: str = ""
-    replay: str = ""
-
-
-class VllmConfig(Struct, frozen=True):
-    """The vLLM servers that serve as instances, by role, each as "URL", "URL,EVENTS" or
-    "URL,EVENTS,REPLAY" (see `vllm_place`)."""
-
-    prefill: Annotated[
-        tuple[str, ...],
-        about(
-            "A running vLLM server as prefill instance; repeat the flag for more.",
-            "--vllm-prefill",
-            metavar="URL...",
-        ),
-    ] = ()
-    decode: Annotated[
-        tuple[str, ...],
-        about(
-            "A running vLLM server as decode instance; repeat the flag for more.",
-            "--vllm-decode",
-            metavar="URL...",
-        ),
-    ] = ()
-    mixed: Annotated[
-        tuple[str, ...],
-        about(
-            "A running vLLM server as mixed instance; EVENTS sends KV events, REPLAY repeats them.",
-            "--vllm",
-            metavar="URL[,EVENTS[,REPLAY]]",
-        ),
-    ] = ()
-
-
 class Config(Struct, frozen=True):
     model: ModelConfig = ModelConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -512,20 +478,26 @@ def parse_config(
         name = tables.get(table, {}).get(key)
         if isinstance(name, str):
             tables[table] = tables[table] | {key: own_name(f"{table}.{key}", name)}
-    _count_vllms(tables)
+    _settle_vllms(tables)
     config = convert_tables(tables, Config, problems)
     check_values(config)
     return config
 
 
-def _count_vllms(tables: dict[str, Any]) -> None:
-    """Sets the numbers of instances to those of the named vLLM servers (mutates)."""
+def _settle_vllms(tables: dict[str, Any]) -> None:
+    """Sets the numbers of instances to those of the named vLLM servers, and their models as the
+    ones to serve unless one is named (mutates)."""
     named = tables.get("vllm")
-    if not isinstance(named, dict) or not any(named.values()):
+    roles = ("prefill", "decode", "mixed")
+    names_any = isinstance(named, dict) and any(named.get(role) for role in roles)
+    if names_any:
+        tables.setdefault("engine", {}).setdefault("kind", "vllm")
+    if tables.get("engine", {}).get("kind") == "vllm":
+        tables.setdefault("model", {}).setdefault("name", "")
+    if not isinstance(named, dict) or not names_any:
         return
-    tables.setdefault("engine", {}).setdefault("kind", "vllm")
     counts = tables.setdefault("cluster", {})
-    for role in ("prefill", "decode", "mixed"):
+    for role in roles:
         places = named.get(role, ())
         if isinstance(places, list | tuple):
             counts.setdefault(role, len(places))

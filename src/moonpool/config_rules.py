@@ -183,7 +183,7 @@ def _check_policies(config: Config) -> None:
 
 def _check_vllm(config: Config) -> None:
     cluster = config.cluster
-    named = {name: getattr(config.vllm, name) for name in ("prefill", "decode", "mixed")}
+    named = config.vllm.places
     for place in (place for places in named.values() for place in places):
         vllm_place(place)
     if config.engine.kind != "vllm":

@@ -148,13 +148,14 @@ class Token(Struct, frozen=True, array_like=True):
     """One generated token. The first one brings the logprobs of the prompt from its second token
     on, if `SamplingParams.prompt_logprobs` asks for them.
 
-    With `SamplingParams.pooling`, it is no token but brings the prompt's `embedding`: little-endian
-    float32, of length 1."""
+    With `SamplingParams.pooling`, it is no token but brings the prompt's embedding as `payload`:
+    little-endian float32, of length 1. That of a forwarded call brings a part of the response; the
+    first one begins with a line, its content type."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     prompt: tuple[TokenLogprobs, ...] | None = None
-    embedding: bytes = b""
+    payload: bytes = b""
 
 
 class TraceContext(Struct, frozen=True):
@@ -185,6 +186,9 @@ class Request(Struct, frozen=True):
     None: they follow from the tokens. `adapter` identifies the LoRA adapter that computes it; "":
     none. Block keys contain it. Requests with a lower `priority` are served first. `call` names the
     call that this is one of several choices of; "": it is the only one.
+
+    `forwarded`: a vLLM server gets the client's own body, and its response is passed on. The tokens
+    are then an estimate of the prompt, and no other instance can go on with the answer.
     """
 
     request_id: RequestId
@@ -200,6 +204,7 @@ class Request(Struct, frozen=True):
     adapter: str = ""
     priority: int = 0
     call: str = ""
+    forwarded: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -50,11 +50,11 @@ def embed(lab: Lab, prompt: list[int], way: Way, cuts: list[int]) -> NDArray[np.
         # A request that draws shares the step.
         drawing = StepEntry(AttemptId("draw"), prompt[:9], 0, lab.take_blocks(9), SamplingParams())
         done = lab.engine.step([drawing, entry])
-        assert done.tokens[0] is not None and not done.tokens[0].embedding
+        assert done.tokens[0] is not None and not done.tokens[0].payload
         carried, start = done.pooled.get(1, b""), end
     token = done.tokens[1]
     assert token is not None
-    return np.frombuffer(token.embedding, "<f4")
+    return np.frombuffer(token.payload, "<f4")
 
 
 @torch.no_grad()

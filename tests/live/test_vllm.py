@@ -1,6 +1,7 @@
 """`serve --vllm`: engines that run already are instances. Here these are moonpools, which speak as
 much of vLLM's HTTP as is needed; with MOONPOOL_VLLM_PYTHON, the Python of a vLLM installation, and
-MOONPOOL_VLLM_MODEL, a folder that it can serve, `make long` has real ones, too.
+MOONPOOL_VLLM_MODEL, a folder that it can serve, `make long` has real ones, too; with
+MOONPOOL_VLLM_MEDIA_MODEL, a folder of a model that takes images, also such a one.
 """
 
 from __future__ import annotations
@@ -264,3 +265,68 @@ def test_real_vllms_hand_their_kvcache_over() -> None:
             fetched = fresh.get(f"{places[1].split(',')[0]}/metrics").text
             (moved,) = re.findall(r"nixl_bytes_transferred_sum\{.*\} (\S+)", fetched)
             assert float(moved) > 0
+
+
+@contextmanager
+def real_one(kind: str, *flags: str) -> Iterator[VllmServer]:
+    """One, of the model that a variable names."""
+    python, model = os.environ.get("MOONPOOL_VLLM_PYTHON"), os.environ.get(kind)
+    if not python or not model:
+        pytest.skip(f"needs a vLLM: MOONPOOL_VLLM_PYTHON and {kind}")
+    words = ["--enforce-eager", "--served-model-name", "own", *flags]
+    options = {"--block-size": 32, "--max-model-len": 1024}
+    with VllmServer(python, model, "0", options, words) as server:
+        yield server
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_real_vllm_pools_and_the_answer_is_its_own() -> None:
+    with (
+        real_one("MOONPOOL_VLLM_MODEL", "--runner", "pooling") as server,
+        LocalServer(["--vllm", server.url]) as front,
+    ):
+        for path, body in (
+            ("/v1/embeddings", {"input": ["a text", "another one"]}),
+            ("/v1/embeddings", {"input": [5, 6, 7], "encoding_format": "base64"}),
+            ("/pooling", {"input": "a text"}),
+            ("/v1/score", {"text_1": "a b", "text_2": ["a b", "c d"]}),
+            ("/v1/rerank", {"query": "a b", "documents": ["c d", "a b"]}),
+        ):
+            own, ours = (
+                fresh.post(f"{url}{path}", json={"model": "own", **body}, timeout=120).json()
+                for url in (server.url, front.url)
+            )
+            assert own.get("data") or own["results"]
+            assert [ours.get(name) for name in ("data", "results", "model")] == [
+                own.get(name) for name in ("data", "results", "model")
+            ]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_real_vllm_sees_images_and_the_answer_is_its_own() -> None:
+    with (
+        real_one("MOONPOOL_VLLM_MEDIA_MODEL", "--load-format", "dummy") as server,
+        LocalServer(["--vllm", server.url]) as front,
+    ):
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+        content = [{"type": "text", "text": "What is it?"}, image]
+        body = {
+            "model": "own",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 5,
+            "temperature": 0,
+        }
+        own, ours = (
+            fresh.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
+            for url in (server.url, front.url)
+        )
+        assert own["choices"] == ours["choices"]
+        assert own["usage"]["prompt_tokens"] == ours["usage"]["prompt_tokens"]
+
+
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9aw"
+    "AAAABJRU5ErkJggg=="
+)

@@ -40,6 +40,7 @@ LEVELS = (
     {"runtime", "sim"},
     {"attention_offload.worker_process"},
     {"vllm.block_names"},
+    {"vllm.known_cache"},
     {"vllm.instance"},
     {"vllm"},
     {"replay"},
@@ -60,6 +61,7 @@ ROOMS_OF_FILES = {
     "config_rules": "config",
     "config_telemetry": "config",
     "config_tls": "config",
+    "config_vllm": "config",
     "config_api": "config",
     "config_slo": "config",
 }
@@ -78,6 +80,7 @@ PURE_ROOMS = {
     "conductor",
     "sim.hardware",
     "vllm.block_names",
+    "vllm.known_cache",
     "vllm.instance",
 }
 IMPURE_MODULES = {

@@ -1,9 +1,10 @@
 """The same two vLLMs behind different fronts: one that sends each request to whichever has less
-under way, and moonpool, which knows what each of them caches.
+under way, vLLM's own router by two of its policies, and moonpool.
 
 Several users hold conversations at once, and each turn repeats the conversation so far. The vLLMs
-run all the time, with one core each. The fronts take turns with different words each time, so no
-cache helps the next one. Hit ratios are those that the vLLMs report.
+run all the time, with one core each. The fronts take turns with different words each time, and the
+vLLMs forget their prefixes in between, so no cache helps the next one. Hit ratios are those that
+the vLLMs report.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.suite.live.vllm_router import RouterServer
 from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer
-from benchmarks.suite.live.vllm_shapes import FrontServer
+from benchmarks.suite.live.vllm_shapes import FrontServer, reset_prefix_cache
 from moonpool.demo.client import CompletionClient
 from moonpool.demo.local_server import LocalServer, ServerError, free_port
 from moonpool.types import Struct
@@ -33,6 +35,7 @@ TURN_TOKENS = 96
 ANSWER_TOKENS = 16
 WORDS = range(5, 900)
 WARM_TURNS = 2
+MEASURED_S = 180.0
 _COUNTER = r"^vllm:prefix_cache_{}_total\{{.*?\}} (\S+)$"
 Say = Callable[[str], None]
 Start = Callable[[], AbstractContextManager[str]]
@@ -53,13 +56,18 @@ class FrontWorkload(Struct, frozen=True):
         return OPENING_TOKENS + self.turns * (TURN_TOKENS + ANSWER_TOKENS) + ANSWER_TOKENS
 
 
-def bench_fronts(python: str, talk: FrontWorkload, rounds: int, say: Say) -> dict[str, Any]:
-    """Rows by front, each the median of its rounds. Raises ServerError, httpx.HTTPError."""
+def bench_fronts(
+    python: str, router_python: str, talk: FrontWorkload, rounds: int, say: Say
+) -> dict[str, Any]:
+    """Rows by front, each the median of its rounds. `router_python`: of an installation of
+    vllm-router; "" leaves it out. Raises ServerError, httpx.HTTPError."""
     found: dict[str, list[dict[str, float]]] = {}
     with _engines(python, talk) as (engines, places):
-        fronts = _fronts(python, talk, engines, places)
+        fronts = _fronts(python, router_python, talk, engines, places)
         for number in range(rounds):
             for place, (name, start) in enumerate(fronts.items()):
+                for engine in engines:
+                    reset_prefix_cache(engine.url)
                 with start() as url:
                     asyncio.run(_converse(url, talk, WARM_TURNS, -1 - place - 8 * number))
                     before = _cache_counts(engines)
@@ -141,26 +149,56 @@ def _engines(python: str, talk: FrontWorkload) -> Iterator[tuple[list[LocalServe
                 "--num-gpu-blocks-override": talk.kv_tokens // CPU_BLOCK_TOKENS,
             }
             flags = ("--kv-events-config", json.dumps(told))
-            server = VllmServer(python, talk.model, str(core), options, flags)
+            environment = {"VLLM_SERVER_DEV_MODE": "1"}  # has the reset
+            server = VllmServer(python, talk.model, str(core), options, flags, environment)
             engines.append(stack.enter_context(server))
             places.append(f"{server.url},tcp://127.0.0.1:{events},tcp://127.0.0.1:{replay}")
         yield engines, places
 
 
 def _fronts(
-    python: str, talk: FrontWorkload, engines: list[LocalServer], places: list[str]
+    python: str,
+    router_python: str,
+    talk: FrontWorkload,
+    engines: list[LocalServer],
+    places: list[str],
 ) -> dict[str, Start]:
     urls = [engine.url for engine in engines]
 
     def ours(known: list[str]) -> Start:
         words = [word for place in known for word in ("--vllm", place)]
-        return lambda: _url_of(LocalServer([talk.model, *words, "--admission", "none"]))
+        return lambda: _measured_url_of(
+            LocalServer([talk.model, *words, "--admission", "none"]), len(known)
+        )
 
+    def router(*flags: str) -> Start:
+        return lambda: _url_of(RouterServer(router_python, urls, flags))
+
+    routers: dict[str, Start] = {}
+    if router_python:
+        events = RouterServer.event_flags(talk.model, places, CPU_BLOCK_TOKENS)
+        routers = {
+            "vllm-router, cache_aware": router("--policy", "cache_aware"),
+            "vllm-router, kv_aware": router("--policy", "kv_aware", *events),
+        }
     return {
         LEAST_BUSY: lambda: _url_of(FrontServer(python, ["turns", *urls])),
+        **routers,
         "moonpool, cache assumed": ours(urls),
         "moonpool, KV events": ours(places),
     }
+
+
+@contextmanager
+def _measured_url_of(server: LocalServer, num_engines: int) -> Iterator[str]:
+    """Once the times of all engines are measured, which it does while it serves."""
+    with server:
+        until_s = time.monotonic() + MEASURED_S
+        while sum("measured vLLM" in line for line in server.log_lines()) < num_engines:
+            if time.monotonic() > until_s:
+                raise ServerError(f"the vLLMs were not measured: {server.last_words()}")
+            time.sleep(0.2)
+        yield server.url
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from uvicorn.server import ServerState
 from moonpool.api import messages
 from moonpool.api.access.admission import CallerCheck
 from moonpool.api.access.route_rules import RouteRule, rule_of
-from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.acceptor import Acceptor
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.half_read import HalfRead
@@ -38,18 +37,18 @@ from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.resumption import accepted_bytes
 from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.connection.work_mark import WorkMark
-from moonpool.api.embeddings import Embedder
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.generate import Generator
 from moonpool.api.html_page import HtmlPage
-from moonpool.api.http_context import ActiveCalls, HttpContext, request_id_of
+from moonpool.api.http_context import HttpContext, request_id_of
 from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
+from moonpool.api.models.model_apis import ModelApis
+from moonpool.api.models.model_calls import ModelCalls
 from moonpool.api.openapi import openapi_document
-from moonpool.api.rate_limits import RateLimits
 from moonpool.api.sharing.body_memory import BodyMemory
+from moonpool.protocol.model_offer import POOLING_PATHS
 
 logger = logging.getLogger(__name__)
 HAND_OVER_LOOK_S = 0.01
@@ -58,27 +57,27 @@ RENEWAL_S = 2.0
 GENERATING = {
     "/v1/chat/completions",
     "/v1/completions",
-    "/v1/embeddings",
     "/v1/responses",
     "/v1/messages",
+    *POOLING_PATHS,
 }
 """Paths whose refusals count as refused requests."""
+EMBEDDINGS = "/v1/embeddings"
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
 def make_app(
-    frontend: Frontend, options: ApiOptions | None = None, bodies: BodyReader | None = None
+    frontend: Frontend, options: ApiOptions | None = None, models: ModelApis | None = None
 ) -> Starlette:
     """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop.
 
-    `bodies` is closed by the caller. Raises NoRuleError for a route that `route_rules` lacks.
+    `models` is closed by the caller. Raises NoRuleError for a route that `route_rules` lacks.
     """
     options = options or ApiOptions()
-    bodies = bodies or BodyReader(frontend, options)
+    models = models or ModelApis(frontend, options)
     memory, access = BodyMemory(options.max_body_bytes), CallerCheck(options)
-    shared = frontend, options, bodies, ActiveCalls(), RateLimits(options.limits)
-    generator, embedder = Generator(*shared), Embedder(*shared)
-    inspector = Inspector(frontend, options, bodies)
+    calls = ModelCalls(models)
+    inspector = Inspector(frontend, models)
     controller = Controller(frontend, options)
     live_page = LivePage(frontend)
 
@@ -94,13 +93,14 @@ def make_app(
 
     message_route = partial(route, payload_of=messages.error_payload)
     routes = [
-        route("/v1/chat/completions", generator.chat, "POST"),
-        route("/v1/completions", generator.complete, "POST"),
-        route("/v1/embeddings", embedder.embed, "POST"),
-        route("/v1/responses", generator.respond, "POST"),
-        message_route("/v1/messages", generator.message, "POST"),
+        route("/v1/chat/completions", calls.chat, "POST"),
+        route("/v1/completions", calls.complete, "POST"),
+        route(EMBEDDINGS, calls.embed, "POST"),
+        *(route(path, calls.pool, "POST") for path in POOLING_PATHS if path != EMBEDDINGS),
+        route("/v1/responses", calls.respond, "POST"),
+        message_route("/v1/messages", calls.message, "POST"),
         message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),
-        route("/load", generator.load),
+        route("/load", calls.load),
         route("/openapi.json", openapi),
         route("/v1/models", inspector.models),
         route("/v1/models/{model_id:path}", inspector.model),

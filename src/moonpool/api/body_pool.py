@@ -28,7 +28,7 @@ from moonpool.api.body_process import (
 from moonpool.api.body_reading.client import BodyClient, BodyProcessEndedError, NotReadError
 from moonpool.api.body_reading.limits import body_s, ended_twice, too_long
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions, Frontend, ModelCard, RequestRefused
+from moonpool.api.frontend import ApiOptions, ModelCard, ModelFrontend, RequestRefused
 from moonpool.api.grammars.check import GrammarCheck
 from moonpool.api.preparation import PreparedCall, Preparer
 from moonpool.api.turns import MAX_WAITING, FairTurns
@@ -50,7 +50,7 @@ class BodyReader:
     """Reads the bodies of one server's calls. `close` ends its processes."""
 
     def __init__(
-        self, frontend: Frontend, options: ApiOptions, first: BodyClient | None = None
+        self, frontend: ModelFrontend, options: ApiOptions, first: BodyClient | None = None
     ) -> None:
         """`first`: a process that has loaded the tokenizer already."""
         self._frontend = frontend

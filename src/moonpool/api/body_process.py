@@ -38,6 +38,7 @@ from moonpool.api.body_reading.limits import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody
 from moonpool.api.preparation import (
     CHAT,
     COMPLETION,
@@ -69,6 +70,8 @@ Kind = Literal[
     "count_tokens",
     "tokenize",
     "detokenize",
+    "forwarded",
+    "pooling",
 ]
 BYTE_TOKENIZER = "bytes"  # as in `engine.model_info`
 LARGE_BYTES = 64 << 10
@@ -148,6 +151,8 @@ class BodyResult(Struct, frozen=True):
     was_exhausted: bool = False  # it took all the time or memory that it might
     fault: str = ""  # a traceback
     was_left: bool = False  # it was not read: another of its party had just taken too much
+    num_tokens: int = 0
+    is_exact: bool = False
 
 
 _FRAME: msgspec.msgpack.Decoder[BodyWork | UseCard] = msgspec.msgpack.Decoder(BodyWork | UseCard)
@@ -169,6 +174,13 @@ _READ_ALREADY = (
 def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
     """Returns the call without what only its preparation needed. Raises `ApiError`."""
     body, original = prepared.body, prepared.original
+    if isinstance(original, ForwardedBody):
+        return BodyResult(
+            original=msgspec.json.encode(original),
+            prompts=_packed(prepared.prompts),
+            num_tokens=prepared.num_tokens,
+            is_exact=prepared.is_exact,
+        )
     gone: dict[str, Any] = dict.fromkeys(_READ_ALREADY)
     if isinstance(body, ChatBody):
         gone |= {"messages": None, "chat_template_kwargs": None}
@@ -185,11 +197,10 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
             " Shorten them."
         )
         raise ApiError(text, status=413, code="body_too_large")
-    prompts = tuple(array("i", token_ids).tobytes() for token_ids in prepared.prompts)
     return BodyResult(
         body=rest,
         original=kept,
-        prompts=prompts,
+        prompts=_packed(prepared.prompts),
         echoes=tuple(prepared.echoes),
         grammar=prepared.grammar,
         grammar_field=prepared.grammar_field,
@@ -198,12 +209,25 @@ def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
     )
 
 
+def _packed(prompts: Sequence[Sequence[int]]) -> tuple[bytes, ...]:
+    return tuple(array("i", token_ids).tobytes() for token_ids in prompts)
+
+
 def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
     prompts = []
     for data in done.prompts:
         token_ids = array("i")
         token_ids.frombytes(data)
         prompts.append(tuple(token_ids))
+    if kind in ("forwarded", "pooling"):
+        forwarded = FORWARDED.decode(done.original) if done.original else None
+        return PreparedCall(
+            CompletionBody(),
+            prompts,
+            original=forwarded,
+            num_tokens=done.num_tokens,
+            is_exact=done.is_exact,
+        )
     if kind in ("completion", "embeddings"):
         body: CompletionBody | ChatBody = COMPLETION.decode(done.body)
         embedded = EMBEDDINGS.decode(done.original) if kind == "embeddings" else None

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream
 from moonpool.api.connection.work_mark import marked
-from moonpool.api.frontend import Frontend, Output, RequestRefused
+from moonpool.api.frontend import ModelFrontend, Output, RequestRefused
 from moonpool.api.output_text.said import Said, ToolCallDelta, plain
 from moonpool.api.output_text.source import OutputReader
 from moonpool.api.output_text.text_offsets import TextOffsets
@@ -88,7 +88,7 @@ class Choice:
         self._text_stream = tokenizer.stream(skips, shown) if shown else tokenizer.stream(skips)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
 
-    async def deltas(self, frontend: Frontend) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, frontend: ModelFrontend) -> AsyncGenerator[Delta, None]:
         """Yields increments until the output ends. Leaving early aborts the request.
 
         Raises `RequestRefused`, and RuntimeError if the outputs stop without a finish reason.
@@ -116,7 +116,7 @@ class Choice:
         self.delivered.extend([token.token_id for token in output.tokens])
         return delta
 
-    async def _judged(self, output: Output, frontend: Frontend) -> Delta:
+    async def _judged(self, output: Output, frontend: ModelFrontend) -> Delta:
         """Takes an output, and tells the head if the answer ended otherwise than the engine says:
         by a stop string, or as no valid one. A client that reads slowly is not awaited for that."""
         request_id = self.request.request_id
@@ -275,7 +275,7 @@ def _pieces(output: Output) -> list[Output]:
 
 async def run_choices(
     choices: Sequence[Choice],
-    frontend: Frontend,
+    frontend: ModelFrontend,
     kept: KeptStream | None = None,
     known: Sequence[Delivered] = (),
 ) -> AsyncGenerator[Delta, None]:
@@ -335,7 +335,7 @@ async def _come_again(
 
 
 async def _run(
-    choices: Sequence[Choice], frontend: Frontend, kept: KeptStream | None
+    choices: Sequence[Choice], frontend: ModelFrontend, kept: KeptStream | None
 ) -> AsyncGenerator[Delta, None]:
     if not choices:
         return
@@ -364,7 +364,7 @@ async def _run(
 
 
 async def _pump(
-    choice: Choice, frontend: Frontend, queue: asyncio.Queue[Delta | Exception | None]
+    choice: Choice, frontend: ModelFrontend, queue: asyncio.Queue[Delta | Exception | None]
 ) -> None:
     try:
         async with aclosing(choice.deltas(frontend)) as deltas:

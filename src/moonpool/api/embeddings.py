@@ -15,7 +15,7 @@ from moonpool.api.bodies import EmbeddingsBody
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.work_mark import marked
-from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
+from moonpool.api.frontend import ApiOptions, ModelFrontend, RequestRefused
 from moonpool.api.generate import limits_of, seconds_left, tenant_of
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.rate_limits import RateLimits
@@ -48,7 +48,7 @@ class Embedder:
 
     def __init__(
         self,
-        frontend: Frontend,
+        frontend: ModelFrontend,
         options: ApiOptions,
         bodies: BodyReader,
         active: ActiveCalls,
@@ -140,7 +140,7 @@ class Embedder:
                     text = "The server aborted this request. Send it again."
                     raise RequestRefused(503, "aborted", text)
                 if output.tokens:
-                    found = _Found(output.tokens[0].embedding, output.cached_tokens)
+                    found = _Found(output.tokens[0].payload, output.cached_tokens)
         if found is None or not found.embedding:
             raise RuntimeError(f"request {request_id} ended without an embedding")
         return found

@@ -11,13 +11,12 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from moonpool.api.bodies import decode_body
-from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, Frontend
 from moonpool.api.generate import limits_of
 from moonpool.api.http_context import HttpContext, scoped_id
-from moonpool.api.preparation import check_model
+from moonpool.api.models.model_apis import ModelApi, ModelApis
 
 DEFAULT_HOT = 20
 MAX_HOT = 1000
@@ -27,20 +26,17 @@ _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 class Inspector:
     """Serves the endpoints that only read from one frontend."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions, bodies: BodyReader):
+    def __init__(self, frontend: Frontend, models: ModelApis):
         self._frontend = frontend
-        self._options = options
-        self._bodies = bodies
-        self._names = options.names(frontend.card)
+        self._models = models
 
     async def models(self, context: HttpContext) -> None:
-        data = [self._model(name) for name in self._names]
+        data = [_described(api, name) for api in self._models.all() for name in api.names]
         await _respond(context, {"object": "list", "data": data, "has_more": False})
 
     async def model(self, context: HttpContext) -> None:
         name = context.scope["path_params"]["model_id"]
-        check_model(name, self._names)
-        await _respond(context, self._model(name))
+        await _respond(context, _described(self._models.named(name), name))
 
     async def health(self, context: HttpContext) -> None:
         await context.respond(503 if self._frontend.not_ready() else 200, b"", b"text/plain")
@@ -79,20 +75,26 @@ class Inspector:
 
         Raises ApiError for a limit out of range.
         """
-        query = parse_qs(context.scope.get("query_string", b"").decode("ascii", "replace"))
-        text = query.get("limit", [str(DEFAULT_HOT)])[-1]
+        text = _asked(context, "limit") or str(DEFAULT_HOT)
         if not text.isdigit() or not 1 <= int(text[:9]) <= MAX_HOT:
             raise ApiError(f"'limit' must be between 1 and {MAX_HOT}.", status=400, param="limit")
         found = await self._frontend.hot_prefixes(int(text))
         await _respond(context, {"prefixes": found})
 
     async def beliefs(self, context: HttpContext) -> None:
-        """Shows what the Conductor assumes of each instance."""
-        await _respond(context, self._frontend.beliefs())
+        """Shows what the Conductor assumes of each instance; `?model=NAME`: of another model than
+        the default."""
+        await _respond(context, self._frontend.beliefs(_asked(context, "model")))
 
     async def event_log(self, context: HttpContext) -> None:
-        """The log holds the token ids of all tenants' prompts and answers."""
-        await context.respond(200, self._frontend.event_log(), b"application/octet-stream")
+        """The log holds the token ids of all tenants' prompts and answers. `?model=NAME` takes
+        another model's than the default's. Raises ApiError for an unknown model."""
+        name = _asked(context, "model")
+        log = self._frontend.event_log(name)
+        if log is None:
+            self._models.named(name)
+            raise ApiError("There is no model yet.", status=404, code="model_not_found")
+        await context.respond(200, log, b"application/octet-stream")
 
     async def explain(self, context: HttpContext) -> None:
         """Takes a request id or the id of a response. Raises ApiError (404) for an unknown one."""
@@ -102,8 +104,7 @@ class Inspector:
             request_id = request_id.removeprefix(prefix)
         tenant = context.tenant
         if context.is_admin:  # may name another tenant: `?tenant=NAME`
-            query = parse_qs(context.scope.get("query_string", b"").decode("ascii", "replace"))
-            tenant = query.get("tenant", [tenant])[-1]
+            tenant = _asked(context, "tenant") or tenant
         found = self._frontend.explain(scoped_id(tenant, request_id))
         if found is None:
             text = (
@@ -116,8 +117,10 @@ class Inspector:
         await self._respond_to_body("tokenize", context)
 
     async def tokenizer_info(self, context: HttpContext) -> None:
-        """What `tokenizer_config.json` says, as vLLM shows it."""
-        await _respond(context, self._frontend.tokenizer.describe())
+        """What `tokenizer_config.json` says, as vLLM shows it; `?model=NAME`: that of another model
+        than the default."""
+        api = self._models.named(_asked(context, "model"))
+        await _respond(context, api.frontend.tokenizer.describe())
 
     async def detokenize(self, context: HttpContext) -> None:
         await self._respond_to_body("detokenize", context)
@@ -127,28 +130,38 @@ class Inspector:
         await self._respond_to_body("count_tokens", context)
 
     async def _respond_to_body(self, kind: Kind, context: HttpContext) -> None:
-        options = self._options
-        _, timeout_s = limits_of(context, self._frontend)
+        api = await self._models.of_call(context)
+        options = self._models.options
+        _, timeout_s = limits_of(context, api.frontend)
         raw = await context.read_body(options.max_body_bytes, options.body_timeout_s)
-        response = await self._bodies.respond(kind, raw, context.party, timeout_s)
+        response = await api.bodies.respond(kind, raw, context.party, timeout_s)
         await context.respond(200, response)
 
-    def _model(self, name: str) -> dict[str, Any]:
-        card = self._frontend.card
-        root = next((a.root for a in card.adapters if a.name == name), None)
-        return {
-            "id": name,
-            "object": "model",
-            "created": card.created_s,
-            "owned_by": "moonpool",
-            "root": card.model_id if root is None else root,
-            "parent": None if root is None else self._names[0],
-            "max_model_len": card.max_model_tokens,
-            # Anthropic's names
-            "type": "model",
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat(),
-        }
+
+def _described(api: ModelApi, name: str) -> dict[str, Any]:
+    """Describes a model under one of its names, or one of its adapters."""
+    card = api.frontend.card
+    root = next((a.root for a in card.adapters if a.name == name), None)
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created_s,
+        "owned_by": "moonpool",
+        "root": root or card.root or card.model_id,
+        "parent": None if root is None else api.names[0],
+        "max_model_len": card.max_model_tokens,
+        # Anthropic's names
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat(),
+    }
+
+
+def _asked(context: HttpContext, name: str) -> str | None:
+    """Returns a field of the query, if it is given."""
+    query = parse_qs(context.scope.get("query_string", b"").decode("ascii", "replace"))
+    values = query.get(name)
+    return values[-1] if values else None
 
 
 def installed_version() -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from moonpool.api.keys import TenantLimits
 from moonpool.engine.tokenizer import Tokenizer, TokenizerParts
+from moonpool.protocol.messages import ForwardedCall
+from moonpool.protocol.model_offer import Parsing
 from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
+
+if TYPE_CHECKING:
+    from moonpool.api.body_reading.client import BodyClient
 
 
 class AdapterCard(Struct, frozen=True):
@@ -36,6 +41,14 @@ class ModelCard(Struct, frozen=True):
     grammar_waits: bool = True
     """A grammar holds what comes behind the reasoning. False: the engine itself decides that."""
     adapters: tuple[AdapterCard, ...] = ()
+    root: str = ""  # the folder or id of its weights; "": as `model_id`
+    other_names: tuple[str, ...] = ()  # that clients may use, too
+    aliases: tuple[str, ...] = ()  # likewise, but not listed
+    generates: bool = True
+    forwards: tuple[str, ...] = ()
+    """Endpoints whose calls go to its vLLM servers as they are (see `forwarding`)."""
+    parses: tuple[Parsing, ...] = ()
+    """What all its vLLM servers find in their answers; chats with it go to them as they are."""
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
     system_fingerprint: str = ""  # of what answers follow from, beside the request
@@ -82,14 +95,34 @@ class RequestRefused(Exception):  # noqa: N818 (not a fault)
         self.projection = projection
 
 
-class Frontend(Protocol):
-    """The head as the HTTP layer sees it. All methods are called on the head's event loop."""
+class ModelFrontend(Protocol):
+    """One model of the head, as the endpoints that compute see it. All methods are called on the
+    head's event loop."""
 
-    card: ModelCard
-    tokenizer: Tokenizer
-    default_slo: Slo
-    request_timeout_s: float
-    now: Callable[[], float]
+    @property
+    def card(self) -> ModelCard:
+        """Replaced by another one when an instance joins that changes it."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def default_slo(self) -> Slo: ...
+
+    @property
+    def request_timeout_s(self) -> float: ...
+
+    def now(self) -> float: ...
+
+    def options(self, shared: ApiOptions) -> ApiOptions:
+        """Returns the server's options with those of this model."""
+        ...
+
+    def take_reader(self) -> BodyClient | None:
+        """Returns, once, a process that has loaded the model's tokenizer already; None: there is
+        none."""
+        ...
 
     def submit(
         self, request: Request, delivered: tuple[int, ...] | None = None
@@ -101,6 +134,17 @@ class Frontend(Protocol):
         Closing the iterator early (the client is gone) aborts the request everywhere, unless
         `finish` has ended it.
         """
+        ...
+
+    def forward(
+        self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
+        """As `submit`, for a request that a vLLM server answers from the client's own body. The
+        tokens of outputs have parts of its response as `payload`."""
+        ...
+
+    def why_not_forwarded(self) -> str:
+        """Returns why no call can be forwarded now; "" if calls can."""
         ...
 
     def finish(
@@ -119,6 +163,30 @@ class Frontend(Protocol):
     def stage(self, request_id: RequestId) -> str:
         """Returns what a request does now, such as "prefill"; "" if it is not placed yet, and may
         be refused."""
+        ...
+
+    def note_refused(self, reason: str) -> None:
+        """Counts a call that the HTTP layer refused before it became requests."""
+        ...
+
+    def note_answered(self, lengths: Sequence[int]) -> None:
+        """Counts a prompt whose choices all have an answer, of these lengths in tokens."""
+        ...
+
+
+class Frontend(Protocol):
+    """The head as the HTTP layer sees it. All methods are called on the head's event loop."""
+
+    @property
+    def default_slo(self) -> Slo: ...
+
+    @property
+    def request_timeout_s(self) -> float: ...
+
+    def now(self) -> float: ...
+
+    def models(self) -> Sequence[ModelFrontend]:
+        """Returns the models that can be asked for; the first one is the default."""
         ...
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
@@ -142,11 +210,7 @@ class Frontend(Protocol):
         ...
 
     def note_refused(self, reason: str) -> None:
-        """Counts a call that the HTTP layer refused before it became requests."""
-        ...
-
-    def note_answered(self, lengths: Sequence[int]) -> None:
-        """Counts a prompt whose choices all have an answer, of these lengths in tokens."""
+        """As for one model, before that is known."""
         ...
 
     def drop_cached_blocks(self) -> None:
@@ -162,12 +226,14 @@ class Frontend(Protocol):
         """Lets a head from the code on disk take this one's place."""
         ...
 
-    def beliefs(self) -> dict[str, Any]:
-        """Returns the learned cost corrections, which `simulate --beliefs` reads."""
+    def beliefs(self, name: str | None = None) -> dict[str, Any]:
+        """Returns the learned cost corrections, which `simulate --beliefs` reads. `name`: of a
+        model; None: the default."""
         ...
 
-    def event_log(self) -> bytes:
-        """Returns the Conductor's last events, as `moonpool rewind` reads them."""
+    def event_log(self, name: str | None = None) -> bytes | None:
+        """Returns the last events of a model's Conductor, as `moonpool rewind` reads them; None:
+        there is no such model."""
         ...
 
     def server_info(self) -> dict[str, Any]: ...
@@ -217,7 +283,12 @@ class ApiOptions:
 
     def names(self, card: ModelCard) -> tuple[str, ...]:
         """Returns the names of models that clients may use, the model's own first."""
-        return (self.served_names or (card.model_id,)) + tuple(a.name for a in card.adapters)
+        own = self.served_names or (card.model_id, *card.other_names)
+        return own + tuple(a.name for a in card.adapters)
+
+    def accepted(self, card: ModelCard) -> tuple[str, ...]:
+        """Returns `names`, and those that are not listed."""
+        return self.names(card) + (() if self.served_names else card.aliases)
 
     def __post_init__(self) -> None:
         if self.keepalive_s < 0:

@@ -27,7 +27,7 @@ from moonpool.api.choice import Choice, Delta, run_choices
 from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_of
 from moonpool.api.connection.silence import PING, Silence, comment_of
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
-from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
+from moonpool.api.frontend import ApiOptions, ModelFrontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.output_text.grammar import is_json
 from moonpool.api.output_text.model_output import ModelOutput
@@ -98,7 +98,7 @@ class Generator:
 
     def __init__(
         self,
-        frontend: Frontend,
+        frontend: ModelFrontend,
         options: ApiOptions,
         bodies: BodyReader,
         active: ActiveCalls,
@@ -205,10 +205,6 @@ class Generator:
                 writer.events(delta)
         payload = msgspec.json.encode(writer.whole())
         await context.respond(200, payload, headers=_timing_headers(choices[0]))
-
-    async def load(self, context: HttpContext) -> None:
-        """Returns the number of generating calls, as vLLM does."""
-        await context.respond(200, msgspec.json.encode({"server_load": len(self._active)}))
 
     async def _answer(self, call: _Call, shape: Shape) -> None:
         body = call.prepared.body
@@ -481,7 +477,7 @@ def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
     return f"{key_tenant}/{cache_salt}"
 
 
-def limits_of(context: HttpContext, frontend: Frontend) -> tuple[Slo, float]:
+def limits_of(context: HttpContext, frontend: ModelFrontend) -> tuple[Slo, float]:
     """Returns the SLO and the time limit of a call: the server's defaults or the call's headers."""
     slo = frontend.default_slo
     ttft_ms = _milliseconds(context, b"x-slo-ttft-ms")
@@ -498,7 +494,7 @@ def limits_of(context: HttpContext, frontend: Frontend) -> tuple[Slo, float]:
     return slo, timeout_s if timeout_ms is None else min(timeout_s, timeout_ms / 1e3)
 
 
-def seconds_left(arrived_s: float, timeout_s: float, frontend: Frontend) -> float:
+def seconds_left(arrived_s: float, timeout_s: float, frontend: ModelFrontend) -> float:
     """Returns the time to the deadline. Raises RequestRefused if it has passed, which it may have
     while a head was replaced."""
     left_s = arrived_s + timeout_s - frontend.now()

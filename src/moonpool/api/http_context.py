@@ -144,6 +144,7 @@ class HttpContext:
         self.max_body_bytes = 1 << 62
         self.started = False
         self.continues = False  # a response that another connection began
+        self._ahead: bytes | None = None
         self._receive = receive
         self._send = send
         self._connection: KeepingConnection | None = scope.get("moonpool.connection")
@@ -229,9 +230,18 @@ class HttpContext:
         if self._connection is not None:
             self._connection.end_call()
 
+    async def read_ahead(self, max_bytes: int, timeout_s: float) -> bytes:
+        """As `read_body`, which then returns the same."""
+        self._ahead = await self.read_body(max_bytes, timeout_s)
+        return self._ahead
+
     async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
         """Returns the body. Raises `ApiError` with 413, 415, 408 or 503, and `ClientGoneError`."""
         max_bytes = min(max_bytes, self.max_body_bytes)
+        if self._ahead is not None:
+            if len(self._ahead) > max_bytes:
+                raise _too_large(max_bytes)
+            return self._ahead
         self._check_content(max_bytes)
         body = self._body = HeldBody(self._memory, self.party)
         connection = self._connection

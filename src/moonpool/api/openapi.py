@@ -22,6 +22,7 @@ from moonpool.api.bodies import (
 )
 from moonpool.api.endpoints import DrainBody, installed_version
 from moonpool.api.messages import CountTokensBody, MessagesBody
+from moonpool.api.models.forwarded_bodies import ForwardedBody
 from moonpool.api.prompts import MOST_BAD_WORDS, ROLES
 from moonpool.api.responses import ResponsesBody
 from moonpool.api.sampling import (
@@ -35,11 +36,14 @@ from moonpool.api.sampling import (
     RANGES,
 )
 from moonpool.api.tools import MOST_TOOLS
+from moonpool.protocol.model_offer import POOLING_PATHS
 
+_POOLING = tuple(path for path in POOLING_PATHS if path != "/v1/embeddings")
 _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/embeddings": EmbeddingsBody,
+    **dict.fromkeys(_POOLING, ForwardedBody),
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
@@ -52,6 +56,7 @@ _SUMMARIES = {
     "/v1/chat/completions": "Answer a chat, whole or as server-sent events.",
     "/v1/completions": "Continue prompts, whole or as server-sent events.",
     "/v1/embeddings": "Convert texts to vectors.",
+    **dict.fromkeys(_POOLING, "As vLLM's, where a vLLM server that has it serves the model."),
     "/v1/responses": "Answer in OpenAI's format of responses.",
     "/v1/messages": "Answer in Anthropic's format.",
     "/v1/messages/count_tokens": "Count the prompt tokens of a message.",
@@ -97,6 +102,7 @@ _ERRORS: dict[str, tuple[int, ...]] = {
     "/v1/chat/completions": _OF_CALLS,
     "/v1/completions": _OF_CALLS,
     "/v1/embeddings": _OF_CALLS,
+    **dict.fromkeys(_POOLING, _OF_CALLS),
     "/v1/responses": _OF_CALLS,
     "/v1/messages": _OF_CALLS,
     "/v1/messages/count_tokens": (*_OF_BODIES, 404, 504),

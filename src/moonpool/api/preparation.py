@@ -7,7 +7,7 @@ large bodies (`body_pool`). `Preparer` itself knows no request, tenant or head.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from moonpool.api.bodies import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.models.forwarded_bodies import EstimatedPrompt, ForwardedReader
 from moonpool.api.prompt_text.truncation import truncation_of
 from moonpool.api.prompts import InThread, PromptReader
 from moonpool.api.responses import ResponsesBody, as_chat, of_input
@@ -61,17 +62,45 @@ class PreparedCall:
 
     `grammar` constrains the output; "": nothing does. `grammar_field` asks for it. `grammars.check`
     checks it afterwards. `original` is the body of an API other than chat and completions, for its
-    response.
+    response. `num_tokens`: of the whole prompt of a forwarded call, whose `prompts` are estimates
+    unless `is_exact`.
     """
 
     body: ChatBody | CompletionBody
     prompts: Sequence[tuple[int, ...]]
-    grammar: str
+    grammar: str = ""
     tools: Tools | None = None
     echoes: Sequence[str] = ()
     original: Any = None
     grammar_field: str = ""
     bad_words: tuple[BadWord, ...] = ()
+    num_tokens: int = 0
+    is_exact: bool = False
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PROMPTING = frozenset(
+    {
+        "messages",
+        "tools",
+        "tool_choice",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "system",
+        "input",
+        "instructions",
+    }
+)
+"""Fields of all APIs with messages that the prompt is made of."""
+
+
+class _Tooled(msgspec.Struct):
+    tools: list[Any] | None = None
+
+
+_TOOLED = msgspec.json.Decoder(_Tooled)
 
 
 class Preparer:
@@ -88,14 +117,16 @@ class Preparer:
         self._tokenizer = tokenizer
         self._in_thread = in_thread
         self._options = options
-        self._names = options.names(card)
         self.use(card)
 
     def use(self, card: ModelCard) -> None:
         """Reads later bodies by this card: the context may shrink when an instance joins."""
         self.card = card
         above = self._options.thread_above_chars
-        self._prompts = PromptReader(self._tokenizer, card, above, self._in_thread)
+        prompts = PromptReader(self._tokenizer, card, above, self._in_thread)
+        self._prompts = prompts
+        self._names = self._options.accepted(card)
+        self._forwarded = ForwardedReader(card, prompts.history_text, self._tokenizer.encode)
 
     async def chat(self, raw: bytes) -> PreparedCall:
         return await self._of_chat(decode_body(CHAT, raw))
@@ -164,6 +195,64 @@ class Preparer:
             if len(prompt_ids) > most:
                 raise context_exceeded(len(prompt_ids), most, param)
         return PreparedCall(prompt, prompts, "", original=body)
+
+    async def forwarded(self, raw: bytes) -> PreparedCall:
+        """Reads a body of an API with messages. If no vLLM server has to answer it as it is, there
+        is no prompt."""
+        found = _estimate(self._forwarded.media, raw)
+        if found is None and self._is_parsed_there(raw):
+            found = await self._of_text(raw)
+        if found is None:
+            return PreparedCall(CompletionBody(), ())
+        return self._of_estimate(found)
+
+    def _is_parsed_there(self, raw: bytes) -> bool:
+        """Whether the servers find in the answer what the client may expect there."""
+        parses = self.card.parses
+        return "reasoning" in parses or (
+            "tools" in parses and bool(decode_body(_TOOLED, raw).tools)
+        )
+
+    async def _of_text(self, raw: bytes) -> EstimatedPrompt:
+        """The prompt as it would be if the head rendered it, for the server does so with the same
+        template; what the head does not understand is estimated."""
+        fields = {name: value for name, value in _FIELDS.decode(raw).items() if name in _PROMPTING}
+        known = msgspec.json.encode(fields)
+        reads: tuple[Callable[[], ChatBody], ...] = (
+            lambda: decode_body(CHAT, known),
+            lambda: messages.as_chat(decode_body(_COUNT_TOKENS, known)),
+            lambda: as_chat(decode_body(RESPONSES, known)),
+        )
+        for read in reads:
+            try:
+                body = read()
+                Tools(body)
+                if not self._tokenizer.knows_tools:
+                    body.tools = None  # vLLM's template leaves them out, too
+                prompt = await self._prompts.read_chat(body)
+            except ApiError:
+                continue
+            return self._forwarded.whole(raw, prompt)
+        found = _estimate(self._forwarded.texts, raw)
+        assert found is not None
+        return found
+
+    async def pooling(self, raw: bytes) -> PreparedCall:
+        """Reads a body of an endpoint that a vLLM server has for models that generate nothing."""
+        found = _estimate(self._forwarded.pooling, raw)
+        assert found is not None
+        return self._of_estimate(found)
+
+    def _of_estimate(self, found: EstimatedPrompt) -> PreparedCall:
+        check_model(found.body.model, self._names)
+        body = CompletionBody(model=found.body.model)
+        return PreparedCall(
+            body,
+            (found.token_ids,),
+            original=found.body,
+            num_tokens=found.num_tokens,
+            is_exact=found.is_exact,
+        )
 
     async def tokenize(self, raw: bytes) -> bytes:
         """Returns the response of `/tokenize`. Raises ApiError without prompt and messages."""
@@ -255,6 +344,16 @@ def _continued(body: ChatBody) -> Sequence[str]:
     if not body.echo or last.get("role") != "assistant" or not isinstance(content, str):
         return ()
     return (content,)
+
+
+def _estimate(
+    read: Callable[[bytes], EstimatedPrompt | None], raw: bytes
+) -> EstimatedPrompt | None:
+    try:
+        return read(raw)
+    except RecursionError:
+        text = "The request body is nested too deeply. Use fewer levels."
+        raise ApiError(text, code="invalid_json") from None
 
 
 def check_model(name: str | None, served_names: Sequence[str]) -> None:

@@ -321,6 +321,16 @@ class PromptReader:
         except ChatTemplateError as error:
             raise ApiError(str(error), param="messages", code="chat_template_error") from None
 
+    def history_text(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Renders messages to which no answer is to follow. Raises ApiError."""
+        return self.chat_text(
+            messages,
+            add_generation_prompt=False,
+            continue_final_message=False,
+            tools=None,
+            arguments={},
+        )
+
     async def encode(
         self,
         text: str,

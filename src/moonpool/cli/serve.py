@@ -102,6 +102,7 @@ _SHARED_KEYS = (
     "telemetry.log_format",
     "telemetry.log_requests",
     "telemetry.otlp_traces_endpoint",
+    "vllm.parsers",
 )
 _SLO_HELPS = {
     f"slo.{key}": f"Service level for the {what}, in seconds. Unless given, nothing is refused for"
@@ -165,16 +166,17 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     """Start head and workers on this machine and serve MODEL until Ctrl-C.
 
     MODEL is a Hugging Face folder or id, or a built-in: moonpool/induction (the default, which
-    needs no download) or random:m150. With --vllm it is the model of the first vLLM server.
+    needs no download) or random:m150. With --vllm, all servers must serve it; without it, they may
+    serve several models.
     """
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
-    if places and model is None:
-        model = _model_of(places[0])
     config = _read(config_file, serve_overrides(flags), model)
     cluster = config.cluster
-    if config.engine.kind == "vllm" and not any(msgspec.structs.astuple(config.vllm)):
+    if config.engine.kind == "vllm" and not config.vllm.names_any:
         fail('engine.kind is "vllm", but [vllm] names no server: use --vllm URL')
     _check_events(config.vllm)
+    if places:
+        _check_vllm(places[0])
     if cluster.num_workers > MAX_LOCAL_INSTANCES:
         fail(f"one machine can start at most {MAX_LOCAL_INSTANCES} instances")
     _run(config, launch=True, secret=secrets.token_bytes(32))
@@ -221,27 +223,27 @@ def _read(config_file: str | None, overrides: Values, model: str | None) -> Conf
 
 def _check_events(vllm: VllmConfig) -> None:
     """Fails here, and not in each worker, where events are to be read and pyzmq is absent."""
-    places = (place for named in (vllm.prefill, vllm.decode, vllm.mixed) for place in named)
+    places = (place for named in vllm.places.values() for place in named)
     if any(vllm_place(place).events for place in places) and find_spec("zmq") is None:
         from moonpool.vllm.events import no_pyzmq
 
         fail(no_pyzmq())
 
 
-def _model_of(place: str) -> str:
-    """Returns the model that a vLLM server says it serves."""
+def _check_vllm(place: str) -> None:
+    """Fails here, and not in a worker that would wait for it, where no vLLM server is."""
     from moonpool.cli.worker import API_KEY_VARIABLE
     from moonpool.vllm.client import VllmClient, VllmError
 
-    async def read_model() -> str:
+    async def read_facts() -> None:
         client = VllmClient(vllm_place(place).url, os.environ.get(API_KEY_VARIABLE, ""))
         try:
-            return (await client.facts()).root
+            await client.facts()
         finally:
             await client.close()
 
     try:
-        return asyncio.run(read_model())
+        asyncio.run(read_facts())
     except ConfigError as error:
         fail(f"--vllm: {error}")
     except VllmError as error:

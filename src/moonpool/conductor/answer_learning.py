@@ -11,7 +11,6 @@ from moonpool.conductor.prefetching import Prefetching
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.room_forecast import RoomForecast
-from moonpool.request_record import RequestRecord
 from moonpool.types import InstanceId, Role
 
 
@@ -36,13 +35,17 @@ class AnswerLearning:
         self._rooms = rooms
         self._prefetching = prefetching
 
-    def learn_first(self, record: RequestRecord) -> None:
+    def learn_first(self, tracked: TrackedRequest) -> None:
         """A request has its first token."""
-        self._cost_estimator.note_first_token(record)
-        self._goodput.note_first_token(record)
+        if tracked.request.forwarded:  # its tokens are estimates
+            return
+        self._cost_estimator.note_first_token(tracked.record)
+        self._goodput.note_first_token(tracked.record)
 
     def learn(self, tracked: TrackedRequest, block_tokens: int, now: float) -> None:
         """Call it while the last attempt is still there."""
+        if tracked.request.forwarded:
+            return
         if self._prefetching is not None:
             self._prefetching.end(tracked, now)
         record, num_prompt_tokens = tracked.record, tracked.request.num_prompt_tokens

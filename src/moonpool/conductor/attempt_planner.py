@@ -113,12 +113,15 @@ class AttemptPlanner:
         footprint = self._footprint(tracked, len(tokens), layout)
         failed_on = [self._instances.get(name) for name in sorted(tracked.failed_on)]
         avoid = [state.row for state in failed_on if state is not None]
-        decision = self._decide(tracked, footprint, match, avoid, now)
+        lacking = self._lacking(request.adapter)
+        if len(lacking) == len(self._instances):
+            return Rejection(503, "no_instance", "no instance with this adapter is up", 5.0)
+        decision = self._decide(tracked, footprint, match, [*lacking, *avoid], now)
         if not tracked.arrival_noted:
             tracked.arrival_noted = True
             self._note_arrival(footprint, decision, match, request.sampling.max_tokens, now)
         if isinstance(decision, Rejection) and avoid:
-            decision = self._decide(tracked, footprint, match, (), now)
+            decision = self._decide(tracked, footprint, match, lacking, now)
         if isinstance(decision, Rejection):
             return self._with_need(decision, footprint, match)
         self._output_predictor.predict(tracked, match.deepest)
@@ -137,6 +140,13 @@ class AttemptPlanner:
         needs_room = footprint.decodes or rejection.reason == NO_ROOM
         room_tokens = footprint.expected_tokens if needs_room else 0
         return msgspec.structs.replace(rejection, prefill_s=least_s, room_tokens=room_tokens)
+
+    def _lacking(self, adapter: str) -> list[int]:
+        """The rows of instances without this adapter: vLLM servers may have different ones."""
+        if not adapter:
+            return []
+        states = self._instances.values()
+        return [state.row for state in states if adapter not in state.info.adapters]
 
     def attempt(self, tracked: TrackedRequest, planned: PlannedAttempt) -> Attempt:
         placement, footprint = planned.placement, planned.footprint

@@ -46,6 +46,7 @@ from moonpool.config_slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
 from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
+    CostMeasured,
     DropCachedBlocks,
     HotPrefixes,
     InstanceInfo,
@@ -297,6 +298,8 @@ class Conductor:
                 )
             case InstanceLoad():
                 state.load = report
+            case CostMeasured():
+                self.cost_estimator.take_profile(state, report.cost)
             case RoleChanged():
                 self._actions += self.roles.on_role_changed(state, report.role, now)
             case HotPrefixes():

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from msgspec import structs
 
 from moonpool.conductor.admission import SloBudget
 from moonpool.conductor.estimators import PredictionError
@@ -135,6 +136,14 @@ class CostEstimator:
             changed = self.tbt_tail.observe(longest_s, tpot_s)
             if changed and self._learning:
                 self._table.tbt_tail = self.tbt_tail.value
+
+    def take_profile(self, state: InstanceState, cost: FittedCost) -> None:
+        """The instance has measured its times, and joined with assumed ones. What was learned is
+        about those."""
+        state.info = structs.replace(state.info, cost=cost)
+        state.prefill_factor, state.decode_factor = LearnedFactor(), LearnedFactor()
+        state.transfer_factor = LearnedFactor()
+        self._table.set_cost(state.row, cost)
 
     def may_probe(
         self, placement: Placement, prefill_row: int, budget: SloBudget, limit: float, now: float

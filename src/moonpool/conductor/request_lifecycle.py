@@ -399,7 +399,7 @@ class RequestLifecycle:
         else:
             tracked.record.note_tokens(len(tokens), now, gap_s)
         if is_first:
-            self._learning.learn_first(tracked.record)
+            self._learning.learn_first(tracked)
         self._actions.append(
             Deliver(tracked.request.request_id, tokens, finish, tracked.record.cached_tokens)
         )
@@ -412,7 +412,8 @@ class RequestLifecycle:
         tracked.failed_on.add(instance_id)
         text = f"{instance_id}: {report.message}"
         if report.reason == REFUSED:  # another engine of that kind would refuse it, too
-            self._reject(tracked, Rejection(400, REFUSED, report.message, 0.0), now)
+            status = report.engine_status or 400
+            self._reject(tracked, Rejection(status, REFUSED, report.message, 0.0), now)
         elif report.reason != "tbt_slo":
             self._retry(tracked, 503, report.reason, text, now)
         else:
@@ -472,11 +473,12 @@ class RequestLifecycle:
         at_fault: bool = True,
     ) -> None:
         """Places the request again. After too many faults without a token, rejects it with the
-        last reason."""
+        last reason. A forwarded answer that has begun cannot go on elsewhere."""
         tracked.explanation.add(text)
         self._unbook(tracked, now)
         tracked.num_faults += at_fault
-        if tracked.num_faults >= self._max_attempts or now >= tracked.request.deadline_s:
+        is_last = tracked.num_faults >= self._max_attempts or now >= tracked.request.deadline_s
+        if is_last or (tracked.request.forwarded and tracked.generated):
             self._reject(tracked, Rejection(status, reason, text, 1.0), now)
             return
         delay_s = RETRY_DELAYS_S[min(max(tracked.num_faults - 1, 0), len(RETRY_DELAYS_S) - 1)]

@@ -100,4 +100,4 @@ def _embedding(total: NDArray[np.float64]) -> Token:
         raise ArithmeticError("the hidden states of a prompt contain NaN or infinity")
     # The length does not depend on the number of tokens, so the sum serves for the mean.
     unit = total / max(float(np.sqrt(np.square(total).sum())), 1e-300)
-    return Token(0, embedding=unit.astype("<f4").tobytes())
+    return Token(0, payload=unit.astype("<f4").tobytes())

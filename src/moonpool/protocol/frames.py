@@ -37,6 +37,7 @@ from moonpool.config import (
     SloConfig,
 )
 from moonpool.protocol.messages import Command, InstanceInfo, Report
+from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import InstanceId, Role, Struct
 
@@ -56,6 +57,7 @@ class Apply(Struct, frozen=True, tag=True):
     host: str
     pid: int
     attention: tuple[str, ...] = ()  # its attention workers, if it only reconnects
+    offer: ModelOffer | None = None  # of a vLLM server; since protocol 11
 
 
 class ApplyAttention(Struct, frozen=True, tag=True):
@@ -142,14 +144,16 @@ class AnswersCopied(Struct, frozen=True, tag=True):
 class Leadership(Struct, frozen=True, tag=True):
     """The head is alive, and its workers should try `standbys` when it is not.
 
-    `instances`, for standbys: the instances that requests should wait for. `replaced`: the head
-    has stopped serving, because one of this epoch at `standbys` serves.
+    `instances`, for standbys: the instances that requests should wait for; `offers`: the models of
+    those that are vLLM servers. `replaced`: the head has stopped serving, because one of this epoch
+    at `standbys` serves.
     """
 
     epoch: int
     standbys: tuple[HeadAddress, ...] = ()
     instances: dict[InstanceId, Role] = msgspec.field(default_factory=dict)
     replaced: bool = False
+    offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
 
 
 class Joined(Struct, frozen=True, tag=True):

@@ -18,6 +18,7 @@ from moonpool.types import (
     BlockKey,
     FinishReason,
     InstanceId,
+    RequestId,
     Role,
     SamplingParams,
     Slo,
@@ -28,6 +29,20 @@ from moonpool.types import (
 AttemptId = NewType("AttemptId", str)
 
 
+def request_of(attempt_id: AttemptId) -> RequestId:
+    """The request of an attempt: its id is that of the request and a number after a slash."""
+    return RequestId(attempt_id.rpartition("/")[0])
+
+
+class ForwardedCall(Struct, frozen=True):
+    """A call that a vLLM server gets as its client has sent it: the endpoint's path, and the JSON
+    body. `is_exact`: the tokens that it is placed by are those that the server makes of it."""
+
+    path: str
+    body: bytes
+    is_exact: bool = False
+
+
 class AttemptSpec(Struct, frozen=True):
     """One attempt: the tokens to compute and how to continue them.
 
@@ -36,7 +51,8 @@ class AttemptSpec(Struct, frozen=True):
     are not cached. `tolerance`: the decode instance's own check allows this multiple of the SLO.
     `max_step_s`: instead of that check, the request waits to join the batch until a step of all
     decodes should take no longer than this; None: it does not wait. `traceparent` goes to an engine
-    that traces by itself. `is_traced`: the instance reports an `AttemptSpan` of each part.
+    that traces by itself. `is_traced`: the instance reports an `AttemptSpan` of each part. `call`:
+    what is to be computed, of a forwarded request; the head adds it when it sends the attempt.
     """
 
     attempt_id: AttemptId
@@ -56,6 +72,7 @@ class AttemptSpec(Struct, frozen=True):
     priority: int = 0  # as in `Request`
     share: float = 1.0  # of the tenant, relative to others
     cache_share: float = 1.0  # of the instance's cache, that the tenant may have
+    call: ForwardedCall | None = None  # since protocol 11
 
 
 class PrefixSource(Struct, frozen=True):
@@ -271,6 +288,7 @@ class AttemptFailed(Struct, frozen=True, tag=True):
     attempt_id: AttemptId
     reason: str  # no_blocks | tbt_slo | engine_error | blocks_lost | refused_by_engine
     message: str
+    engine_status: int = 0  # of HTTP, with which a vLLM server refused; since protocol 11
 
 
 class AttemptTokens(Struct, frozen=True, array_like=True):
@@ -358,6 +376,24 @@ class TierLoad(Struct, frozen=True):
     name: str = "SSD"  # the kind of tier
 
 
+class CacheView(Struct, frozen=True):
+    """How it is known what a vLLM server caches, and how right that is.
+
+    `source`: "events" that the server publishes; "assumed" from the prompts that it has received,
+    because no events were asked for; "distrusted": likewise, because the events do not come or do
+    not fit. Tokens are those since the instance joined: of prompts that it was sent, of which
+    `expected_tokens` should have been cached; and as the server counts them, which may have other
+    clients, too.
+    """
+
+    source: str
+    note: str = ""  # why the events are not used, and what to do
+    prompt_tokens: int = 0
+    expected_tokens: int = 0
+    engine_queries: int = 0
+    engine_hits: int = 0
+
+
 class InstanceLoad(Struct, frozen=True, tag=True):
     """Heartbeat and gauges of an instance; `owners` splits `held_blocks` by owner of the holds."""
 
@@ -370,6 +406,13 @@ class InstanceLoad(Struct, frozen=True, tag=True):
     counters: dict[str, float]
     num_blocks: int = 0  # of the whole pool
     ssd: TierLoad | None = None
+    cache_view: CacheView | None = None  # of a vLLM server; since protocol 11
+
+
+class CostMeasured(Struct, frozen=True, tag=True):
+    """The times of an instance that joined with assumed ones. Since protocol 11."""
+
+    cost: FittedCost
 
 
 Report = (
@@ -388,4 +431,5 @@ Report = (
     | PrefixTakenOver
     | LeaveRequested
     | InstanceLoad
+    | CostMeasured
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-DISPENSABLE = frozenset({"cache_share", "rank"})
+DISPENSABLE = frozenset({"cache_share", "rank", "cache_view", "engine_status"})
 """Fields since protocol 11 without which a peer serves the request as well. Of a struct that is an
 array, they are the last ones."""
 

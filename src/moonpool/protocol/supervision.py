@@ -34,6 +34,7 @@ from typing import ClassVar
 import msgspec
 
 from moonpool.config import Config
+from moonpool.protocol.model_offer import ModelOffer
 from moonpool.types import InstanceId, Role, Struct
 
 HUNG_STATUS = 70
@@ -60,7 +61,8 @@ class HeadBegin(Packet, frozen=True, tag=True):
     """The first message, with two listening sockets: of HTTP, and of the control connections.
 
     `launch`: the supervisor starts the workers. `num_restarts`: earlier heads that died.
-    `num_upgrades`: those that handed over. `expected`: the instances that the one before had.
+    `num_upgrades`: those that handed over. `expected`: the instances that the one before had, and
+    `offers`: the models of those that are vLLM servers.
     """
 
     num_fds: ClassVar[int] = 2
@@ -72,6 +74,7 @@ class HeadBegin(Packet, frozen=True, tag=True):
     num_upgrades: int = 0
     epoch: int = 1  # of the heads; a standby that takes over adds one
     ended: tuple[HeadsEnded, ...] = ()  # the last such calls
+    offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
@@ -187,9 +190,10 @@ class PassConnection(Packet, frozen=True, tag=True):
 
 
 class InstancesKnown(Packet, frozen=True, tag=True):
-    """The instances that a further head should wait for."""
+    """The instances that a further head should wait for, and the models of vLLM servers."""
 
     roles: dict[InstanceId, Role]
+    offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
 
 
 class KeepAnswer(Packet, frozen=True, tag=True):
@@ -251,6 +255,7 @@ class SupervisorState(Struct, frozen=True):
     cut_answers: dict[int, int] = msgspec.field(default_factory=dict)
     ended: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
     """By answer: heads that its call has ended, and that were killed with it."""
+    offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
 
     @property
     def fds(self) -> list[int]:

@@ -54,6 +54,8 @@ class Agreed(NamedTuple):
 NEWEST_PROTOCOL = 11
 STATES_RELEASE = 11
 """The first protocol in which a worker states its release when it joins."""
+TAKES_OFFERS = 11
+"""The first protocol in which a vLLM server's worker states its model when it applies."""
 KNOWS_STANDBYS = 11
 """The first protocol with Leadership."""
 BLOCK_FORMATS = VersionRange(1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -111,7 +112,7 @@ def describe_server(config: Config) -> dict[str, Any]:
     """Describes the configuration without its secrets, and which service levels are assumed."""
     tables = msgspec.to_builtins(config)
     tables["api"]["api_keys"] = len(config.api.api_keys)
-    tables["vllm"] = {role: len(places) for role, places in tables["vllm"].items()}
+    tables["vllm"] |= {role: len(places) for role, places in config.vllm.places.items()}
     slo = config.slo.usual
     tables["slo"] = {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s}
     return {"config": tables, "assumed_slos": list(slo.assumed)}
@@ -199,6 +200,8 @@ def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -
         }
         if load.ssd is not None:
             described["ssd"] = msgspec.to_builtins(load.ssd)
+        if load.cache_view is not None:
+            described["cache_view"] = msgspec.to_builtins(load.cache_view)
         described["running"] = load.num_running
         described["waiting"] = load.num_waiting
         described["counters"] = load.counters
@@ -216,12 +219,18 @@ class _Prefix:
     num_bytes: int
 
 
-def describe_hot(conductor: Conductor, num_prefixes: int) -> list[dict[str, Any]]:
-    """Describes the most used prefixes first.
+def describe_hot(conductors: Sequence[Conductor], num_prefixes: int) -> list[dict[str, Any]]:
+    """Describes the most used prefixes of all models first.
 
     Uses are summed over the instances that list the prefix. The index gives the location of its
     last block.
     """
+    found = [(p, c, key) for c in conductors for key, p in _hot_prefixes(c).items()]
+    found.sort(key=lambda item: (-item[0].num_uses, -item[0].num_tokens))
+    return [_describe(conductor, key, prefix) for prefix, conductor, key in found[:num_prefixes]]
+
+
+def _hot_prefixes(conductor: Conductor) -> dict[BlockKey, _Prefix]:
     found: dict[BlockKey, _Prefix] = {}
     for state in conductor.instances.values():
         if state.hot is None:
@@ -234,8 +243,7 @@ def describe_hot(conductor: Conductor, num_prefixes: int) -> list[dict[str, Any]
                 _Prefix(0, size * layout.block_tokens, size * layout.block_bytes),
             )
             one.num_uses += prefix.num_uses
-    ranked = sorted(found.items(), key=lambda item: (-item[1].num_uses, -item[1].num_tokens))
-    return [_describe(conductor, key, one) for key, one in ranked[:num_prefixes]]
+    return found
 
 
 def _describe(conductor: Conductor, key: BlockKey, prefix: _Prefix) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 
 from moonpool import __version__
-from moonpool.api.frontend import ModelCard, Output, RequestRefused
-from moonpool.api.metrics.labels import FAILURES, REFUSALS
-from moonpool.api.metrics.server_metrics import ServerMetrics
+from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.models.metrics_text import metrics_text
 from moonpool.conductor.actions import (
     Announce,
     CacheDropRequested,
+    ConductorAction,
     ConductorEvent,
     Deliver,
     DrainRequested,
@@ -43,11 +43,8 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
-from moonpool.conductor.conductor import Conductor
-from moonpool.config import Config
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.config import Config, ConfigError
 from moonpool.log_limit import limited_logger
-from moonpool.policy_loading import load_policies, own_classes
 from moonpool.protocol.frames import (
     SILENCE_S,
     Apply,
@@ -56,18 +53,27 @@ from moonpool.protocol.frames import (
     Setup,
     Stop,
 )
-from moonpool.protocol.messages import InstanceInfo, InstanceLoad, Report, TransferDone
-from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.rewind.event_log import EventLog, write_file
-from moonpool.runtime.attention_links import AttentionLinks
-from moonpool.runtime.checkpoint import Checkpoints
-from moonpool.runtime.explain import (
-    describe_cluster,
-    describe_record,
-    describe_server,
-    describe_to_tenant,
-    stage_of,
+from moonpool.protocol.messages import (
+    Command,
+    ForwardedCall,
+    InstanceInfo,
+    InstanceLoad,
+    Report,
+    StartPrefill,
+    TransferDone,
+    request_of,
 )
+from moonpool.protocol.model_offer import ModelOffer
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.request_record import RequestRecord
+from moonpool.runtime.attention_links import AttentionLinks
+from moonpool.runtime.cluster_error import ClusterError
+from moonpool.runtime.explain import describe_record, describe_server, describe_slo
+from moonpool.runtime.models.describe_models import describe_models, describe_models_to_tenant
+from moonpool.runtime.models.model_loading import ApiModel
+from moonpool.runtime.models.served_model import HeadSettings, ServedModel
+from moonpool.runtime.models.served_models import NO_SERVER, ServedModels
+from moonpool.runtime.models.vllm_setup import NO_OFFER, VllmSetups
 from moonpool.runtime.pace import Pace
 from moonpool.runtime.response_stream import ResponseStream, WorkWatch
 from moonpool.runtime.silence import ListeningClock
@@ -75,7 +81,6 @@ from moonpool.runtime.succession import NoSuccession, Succession
 from moonpool.runtime.takeover.standby_links import StandbyLinks, setup_of
 from moonpool.runtime.watch.ended_requests import EndedRequests
 from moonpool.runtime.watch.live_view import LiveView
-from moonpool.runtime.watch.metrics_collector import MetricsCollector
 from moonpool.runtime.watch.request_log import RequestLogger
 from moonpool.runtime.watch.trace_export import open_exporter
 from moonpool.runtime.webhook import WantedWebhook
@@ -104,51 +109,40 @@ class Head:
     def __init__(
         self,
         config: Config,
-        card: ModelCard,
-        tokenizer: Tokenizer,
+        loaded: ApiModel | None,
         secret: bytes,
         now: Callable[[], float] = time.monotonic,
         tenant_shares: Mapping[str, float] | None = None,
         tenant_caches: Mapping[str, float] | None = None,
     ) -> None:
+        """`loaded`: the model that the configuration names; None: vLLM servers bring theirs."""
         self.config = config
-        self.card = card
-        self.tokenizer = tokenizer
         self.now = now
-        self.default_slo = config.slo.usual
+        settings = HeadSettings(config, token_hex(4), tenant_shares or {}, tenant_caches or {})
+        self.default_slo = settings.default_slo
         self.request_timeout_s = config.api.request_timeout_s
-        self._metrics = ServerMetrics(card.model_id)
-        self._observer = MetricsCollector(self._metrics)
-        self._life = token_hex(4)
-        self._tenant_weights = dict(tenant_shares or {})
-        policies = load_policies(config.conductor)
+        self._answers: dict[RequestId, ResponseStream] = {}
+        self._calls: dict[RequestId, ForwardedCall] = {}  # of forwarded requests
+        self.work = WorkWatch(self._answers)
+        self._launched: tuple[InstanceId, ...] = ()
+        self.served = ServedModels(self, settings)
+        if loaded is not None:
+            self.served.add(config.model.name, loaded)
+        self._vllm_setups = VllmSetups(self.served, self.setup, self.on_start_failed)
         self._traces = open_exporter(config.telemetry.otlp_traces_endpoint)
-        self.conductor = Conductor(
-            config.for_conductor(),
-            life=self._life,
-            default_slo=self.default_slo,
-            policies=policies,
-            tenant_weights=self._tenant_weights,
-            tenant_caches=tenant_caches,
-        )
-        self._live = LiveView(self.conductor, self._post, now)
+        self._live = LiveView(self.served.conductors, self._post, now)
         self._ended = EndedRequests(
             (
-                self._observer,
                 RequestLogger(config.telemetry.log_requests),
                 self._live.history,
                 *(() if self._traces is None else (self._traces,)),
             ),
             now,
         )
-        self._events = EventLog(config.api.event_log_bytes)
-        self._checkpoints = Checkpoints(self._events, self.conductor, own_classes(policies))
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
         self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
-        self._answers: dict[RequestId, ResponseStream] = {}
-        self.work = WorkWatch(self.conductor, self._answers)
         self._open: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
         self._inherited: set[InstanceId] = set()  # from an earlier head
@@ -158,10 +152,12 @@ class Head:
         self._ticks = Pace(TICK_S, IDLE_TICKS * TICK_S, QUIET_TICKS * TICK_S)
         self.standbys = StandbyLinks()
         self._server: asyncio.Server | None = None
-        self._stopping = False
+        self._stopping = self._is_starting = False
         self._leaving = self._views_end = False
         self.on_silent: Callable[[InstanceId], None] = _do_nothing
-        self.on_instances: Callable[[dict[InstanceId, Role]], None] = _do_nothing
+        self.on_instances: Callable[
+            [dict[InstanceId, Role], dict[InstanceId, ModelOffer]], None
+        ] = _do_nothing
         """Called with the instances that are up or should soon be, whenever they change."""
         self.num_restarts = self.num_upgrades = 0
         """Earlier heads of this cluster: those that died, and those that handed over."""
@@ -178,17 +174,30 @@ class Head:
         )
         self.ticker = asyncio.create_task(self._tick_forever())
 
-    def expect(self, roles: dict[InstanceId, Role]) -> None:
-        """An earlier head had these instances. Requests wait for them."""
+    async def expect(
+        self, roles: Mapping[InstanceId, Role], offers: Mapping[InstanceId, ModelOffer]
+    ) -> None:
+        """An earlier head had these instances. Requests wait for them. Call it before `start`."""
         self._inherited.update(roles)
-        self._post(InstancesExpected(roles))
+        for instance_id, offer in offers.items():
+            try:
+                await self.served.expect_offer(instance_id, offer)
+            except (ClusterError, ConfigError) as error:  # told again when the server comes back
+                log.error("%s: %s", instance_id, error)
+        for model in self.served:
+            own = {name: role for name, role in roles.items() if self.served.of(name) is model}
+            if own:
+                self._post(InstancesExpected(own), model)
+            for name in own:
+                self.served.note_present(name)
 
     def note_crash(self, instance_id: InstanceId) -> None:
         self._post(InstanceCrashed(instance_id))
 
     def note_launched(self, instance_ids: Iterable[InstanceId]) -> None:
         """The supervisor has launched these instances."""
-        self._post(InstancesLaunched(tuple(instance_ids)))
+        self._launched = tuple(instance_ids)
+        self._post(InstancesLaunched(self._launched))
 
     async def stop(self) -> None:
         """Stops every worker, and closes the connections. Returns when the workers were told."""
@@ -208,20 +217,34 @@ class Head:
 
     async def wait_for_instances(self, count: int) -> None:
         """Returns when `count` instances have joined, and logs how many have."""
-        while (num_up := len(self.conductor.instances)) < count:
+        self._is_starting = True
+        while (num_up := self.served.num_instances) < count:
             log.info("%d of %d instances are up", num_up, count)
             self._joined.clear()
             await self._joined.wait()
+        self._is_starting = False
         log.info("%d of %d instances are up", num_up, count)
 
-    # Frontend
+    # Its models
+
+    def models(self) -> Sequence[ServedModel]:
+        return self.served.all
+
+    def on_new_model(self, model: ServedModel) -> None:
+        model.conductor.watch(self.work)
+        if self._launched:
+            self._post(InstancesLaunched(self._launched), model)
 
     async def submit(
-        self, request: Request, delivered: tuple[int, ...] | None = None
+        self,
+        model: ServedModel,
+        request: Request,
+        delivered: tuple[int, ...] | None = None,
+        call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """As `Frontend.submit`. Raises RequestRefused, for a head that is stopping too."""
+        """As `ModelFrontend.submit`. Raises RequestRefused, for a head that is stopping too."""
         if self._leaving:
-            self._observer.note_refused("server_stopping")
+            model.note_refused("server_stopping")
             text = (
                 "The server is stopping. Send the request again, to another server if there is one."
             )
@@ -231,8 +254,10 @@ class Head:
         answer = ResponseStream(self.work.number)
         assert request.request_id not in self._answers
         self._answers[request.request_id] = answer
+        if call is not None:
+            self._calls[request.request_id] = call
         try:
-            self._post(RequestArrived(request, delivered))
+            self._post(RequestArrived(request, delivered), model)
             while True:
                 output = await answer.next_output()
                 yield output
@@ -240,44 +265,49 @@ class Head:
                     return
         finally:
             self._answers.pop(request.request_id, None)
+            self._calls.pop(request.request_id, None)
             if answer.ended is None:
-                self._post(RequestCancelled(request.request_id))
+                self._post(RequestCancelled(request.request_id), model)
             else:
                 self._ended.settle(answer.ended.record)
 
-    def abort(self, request_id: RequestId, reason: str = FinishReason.ABORT.value) -> None:
+    def abort(self, request_id: RequestId, reason: str, model: ServedModel | None = None) -> None:
         answer = self._answers.get(request_id)
         if answer is None or answer.ended is None:
-            self._post(RequestCancelled(request_id, reason))
+            self._post(RequestCancelled(request_id, reason), model)
         else:
             answer.ended.record.outcome = reason
 
     def finish(
-        self, request_id: RequestId, reason: FinishReason, num_tokens: int
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int, model: ServedModel
     ) -> dict[str, float] | None:
         answer = self._answers.get(request_id)
         if answer is None:
             return None
         if answer.ended is None:
-            self._post(RequestFinished(request_id, reason, num_tokens))
+            self._post(RequestFinished(request_id, reason, num_tokens), model)
         else:
             answer.ended.record.end_at(num_tokens)
             answer.ended.record.outcome = reason.value
         return answer.timings_s
 
-    def stage(self, request_id: RequestId) -> str:
-        tracked = self.conductor.requests.get(request_id)
-        return stage_of(None if tracked is None else tracked.record)
+    def unsettled(self, model: ServedModel) -> list[RequestRecord]:
+        return self._ended.unsettled(model.observer)
+
+    # Frontend
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        tracked = self.conductor.requests.get(RequestId(request_id))
-        found = self._ended.find(request_id) or tracked
+        name = RequestId(request_id)
+        under_way = (model.conductor.requests.get(name) for model in self.served)
+        found = self._ended.find(request_id) or next(filter(None, under_way), None)
         return None if found is None else describe_record(found.record, found.explanation.lines())
 
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
         if tenant is not None:
-            return describe_to_tenant(self.conductor, tenant)
-        described = describe_cluster(self.conductor, self.now())
+            return describe_models_to_tenant(self.served.all, tenant)
+        described = describe_models(self.served.all, self.now())
+        described["slo"] = describe_slo(self.default_slo)
+        described["lack"] = self.served.lack or None
         for instance in described["instances"]:
             link = self._links[instance["instance_id"]]
             instance["release"] = link.release or None
@@ -297,7 +327,8 @@ class Head:
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
         own = self.standbys.describe(self._clock.listened_s) if tenant is None else []
-        return self._live.frame(self._ended.newest(), tenant) | {"standbys": own}
+        more = {"standbys": own, "lack": self.served.lack}
+        return self._live.frame(self._ended.newest(), tenant) | more
 
     def is_stopping(self) -> bool:
         return self._leaving or self._stopping or self._views_end
@@ -306,13 +337,8 @@ class Head:
         return await self._live.hot.collect(num_prefixes)
 
     def note_refused(self, reason: str) -> None:
-        if reason in REFUSALS or reason not in FAILURES:
-            self._observer.note_refused(reason)
-        else:
-            self._observer.note_failed(reason)
-
-    def note_answered(self, lengths: Sequence[int]) -> None:
-        self._observer.prompt_answered(lengths)
+        if self.served.default is not None:
+            self.served.default.note_refused(reason)
 
     def drop_cached_blocks(self) -> None:
         self._post(CacheDropRequested())
@@ -325,7 +351,10 @@ class Head:
             attention.is_ordered = True
             attention.channel.send(Stop())
             return ""
-        refusal = self.conductor.drains.why_not(name, returns)
+        model = self.served.of(name)
+        if model is None:
+            return f"there is no instance {instance_id!r}"
+        refusal = model.conductor.drains.why_not(name, returns)
         if not refusal:
             if returns:
                 self.succession.replace(name)
@@ -336,21 +365,21 @@ class Head:
     def upgrade(self) -> None:
         self.succession.upgrade()
 
-    def beliefs(self) -> dict[str, Any]:
-        conductor = self.conductor
-        record = conductor.cost_estimator.record(list(conductor.instances.values()))
-        described: dict[str, Any] = msgspec.to_builtins(record)
-        return described
+    def beliefs(self, name: str | None = None) -> dict[str, Any]:
+        model = self.served.named(name)
+        return {} if model is None else model.beliefs()
 
     def server_info(self) -> dict[str, Any]:
-        return describe_server(self.config) | {"model": msgspec.to_builtins(self.card)}
+        cards = [msgspec.to_builtins(model.card) for model in self.served]
+        return describe_server(self.config) | {"model": next(iter(cards), None), "models": cards}
 
     def not_ready(self) -> str:
         if self.standbys.replaced:
             return "another head has replaced this one"
         if self._leaving:
             return "the server is stopping"
-        return self.conductor.lack
+        lacks = [model.lack for model in self.served]
+        return min(lacks, default=NO_SERVER)  # "" if one of them serves
 
     # The end
 
@@ -373,41 +402,35 @@ class Head:
             answer.refuse(Refuse(request_id, 503, reason, message, STOPPING_RETRY_S))
             self.abort(request_id, reason)
 
-    def event_log(self) -> bytes:
-        return write_file(
-            self._events,
-            __version__,
-            self._life,
-            self.config.for_conductor(),
-            self.default_slo,
-            self._tenant_weights,
-            time.time() - self.now(),
-        )
+    def event_log(self, name: str | None = None) -> bytes | None:
+        model = self.served.named(name)
+        return None if model is None else model.event_log()
 
     def metrics_text(self) -> bytes:
-        longest_tokens, unsettled = self.card.max_model_tokens, self._ended.unsettled.values()
-        self._observer.gauges(self.conductor, unsettled, longest_tokens, self.now())
-        self._observer.heads(self.num_restarts, self.num_upgrades, self.standbys.epoch)
-        if self._traces is not None:
-            self._observer.trace_spans(self._traces.num_sent, self._traces.num_lost)
-        return self._metrics.text()
+        default = self.served.default
+        if self._traces is not None and default is not None:
+            default.observer.trace_spans(self._traces.num_sent, self._traces.num_lost)
+        for model in self.served:
+            model.observer.heads(self.num_restarts, self.num_upgrades, self.standbys.epoch)
+        return metrics_text([each for model in self.served for each in model.collectors()])
 
-    # The Conductor's actions
+    # The Conductors' actions
 
-    def _post(self, event: ConductorEvent) -> None:
-        now, actions = self.now(), []
-        try:
-            actions = self.conductor.handle(event, now)
-        finally:  # an event that raises is the most wanted one
-            self._events.note(event, now, actions)
-        if self.conductor.is_busy:
-            self._ticks.note()
+    def _post(self, event: ConductorEvent, to: ServedModel | None = None) -> None:
+        """`to`: whose event it is, if the event itself does not tell."""
+        for model in (to,) if to is not None else self.served.route(event):
+            actions = model.handle(event)
+            if model.conductor.is_busy:
+                self._ticks.note()
+            self._perform(actions, model)
+
+    def _perform(self, actions: Sequence[ConductorAction], model: ServedModel) -> None:
         for action in actions:
             match action:
                 case Send():
                     link = self._links.get(action.instance_id)
                     if link is not None:
-                        link.channel.send(action.command)
+                        link.channel.send(self._with_call(action.command))
                 case Deliver():
                     answer = self._answers.get(action.request_id)
                     if answer is not None:
@@ -417,7 +440,7 @@ class Head:
                     if answer is not None:
                         answer.refuse(action)
                 case RequestEnded():
-                    self._on_ended(action)
+                    self._on_ended(action, model)
                 case Announce():
                     log.log(WARNING if action.is_warning else INFO, "%s", action.text)
                 case Relaunch():
@@ -426,9 +449,20 @@ class Head:
                     log.info("wanted: %d prefill, %d decode", action.prefill, action.decode)
                     self._webhook.post(action)
 
-    def _on_ended(self, ended: RequestEnded) -> None:
+    def _with_call(self, command: Command) -> Command:
+        """The Conductor does not have the bodies of forwarded requests."""
+        if not self._calls or not isinstance(command, StartPrefill):
+            return command
+        call = self._calls.get(request_of(command.work.attempt_id))
+        if call is None:
+            return command
+        return msgspec.structs.replace(
+            command, work=msgspec.structs.replace(command.work, call=call)
+        )
+
+    def _on_ended(self, ended: RequestEnded, model: ServedModel) -> None:
         record = ended.record
-        self._ended.keep(ended)
+        self._ended.keep(ended, model.observer)
         answer = self._answers.get(record.request_id)
         if answer is None:
             self._ended.settle(record)
@@ -460,17 +494,14 @@ class Head:
         unwanted = self._why_not(info, link)
         if unwanted is not None:
             return unwanted
+        model = self.served.of(info.instance_id)
+        assert model is not None
         self._links[info.instance_id] = link
-        room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
-        if room_tokens < self.card.max_model_tokens:  # prompt and output must fit every instance
-            log.warning(
-                "the context length is limited to %d tokens, the size of the smallest pool",
-                room_tokens,
-            )
-            self.card = msgspec.structs.replace(self.card, max_model_tokens=room_tokens)
-        self._observer.instance_joined(info, info.instance_id in self._inherited)
-        self._post(InstanceJoined(info))
-        self.on_instances(self.conductor.expected)
+        model.limit_context_to(info, self.served.offer(info.instance_id))
+        self.served.note_present(info.instance_id)
+        model.observer.instance_joined(info, info.instance_id in self._inherited)
+        self._post(InstanceJoined(info), model)
+        self._tell_instances()
         self._joined.set()
         return None
 
@@ -483,62 +514,73 @@ class Head:
             self.end_answers("head_replaced", "Another head has replaced this one: ask it again.")
 
     def _lead(self) -> None:
-        self.standbys.lead(self._open, self.conductor.expected)
+        self.standbys.lead(self._open, self.served.expected, self.served.offers)
+
+    def _tell_instances(self) -> None:
+        self.on_instances(self.served.expected, self.served.offers)
 
     def on_apply(self, link: WorkerLink, apply: Apply) -> None:
         self.standbys.greet(link)
-        self._attention.start(link, apply)
+        if self.config.engine.kind == "vllm":
+            self._vllm_setups.begin(link, apply.offer)
+        else:
+            self._attention.start(link, apply)
 
     def on_attention(self, link: WorkerLink, address: PeerAddress) -> None:
-        self._observer.attention_joined(address.instance_id)
+        if self.served.default is not None:
+            self.served.default.observer.attention_joined(address.instance_id)
         self._attention.join(link, address)
 
     def on_start_failed(self, link: WorkerLink, message: str) -> None:
+        link.has_failed = True
         if not self.start_failures.full():
             self.start_failures.put_nowait(f"{link.instance_id}: {message}")
 
     def on_report(self, link: WorkerLink, report: Report) -> None:
-        if self._links.get(link.instance_id) is not link:
+        model = self.served.of(link.instance_id)
+        if self._links.get(link.instance_id) is not link or model is None:
             return  # it has not joined, or another connection has replaced it
         if isinstance(report, InstanceLoad):
-            state = self.conductor.instances.get(link.instance_id)
+            state = self.served.state(link.instance_id)
             if state is not None:
-                self._observer.instance_load(state, report)
+                model.observer.instance_load(state, report)
         elif isinstance(report, TransferDone):
-            self._observer.transfer_done(report)
-        self._post(Reported(link.instance_id, report))
+            model.observer.transfer_done(report)
+        self._post(Reported(link.instance_id, report), model)
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)
         self._half_open.pop(link, None)
-        if self._attention.drop(link) and not (self._stopping or link.is_ordered):
-            self._observer.instance_lost(link.instance_id)
+        default = self.served.default
+        if self._attention.drop(link) and not (self._stopping or link.is_ordered) and default:
+            default.observer.instance_lost(link.instance_id)
         if self.standbys.drop(link):
             self._lead()  # without one, workers wait for this head alone
         if not link.instance_id:
             log.warning("closed a control connection: %s", reason)
-        elif not self._stopping:
+        elif not self._stopping and not (self._is_starting and link.has_failed):
             log.warning("lost %s: %s", link.instance_id, reason)
         self._unjoin(link, reason)
 
     def _unjoin(self, link: WorkerLink, reason: str) -> None:
         if self._links.get(link.instance_id) is link:
             del self._links[link.instance_id]
-            if not self._is_leaving(link.instance_id):
-                self._observer.instance_lost(link.instance_id)
+            model = self.served.of(link.instance_id)
+            if model is not None and not self._is_leaving(link.instance_id):
+                model.observer.instance_lost(link.instance_id)
             self._post(InstanceLost(link.instance_id, reason))
-            self.on_instances(self.conductor.expected)
+            self._tell_instances()
 
     def _is_leaving(self, instance_id: InstanceId) -> bool:
         """Whether it was ordered to leave, or everything is."""
-        state = self.conductor.instances.get(instance_id)
+        state = self.served.state(instance_id)
         drain = None if state is None else state.drain
         return self._stopping or (drain is not None and drain.becomes is None)
 
     def _forget_former_link(self, info: InstanceInfo, link: WorkerLink) -> None:
         """Drops the old connection of a process that reconnects before the head saw its end."""
         former = self._links.get(link.instance_id)
-        known = self.conductor.instances.get(link.instance_id)
+        known = self.served.state(link.instance_id)
         if former is None or former is link or known is None:
             return
         if known.info.incarnation == info.incarnation:
@@ -552,10 +594,13 @@ class Head:
             return "it joined under another name than that of its handshake"
         if self._links.get(info.instance_id, link) is not link:
             return f"an instance named {info.instance_id} exists already; choose another --name"
-        wanted = tuple(card.adapter for card in self.card.adapters)
+        model = self.served.of(info.instance_id)
+        if model is None:
+            return NO_OFFER
+        wanted = tuple(card.adapter for card in model.card.adapters)
         if self.config.engine.kind != "vllm" and info.adapters != wanted:
             return "its LoRA adapters differ from the head's: give all machines the same folders"
-        others = [state.info for state in self.conductor.instances.values()]
+        others = [state.info for state in model.conductor.instances.values()]
         if others and others[0].layout.fingerprint != info.layout.fingerprint:
             return (
                 "its blocks differ from the cluster's: it has another model, dtype, block size,"
@@ -568,14 +613,15 @@ class Head:
 
     async def _tick_forever(self) -> None:
         while True:
-            await self._ticks.next(self.conductor.is_busy, self.standbys.next_due_s)
+            await self._ticks.next(self.served.is_busy, self.standbys.next_due_s)
             missed_s = self._clock.tick(self.now())
             if missed_s:
                 log.warning("the head stood still for %.1f s; its workers get this time", missed_s)
                 await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
             self._live.history.tick(self.now())
-            self._checkpoints.renew()
+            for model in self.served:
+                model.checkpoints.renew()
             if self.standbys.are_due(self._clock.listened_s):
                 self._lead()
             for link in list(self._links.values()):
@@ -585,5 +631,5 @@ class Head:
                     self.on_silent(link.instance_id)
 
 
-def _do_nothing(told: object) -> None:
+def _do_nothing(*told: object) -> None:
     """Without a supervisor, nobody restarts a worker, and no other head follows."""

@@ -122,7 +122,7 @@ class HeadLink:
         self._follower = follower
         self._tls = tls
         self._num_cuts = 0  # in a row
-        self._was_told = False
+        self._was_told = False  # the head knows `fatal`
         self._was_open = False  # a connection, so that the head wants no TLS
         self._refused = False  # this head is not to be tried again at once
         self._loop = asyncio.get_running_loop()
@@ -133,6 +133,11 @@ class HeadLink:
         """This machine's address as the head sees it."""
         assert self.channel is not None
         return self.channel.local_host
+
+    @property
+    def protocol(self) -> int:
+        """Of the present connection, as agreed on; 0 without one."""
+        return 0 if self.channel is None else self.channel.protocol
 
     def send(self, *frames: UpFrame) -> None:
         """Sends frames; does nothing while there is no connection."""
@@ -279,7 +284,8 @@ class HeadLink:
             case Stop():
                 self.stop("the head stops")
             case TurnedAway():
-                self.fail(f"the head rejected {self._name}: {frame.message}", "rejected")
+                message = f"the head rejected {self._name}: {frame.message}"
+                self.fail(message, "rejected", was_told=True)
             case AnswersCopied():
                 if self.on_answers is not None:
                     self.on_answers(frame)

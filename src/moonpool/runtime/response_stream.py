@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
-from moonpool.conductor.conductor import Conductor
 from moonpool.types import RequestId, Token
 
 
@@ -74,10 +73,10 @@ class ResponseStream:
 
 
 class WorkWatch:
-    """Marks the call whose request is planned. Without a mark it does nothing."""
+    """Marks the call whose request a Conductor plans, as its watch. Without a mark it does
+    nothing."""
 
-    def __init__(self, conductor: Conductor, answers: Mapping[RequestId, ResponseStream]) -> None:
-        conductor.watch(self)
+    def __init__(self, answers: Mapping[RequestId, ResponseStream]) -> None:
         self.mark: WorkMark | None = None
         self._answers = answers
         self._before: int | None = None

@@ -24,6 +24,7 @@ import setproctitle
 
 from moonpool.config import Config
 from moonpool.cores import CoreShare
+from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.supervision import (
     CutAnswer,
     DropAnswer,
@@ -117,6 +118,7 @@ class Supervisor:
         self._cut_answers = {} if taken is None else dict(enumerate(taken.answers))  # -> log
         self._next_number = len(self._cut_answers)
         self._expected: dict[InstanceId, Role] = {} if taken is None else taken.instances
+        self._offers: dict[InstanceId, ModelOffer] = {} if taken is None else taken.offers
         self._epoch = 1 if taken is None else taken.epoch
         self._num_restarts = self._num_upgrades = 0
         self._connections: list[int] = []  # clients without a call, for the next head
@@ -231,6 +233,7 @@ class Supervisor:
             expected=self._expected,
             epoch=self._epoch,
             ended=tuple(self._culprits.alike),
+            offers=self._offers,
         )
         packets.send(begin, (self._http.fileno(), self._control.fileno()))
         for fd in self._connections:
@@ -308,7 +311,7 @@ class Supervisor:
             case HeadBeat():
                 self._heard_s = self._clock.listened_s
             case InstancesKnown():
-                self._expected = packet.roles
+                self._expected, self._offers = packet.roles, packet.offers
             case PassConnection():
                 self._connections.append(fds[0])
             case ReplaceWorker():
@@ -447,12 +450,14 @@ class Supervisor:
             workers={} if launcher is None else launcher.workers(),
             memory={} if launcher is None else launcher.memory(),
             epoch=self._epoch,
+            offers=self._offers,
         )
 
     def _adopt(self, state: SupervisorState) -> None:
         """Goes on with what an earlier program of this process has left."""
         self._answers, self._connections = dict(state.answers), list(state.connections)
-        self._next_number, self._expected = state.next_number, state.expected
+        self._next_number = state.next_number
+        self._expected, self._offers = state.expected, state.offers
         self._cut_answers = dict(state.cut_answers)
         self._num_restarts, self._num_upgrades = state.num_restarts, state.num_upgrades
         self._prepared, self._epoch = state.prepared, state.epoch

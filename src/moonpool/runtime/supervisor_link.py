@@ -29,6 +29,7 @@ from moonpool.api.messages import error_payload
 from moonpool.api.sharing.shared_buffer import SharedBuffer, party_at
 from moonpool.cores import CoreShare
 from moonpool.log_limit import limited_logger
+from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.supervision import (
     CutAnswer,
     DropAnswer,
@@ -150,9 +151,9 @@ class SupervisorLink:
     def kill(self, instance_id: InstanceId) -> None:
         self._packets.send(KillWorker(instance_id=instance_id))
 
-    def know(self, roles: dict[InstanceId, Role]) -> None:
-        """Tells which instances a further head should wait for."""
-        self._packets.send(InstancesKnown(roles=roles))
+    def know(self, roles: dict[InstanceId, Role], offers: dict[InstanceId, ModelOffer]) -> None:
+        """Tells which instances a further head should wait for, and the models of vLLM servers."""
+        self._packets.send(InstancesKnown(roles=roles, offers=offers))
 
     async def beat(self) -> None:
         """Lets the supervisor know that this loop turns, until it is cancelled."""

@@ -74,6 +74,7 @@ class WorkerLink:
         me = Identity(instance_id=InstanceId("head"), service=CONTROL_SERVICE, fingerprint=b"")
         self._owner = owner
         self._reason = ""
+        self.has_failed = False  # it could not start, or its model was not taken
         self.instance_id = InstanceId("")
         self.pid, self.host = 0, ""  # of an attention worker; those of instances are in their info
         self.is_ordered = False  # it was told to end

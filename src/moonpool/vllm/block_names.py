@@ -83,6 +83,8 @@ class ExternalBlocks:
         self._media: dict[ForeignHash, int] = {}
         self._holders: dict[BlockKey, int] = {}  # number of hashes with that key
         self._changes = _Changes()
+        self.other_block_tokens = 0
+        """The block size of the last event whose blocks have another one; 0: there was none."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -115,7 +117,10 @@ class ExternalBlocks:
             parent = self._root_of(event.salt)
         else:
             parent = self._keys.get(event.parent)
-        if parent is None or len(event.token_ids) != len(event.hashes) * self._block_tokens:
+        if len(event.token_ids) != len(event.hashes) * self._block_tokens:
+            self.other_block_tokens = len(event.token_ids) // max(len(event.hashes), 1)
+            return
+        if parent is None:
             return
         keys: list[BlockKey] = []
         extend_keys(keys, event.token_ids, self._block_tokens, parent)

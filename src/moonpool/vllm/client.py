@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
+import msgspec
 
-from moonpool.vllm.dialect import REFUSALS, DialectError, VllmFacts, read_facts
+from moonpool.types import MALFORMED
+from moonpool.vllm.dialect import REFUSALS, DialectError
+from moonpool.vllm.facts import VllmFacts, read_counts, read_facts
+from moonpool.vllm.known_cache import PrefixCounts
 
 CONNECT_S = 5.0
 ASK_S = 10.0
@@ -17,6 +21,9 @@ HEALTH_S = 5.0
 MAX_EVENT_BYTES = 16 << 20
 MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 16 << 20
+MAX_FORWARDED_BYTES = 48 << 20
+"""Largest response that is passed on whole: it goes to the head in one frame."""
+EVENTS = "text/event-stream"
 _DONE = b"[DONE]"
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request
 
@@ -30,9 +37,11 @@ class VllmError(Exception):
     contain the server's address. `refused`: the request itself is at fault.
     """
 
-    def __init__(self, message: str, refused: bool = False) -> None:
+    def __init__(self, message: str, refused: bool = False, status: int = 0) -> None:
+        """`status`: of HTTP, if the server responded."""
         super().__init__(message)
         self.refused = refused
+        self.status = status
 
 
 class VllmClient:
@@ -73,14 +82,51 @@ class VllmClient:
         try:
             models = await self._get("/v1/models")
             metrics = await self._get("/metrics")
-            return read_facts(models, metrics.decode(errors="replace"))
+            document = await self._get("/openapi.json", optional=True)
+            return read_facts(models, metrics.decode(errors="replace"), document)
         except DialectError as error:
             raise VllmError(str(error)) from None
 
-    async def _get(self, path: str) -> bytes:
+    async def prefix_counts(self) -> PrefixCounts | None:
+        """Reads the hits of the server's prefix cache; None: it does not tell. Raises VllmError."""
+        return read_counts((await self._get("/metrics")).decode(errors="replace"))
+
+    async def event_sources(self) -> dict[str, Any] | None:
+        """Reads where the server publishes its KV events, by rank; None: it does not tell."""
+        try:
+            found = msgspec.json.decode(await self._get("/kv_event_sources", optional=True))
+        except (VllmError, *MALFORMED):
+            return None
+        return found if isinstance(found, dict) else None
+
+    async def forward(self, path: str, body: bytes, traceparent: str = "") -> AsyncGenerator[bytes]:
+        """Yields the parts of a response to a client's own body: each event of a stream, or the
+        whole. The first one begins with a line, the content type. Raises VllmError."""
+        headers = {"traceparent": traceparent} if traceparent else {}
+        try:
+            async with self._http.stream("POST", path, content=body, headers=headers) as response:
+                kind = response.headers.get("content-type", "application/octet-stream")
+                begin = kind.encode("ascii", "replace").replace(b"\n", b" ") + b"\n"
+                if response.status_code != 200 or not kind.startswith(EVENTS):
+                    whole = await _read(response, MAX_FORWARDED_BYTES)
+                    _check(response, whole)
+                    yield begin + whole
+                    return
+                async for part in _whole_events(response):
+                    yield begin + part
+                    begin = b""
+        except httpx.HTTPError as error:
+            raise VllmError(_why(error)) from None
+
+    async def _get(self, path: str, optional: bool = False) -> bytes:
+        """`optional`: a server without it gives b""."""
         try:
             async with self._http.stream("GET", path, timeout=ASK_S) as response:
                 body = await _read(response, MAX_METRICS_BYTES)
+                if response.status_code == 404 and optional:
+                    return b""
+                if response.status_code == 404:
+                    raise VllmError(f"it has no {path}: it is another server than vLLM")
                 _check(response, body)
                 return body
         except httpx.HTTPError as error:
@@ -131,6 +177,20 @@ async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
             raise VllmError(f"vLLM sent an event of more than {MAX_EVENT_BYTES} bytes")
 
 
+async def _whole_events(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yields server-sent events as they are. A comment between them is one, too."""
+    buffer = bytearray()
+    async for chunk in response.aiter_bytes():
+        buffer += chunk
+        while (end := buffer.find(b"\n\n")) >= 0:
+            yield bytes(buffer[: end + 2])
+            del buffer[: end + 2]
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise VllmError(f"vLLM sent an event of more than {MAX_EVENT_BYTES} bytes")
+    if buffer:
+        yield bytes(buffer)
+
+
 async def _read(response: httpx.Response, most_bytes: int) -> bytes:
     body = bytearray()
     async for chunk in response.aiter_bytes():
@@ -149,8 +209,9 @@ def _check(response: httpx.Response, body: bytes) -> None:
         text = body[:MAX_ERROR_BYTES].decode(errors="replace")
         message = re.search(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', text)
         what = (message.group(1) if message else text).strip().replace("\n", " ")[:300]
-        refused = response.status_code in REFUSALS
-        raise VllmError(what or f"vLLM responded with status {response.status_code}", refused)
+        status = response.status_code
+        what = what or f"vLLM responded with status {status}"
+        raise VllmError(what, status in REFUSALS, status)
 
 
 def _why(error: httpx.HTTPError) -> str:

@@ -7,7 +7,6 @@ head converts them from and to text.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,8 +21,6 @@ _TOKEN_PREFIX = "token_id:"  # noqa: S105 - of `return_tokens_as_token_ids`
 _SEED_MASK = (1 << 63) - 1
 _GREEDY_BELOW = 1e-5
 """vLLM draws at 0.01 for every temperature below that but 0; from here on, greedy is nearer."""
-_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.M)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class DialectError(ValueError):
@@ -32,27 +29,7 @@ class DialectError(ValueError):
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
-
-
-class VllmFacts(msgspec.Struct, frozen=True):
-    """The properties of a vLLM server. `root` is the folder or id of its weights."""
-
-    model_id: str
-    root: str
-    max_model_tokens: int
-    block_tokens: int
-    num_blocks: int
-    caches_prefixes: bool = True
-
-
-class _Model(msgspec.Struct):
-    id: str
-    root: str | None = None
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
+        self.status = 0
 
 
 class _Logprobs(msgspec.Struct):
@@ -61,11 +38,17 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class _PromptLogprob(msgspec.Struct):
+    logprob: float | None = None
+    rank: int | None = None
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
 
 
 class _Completion(msgspec.Struct):
@@ -77,7 +60,6 @@ class _Completion(msgspec.Struct):
 REFUSALS = (400, 413, 422)
 """HTTP statuses that mean that the request itself is at fault."""
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-_MODELS = msgspec.json.Decoder(_Models)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 _encode = msgspec.json.encode
 
@@ -103,7 +85,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     body: dict[str, Any] = {
         "model": work.adapter or model_id,
         "prompt": list(work.token_ids),
-        "stream": not submit.hands_over,
+        "stream": is_streamed(submit),
         "return_token_ids": True,
         "max_tokens": 1 if submit.hands_over else max(sampling.max_tokens - num_done, 1),
         "min_tokens": min(min_tokens, 1) if submit.hands_over else min_tokens,
@@ -131,6 +113,8 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
         body["allowed_token_ids"] = list(sampling.allowed_token_ids)
     if sampling.bad_words:
         body["bad_words"] = [word.text for word in sampling.bad_words]
+    if sampling.prompt_logprobs is not None and not submit.handle:
+        body["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.grammar:
         body["structured_outputs"] = _structured_outputs(sampling.grammar)
     salt = salt_of(layout_fingerprint, work.tenant, work.adapter)
@@ -150,6 +134,11 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     elif submit.handle:
         body["kv_transfer_params"] = msgspec.json.decode(submit.handle)
     return _encode(body)
+
+
+def is_streamed(submit: SubmitRequest) -> bool:
+    """vLLM does not stream the log-probabilities of a prompt."""
+    return not submit.hands_over and submit.work.sampling.prompt_logprobs is None
 
 
 def _begins_bad_word(generated: Sequence[int], sampling: SamplingParams) -> bool:
@@ -196,9 +185,11 @@ def read_output(work: AttemptSpec, event: bytes) -> EngineOutput:
     if choice.token_ids is None and choice.text:
         raise DialectError("it returns no token ids: Moonpool needs vLLM 0.10.2 or newer")
     handle = b"" if found.kv_transfer_params is None else _encode(found.kv_transfer_params)
-    return EngineOutput(
-        work.attempt_id, _tokens(work, choice), _finish(choice.finish_reason), handle
-    )
+    tokens = _tokens(work, choice)
+    prompt = _prompt(work, choice)
+    if tokens and prompt is not None:
+        tokens = (msgspec.structs.replace(tokens[0], prompt=prompt), *tokens[1:])
+    return EngineOutput(work.attempt_id, tokens, _finish(choice.finish_reason), handle)
 
 
 def _tokens(work: AttemptSpec, choice: _Choice) -> tuple[Token, ...]:
@@ -216,6 +207,36 @@ def _tokens(work: AttemptSpec, choice: _Choice) -> tuple[Token, ...]:
         )
         for i, logprob, top in zip(ids, logprobs.token_logprobs, tops, strict=True)
     )
+
+
+def _prompt(work: AttemptSpec, choice: _Choice) -> tuple[TokenLogprobs, ...] | None:
+    """Returns the log-probabilities of the prompt's tokens but the first, if they are wanted."""
+    most, found = work.sampling.prompt_logprobs, choice.prompt_logprobs
+    if most is None or found is None:
+        return None
+    tokens = work.token_ids[1:]
+    if len(found) != len(tokens) + 1:
+        raise DialectError("its log-probabilities do not match the prompt")
+    return tuple(
+        _of_prompt_token(token_id, listed or {}, most)
+        for token_id, listed in zip(tokens, found[1:], strict=True)
+    )
+
+
+def _of_prompt_token(
+    token_id: int, listed: Mapping[str, _PromptLogprob], most: int
+) -> TokenLogprobs:
+    """vLLM also lists the prompt's own token, whatever its rank."""
+    own = listed.get(str(token_id))
+    if own is None:
+        raise DialectError("its log-probabilities do not match the prompt")
+    likely = sorted(
+        (one.rank or 0, int(name), _least(one.logprob))
+        for name, one in listed.items()
+        if name.isdigit() and (one.rank or 0) <= most
+    )
+    top = tuple((found_id, logprob) for _, found_id, logprob in likely[:most])
+    return TokenLogprobs(logprob=_least(own.logprob), top=top)
 
 
 def _least(logprob: float | None) -> float:
@@ -243,34 +264,3 @@ def _finish(reason: str | None) -> FinishReason | None:
     if reason not in _FINISHES:  # such as abort, or error if no KVCache could be fetched
         raise DialectError(f"it ended the output early ({reason[:50]})")
     return _FINISHES[reason]
-
-
-def read_facts(models: bytes, metrics: str) -> VllmFacts:
-    """Reads the properties from `/v1/models` and `/metrics`. Raises `DialectError`."""
-    try:
-        listed = _MODELS.decode(models).data
-    except MALFORMED as error:
-        raise DialectError(f"its /v1/models does not have vLLM's format: {error}") from None
-    if not listed or not listed[0].max_model_len:
-        raise DialectError("its /v1/models names no model with a max_model_len")
-    match = _CACHE_INFO.search(metrics)
-    labels = dict(_LABEL.findall(match.group(1))) if match else {}
-    block_tokens, num_blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-    if not (block_tokens.isdigit() and num_blocks.isdigit() and int(block_tokens)):
-        raise DialectError("its /metrics has no vllm:cache_config_info: is it vLLM, with metrics?")
-    model = listed[0]
-    return VllmFacts(
-        model_id=model.id,
-        root=model.root or model.id,
-        max_model_tokens=listed[0].max_model_len,
-        block_tokens=int(block_tokens),
-        num_blocks=int(num_blocks),
-        caches_prefixes=labels.get("enable_prefix_caching") != "False",
-    )
-
-
-def same_model(wanted: str, facts: VllmFacts) -> bool:
-    """Whether the server serves the head's model, by its name, its root or the folder's name."""
-    names = {facts.model_id, facts.root}
-    last = wanted.rstrip("/").rpartition("/")[2]
-    return wanted in names or last in {name.rstrip("/").rpartition("/")[2] for name in names}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import msgspec
 
@@ -30,6 +30,10 @@ log = logging.getLogger("moonpool.vllm")
 MAX_MESSAGE_BYTES = 64 << 20
 QUEUED = 100_000  # batches; vLLM keeps as many
 REPLAY_S = 5.0  # without a message from the server
+LOOK_MS, REPLAY_LOOK_MS = 2000, 250
+"""How long events are awaited, and where they are asked for because none come by themselves."""
+Connection = Literal["none", "open", "refused"]
+"""To a publisher: `refused` means that what listens there is none."""
 _SEQ_BYTES = 8
 _END = -1  # as a sequence number: nothing more to repeat
 _MAX_TOKEN = (1 << 32) - 1
@@ -137,36 +141,83 @@ class EventReader:
         """Raises EventsError."""
         try:
             import zmq.asyncio
+            import zmq.utils.monitor
         except ImportError:
             raise EventsError(no_pyzmq()) from None
         self._zmq: Any = zmq
         self._context = zmq.asyncio.Context.instance()
-        self._events, self._replay = events, replay
+        self.events, self.replay = events, replay
+        self.asks_replay = False
+        """Set it to ask for events at the replay endpoint, because none come by themselves. It is
+        unset when they do, and when that endpoint does not respond."""
+        self.connection: Connection = "none"
+        self.num_published = self.num_replayed = 0
+        """Batches that came by themselves, and those that were asked for."""
         self._post: Callable[[CacheEventsReceived], None] = lambda _: None
         self._next: int | None = None  # number of the next batch
+        self._is_replayed = False  # the replay endpoint responds
         for where in (events, replay):
             if where:
                 self._connected(self._zmq.SUB, where).close()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection to a publisher."""
+        return self.connection == "open"
+
     async def run(self, post: Callable[[CacheEventsReceived], None]) -> None:
         """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError."""
         self._post, self._next = post, None
-        socket = self._connected(self._zmq.SUB, self._events)
+        self.connection, self.num_published, self.num_replayed = "none", 0, 0
+        socket = self._socket(self._zmq.SUB)
+        watch = asyncio.create_task(self._watch(socket.get_monitor_socket()))
         try:
+            socket.connect(self.events)
             socket.subscribe(b"")
-            await self._catch_up(0)
+            self._is_replayed = await self._catch_up(0)
             while True:
-                await self._on_frames(await socket.recv_multipart())
+                asks = self.asks_replay or (self._is_replayed and not self.is_open)
+                if await socket.poll(REPLAY_LOOK_MS if asks else LOOK_MS):
+                    self.asks_replay = False
+                    self.num_published += 1
+                    await self._on_frames(await socket.recv_multipart())
+                elif asks:
+                    self._is_replayed = await self._catch_up(self._next or 0)
+                    self.asks_replay = self.asks_replay and self._is_replayed
         finally:
+            watch.cancel()
+            socket.disable_monitor()
             socket.close()
 
-    def _connected(self, kind: int, where: str) -> Any:
+    async def _watch(self, monitor: Any) -> None:
+        """Notes how the connection to the publisher is."""
+        zmq = self._zmq
+        failures = (
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        while True:
+            told = await zmq.utils.monitor.recv_monitor_message(monitor)
+            event = told["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connection = "open"
+            elif event & failures:
+                self.connection = "refused"
+            elif event == zmq.EVENT_DISCONNECTED:  # a socket of another kind ends it at once
+                self.connection = "none" if self.is_open else "refused"
+
+    def _socket(self, kind: int) -> Any:
         zmq = self._zmq
         socket = self._context.socket(kind)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.RCVHWM, QUEUED)  # with less, the replay endpoint would drop some
         socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.set(zmq.TCP_KEEPALIVE, 1)
+        return socket
+
+    def _connected(self, kind: int, where: str) -> Any:
+        zmq, socket = self._zmq, self._socket(kind)
         try:
             socket.connect(where)
         except zmq.ZMQError as error:
@@ -203,28 +254,31 @@ class EventReader:
         if events:
             self._post(CacheEventsReceived(events))
 
-    async def _catch_up(self, first: int) -> None:
-        """Requests the batches from `first` on again, and reports a gap among them."""
-        if not self._replay:
-            return
-        socket = self._connected(self._zmq.DEALER, self._replay)  # one request, many replies
+    async def _catch_up(self, first: int) -> bool:
+        """Requests the batches from `first` on again, and reports a gap among them. Returns whether
+        there was a reply."""
+        if not self.replay:
+            return False
+        socket = self._connected(self._zmq.DEALER, self.replay)  # one request, many replies
         try:
             await socket.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:
                 frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_S)
                 if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
-                    return
+                    return False
                 number = int.from_bytes(frames[-2], "big", signed=True)
                 if number == _END:
-                    return
+                    return True
                 if self._next is not None and number < self._next:
                     continue
                 if self._next is not None and number > self._next:
                     self._post(CacheEventsReceived((), lost=True))
+                self.num_replayed += 1
                 self._pass_on(number, frames[-1])
         except (TimeoutError, self._zmq.ZMQError) as error:
             log.warning(
-                "no replay of KV events from vLLM at %s: %s", self._replay, error or "no reply"
+                "no replay of KV events from vLLM at %s: %s", self.replay, error or "no reply"
             )
+            return False
         finally:
             socket.close()

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from moonpool.protocol.block_hash import extend_keys, root_key
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
@@ -24,6 +26,7 @@ from moonpool.protocol.messages import (
     AttemptTokens,
     BlocksChanged,
     BlocksSnapshot,
+    CacheView,
     Command,
     DecodeAccepted,
     HotPrefixes,
@@ -48,12 +51,8 @@ from moonpool.protocol.messages import (
 )
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import BlockKey, FinishReason, Role, Token
-from moonpool.vllm.block_names import (
-    AssumedBlocks,
-    ExternalBlocks,
-    ExternalBlocksCleared,
-    ForeignEvent,
-)
+from moonpool.vllm.block_names import ForeignEvent
+from moonpool.vllm.known_cache import KnownCache, PrefixCounts
 
 SHOWN_OWNERS = 1024
 NO_HANDLE = "vLLM does not share its KVCache; start it with a --kv-transfer-config"
@@ -74,11 +73,13 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class SubmitFailed:
-    """A request failed and has no more outputs. `refused`: the request itself is at fault."""
+    """A request failed and has no more outputs. `refused`: the request itself is at fault.
+    `status`: of HTTP, with which the server refused."""
 
     attempt_id: AttemptId
     message: str
     refused: bool = False
+    status: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,25 @@ class CacheEventsReceived:
 
     events: tuple[ForeignEvent, ...]
     lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixesCounted:
+    """What the engine has counted of its prefix cache, since its own start."""
+
+    counts: PrefixCounts
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExplained:
+    """Why the events of the engine's cache do not fit, for the operator; "": they do."""
+
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """The events of the engine's cache are judged anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +139,27 @@ class FlushStep:
     """Post `EngineStepEnded` when all outputs of the current step should have arrived."""
 
 
-VllmEvent = Command | EngineOutput | SubmitFailed | EngineStepEnded | CacheEventsReceived
-VllmAction = SubmitRequest | CancelRequest | FlushStep | SendReport | ExitProcess
+@dataclass(frozen=True, slots=True)
+class ExplainCache:
+    """Events of the engine's cache do not come, or do not fit (`fits` False): find out why, ask for
+    lost ones again, and post `CacheExplained`. Or they fit again. `other_block_tokens`: the size
+    of blocks in events of another size; 0: there were none."""
+
+    fits: bool
+    other_block_tokens: int = 0
+
+
+VllmEvent = (
+    Command
+    | EngineOutput
+    | SubmitFailed
+    | EngineStepEnded
+    | CacheEventsReceived
+    | PrefixesCounted
+    | CacheExplained
+    | TimePassed
+)
+VllmAction = SubmitRequest | CancelRequest | FlushStep | SendReport | ExitProcess | ExplainCache
 
 
 @dataclass(slots=True)
@@ -166,10 +205,9 @@ class VllmInstance:
         self.num_blocks = num_blocks
         self.role = role
         self.counters: dict[str, float] = {}
-        self._reported = (
-            ExternalBlocks(layout.fingerprint, layout.block_tokens) if publishes_events else None
-        )
-        self._assumed = None if publishes_events else AssumedBlocks(num_blocks if caches else 0)
+        self._cache = KnownCache(layout, num_blocks, publishes_events, caches)
+        self._view = CacheView(source=self._cache.source)
+        self._first_counts: PrefixCounts | None = None
         self._attempts: dict[AttemptId, _VllmRequestState] = {}
         self._queue: dict[
             AttemptId, None
@@ -182,7 +220,7 @@ class VllmInstance:
     def handle(self, event: VllmEvent, now: float) -> list[VllmAction]:
         match event:
             case EngineOutput():
-                self._on_output(event)
+                self._on_output(event, now)
             case EngineStepEnded():
                 self._end_step(now)
             case StartPrefill():
@@ -195,12 +233,20 @@ class VllmInstance:
                 self._on_abort(event.attempt_id)
             case SubmitFailed():
                 reason = "refused_by_engine" if event.refused else "engine_error"
-                self._fail(event.attempt_id, event.message, reason)
+                self._fail(event.attempt_id, event.message, reason, event.status)
             case CacheEventsReceived():
-                self._on_cache_events(event)
+                if event.lost:
+                    self._count("names_lost")
+                self._cache.hear(event.events, event.lost, now)
+            case TimePassed():
+                self._judge_cache(now)
+            case PrefixesCounted():
+                self._note_counts(event.counts)
+            case CacheExplained():
+                self._view = replace(self._view, note=event.note)
             case Resync():
-                self._names.take_changes()
-                self._report(BlocksSnapshot(next_sequence=self._sequence, keys=self._names.keys))
+                self._cache.take_changes()
+                self._report(BlocksSnapshot(next_sequence=self._sequence, keys=self._cache.keys))
             case SwitchRole():
                 self._report(RoleChanged(role=self.role))  # an external engine cannot switch
             case ListHot():
@@ -223,6 +269,10 @@ class VllmInstance:
         actions, self._actions = self._actions, []
         return actions
 
+    def is_idle(self) -> bool:
+        """Whether no attempt is under way."""
+        return not self._attempts
+
     def load(self) -> InstanceLoad:
         """Returns the current gauges. Blocks that attempts share are counted for each of them."""
         owners = {}
@@ -234,18 +284,13 @@ class VllmInstance:
             num_running=len(self._attempts) - len(self._queue),
             num_waiting=len(self._queue),
             held_blocks=held,
-            cached_blocks=min(len(self._names), self.num_blocks),
+            cached_blocks=min(len(self._cache), self.num_blocks),
             free_blocks=self.num_blocks - held,
             owners=owners,
             counters=dict(self.counters),
             num_blocks=self.num_blocks,
+            cache_view=replace(self._view, source=self._cache.source),
         )
-
-    @property
-    def _names(self) -> ExternalBlocks | AssumedBlocks:
-        names = self._reported if self._reported is not None else self._assumed
-        assert names is not None
-        return names
 
     # Commands
 
@@ -265,24 +310,34 @@ class VllmInstance:
 
     def _on_start_prefill(self, command: StartPrefill) -> None:
         request = self._add(command.work, hands_over=command.target is not None)
-        request.submitted = request.prefilling = True
+        request.submitted = True
+        if command.work.call is not None:
+            self._actions.append(SubmitRequest(request.work))
+            self._begin_prefill(request, early=True)
+            return
+        request.prefilling = True
         self._queue[command.work.attempt_id] = None
         self._actions.append(SubmitRequest(command.work, request.hands_over))
         if len(self._queue) == 1:
             self._begin_prefill(request)
 
-    def _begin_prefill(self, request: _VllmRequestState) -> None:
-        """Reports the start of a prefill, as far as it is visible from outside."""
+    def _begin_prefill(self, request: _VllmRequestState, early: bool = False) -> None:
+        """Reports the start of a prefill, as far as it is visible from outside. `early`: it may
+        wait for others first."""
         held, most = 0, (len(request.work.token_ids) - 1) // self.layout.block_tokens
         for key in request.keys[:most]:
-            if not self._names.holds(key):
+            if not self._cache.holds(key):
                 break
             held += 1
+        held_tokens = held * self.layout.block_tokens
+        if _is_exact(request.work):
+            self._expect(len(request.work.token_ids), held_tokens)
         self._report(
             PrefillStarted(
                 attempt_id=request.work.attempt_id,
-                cached_tokens=held * self.layout.block_tokens,
+                cached_tokens=held_tokens,
                 fetched_tokens=0,
+                early=early,
             )
         )
 
@@ -291,6 +346,10 @@ class VllmInstance:
         if request is None or request.submitted:
             return
         request.first_token, request.submitted = command.token, True
+        if command.handle:  # all full blocks but the last token's are to be fetched
+            num_tokens = len(request.work.token_ids)
+            full = (num_tokens - 1) // self.layout.block_tokens * self.layout.block_tokens
+            self._expect(num_tokens, full)
         self._actions.append(SubmitRequest(request.work, handle=command.handle))
 
     def _on_abort(self, attempt_id: AttemptId) -> None:
@@ -301,22 +360,28 @@ class VllmInstance:
             self._actions.append(CancelRequest(attempt_id))
         self._end(request)
 
-    def _fail(self, attempt_id: AttemptId, message: str, reason: str = "engine_error") -> None:
+    def _fail(
+        self, attempt_id: AttemptId, message: str, reason: str = "engine_error", status: int = 0
+    ) -> None:
         request = self._attempts.get(attempt_id)
         if request is not None:
             self._count("failed_works")
             self._end(request)
-            self._report(AttemptFailed(attempt_id=attempt_id, reason=reason, message=message))
+            self._report(
+                AttemptFailed(
+                    attempt_id=attempt_id, reason=reason, message=message, engine_status=status
+                )
+            )
 
     # Outputs of the engine
 
-    def _on_output(self, output: EngineOutput) -> None:
+    def _on_output(self, output: EngineOutput, now: float) -> None:
         request = self._attempts.get(output.attempt_id)
         if request is None:
             return
         tokens = output.tokens
         if tokens and not request.generated:
-            self._end_prefill(request)
+            self._end_prefill(request, now)
             if request.first_token is not None:
                 if tokens[0].token_id != request.first_token.token_id:
                     self._actions.append(CancelRequest(output.attempt_id))
@@ -332,10 +397,12 @@ class VllmInstance:
         elif tokens or output.finish is not None:
             self._gather(output.attempt_id, tokens, output.finish)
 
-    def _end_prefill(self, request: _VllmRequestState) -> None:
+    def _end_prefill(self, request: _VllmRequestState, now: float) -> None:
         """Handles the first token of an attempt."""
-        if self._assumed is not None:
-            self._assumed.use(request.keys)
+        # Events leave out the blocks of adapters, and those that are fetched may not be named.
+        is_here = request.prefilling or request.work.call is not None
+        is_named = is_here and _is_exact(request.work) and not request.work.adapter
+        self._cache.note_computed(request.keys, now, is_named)
         if not request.prefilling:
             return
         request.prefilling = False
@@ -411,23 +478,43 @@ class VllmInstance:
             if item.finish is not None:
                 self._end(self._attempts[item.attempt_id])
 
-    def _on_cache_events(self, received: CacheEventsReceived) -> None:
-        if self._reported is None:
+    # The engine's cache
+
+    def _expect(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """A prompt is about to be computed but for its cached tokens."""
+        self._view = replace(
+            self._view,
+            prompt_tokens=self._view.prompt_tokens + prompt_tokens,
+            expected_tokens=self._view.expected_tokens + cached_tokens,
+        )
+
+    def _judge_cache(self, now: float) -> None:
+        if not self._cache.judge(now):
             return
-        if received.lost:
-            self._count("names_lost")
-            self._reported.hear(ExternalBlocksCleared())
-        for event in received.events:
-            self._reported.hear(event)
+        fits = not self._cache.distrusts_events
+        self._actions.append(ExplainCache(fits, self._cache.other_block_tokens))
+
+    def _note_counts(self, counts: PrefixCounts) -> None:
+        first = self._first_counts
+        if first is None or counts.queries < first.queries:  # it has begun anew
+            first = self._first_counts = counts
+        hits = counts.hits - first.hits
+        if self.role is Role.DECODE:  # its hits are what its connector fetches
+            hits += counts.fetched - first.fetched
+        self._view = replace(
+            self._view,
+            engine_queries=int(counts.queries - first.queries),
+            engine_hits=int(hits),
+        )
 
     # Both
 
     def _end(self, request: _VllmRequestState) -> None:
         """Removes an attempt, however it ended."""
         attempt_id = request.work.attempt_id
-        if self._assumed is not None and request.generated:
+        if request.generated and request.work.call is None:
             self._name_blocks(request)
-            self._assumed.use(request.keys)
+            self._cache.note_ended(request.keys)
         self._leave_queue(attempt_id)
         del self._attempts[attempt_id]
         if self._step is not None:
@@ -437,7 +524,7 @@ class VllmInstance:
             self._last_step_s = None  # the next step does not follow this one directly
 
     def _announce(self) -> None:
-        stored, removed = self._names.take_changes()
+        stored, removed = self._cache.take_changes()
         if stored or removed:
             self._report(BlocksChanged(sequence=self._sequence, stored=stored, removed=removed))
             self._sequence += 1
@@ -447,3 +534,8 @@ class VllmInstance:
 
     def _count(self, name: str, amount: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
+
+
+def _is_exact(work: AttemptSpec) -> bool:
+    """Whether the tokens are those that the engine computes."""
+    return work.call is None or work.call.is_exact

@@ -1,6 +1,7 @@
 """Measures prefills and decode steps of a vLLM server with a few requests, and fits the cost model.
 
-Other load on the server makes the times longer; the Conductor corrects them while it serves.
+A server is served by assumed times until then. Each request waits for a moment without others; they
+would make the times longer, which the Conductor corrects while it serves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,8 +20,9 @@ from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_co
 from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import SamplingParams, Slo
 from moonpool.vllm.client import VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, VllmFacts, completion_body, read_output
-from moonpool.vllm.instance import SubmitRequest
+from moonpool.vllm.dialect import DialectError, completion_body, read_output
+from moonpool.vllm.facts import VllmFacts
+from moonpool.vllm.instance import NO_HANDLE, SubmitRequest
 
 PREFILL_TOKENS = (16, 64, 256, 1024, 4096)
 DECODES = ((1, 16), (8, 16), (2, 1024))
@@ -33,39 +36,125 @@ TOKEN_IDS = range(3, 250)
 """Every model has these ids; their meaning does not matter."""
 FAR_BYTES_PER_S = 1e-6
 """vLLM fetches blocks by itself and is no source for others. A source this slow is never chosen."""
+QUIET_S, QUIET_LOOK_S = 30.0, 0.02
+"""How long a request waits for a moment without others."""
+ASSUMED_COST = FittedCost(
+    prefill=(0.02, 1e-4, 0.0, 0.0),
+    decode=(0.02, 2e-4, 1e-8),
+    shared_memory_bytes_per_s=FAR_BYTES_PER_S,
+    network_bytes_per_s=FAR_BYTES_PER_S,
+)
+"""Of a model of 8 billion parameters on a GPU. Times that are too short refuse nothing."""
+INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "/v1/embeddings": lambda prompt: {"input": prompt},
+    "/pooling": lambda prompt: {"input": prompt},
+    "/classify": lambda prompt: {"input": prompt},
+    "/v1/score": lambda prompt: {"text_1": "a", "text_2": "a " * (len(prompt) - 1)},
+    "/score": lambda prompt: {"text_1": "a", "text_2": "a " * (len(prompt) - 1)},
+}
+"""Fields of a call with a prompt of token ids, or of about as many words."""
+
+FirstToken = Callable[[int], Awaitable[float]]
 
 
-async def measure(client: VllmClient, facts: VllmFacts) -> FittedCost:
-    """Returns the fitted cost model. Raises VllmError, also for a response in another format."""
-    longest = max(facts.max_model_tokens - STEPS - 1, 1)
+async def probe(client: VllmClient, facts: VllmFacts, hands_over: bool = False) -> None:
+    """Asks for one short answer. `hands_over`: its KVCache, too, is to be shared. Raises VllmError
+    if the server cannot give it in a form that is understood."""
+    if hands_over:
+        await _check_connector(client, facts)
+        return
+    await _prompts_of(client, facts)(PREFILL_TOKENS[0])
+
+
+async def measure(
+    client: VllmClient,
+    facts: VllmFacts,
+    is_quiet: Callable[[], bool],
+    note: Callable[[str], None],
+) -> FittedCost:
+    """Returns the fitted cost model. `is_quiet`: whether there are no other requests. `note` is
+    told what is measured next. Raises VllmError, also for a response in another format."""
+
+    async def begin(what: str) -> None:
+        note(what)
+        for _ in range(int(QUIET_S / QUIET_LOOK_S)):
+            if is_quiet():
+                break
+            await asyncio.sleep(QUIET_LOOK_S)
+
+    longest = max(facts.offer.max_model_tokens - STEPS - 1, 1)
+    first_token_s = _prompts_of(client, facts)
     prefills: list[PrefillSample] = []
-    await _first_token_s(client, facts, min(PREFILL_TOKENS[0], longest))  # warms it up
-    for number, num_tokens in enumerate((min(PREFILL_TOKENS[0], longest), *PREFILL_TOKENS[1:])):
-        if number and (num_tokens > longest or prefills[-1].seconds > PATIENCE_S):
+    for num_tokens in (min(PREFILL_TOKENS[0], longest), *PREFILL_TOKENS[1:]):
+        if prefills and (num_tokens > longest or prefills[-1].seconds > PATIENCE_S):
             break
-        times_s = [await _first_token_s(client, facts, num_tokens) for _ in range(REPEATS)]
+        times_s = []
+        for _ in range(REPEATS):
+            await begin(f"a prompt of {num_tokens} tokens")
+            times_s.append(await first_token_s(num_tokens))
         prefills.append(PrefillSample(num_tokens=num_tokens, cached_tokens=0, seconds=min(times_s)))
     decodes = []
-    for batch, num_tokens in DECODES:
-        if num_tokens <= min(longest, prefills[-1].num_tokens):
+    most_tokens = min(longest, prefills[-1].num_tokens)
+    for batch, num_tokens in DECODES if facts.offer.generates else ():
+        if num_tokens <= most_tokens:
+            await begin(f"{batch} answers to {num_tokens} tokens")
             step_s = await _step_s(client, facts, batch, num_tokens)
             context_tokens = batch * (num_tokens + STEPS // 2)
             decodes.append(DecodeSample(batch=batch, context_tokens=context_tokens, seconds=step_s))
     if not decodes:
-        step_s = await _step_s(client, facts, 1, 1)
+        step_s = await _step_s(client, facts, 1, 1) if facts.offer.generates else LEAST_STEP_S
         decodes.append(DecodeSample(batch=1, context_tokens=1, seconds=step_s))
-    cost = fit_cost(prefills, decodes)
     return msgspec.structs.replace(
-        cost,
+        fit_cost(prefills, decodes),
         shared_memory_bytes_per_s=FAR_BYTES_PER_S,
         network_bytes_per_s=FAR_BYTES_PER_S,
     )
+
+
+async def _check_connector(client: VllmClient, facts: VllmFacts) -> None:
+    """Raises VllmError if a prefill brings no handle of its KVCache."""
+    num_tokens = min(2 * facts.block_tokens + 1, max(facts.offer.max_model_tokens - 1, 1))
+    work = _lone_work(f"measure-{secrets.token_hex(6)}", _random_prompt(num_tokens), 1)
+    body = completion_body(SubmitRequest(work, hands_over=True), facts.model_id, b"")
+    handle = b""
+    async for event in client.answer(body, streamed=False):
+        try:
+            handle = read_output(work, event).handle or handle
+        except DialectError as error:
+            raise VllmError(str(error)) from None
+    if not handle:
+        raise VllmError(NO_HANDLE)
+
+
+def describe_cost(cost: FittedCost) -> str:
+    """One line for the log."""
+    prompt_s, step_s = cost.prefill_s(1024, 0), cost.decode_step_s(8, 8 * 1024)
+    prompt = f"a prompt of 1,024 tokens takes {prompt_s:.3f} s"
+    return f"{prompt}, a step of 8 answers {step_s * 1e3:.1f} ms"
+
+
+def _prompts_of(client: VllmClient, facts: VllmFacts) -> FirstToken:
+    """What computes a prompt of so many tokens and returns the seconds."""
+    if facts.offer.generates:
+        return lambda num_tokens: _first_token_s(client, facts, num_tokens)
+    path = next((path for path in INPUTS if path in facts.offer.paths), "")
+    if not path:
+        raise VllmError(f"its endpoints {', '.join(facts.offer.paths)} are not understood")
+    return lambda num_tokens: _pooled_s(client, facts, path, num_tokens)
 
 
 async def _first_token_s(client: VllmClient, facts: VllmFacts, num_tokens: int) -> float:
     began_s = time.perf_counter()
     times_s = await _answer(client, facts, num_tokens, 1)
     return times_s[0] - began_s
+
+
+async def _pooled_s(client: VllmClient, facts: VllmFacts, path: str, num_tokens: int) -> float:
+    fields = INPUTS[path](_random_prompt(num_tokens)) | {"model": facts.model_id}
+    began_s = time.perf_counter()
+    async for _ in client.forward(path, msgspec.json.encode(fields)):
+        pass
+    return time.perf_counter() - began_s
 
 
 async def _step_s(client: VllmClient, facts: VllmFacts, batch: int, num_tokens: int) -> float:
@@ -87,8 +176,7 @@ async def _answer(
     client: VllmClient, facts: VllmFacts, num_tokens: int, max_tokens: int
 ) -> Sequence[float]:
     """Returns the arrival time of each token of one request."""
-    token_ids = tuple(random.choice(TOKEN_IDS) for _ in range(num_tokens))
-    work = _lone_work(f"measure-{secrets.token_hex(6)}", token_ids, max_tokens)
+    work = _lone_work(f"measure-{secrets.token_hex(6)}", _random_prompt(num_tokens), max_tokens)
     times_s: list[float] = []
     body = completion_body(SubmitRequest(work), facts.model_id, b"")
     async for event in client.answer(body, streamed=True):
@@ -100,6 +188,10 @@ async def _answer(
     if not times_s:
         raise VllmError(f"it generated no token for a prompt of {num_tokens} tokens")
     return times_s
+
+
+def _random_prompt(num_tokens: int) -> tuple[int, ...]:
+    return tuple(random.choice(TOKEN_IDS) for _ in range(num_tokens))
 
 
 def _lone_work(attempt_id: str, token_ids: tuple[int, ...], max_tokens: int) -> AttemptSpec:

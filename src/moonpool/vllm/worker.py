@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from moonpool.config import VllmAddress
 from moonpool.cost.fitted import FittedCost
 from moonpool.gc_tuning import settle_memory
@@ -28,28 +30,41 @@ from moonpool.protocol.frames import (
     Setup,
     WorkFrame,
 )
-from moonpool.protocol.messages import AttemptId, InstanceInfo
+from moonpool.protocol.messages import (
+    AttemptId,
+    AttemptSpec,
+    CostMeasured,
+    InstanceInfo,
+    InstanceLoad,
+)
 from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.protocol.versions import TAKES_OFFERS
 from moonpool.runtime.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.transfer.tls import PeerTls
 from moonpool.types import InstanceId, Role
+from moonpool.vllm.cache_watch import CacheWatch
 from moonpool.vllm.client import Health, VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, VllmFacts, completion_body, read_output, same_model
+from moonpool.vllm.dialect import DialectError, completion_body, is_streamed, read_output
 from moonpool.vllm.events import EventReader, EventsError
+from moonpool.vllm.facts import VllmFacts
+from moonpool.vllm.forwarded import end_of, forwarded_body, read_part
 from moonpool.vllm.instance import (
     CacheEventsReceived,
     CancelRequest,
     EngineOutput,
     EngineStepEnded,
+    ExplainCache,
     FlushStep,
     SubmitFailed,
     SubmitRequest,
+    TimePassed,
     VllmAction,
     VllmEvent,
     VllmInstance,
 )
-from moonpool.vllm.measure import measure
+from moonpool.vllm.measure import ASSUMED_COST, describe_cost, measure, probe
+from moonpool.vllm.parsers import find_parsers
 
 log = logging.getLogger("moonpool.vllm")
 
@@ -58,6 +73,10 @@ STEP_S = 1e-3
 LOOK_S = 2.0
 """How often a lost vLLM server is probed."""
 WEIGHT: dict[Health, int] = {"well": 0, "unwell": 2, "gone": 3}
+SAY_S = 5.0
+"""How often progress is logged."""
+FORWARDED_REFUSALS = (404, 405, 415, 501)
+"""Statuses with which a server refuses a call that it does not serve."""
 MAX_UNWELL = 6
 """The sum of weights over successive beats at which the server counts as gone: a busy engine may
 be slow to respond."""
@@ -70,8 +89,33 @@ class _Engine:
     facts: VllmFacts
     incarnation: int
     cost: FittedCost | None = None
+    is_measured: bool = False  # else `cost` is assumed
     layout: BlockLayout | None = None
     instance: VllmInstance | None = None  # set by the first `Setup`
+
+
+class _Progress:
+    """Says every few seconds what is measured."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._what = ""
+
+    def note(self, what: str) -> None:
+        self._what = what
+
+    async def say(self) -> None:
+        """Runs until cancelled."""
+        seconds = 0.0
+        while True:
+            await asyncio.sleep(SAY_S)
+            seconds += SAY_S
+            log.info(
+                "measuring vLLM at %s for %.0f s, now %s; meanwhile it serves by assumed times",
+                self._url,
+                seconds,
+                self._what,
+            )
 
 
 class VllmWorker(InstanceProcess):
@@ -100,6 +144,7 @@ class VllmWorker(InstanceProcess):
         self._tasks: set[asyncio.Task[None]] = set()
         self._join_lock = asyncio.Lock()
         self._gone = False
+        self._watch: CacheWatch | None = None
 
     async def run(self, head_host: str, head_port: int) -> None:
         """Serves while the vLLM server comes and goes. Raises WorkerError."""
@@ -127,6 +172,7 @@ class VllmWorker(InstanceProcess):
         while True:
             try:
                 facts = await self._client.facts()
+                facts = await self._with_parsers(facts)
                 break
             except VllmError as error:
                 if str(error) != last_error:
@@ -136,8 +182,18 @@ class VllmWorker(InstanceProcess):
         found = _Engine(facts, secrets.randbits(62))
         before = self._engine
         if before is not None and before.facts == facts:
-            found.cost = before.cost  # measured again it would be too slow: requests rush to it
+            # Measured again it would be too slow: requests rush to it.
+            found.cost, found.is_measured = before.cost, before.is_measured
         return found
+
+    async def _with_parsers(self, facts: VllmFacts) -> VllmFacts:
+        """Raises VllmError."""
+        log.info("vLLM at %s is up; asking it for a short answer", self._place.url)
+        found = await find_parsers(self._client, facts)
+        if found:
+            log.info("vLLM at %s parses %s by itself", self._place.url, " and ".join(found))
+        offer = msgspec.structs.replace(facts.offer, parses=found)
+        return msgspec.structs.replace(facts, offer=offer)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -155,7 +211,10 @@ class VllmWorker(InstanceProcess):
     # The link's follower
 
     def on_head(self) -> None:
-        self._link.send(Apply(role=self.role, host=self._machine, pid=os.getpid()))
+        offer = None
+        if self._engine is not None and self._link.protocol >= TAKES_OFFERS:
+            offer = self._engine.facts.offer
+        self._link.send(Apply(role=self.role, host=self._machine, pid=os.getpid(), offer=offer))
 
     def on_frame(self, frame: WorkFrame) -> None:
         match frame:
@@ -190,22 +249,18 @@ class VllmWorker(InstanceProcess):
         url, facts = self._place.url, engine.facts
         if setup.engine.kind != "vllm":
             return "the head serves with Moonpool's own engine; start it with --engine vllm"
-        if not same_model(setup.model.name, facts):
-            return (
-                f"vLLM at {url} serves {facts.root}, but the head serves {setup.model.name}; start"
-                " both with the same model"
-            )
         layout = _layout(setup.model.name, facts)
         if engine.layout not in (None, layout):
             return "the head came back with another configuration; restart this worker"
         if engine.cost is None:
             try:
-                engine.cost = await measure(self._client, facts)
+                await probe(self._client, facts, hands_over=self.role is Role.PREFILL)
             except VllmError as error:
                 if await self._client.health() == "well":
                     return f"vLLM at {url}: {error}"
                 self._leave_gone()
                 return ""
+            engine.cost = ASSUMED_COST
         if engine.instance is None:
             engine.layout = layout
             engine.instance = VllmInstance(
@@ -213,8 +268,46 @@ class VllmWorker(InstanceProcess):
             )
             if self._reader is not None:
                 self._spawn(self._listen(self._reader))
+            fetches = self.role is Role.DECODE
+            self._watch = CacheWatch(
+                self._client, self._reader, facts.block_tokens, self._post, fetches
+            )
+            self._spawn(self._measure(engine))
             settle_memory()
         return ""
+
+    async def _measure(self, engine: _Engine) -> None:
+        """Measures the server's times beside the first requests, and then watches its cache."""
+        assert engine.instance is not None
+        if not engine.is_measured:
+            progress = _Progress(self._place.url)
+            saying = self._spawn(progress.say())
+            try:
+                quiet = engine.instance.is_idle
+                engine.cost = await measure(self._client, engine.facts, quiet, progress.note)
+            except VllmError as error:
+                log.warning("vLLM at %s is served by assumed times: %s", self._place.url, error)
+            else:
+                log.info("measured vLLM at %s: %s", self._place.url, describe_cost(engine.cost))
+                engine.is_measured = True
+                self._report_cost()
+            finally:
+                saying.cancel()
+        if self._watch is not None:
+            await self._watch.run(lambda: self._load().cache_view)
+
+    def _report_cost(self) -> None:
+        """What is measured before this instance joins is in its description."""
+        engine = self._engine
+        if not self._joined or engine is None or engine.cost is None:
+            return
+        if engine.is_measured and self._link.protocol >= TAKES_OFFERS:
+            self._link.send(CostMeasured(cost=engine.cost))
+
+    def _load(self) -> InstanceLoad:
+        assert self._engine is not None
+        assert self._engine.instance is not None
+        return self._engine.instance.load()
 
     def _info(self, engine: _Engine) -> InstanceInfo:
         assert engine.cost is not None
@@ -232,7 +325,10 @@ class VllmWorker(InstanceProcess):
             cost=engine.cost,
             pid=os.getpid(),
             host=self._machine,
-            largest_blocks=min(facts.max_model_tokens // facts.block_tokens, facts.num_blocks),
+            largest_blocks=min(
+                -(-facts.offer.max_model_tokens // facts.block_tokens), facts.num_blocks
+            ),
+            adapters=tuple(adapter.name for adapter in facts.offer.adapters),
         )
 
     # Events in, actions out
@@ -254,6 +350,9 @@ class VllmWorker(InstanceProcess):
                         task.cancel()
                 case FlushStep():
                     self._loop.call_later(STEP_S, self._post, EngineStepEnded())
+                case ExplainCache():
+                    if self._watch is not None:
+                        self._spawn(self._watch.explain(action))
                 case ExitProcess():
                     self._link.stop("it leaves")
 
@@ -268,23 +367,39 @@ class VllmWorker(InstanceProcess):
                         self._requests.pop(attempt_id, None)
                     self._post(output)
         except (VllmError, DialectError) as error:
-            failure = SubmitFailed(attempt_id, str(error), error.refused)
+            failure = self._failure(submit.work, error)
         except Exception as error:
             log.exception("the request %s to vLLM at %s failed", attempt_id, self._place.url)
             failure = SubmitFailed(
                 attempt_id, f"unexpected {type(error).__name__} in the vLLM client"
             )
         if self._requests.pop(attempt_id, None) is not None:
-            log.warning("vLLM at %s: %s: %s", self._place.url, attempt_id, failure.message)
+            if not failure.refused:  # else its client is told
+                log.warning("vLLM at %s: %s: %s", self._place.url, attempt_id, failure.message)
             self._post(failure)
+
+    def _failure(self, work: AttemptSpec, error: VllmError | DialectError) -> SubmitFailed:
+        if work.call is None:
+            return SubmitFailed(work.attempt_id, str(error), error.refused)
+        refused = error.refused or error.status in FORWARDED_REFUSALS
+        return SubmitFailed(work.attempt_id, str(error), refused, error.status)
 
     async def _outputs(self, submit: SubmitRequest) -> AsyncGenerator[EngineOutput]:
         """Yields the outputs of a request. Reads to the end, so that the connection is reused."""
         engine = self._engine
         assert engine is not None
         assert engine.layout is not None
-        body = completion_body(submit, engine.facts.model_id, engine.layout.fingerprint)
-        answer = self._client.answer(body, not submit.hands_over, submit.work.traceparent)
+        work, model_id = submit.work, engine.facts.model_id
+        if work.call is not None:
+            body = forwarded_body(work, model_id, engine.layout.fingerprint)
+            parts = self._client.forward(work.call.path, body, work.traceparent)
+            async with contextlib.aclosing(parts):
+                async for part in parts:
+                    yield read_part(work, part)
+            yield end_of(work)
+            return
+        body = completion_body(submit, model_id, engine.layout.fingerprint)
+        answer = self._client.answer(body, is_streamed(submit), work.traceparent)
         async with contextlib.aclosing(answer):
             async for event in answer:
                 yield read_output(submit.work, event)
@@ -297,6 +412,7 @@ class VllmWorker(InstanceProcess):
             await asyncio.sleep(HEARTBEAT_S)
             if self._joined and self._engine is not None and self._engine.instance is not None:
                 self._link.send(self._engine.instance.load())
+                self._post(TimePassed())
             health = await self._client.health()
             unwell = 0 if health == "well" else unwell + WEIGHT[health]
             if unwell >= MAX_UNWELL:

@@ -22,6 +22,7 @@ from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.frontend import ApiOptions, ModelCard, Output
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.protocol.messages import ForwardedCall
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token, TokenLogprobs
 
 Step = Output | Exception | float | threading.Event
@@ -73,6 +74,8 @@ class ScriptedHead:
         self.script: Script = script or (lambda request: spoken("Hello"))
         self.requests: list[Request] = []
         self.delivered: list[tuple[int, ...] | None] = []
+        self.calls: list[ForwardedCall] = []
+        self.no_forwarding = ""
         self.aborted: list[str] = []
         self.reasons: list[str] = []  # of those
         self.finished: list[tuple[str, FinishReason, int]] = []
@@ -86,6 +89,24 @@ class ScriptedHead:
         self.most_views = 1
         self.is_placed = True  # requests are, from the beginning
         self.explanations: dict[str, dict[str, Any]] = {}
+
+    def models(self) -> list[ScriptedHead]:
+        return [self]
+
+    def options(self, shared: ApiOptions) -> ApiOptions:
+        return shared
+
+    def forward(
+        self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
+        self.calls.append(call)
+        return self.submit(request, delivered)
+
+    def why_not_forwarded(self) -> str:
+        return self.no_forwarding
+
+    def take_reader(self) -> None:
+        return None
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
         self.num_views += 1
@@ -164,10 +185,10 @@ class ScriptedHead:
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
         return {"instances": []} if tenant is None else {"instances": [], "tenant": tenant}
 
-    def event_log(self) -> bytes:
+    def event_log(self, name: str | None = None) -> bytes | None:
         return b"events"
 
-    def beliefs(self) -> dict[str, Any]:
+    def beliefs(self, name: str | None = None) -> dict[str, Any]:
         return {"instances": [], "errors": {}}
 
     def server_info(self) -> dict[str, Any]:

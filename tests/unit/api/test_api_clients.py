@@ -215,7 +215,7 @@ def test_a_chat_template_may_be_given(tmp_path: Path, monkeypatch: pytest.Monkey
         make()
     path.write_text("<{{ messages[0].content }}>{{ tools | length if tools }}")
     make()
-    tokenizer = made[0][2]
+    tokenizer = made[0][1].tokenizer
     assert isinstance(tokenizer, ByteTokenizer) and tokenizer.knows_tools
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "<Hi>"
 

@@ -27,7 +27,7 @@ class Cluster:
     def __init__(self) -> None:
         self.desk = Desk("p0", "d0")
         self.posted: list[HotRequested] = []
-        self.view = LiveView(self.desk.conductor, self.posted.append, lambda: self.desk.now)
+        self.view = LiveView([self.desk.conductor], self.posted.append, lambda: self.desk.now)
         self.desk.report("p0", BlocksSnapshot(next_sequence=0, keys=KEYS))
         self.desk.report("d0", BlocksSnapshot(next_sequence=0, keys=(), demoted=KEYS))
 

@@ -36,7 +36,7 @@ def columns(
 
 
 def test_requests_stand_in_the_sample_of_their_end() -> None:
-    history = LiveHistory(conductor())
+    history = LiveHistory([conductor()])
     for ended_s in (BEGIN_S, BEGIN_S + 9.9, BEGIN_S + 35):
         history.request_ended(record(ended_s), ended_s)
     found = columns(history, BEGIN_S + 45)
@@ -47,7 +47,7 @@ def test_requests_stand_in_the_sample_of_their_end() -> None:
 
 
 def test_an_hour_later_a_sample_has_left() -> None:
-    history = LiveHistory(conductor())
+    history = LiveHistory([conductor()])
     history.request_ended(record(BEGIN_S), BEGIN_S)
     last_s = BEGIN_S + (NUM_BINS - 1) * BIN_S
     assert columns(history, last_s)["answered"] == [1] + [0] * (NUM_BINS - 1)
@@ -56,7 +56,7 @@ def test_an_hour_later_a_sample_has_left() -> None:
 
 
 def test_percentiles_are_near_the_exact_ones() -> None:
-    history = LiveHistory(conductor())
+    history = LiveHistory([conductor()])
     for number in range(1, 1001):
         history.request_ended(record(BEGIN_S, ttft_s=number / 1000), BEGIN_S)
     found = columns(history, BEGIN_S)
@@ -65,7 +65,7 @@ def test_percentiles_are_near_the_exact_ones() -> None:
 
 
 def test_a_tenant_sees_its_own_samples_and_no_loads() -> None:
-    history = LiveHistory(conductor())
+    history = LiveHistory([conductor()])
     for tenant in ("ann", "bob", "ann/salt"):
         history.request_ended(record(BEGIN_S, tenant=tenant), BEGIN_S)
     own = columns(history, BEGIN_S, "ann")
@@ -76,7 +76,7 @@ def test_a_tenant_sees_its_own_samples_and_no_loads() -> None:
 
 
 def test_memory_is_bounded_by_the_tenants_that_asked_last() -> None:
-    history = LiveHistory(conductor())
+    history = LiveHistory([conductor()])
     for number in range(MAX_TENANTS + 1):
         history.request_ended(record(BEGIN_S, tenant=f"t{number}"), BEGIN_S)
     assert columns(history, BEGIN_S, "t0")["answered"][-1] == 0
@@ -87,7 +87,7 @@ def test_memory_is_bounded_by_the_tenants_that_asked_last() -> None:
 def test_loads_are_asked_for_once_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     monkeypatch.setattr(live_history, "_loads", lambda _, now: asked.append(now) or (0.5, 0.25))
-    history = LiveHistory(conductor())
+    history = LiveHistory([conductor()])
     for tick in range(301):
         now = BEGIN_S + tick / 10
         history.request_ended(record(now), now)  # requests close samples too

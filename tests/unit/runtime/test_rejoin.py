@@ -23,6 +23,7 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.runtime import head as head_module
 from moonpool.runtime import worker as worker_module
 from moonpool.runtime.head import Head
+from moonpool.runtime.models.model_loading import ApiModel
 from moonpool.runtime.silence import MAX_TURN_S
 from moonpool.runtime.worker import Worker
 from moonpool.runtime.worker_link import WorkerLink
@@ -36,7 +37,7 @@ SECRET = b"a secret of the test"
 def make_head(now: Callable[[], float] = time.monotonic) -> Head:
     card = ModelCard("m", 0, 512, MODEL.spec.vocab_size, MODEL.spec.eos_token_ids)
     tokenizer = open_tokenizer(MODEL.tokenizer, MODEL.spec.vocab_size)
-    return Head(Config(), card, tokenizer, SECRET, now)
+    return Head(Config(), ApiModel(card, tokenizer, "", ""), SECRET, now)
 
 
 def info(incarnation: int) -> InstanceInfo:
@@ -86,9 +87,9 @@ def test_a_process_that_is_back_before_its_old_connection_ended_is_let_in() -> N
     assert not any(isinstance(frame, TurnedAway) for frame in new_channel.sent)
     assert old_channel.ended
     old.on_closed("late")  # must not take the new one along
-    assert list(head.conductor.instances) == ["d"]
+    assert list(head.served.conductors[0].instances) == ["d"]
     new.on_frame(InstanceLoad(0, 0, 0, 0, 5, {}, {}))
-    assert head.conductor.instances[InstanceId("d")].load is not None
+    assert head.served.conductors[0].instances[InstanceId("d")].load is not None
 
 
 def test_another_process_of_the_same_name_is_turned_away_and_not_heard() -> None:
@@ -97,10 +98,10 @@ def test_another_process_of_the_same_name_is_turned_away_and_not_heard() -> None
     first.on_frame(Joined(info=info(7)))
     twin, twin_channel = link_of(head)
     twin.on_frame(InstanceLoad(0, 0, 0, 0, 5, {}, {}))
-    assert head.conductor.instances[InstanceId("d")].load is None
+    assert head.served.conductors[0].instances[InstanceId("d")].load is None
     twin.on_frame(Joined(info=info(8)))
     assert isinstance(twin_channel.sent[-1], TurnedAway)
-    assert head.conductor.instances[InstanceId("d")].info.incarnation == 7
+    assert head.served.conductors[0].instances[InstanceId("d")].info.incarnation == 7
 
 
 def test_a_worker_that_says_nothing_is_cut_off_and_told_of(

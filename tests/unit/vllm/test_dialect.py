@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,13 +15,10 @@ from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import BadWord, FinishReason, SamplingParams, Slo
 from moonpool.vllm.dialect import (
     DialectError,
-    VllmFacts,
     completion_body,
-    read_facts,
     read_output,
-    same_model,
 )
-from moonpool.vllm.instance import SubmitRequest
+from moonpool.vllm.instance import EngineOutput, SubmitRequest
 
 FINGERPRINT = b"layout"
 
@@ -222,56 +218,43 @@ def test_what_is_no_answer_is_one_line(event: bytes, says: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-METRICS = """# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
-# TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{block_size="32",num_cpu_blocks="None",num_gpu_blocks="8192"} 1.0
-"""
-MODELS = {"data": [{"id": "served", "root": "/models/m30", "max_model_len": 2048, "x": 1}]}
-
-
-def facts(models: Any = MODELS, metrics: str = METRICS) -> VllmFacts:
-    return read_facts(msgspec.json.encode(models), metrics)
-
-
-def test_facts_of_a_vllm() -> None:
-    expected = VllmFacts("served", "/models/m30", 2048, 32, 8192)
-    assert facts() == expected
-    off = METRICS.replace("{", '{enable_prefix_caching="False",')
-    assert not facts(metrics=off).caches_prefixes
-
-
-@pytest.mark.parametrize(
-    ("models", "metrics", "says"),
-    [
-        (MODELS, "", "cache_config_info"),
-        (MODELS, METRICS.replace('"8192"', '"None"'), "cache_config_info"),
-        ({"data": []}, METRICS, "no model"),
-        ({"data": [{"id": "x"}]}, METRICS, "max_model_len"),
-        ({"object": "error"}, METRICS, "/v1/models"),
-    ],
-)
-def test_what_is_no_vllm_is_one_line(models: Any, metrics: str, says: str) -> None:
-    with pytest.raises(DialectError, match=says):
-        facts(models, metrics)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "same"),
-    [
-        ("served", True),
-        ("/models/m30", True),
-        ("/elsewhere/m30/", True),
-        ("m30", True),
-        ("m3", False),
-        ("/models", False),
-        ("org/other", False),
-    ],
-)
-def test_a_model_is_known_by_its_name_or_where_it_lies(wanted: str, same: bool) -> None:
-    assert same_model(wanted, facts()) is same
-
-
 def test_an_adapter_is_the_model_and_has_a_salt_of_its_own() -> None:
     plain, adapted = (body(SubmitRequest(work(adapter=name))) for name in ("", "poet"))
     assert plain["model"] == "m" and "cache_salt" not in plain
     assert adapted["model"] == "poet" and adapted["cache_salt"]
+
+
+def scored(found: Any, wanted: int = 1) -> EngineOutput:
+    event = {"choices": [{"token_ids": [4], "finish_reason": "length", "prompt_logprobs": found}]}
+    asked = work(SamplingParams(prompt_logprobs=wanted))
+    return read_output(asked, json.dumps(event).encode())
+
+
+def test_scores_of_the_prompt_come_with_the_first_token() -> None:
+    prompt = work().token_ids
+    listed = [None] + [
+        {str(token): {"logprob": -2.5, "rank": 7}, "9000": {"logprob": -0.5, "rank": 1}}
+        for token in prompt[1:]
+    ]
+    (token,) = scored(listed).tokens
+    assert token.prompt is not None
+    assert [one.logprob for one in token.prompt] == [-2.5] * (len(prompt) - 1)
+    assert {one.top for one in token.prompt} == {((9000, -0.5),)}
+    (plain,) = scored(listed, wanted=0).tokens
+    assert plain.prompt is not None
+    assert {one.top for one in plain.prompt} == {()}
+
+
+def test_scores_that_do_not_fit_the_prompt_are_one_line() -> None:
+    prompt = work().token_ids
+    for strange in ([None], [None] + [{"1": {"logprob": -1.0}}] * (len(prompt) - 1)):
+        with pytest.raises(DialectError, match="do not match the prompt"):
+            scored(strange)
+
+
+def test_scores_of_the_prompt_are_asked_for_whole_and_only_where_it_is_computed() -> None:
+    asked = SubmitRequest(work(SamplingParams(prompt_logprobs=2)))
+    assert body(asked)["prompt_logprobs"] == 2
+    assert body(asked)["stream"] is False
+    decode = SubmitRequest(work(SamplingParams(prompt_logprobs=2)), handle=b"{}")
+    assert "prompt_logprobs" not in body(decode)

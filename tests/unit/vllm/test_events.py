@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moonpool.demo.local_server import free_port
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.types import BlockKey
 from moonpool.vllm.block_names import (
@@ -258,3 +259,58 @@ def test_a_bad_address_is_one_line() -> None:
 
     with pytest.raises(EventsError, match="tcp://nowhere"):
         asyncio.run(make())
+
+
+def test_a_publisher_that_is_not_heard_is_asked_at_its_replay_endpoint() -> None:
+    """As a vLLM that connects to EVENTS, and does not listen there."""
+    zmq = pytest.importorskip("zmq")
+    told: list[CacheEventsReceived] = []
+
+    async def run() -> EventReader:
+        publisher = Publisher(zmq)
+        repeating = asyncio.create_task(publisher.repeat())
+        reader = EventReader(f"tcp://127.0.0.1:{free_port()}", publisher.replay)
+        following = asyncio.create_task(reader.run(told.append))
+        try:
+            async with asyncio.timeout(60):
+                for number in range(3):
+                    await publisher.publish(number, [1, 2], loses=True)
+                    while len(told) <= number:
+                        await asyncio.sleep(0.01)
+            return reader
+        finally:
+            following.cancel()
+            repeating.cancel()
+            await asyncio.gather(following, repeating, return_exceptions=True)
+            publisher.close()
+
+    reader = asyncio.run(run())
+    assert words(told) == [0, 1, 2]
+    assert (reader.num_published, reader.num_replayed) == (0, 3)
+    assert not reader.is_open
+
+
+def test_the_connection_tells_a_publisher_from_another_socket() -> None:
+    zmq = pytest.importorskip("zmq")
+
+    async def state(where: str, until: str) -> str:
+        reader = EventReader(where, "")
+        following = asyncio.create_task(reader.run(lambda _: None))
+        try:
+            async with asyncio.timeout(30):
+                while reader.connection != until:
+                    await asyncio.sleep(0.01)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        return reader.connection
+
+    async def run() -> None:
+        publisher = Publisher(zmq)
+        try:
+            assert await state(publisher.events, "open") == "open"
+            assert await state(publisher.replay, "refused") == "refused"
+        finally:
+            publisher.close()
+
+    asyncio.run(run())

@@ -19,6 +19,7 @@ from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
     DecodeAccepted,
+    ForwardedCall,
     HotPrefixes,
     LeaveCluster,
     ListHot,
@@ -44,12 +45,15 @@ from moonpool.vllm.instance import (
     EngineOutput,
     EngineStepEnded,
     FlushStep,
+    PrefixesCounted,
     SubmitFailed,
     SubmitRequest,
+    TimePassed,
     VllmAction,
     VllmEvent,
     VllmInstance,
 )
+from moonpool.vllm.known_cache import PrefixCounts
 
 LAYOUT = BlockLayout(
     model_fingerprint="vllm m",
@@ -193,6 +197,23 @@ def test_what_it_computed_is_assumed_to_be_there_and_is_a_hit() -> None:
     assert started.cached_tokens == 16
 
 
+def test_a_forwarded_call_tells_what_is_cached_and_counts_where_its_tokens_are_known() -> None:
+    for is_exact in (True, False):
+        bench = Bench(publishes_events=True)
+        called = ForwardedCall(path="/v1/chat/completions", body=b"{}", is_exact=is_exact)
+        for name, cached in (("a", 0), ("b", 8), ("c", 8), ("d", 8)):
+            actions = bench.handle(StartPrefill(work=work(name, call=called)))
+            (started,) = told(actions, PrefillStarted)
+            assert (started.cached_tokens, started.early) == (cached, True)
+            bench.handle(piece(name, 0), piece(name, finish=FinishReason.STOP), EngineStepEnded())
+            bench.now += 3.0
+            bench.handle(TimePassed())
+        view = bench.instance.load().cache_view
+        assert view is not None
+        assert (view.prompt_tokens, view.expected_tokens) == ((48, 24) if is_exact else (0, 0))
+        assert view.source == ("distrusted" if is_exact else "assumed"), "events that never came"
+
+
 def test_a_whole_prompt_is_never_a_hit() -> None:
     bench = Bench()
     bench.handle(StartPrefill(work=work("a")))
@@ -269,6 +290,18 @@ def test_a_decode_instance_fetches_by_the_handle_and_goes_on_behind_the_first_to
     assert not of_kind(accepted, FlushStep)  # the head has that token already
     (step,) = told(bench.step(piece("a", 6)), StepTokens)
     assert [t.token_id for t in step.works[0].tokens] == [6]
+
+
+def test_what_a_decode_instance_is_to_fetch_is_compared_with_what_it_fetched() -> None:
+    bench = Bench(Role.DECODE)
+    bench.handle(PrefixesCounted(PrefixCounts(100.0, 50.0, 7.0)))
+    bench.handle(ReserveDecode(work=work("a")))
+    bench.handle(StartDecode(attempt_id=AttemptId("a"), token=Token(token_id=5), handle=b"{}"))
+    bench.handle(PrefixesCounted(PrefixCounts(112.0, 50.0, 15.0)))
+    view = bench.instance.load().cache_view
+    assert view is not None
+    assert (view.prompt_tokens, view.expected_tokens) == (12, 8)
+    assert (view.engine_queries, view.engine_hits) == (12, 8)
 
 
 def test_another_first_token_than_the_prompts_is_never_an_answer() -> None:

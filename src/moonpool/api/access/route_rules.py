@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moonpool.protocol.model_offer import POOLING_PATHS
+
 Callers = Literal["everybody", "tenants", "the operator"]
 """`tenants`: with a key, if the server has keys. `the operator`: with the operator's key."""
 Pages = Literal["all", "own", "none"]
@@ -50,7 +52,7 @@ RULES = {
     for rule in (
         RouteRule("/v1/chat/completions", "tenants", body_bytes=CALL_BODY),
         RouteRule("/v1/completions", "tenants", body_bytes=CALL_BODY),
-        RouteRule("/v1/embeddings", "tenants", body_bytes=CALL_BODY),
+        *(RouteRule(path, "tenants", body_bytes=CALL_BODY) for path in POOLING_PATHS),
         RouteRule("/v1/responses", "tenants", body_bytes=CALL_BODY),
         RouteRule("/v1/messages", "tenants", body_bytes=CALL_BODY),
         RouteRule("/v1/messages/count_tokens", "tenants", body_bytes=CALL_BODY),

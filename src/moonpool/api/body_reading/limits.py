@@ -135,6 +135,7 @@ _PARAMS = {
     "completion": "prompt",
     "tokenize": "prompt",
     "embeddings": "input",
+    "pooling": "input",
     "responses": "input",
 }
 _REMEDY = "Send another one, or shorten it."

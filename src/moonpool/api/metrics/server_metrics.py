@@ -82,6 +82,10 @@ class ServerMetrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
+    def rename(self, model_name: str) -> None:
+        """Sets the label of all samples."""
+        self._model_name = model_name
+
     def add(self, name: str, amount: float = 1.0, label: str = "") -> None:
         """Raises a counter. With an amount of 0, its series is there from now on."""
         values = self._values[name]

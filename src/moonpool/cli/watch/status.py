@@ -25,7 +25,7 @@ def status(server: Server) -> None:
 
 def status_lines(frame: dict[str, Any]) -> list[str]:
     """Returns the five lines of a frame. Before them is what it lacks, and behind them one line for
-    each standby and each faulty SSD tier."""
+    each standby, each faulty SSD tier and each note on an instance."""
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
     ttft = _latency(totals["ttft_s"], _slo(slo, "ttft_s"))
     tbt = _latency(totals["tbt_s"], _slo(slo, "tbt_s"))
@@ -38,6 +38,11 @@ def status_lines(frame: dict[str, Any]) -> list[str]:
         for standby in frame.get("standbys", ())
     ]
     lack = [f"not ready  {frame['lack']}"] if frame.get("lack") else []
+    notes = [
+        f"note       {instance['instance_id']}: {instance['note']}"
+        for instance in frame["instances"]
+        if instance.get("note")
+    ]
     return [
         *lack,
         f"instances  {_roles(frame['instances'])}",
@@ -47,6 +52,7 @@ def status_lines(frame: dict[str, Any]) -> list[str]:
         f"prompts    {sum(tokens.values()):,} tokens: {by_tier}",
         *standbys,
         *_disks(frame["instances"]),
+        *notes,
     ]
 
 

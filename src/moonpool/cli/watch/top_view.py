@@ -115,7 +115,8 @@ def _remark(one: dict[str, Any], is_wide: bool) -> Text:
         return Text(
             f"{ssd['damaged']:,} blocks damaged on SSD" if is_wide else "SSD damaged", "red"
         )
-    return Text("")
+    note = one.get("note", "")
+    return Text(note if is_wide or not note else "note", "yellow")
 
 
 def _load(now: float, booked: float, cells: int) -> Text:

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -27,6 +27,7 @@ from moonpool.protocol.frames import (
     WorkFrame,
 )
 from moonpool.protocol.known_heads import KnownHeads
+from moonpool.protocol.model_offer import ModelOffer
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head_link import HeadGoneError, HeadLink, WorkerError
 from moonpool.runtime.takeover.answer_copies import AnswerCopies
@@ -50,6 +51,7 @@ class Takeover:
     epoch: int
     instances: dict[InstanceId, Role]
     answers: tuple[int, ...] = ()
+    offers: dict[InstanceId, ModelOffer] = field(default_factory=dict)
 
 
 class Standby:
@@ -85,8 +87,8 @@ class Standby:
             log.error("%s; taking over", error)
             self._epoch = link.heads.epoch + 1
             settings = settings_of(self._setup, self._config)
-            instances, answers = link.leadership.instances, self._answers.leave()
-            return Takeover(settings, self._epoch, instances, answers)
+            told, answers = link.leadership, self._answers.leave()
+            return Takeover(settings, self._epoch, told.instances, answers, told.offers)
         except WorkerError as error:
             raise ClusterError(str(error)) from None
         finally:

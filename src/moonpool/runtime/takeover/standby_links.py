@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import msgspec
+
 from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.config import Config
 from moonpool.log_limit import limited_logger
@@ -16,6 +18,7 @@ from moonpool.protocol.frames import (
     Setup,
     TurnedAway,
 )
+from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.versions import KNOWS_STANDBYS
 from moonpool.runtime.takeover.answer_feed import AnswerFeed
 from moonpool.runtime.worker_link import WorkerLink
@@ -89,17 +92,23 @@ class StandbyLinks:
                 link.channel.abort(f"no message for {SILENCE_S:g} s")
         return True
 
-    def lead(self, links: Collection[WorkerLink], expected: dict[InstanceId, Role]) -> None:
+    def lead(
+        self,
+        links: Collection[WorkerLink],
+        expected: dict[InstanceId, Role],
+        offers: dict[InstanceId, ModelOffer],
+    ) -> None:
         """Lets all links hear that this head is alive."""
         if self.replaced:
             return
         addresses = self._addresses()
         for link in links:
             if _understands(link):
-                own = expected if link in self._links else {}
-                link.channel.send(
-                    Leadership(epoch=self.epoch, standbys=addresses, instances=dict(own))
-                )
+                frame = Leadership(epoch=self.epoch, standbys=addresses)
+                if link in self._links:
+                    own = {"instances": dict(expected), "offers": dict(offers)}
+                    frame = msgspec.structs.replace(frame, **own)
+                link.channel.send(frame)
 
     def drop(self, link: WorkerLink) -> bool:
         """Returns whether this was a standby."""

@@ -18,29 +18,34 @@ class RequestObserver(Protocol):
 
 
 class EndedRequests:
-    """The last ended requests, the newest last, and their observers."""
+    """The last ended requests, the newest last, and the observers of all of them."""
 
     def __init__(self, observers: tuple[RequestObserver, ...], now: Callable[[], float]) -> None:
         self._observers = observers
         self._now = now
         self._kept: OrderedDict[str, RequestEnded] = OrderedDict()
-        self.unsettled: dict[RequestId, RequestRecord] = {}
+        self._unsettled: dict[RequestId, tuple[RequestRecord, RequestObserver]] = {}
 
-    def keep(self, ended: RequestEnded) -> None:
-        """The Conductor has ended a request. The reader of its answer may still judge otherwise."""
+    def keep(self, ended: RequestEnded, own: RequestObserver) -> None:
+        """The Conductor has ended a request. The reader of its answer may still judge otherwise.
+        `own`: the observer of its model."""
         record = ended.record
         self._kept[record.request_id] = ended
-        self.unsettled[record.request_id] = record
+        self._unsettled[record.request_id] = record, own
         if len(self._kept) > KEPT_RECORDS:
             self._kept.popitem(last=False)
 
     def settle(self, record: RequestRecord) -> None:
         """Its outcome is final."""
-        del self.unsettled[record.request_id]
+        _, own = self._unsettled.pop(record.request_id)
         now = self._now()
-        for observer in self._observers:
+        for observer in (own, *self._observers):
             observer.request_ended(record, now)
         record.forget_gaps()
+
+    def unsettled(self, own: RequestObserver) -> list[RequestRecord]:
+        """The records of a model's requests whose outcome is not final yet."""
+        return [record for record, each in self._unsettled.values() if each is own]
 
     def find(self, request_id: str) -> RequestEnded | None:
         return self._kept.get(request_id)

@@ -4,11 +4,12 @@ an operator watches the live page."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from moonpool.conductor.actions import HotRequested
 from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.state import InstanceState
 from moonpool.runtime.explain import MAX_LISTED_BLOCKS, describe_hot
 
 HOT_S = 2.0
@@ -26,34 +27,38 @@ class HotList:
 
     def __init__(
         self,
-        conductor: Conductor,
+        conductors: Sequence[Conductor],
         post: Callable[[HotRequested], None],
         now: Callable[[], float],
     ) -> None:
-        self._conductor = conductor
+        self._conductors = conductors
         self._post = post
         self._now = now
         self._asked_s = float("-inf")
 
     async def collect(self, num_prefixes: int) -> list[dict[str, Any]]:
         """Returns the most used prefixes first. Waits for reports, at most `HOT_S`."""
-        for state in self._conductor.instances.values():
+        for state in self._states():
             state.hot = None
         self._post(HotRequested(MAX_LISTED_BLOCKS))
         until_s = self._now() + HOT_S
         while self._now() < until_s:
-            if all(state.hot is not None for state in self._conductor.instances.values()):
+            if all(state.hot is not None for state in self._states()):
                 break
             await asyncio.sleep(HOT_S / 100)
-        return describe_hot(self._conductor, num_prefixes)
+        return describe_hot(self._conductors, num_prefixes)
 
     def watched(self) -> list[dict[str, Any]] | None:
         """Returns the latest reports, and asks for new ones if they are old. None: the instances
         cache too many blocks to be asked again and again."""
-        loads = [state.load for state in self._conductor.instances.values()]
+        loads = [state.load for state in self._states()]
         if any(load is not None and load.cached_blocks > MAX_CACHED_BLOCKS for load in loads):
             return None
         if self._now() - self._asked_s >= WATCHED_EVERY_S:
             self._asked_s = self._now()
             self._post(HotRequested(WATCHED_BLOCKS))
-        return describe_hot(self._conductor, NUM_WATCHED)
+        return describe_hot(self._conductors, NUM_WATCHED)
+
+    def _states(self) -> Iterator[InstanceState]:
+        for conductor in self._conductors:
+            yield from conductor.instances.values()

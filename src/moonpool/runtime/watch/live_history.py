@@ -8,7 +8,7 @@ sample is as large after a million requests as after one; their error is at most
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, exp2, isfinite, log2
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.conductor import Conductor, PoolLoads
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, payer_of
 
@@ -37,8 +37,9 @@ _NONE = float("nan")
 class LiveHistory:
     """The samples of all requests, and those of each tenant."""
 
-    def __init__(self, conductor: Conductor) -> None:
-        self._all = _Samples(partial(_loads, conductor))
+    def __init__(self, conductors: Sequence[Conductor]) -> None:
+        """`conductors`, one for each model, may grow."""
+        self._all = _Samples(partial(_loads, conductors))
         self._tenants: OrderedDict[str, _Samples] = OrderedDict()  # the least recent first
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
@@ -67,10 +68,16 @@ class LiveHistory:
         return {"bin_s": BIN_S, "columns": columns}
 
 
-def _loads(conductor: Conductor, now: float) -> tuple[float, float]:
-    if not conductor.instances:
+def most_loaded(conductors: Sequence[Conductor], now: float) -> PoolLoads:
+    """Returns the loads of each pool at the model where they are highest; 0 without instances."""
+    each = [conductor.loads(now) for conductor in conductors if conductor.instances]
+    return PoolLoads(*map(max, zip(*each, strict=True))) if each else PoolLoads(0.0, 0.0, 0.0)
+
+
+def _loads(conductors: Sequence[Conductor], now: float) -> tuple[float, float]:
+    if not any(conductor.instances for conductor in conductors):
         return _NONE, _NONE
-    loads = conductor.loads(now)
+    loads = most_loaded(conductors, now)
     return loads.prefill, loads.decode
 
 

@@ -12,11 +12,11 @@ from math import ceil, isfinite
 from typing import Any
 
 from moonpool.conductor.actions import HotRequested
-from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
 from moonpool.request_record import RequestRecord
 from moonpool.runtime.watch.hot_list import HotList
-from moonpool.runtime.watch.live_history import ANSWERED, LiveHistory
+from moonpool.runtime.watch.live_history import ANSWERED, LiveHistory, most_loaded
 from moonpool.runtime.watch.moved_bytes import MovedBytes
 from moonpool.types import Slo, payer_of
 
@@ -30,28 +30,33 @@ class LiveView:
     """What the frames of one cluster are made of, beside its records."""
 
     def __init__(
-        self, conductor: Conductor, post: Callable[[HotRequested], None], now: Callable[[], float]
+        self,
+        conductors: Sequence[Conductor],
+        post: Callable[[HotRequested], None],
+        now: Callable[[], float],
     ) -> None:
-        self._conductor = conductor
+        """`conductors`, one for each model, may grow."""
+        self._conductors = conductors
         self._now = now
-        self.hot = HotList(conductor, post, now)
-        self.history = LiveHistory(conductor)
+        self.hot = HotList(conductors, post, now)
+        self.history = LiveHistory(conductors)
         self._moved = MovedBytes()
 
     def frame(self, newest: Iterable[RequestRecord], tenant: str | None) -> dict[str, Any]:
         """Returns one frame. Hot prefixes and transfers are the operator's: the key of a block does
         not tell whose it is."""
-        conductor, now = self._conductor, self._now()
-        described = describe_live(conductor, newest, now, tenant)
+        now = self._now()
+        described = describe_live(self._conductors, newest, now, tenant)
         described["history"] = self.history.describe(now, tenant)
         if tenant is None:
             described["hot"] = self.hot.watched()
-            described["moved"] = self._moved.describe(conductor.instances.values(), now)
+            states = [state for each in self._conductors for state in each.instances.values()]
+            described["moved"] = self._moved.describe(states, now)
         return described
 
 
 def describe_live(
-    conductor: Conductor, newest: Iterable[RequestRecord], now: float, tenant: str | None
+    conductors: Sequence[Conductor], newest: Iterable[RequestRecord], now: float, tenant: str | None
 ) -> dict[str, Any]:
     """Returns the present state, the sums of the last ten minutes and the last requests.
 
@@ -60,22 +65,24 @@ def describe_live(
     """
     own = [
         tracked
+        for conductor in conductors
         for tracked in conductor.requests.values()
         if tenant is None or payer_of(tracked.request.tenant) == tenant
     ]
     recent = _recent(newest, now, tenant)
     running = [_describe_running(tracked, now) for tracked in own[-NUM_LISTED // 2 :][::-1]]
     ended = [_describe_ended(record, now) for record in recent[: NUM_LISTED - len(running)]]
-    slo = conductor.default_slo
+    loads = most_loaded(conductors, now)
+    slo = conductors[0].default_slo if conductors else DEFAULT_SLO
     return {
         "tenant": tenant,
         "slo": {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s, "assumed": list(slo.assumed)},
-        "lack": conductor.lack,
         "instances": [
             _describe_instance(conductor, state, now, with_load=tenant is None)
+            for conductor in conductors
             for state in conductor.instances.values()
         ],
-        "loads": None if tenant is not None else _finite(conductor.loads(now)._asdict()),
+        "loads": None if tenant is not None else _finite(loads._asdict()),
         "under_way": len(own),
         "stages": dict(Counter(_stage_of(tracked) for tracked in own)),
         "totals": _totals(recent),
@@ -223,6 +230,8 @@ def _describe_instance(
             "held": load.held_blocks,
             "cached": load.cached_blocks,
         }
+        if load.cache_view is not None and load.cache_view.note:
+            described["note"] = load.cache_view.note
         if load.ssd is not None:
             described["ssd"] = {
                 "blocks": load.ssd.blocks,

@@ -1,0 +1,226 @@
+"""Bodies of calls that go to a vLLM server as they are: those with images or sounds, those whose
+answers it parses, and those for models that generate nothing.
+
+The Conductor needs a prompt to place a call: its length is its load, and its first blocks may be
+cached somewhere. Text before the first image is tokenised as the server does it. All else has
+made-up tokens, which are equal where the content is equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from moonpool.api.bodies import decode_body
+from moonpool.api.errors import ApiError
+from moonpool.api.frontend import ModelCard
+
+MEDIA_TOKENS = 512
+"""Made-up tokens of an image or a sound: about as many as a small image has."""
+MOST_MADE_UP = 1 << 20
+CHARS = 16
+"""A text of more characters for each token of the context is not tokenised."""
+MEDIA_TYPES = frozenset(
+    {
+        "image",
+        "image_url",
+        "image_embeds",
+        "input_image",
+        "input_audio",
+        "audio_url",
+        "audio_embeds",
+        "video_url",
+        "document",
+        "input_file",
+        "file",
+    }
+)
+_MARKS = tuple(f'"{name}"'.encode() for name in MEDIA_TYPES)
+_PLACE = "\ufffc"  # where an object stands in a text
+_POOLED_FIELDS = ("input", "query", "text_1", "queries", "documents", "text_2", "items", "messages")
+_TOKEN_BYTES = 4
+
+
+class ForwardedBody(msgspec.Struct, kw_only=True):
+    """What moonpool reads of such a body. The server reads, and checks, the rest."""
+
+    model: str | None = None
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that are generated, by the names of all APIs."""
+        given = (self.max_completion_tokens, self.max_output_tokens, self.max_tokens)
+        return next((one for one in given if one is not None), None)
+
+
+class _MediaBody(ForwardedBody, kw_only=True):
+    messages: list[dict[str, Any]] | None = None
+    input: list[Any] | str | None = None
+    system: Any = None
+    instructions: Any = None
+
+
+FORWARDED = msgspec.json.Decoder(ForwardedBody)
+_MEDIA = msgspec.json.Decoder(_MediaBody)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def may_hold_media(raw: bytes) -> bool:
+    """Whether it is worth reading the body for images and sounds."""
+    return any(mark in raw for mark in _MARKS)
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedPrompt:
+    """`token_ids` are at most a context; `num_tokens` counts all. `is_exact`: they are the
+    server's own."""
+
+    body: ForwardedBody
+    token_ids: tuple[int, ...]
+    num_tokens: int
+    is_exact: bool = False
+
+
+class ForwardedReader:
+    """Reads such bodies for one model. `render` returns the text of plain chat messages, without an
+    answer's beginning. `encode` tokenises. Methods raise ApiError."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        render: Callable[[Sequence[dict[str, Any]]], str],
+        encode: Callable[[str, bool], Sequence[int]],
+    ) -> None:
+        self._card = card
+        self._render = render
+        self._encode = encode
+
+    def media(self, raw: bytes) -> EstimatedPrompt | None:
+        """Reads a body of an API with messages. None: they hold no images or sounds."""
+        body = decode_body(_MEDIA, raw)
+        said = body.messages if body.messages is not None else body.input
+        if not isinstance(said, list):
+            return None
+        media: list[bytes] = []
+        plain = [_without_media(item, media) for item in said]
+        if not media:
+            return None
+        opening = [body.system or body.instructions] if body.system or body.instructions else []
+        text = self._text(opening, plain) if body.messages is not None else None
+        if text is None:
+            text = "\n".join(_texts([*opening, *plain]))
+        before, *after = text.split(_PLACE)
+        tokens = array("i", self._encode(before[: self._card.max_model_tokens * CHARS], False))
+        for number, piece in enumerate(after):
+            tokens.extend(_made_up(hashlib.sha256(media[min(number, len(media) - 1)]).digest()))
+            tokens.extend(_of_text(piece))
+        return self._estimate(body, tokens)
+
+    def whole(self, raw: bytes, prompt: Sequence[int]) -> EstimatedPrompt:
+        """A body of an API with messages whose prompt is known."""
+        found = self._estimate(decode_body(FORWARDED, raw), array("i", prompt))
+        return replace(found, is_exact=True)
+
+    def texts(self, raw: bytes) -> EstimatedPrompt:
+        """A body of an API with messages that cannot be rendered here."""
+        body = decode_body(_MEDIA, raw)
+        said = [body.system or body.instructions, body.messages or body.input]
+        return self._estimate(body, _of_text("\n".join(_texts(said))))
+
+    def pooling(self, raw: bytes) -> EstimatedPrompt:
+        """Reads a body of an endpoint that computes vectors, scores or classes of texts."""
+        body = decode_body(FORWARDED, raw)
+        fields = _FIELDS.decode(raw)
+        tokens = array("i")
+        for name in _POOLED_FIELDS:
+            if name in fields and len(tokens) < MOST_MADE_UP:
+                self._add(msgspec.json.decode(fields[name]), tokens)
+        return self._estimate(body, tokens)
+
+    def _add(self, given: Any, tokens: array[int]) -> None:
+        """Adds texts and token ids as they stand. The first text has its true tokens."""
+        if isinstance(given, list) and given and all(type(one) is int for one in given):
+            tokens.extend(min(max(one, 0), 2**31 - 1) for one in given)
+            return
+        if isinstance(given, list) and given and isinstance(given[0], list):
+            for one in given:
+                self._add(one, tokens)
+            return
+        for text in _texts([given]):
+            is_first = not tokens and len(text) <= self._card.max_model_tokens * CHARS
+            tokens.extend(self._encode(text, True) if is_first else _of_text(text))
+
+    def _text(self, opening: Sequence[Any], plain: Sequence[Any]) -> str | None:
+        """The rendered chat; None if the template does not take these messages."""
+        system = [{"role": "system", "content": text} for text in _texts(opening)]
+        try:
+            return self._render([*system, *plain])
+        except ApiError:
+            return None
+
+    def _estimate(self, body: ForwardedBody, tokens: array[int]) -> EstimatedPrompt:
+        most = max(min(self._card.max_model_tokens - 1, MOST_MADE_UP), 1)
+        known = ForwardedBody(
+            **{name: getattr(body, name) for name in ForwardedBody.__struct_fields__}
+        )
+        return EstimatedPrompt(known, tuple(tokens[:most]) or (0,), max(len(tokens), 1))
+
+
+def _without_media(item: Any, media: list[bytes]) -> Any:
+    """Returns a message with a mark in place of each image or sound, which are added to `media`."""
+    if not isinstance(item, dict):
+        return item
+    return {
+        name: [_without(part, media) for part in value] if isinstance(value, list) else value
+        for name, value in item.items()
+    }
+
+
+def _without(part: Any, media: list[bytes]) -> Any:
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if kind in MEDIA_TYPES:
+        media.append(msgspec.json.encode(part))
+        return {"type": "text", "text": _PLACE}
+    if isinstance(part.get("content"), list):  # the result of a tool
+        return part | {"content": [_without(one, media) for one in part["content"]]}
+    return part
+
+
+def _texts(given: Any) -> Iterator[str]:
+    """Yields all texts within, in their order."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, list):
+        for one in given:
+            yield from _texts(one)
+    elif isinstance(given, dict):
+        for name, one in given.items():
+            if name not in ("type", "role", "id", "call_id"):
+                yield from _texts(one)
+
+
+def _of_text(text: str) -> array[int]:
+    """Made-up tokens: four bytes each, so that equal beginnings are equal."""
+    data = text.encode("utf-8", "surrogatepass")[: MOST_MADE_UP * _TOKEN_BYTES]
+    data += b" " * (-len(data) % _TOKEN_BYTES)
+    tokens = array("I", data)
+    return array("i", (token & 0x7FFFFFFF for token in tokens))
+
+
+def _made_up(digest: bytes) -> array[int]:
+    """Made-up tokens of a content with this digest."""
+    seed = int.from_bytes(digest[:8], "little")
+    return array("i", ((seed + number * 0x9E3779B1) & 0x7FFFFFFF for number in range(MEDIA_TOKENS)))

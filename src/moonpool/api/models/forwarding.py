@@ -1,0 +1,299 @@
+"""Calls that a vLLM server answers from the client's own body: with images or sounds, with answers
+in which it finds tool calls or reasoning by itself, or for models that generate nothing.
+
+The Conductor places such a call, counts its load and ends it like any other. If the server dies
+before the first part of its response, another one gets the call. After that, an error ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from moonpool.api.bodies import CompletionBody, decode_body
+from moonpool.api.body_pool import BodyReader
+from moonpool.api.body_process import Kind
+from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
+from moonpool.api.frontend import ApiOptions, ModelFrontend, Output, RequestRefused
+from moonpool.api.generate import limits_of, seconds_left, tenant_of
+from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.messages import error_payload
+from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody, may_hold_media
+from moonpool.api.preparation import PreparedCall
+from moonpool.api.rate_limits import RateLimits
+from moonpool.api.sampling import check_range
+from moonpool.api.trace_context import read_traceparent
+from moonpool.protocol.messages import ForwardedCall
+from moonpool.protocol.model_offer import MEDIA_PATHS
+from moonpool.types import PRIORITY_RANGE, Request, RequestId, SamplingParams, Slo
+
+logger = logging.getLogger(__name__)
+
+MAX_FORWARDED_BYTES = 48 << 20
+"""Largest body: it goes to the instance in one frame."""
+EVENTS = b"text/event-stream"
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+
+
+class _Whole(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_WHOLE = msgspec.json.Decoder(_Whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One checked call and its limits."""
+
+    context: HttpContext
+    prepared: PreparedCall
+    body: ForwardedBody
+    raw: bytes
+    arrived_s: float
+    slo: Slo
+    timeout_s: float
+
+    @property
+    def generates(self) -> bool:
+        return self.path in MEDIA_PATHS
+
+    @property
+    def path(self) -> str:
+        path: str = self.context.scope["path"]
+        return path
+
+
+class Forwarder:
+    """Forwards calls of one model."""
+
+    def __init__(
+        self,
+        frontend: ModelFrontend,
+        options: ApiOptions,
+        bodies: BodyReader,
+        active: ActiveCalls,
+        rates: RateLimits,
+    ) -> None:
+        self._frontend = frontend
+        self._options = options
+        self._bodies = bodies
+        self._rates = rates
+        self._active = active
+
+    async def pool(self, context: HttpContext) -> None:
+        """Answers a call of an endpoint for models that generate nothing. Raises ApiError (404) if
+        no server has it."""
+        path = context.scope["path"]
+        if path not in self._frontend.card.forwards:
+            text = f"The model '{self._frontend.card.model_id}' has no {path} here."
+            raise ApiError(text, status=404, code="unsupported_endpoint")
+        call = await self._call("pooling", context)
+        assert call is not None
+        await self._answer(call)
+
+    async def takes(self, context: HttpContext) -> bool:
+        """Answers a call with images or sounds, or with an answer that the servers parse by
+        themselves. Returns False for any other, and for one that no server can take."""
+        if context.scope["path"] not in self._frontend.card.forwards:
+            return False
+        was_forwarded = _was_forwarded(context)
+        if was_forwarded is None:
+            was_forwarded = self._may_take(await self._raw(context))
+        if not was_forwarded:
+            return False
+        call = await self._call("forwarded", context)
+        if call is None:
+            return False
+        await self._answer(call)
+        return True
+
+    def _may_take(self, raw: bytes) -> bool:
+        """Whether it is worth reading the body for what makes it one to forward."""
+        parses = self._frontend.card.parses
+        if may_hold_media(raw):
+            return True
+        if not parses or self._frontend.why_not_forwarded():
+            return False
+        return "reasoning" in parses or b'"tools"' in raw
+
+    async def _raw(self, context: HttpContext) -> bytes:
+        most = min(self._options.max_body_bytes, MAX_FORWARDED_BYTES)
+        return await context.read_ahead(most, self._options.body_timeout_s)
+
+    async def _call(self, kind: Kind, context: HttpContext) -> _Call | None:
+        arrived_s = self._frontend.now()
+        slo, timeout_s = limits_of(context, self._frontend)
+        raw = await self._raw(context)
+        if context.kept is not None:
+            arrived_s = context.kept.opening.arrived_s
+        left_s = seconds_left(arrived_s, timeout_s, self._frontend)
+        if _was_forwarded(context):  # what it was sent is all that matters
+            known = decode_body(FORWARDED, raw)
+            prepared = PreparedCall(CompletionBody(), [(0,)], original=known, num_tokens=1)
+        else:
+            prepared = await self._bodies.call(kind, raw, context.party, left_s)
+        if not prepared.prompts:
+            return None
+        refusal = self._frontend.why_not_forwarded()
+        if refusal:
+            text = f"This server takes only text: {refusal}."
+            raise ApiError(text, param="messages", code="unsupported_value")
+        body: ForwardedBody = prepared.original
+        check_range(body, "priority", *PRIORITY_RANGE)
+        if not _is_resumed(context):
+            self._rates.begin(context.tenant, arrived_s)
+        arrived_s, _ = context.keep_call(raw, arrived_s, self._frontend.card)
+        return _Call(context, prepared, body, raw, arrived_s, slo, timeout_s)
+
+    async def _answer(self, call: _Call) -> None:
+        context = call.context
+        num_tokens = 0 if _is_resumed(context) else call.prepared.num_tokens
+        with (
+            self._rates.prompts(context.tenant, num_tokens),
+            self._active.begin(context) as (_, scoped),
+            context.kept_refusals(),
+        ):
+            request = self._request(call, RequestId(scoped))
+            if call.body.stream and call.generates:
+                await self._stream(call, request)
+            else:
+                await self._answer_at_once(call, request)
+
+    def _request(self, call: _Call, request_id: RequestId) -> Request:
+        context, card, tokens = call.context, self._frontend.card, call.prepared.prompts[0]
+        left = max(card.max_model_tokens - len(tokens), 1)
+        most = 1
+        if call.generates:
+            most = max(min(call.body.most_tokens or left, left), 1)
+        header = context.headers.get(b"traceparent", b"")
+        return Request(
+            request_id=request_id,
+            token_ids=tokens,
+            sampling=SamplingParams(max_tokens=most),
+            slo=call.slo,
+            arrived_s=call.arrived_s,
+            deadline_s=call.arrived_s + call.timeout_s,
+            tenant=tenant_of(context.tenant, call.body.cache_salt),
+            adapter=card.adapter_of(call.body.model),
+            priority=self._rates.priority(context.tenant, call.body.priority, context.is_admin),
+            trace=read_traceparent(header, self._options.exports_traces),
+            forwarded=True,
+        )
+
+    def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
+        delivered = () if _is_resumed(call.context) else None
+        sent = ForwardedCall(path=call.path, body=call.raw, is_exact=call.prepared.is_exact)
+        return self._frontend.forward(request, sent, delivered)
+
+    async def _answer_at_once(self, call: _Call, request: Request) -> None:
+        context = call.context
+        parts: list[bytes] = []
+        async with context.watch(), aclosing(self._outputs(call, request)) as outputs:
+            async for output in outputs:
+                parts += _parts(output)
+                self._rates.spend(context.tenant, len(output.tokens) if call.generates else 0)
+        kind, _, whole = b"".join(parts).partition(b"\n")
+        if self._rates.counts(context.tenant):
+            self._settle(call, whole)
+        await context.respond(200, whole, kind)
+
+    def _settle(self, call: _Call, whole: bytes) -> None:
+        """Counts the tokens of the prompt as the server has counted them."""
+        try:
+            usage = _WHOLE.decode(whole).usage
+        except msgspec.MsgspecError:
+            return
+        if usage is not None and usage.prompt_tokens is not None:
+            self._rates.spend(call.context.tenant, usage.prompt_tokens - call.prepared.num_tokens)
+
+    async def _stream(self, call: _Call, request: Request) -> None:
+        context = call.context
+        try:
+            async with context.watch():
+                if not await self._send_again(call):
+                    async with aclosing(self._outputs(call, request)) as outputs:
+                        await self._send(call, outputs)
+        except RequestRefused as refused:
+            await _end_with_error(call, from_refused(refused))
+        except Exception as error:
+            if not context.started or isinstance(error, ApiError | ClientGoneError):
+                raise
+            logger.exception("request %s failed", context.request_id)
+            await _end_with_error(call, internal_error(context.request_id))
+        else:
+            await context.end_events(b"")
+
+    async def _send(self, call: _Call, outputs: AsyncGenerator[Output, None]) -> None:
+        context = call.context
+        async for output in outputs:
+            if context.kept is not None:
+                context.kept.note(0, output)
+            await _send_parts(context, _parts(output))
+            self._rates.spend(context.tenant, len(output.tokens))
+
+    async def _send_again(self, call: _Call) -> bool:
+        """Sends what an earlier head has sent, byte for byte. Returns whether it is all. Raises
+        RequestRefused if there was more to come: nobody can continue it."""
+        kept = call.context.kept
+        if kept is None or not kept.is_resumed:
+            return False
+        deliveries = kept.deliveries()
+        for delivery in deliveries:
+            await _send_parts(call.context, _parts(delivery.output()))
+        refused = kept.refusal()
+        if refused is not None:
+            raise refused
+        if not deliveries:
+            return False
+        if deliveries[-1].finish is None:
+            text = "The server was replaced in the middle of this answer. Send the request again."
+            raise RequestRefused(503, "head_replaced", text)
+        return True
+
+
+def _was_forwarded(context: HttpContext) -> bool | None:
+    """Whether an earlier head has forwarded the call; None: none has sent any of its answer."""
+    deliveries = context.kept.deliveries() if context.kept is not None else []
+    if not deliveries:
+        return None
+    return any(token.payload for one in deliveries for token in one.tokens)
+
+
+def _is_resumed(context: HttpContext) -> bool:
+    return context.kept is not None and context.kept.is_resumed
+
+
+def _parts(output: Output) -> Sequence[bytes]:
+    return [token.payload for token in output.tokens if token.payload]
+
+
+async def _send_parts(context: HttpContext, parts: Sequence[bytes]) -> None:
+    if not parts:
+        return
+    data = b"".join(parts)
+    if not context.started:
+        await context.start_events()
+        data = data.partition(b"\n")[2]  # without the content type
+    await context.send_events(data)
+
+
+async def _end_with_error(call: _Call, error: ApiError) -> None:
+    """Sends an error as an event, or raises it if the status line is not sent yet."""
+    context = call.context
+    if not context.started:
+        raise error
+    if call.path == "/v1/chat/completions":
+        await context.end_events(b"data: " + error.payload() + b"\n\n")
+        return
+    payload = error.payload()
+    if call.path == "/v1/messages":
+        payload = error_payload(error, context.request_id)
+    await context.end_events(b"event: error\ndata: " + payload + b"\n\n")

@@ -1,0 +1,122 @@
+"""The endpoints that compute, one set for each model of the head, and the choice among them by the
+`model` of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moonpool.api.body_pool import BodyReader
+from moonpool.api.embeddings import Embedder
+from moonpool.api.frontend import ApiOptions, Frontend, ModelFrontend, RequestRefused
+from moonpool.api.generate import Generator
+from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.models.forwarding import Forwarder
+from moonpool.api.preparation import check_model
+from moonpool.api.rate_limits import RateLimits
+from moonpool.protocol.model_offer import POOLING_PATHS
+from moonpool.types import MALFORMED
+
+NO_MODEL_RETRY_S = 5.0
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+
+
+class ModelApi:
+    """The endpoints of one model."""
+
+    def __init__(
+        self, frontend: ModelFrontend, shared: ApiOptions, active: ActiveCalls, rates: RateLimits
+    ) -> None:
+        self.frontend = frontend
+        self.options = frontend.options(shared)
+        self.bodies = BodyReader(frontend, self.options, frontend.take_reader())
+        own = frontend, self.options, self.bodies, active, rates
+        self.generator, self.embedder = Generator(*own), Embedder(*own)
+        self.forwarder = Forwarder(*own)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that clients may use, the model's own first."""
+        return self.options.names(self.frontend.card)
+
+    def is_named(self, name: str | None) -> bool:
+        return name is None or name in self.options.accepted(self.frontend.card)
+
+    def has(self, path: str) -> bool:
+        """Whether it answers calls of this endpoint."""
+        card = self.frontend.card
+        if path in card.forwards:
+            return True
+        if path in POOLING_PATHS:
+            return path == "/v1/embeddings" and card.embedding_size > 0
+        return card.generates
+
+
+class ModelApis:
+    """All of a server. `close` ends their processes."""
+
+    def __init__(self, frontend: Frontend, options: ApiOptions) -> None:
+        self.options = options
+        self.active = ActiveCalls()
+        self._frontend = frontend
+        self._rates = RateLimits(options.limits)
+        self._apis: dict[int, ModelApi] = {}
+
+    def all(self) -> Sequence[ModelApi]:
+        """In the order in which the models came."""
+        return [self._api(model) for model in self._frontend.models()]
+
+    async def of_call(self, context: HttpContext) -> ModelApi:
+        """The one that a call means by its body. A call that means none goes to the default, which
+        says what is wrong with it.
+
+        Raises ApiError, also (404) for a model that no name fits, RequestRefused (503) if there is
+        no model yet, and as `read_body`.
+        """
+        apis = self._present()
+        if len(apis) == 1:
+            return apis[0]
+        raw = await context.read_ahead(self.options.max_body_bytes, self.options.body_timeout_s)
+        try:
+            name = _NAMED.decode(raw).model
+        except MALFORMED:
+            return apis[0]
+        named = [api for api in apis if api.is_named(name)]
+        if not named:
+            check_model(name, [each for api in apis for each in api.names])
+        path = context.scope["path"]
+        return next((api for api in named if api.has(path)), named[0])
+
+    def named(self, name: str | None) -> ModelApi:
+        """The one of this name; None: the default. Raises ApiError (404), and RequestRefused (503)
+        if there is no model yet."""
+        apis = self._present()
+        found = next((api for api in apis if api.is_named(name)), None)
+        if found is None:
+            check_model(name, [each for api in apis for each in api.names])
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        for api in self.all():
+            api.bodies.close()
+
+    def _present(self) -> Sequence[ModelApi]:
+        apis = self.all()
+        if not apis:
+            text = "No vLLM server has joined yet. Send the request again later."
+            raise RequestRefused(503, "no_instance", text, NO_MODEL_RETRY_S)
+        return apis
+
+    def _api(self, model: ModelFrontend) -> ModelApi:
+        found = self._apis.get(id(model))
+        if found is None:
+            found = self._apis[id(model)] = ModelApi(model, self.options, self.active, self._rates)
+        return found

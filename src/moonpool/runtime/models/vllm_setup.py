@@ -1,0 +1,58 @@
+"""Sets up the workers of vLLM servers: the model that a server offers is read before its worker
+gets the settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from moonpool.config import ConfigError
+from moonpool.protocol.frames import Setup, TurnedAway
+from moonpool.protocol.model_offer import ModelOffer
+from moonpool.runtime.cluster_error import ClusterError
+from moonpool.runtime.models.served_model import ServedModel
+from moonpool.runtime.models.served_models import ServedModels
+from moonpool.runtime.worker_link import WorkerLink
+
+NO_OFFER = "it does not say which model it serves: its release is older than the head's"
+
+
+class VllmSetups:
+    def __init__(
+        self,
+        served: ServedModels,
+        setup: Callable[[], Setup],
+        on_failed: Callable[[WorkerLink, str], None],
+    ) -> None:
+        self._served = served
+        self._setup = setup
+        self._on_failed = on_failed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, link: WorkerLink, offer: ModelOffer | None) -> None:
+        """A worker has applied: it gets its settings, or is turned away."""
+        task = asyncio.create_task(self._set_up(link, offer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _set_up(self, link: WorkerLink, offer: ModelOffer | None) -> None:
+        try:
+            model = await self._model(link, offer)
+        except (ClusterError, ConfigError) as error:
+            self._on_failed(link, str(error))
+            link.channel.send(TurnedAway(message=str(error)))
+            link.channel.close(f"rejected: {error}")
+            return
+        setup = self._setup()
+        named = msgspec.structs.replace(setup.model, name=model.key)
+        link.channel.send(msgspec.structs.replace(setup, model=named))
+
+    async def _model(self, link: WorkerLink, offer: ModelOffer | None) -> ServedModel:
+        """Raises ClusterError and ConfigError."""
+        if offer is not None:
+            return await self._served.of_offer(link.instance_id, offer)
+        if self._served.default is None:
+            raise ClusterError(NO_OFFER)
+        return self._served.default

@@ -1,0 +1,105 @@
+"""Watches over what is believed of a vLLM server's cache: finds out why its KV events do not fit,
+and compares its own counts of hits with what was expected."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from moonpool.protocol.messages import CacheView
+from moonpool.vllm.cache_check import HitCheck, why_no_events
+from moonpool.vllm.client import VllmClient, VllmError
+from moonpool.vllm.events import LOOK_MS, EventReader
+from moonpool.vllm.instance import CacheExplained, ExplainCache, PrefixesCounted
+
+log = logging.getLogger("moonpool.vllm")
+
+COUNT_S = 5.0
+"""From one look at the server's counters to the next."""
+
+
+class CacheWatch:
+    """Of one server, as long as it is there. `post` takes what is found out."""
+
+    def __init__(
+        self,
+        client: VllmClient,
+        reader: EventReader | None,
+        block_tokens: int,
+        post: Callable[[CacheExplained | PrefixesCounted], None],
+        fetches: bool = False,
+    ) -> None:
+        """`fetches`: as in `HitCheck`."""
+        self._client = client
+        self._reader = reader
+        self._block_tokens = block_tokens
+        self._post = post
+        self._check = HitCheck(fetches)
+        self._lock = asyncio.Lock()
+        self._said = ""  # of the events, last
+        self._is_distrusted = False
+        self._other_block_tokens = 0
+
+    async def explain(self, found: ExplainCache) -> None:
+        """Says that events are of no use and why, or that they are again."""
+        self._is_distrusted = not found.fits
+        self._other_block_tokens = found.other_block_tokens
+        if self._reader is None:
+            return
+        if not found.fits and self._reader.replay and not self._reader.num_published:
+            self._reader.asks_replay = True
+            await asyncio.sleep(2 * LOOK_MS / 1e3)
+        await self._look_at(self._reader)
+
+    async def run(self, view: Callable[[], CacheView | None]) -> None:
+        """Looks at the events and at the server's counters again and again. `view`: what is
+        believed now."""
+        await asyncio.sleep(LOOK_MS / 1e3)  # a connection takes a moment
+        while True:
+            if self._reader is not None:
+                await self._look_at(self._reader)
+            try:
+                counts = await self._client.prefix_counts()
+            except VllmError:
+                counts = None  # its health is watched elsewhere
+            if counts is not None:
+                self._post(PrefixesCounted(counts))
+                self._compare(view())
+            await asyncio.sleep(COUNT_S)
+
+    async def _look_at(self, reader: EventReader) -> None:
+        """Says once what is wrong with the events, and once that it no longer is."""
+        async with self._lock:
+            url = self._client.url
+            if reader.is_open and not self._is_distrusted:
+                if self._said:
+                    log.info("vLLM at %s: its KV events tell what it caches again", url)
+                    self._post(CacheExplained(""))
+                self._said = ""
+                return
+            why = why_no_events(
+                reader.events,
+                reader.connection,
+                reader.num_published,
+                self._other_block_tokens,
+                self._block_tokens,
+                await self._client.event_sources(),
+            )
+            use = "moonpool assumes that it caches the prompts it received, until they come"
+            if reader.num_replayed and not self._is_distrusted:
+                use = f"moonpool asks for them at {reader.replay} several times a second"
+            if self._said == why + use:
+                return
+            if not self._said:
+                text = "vLLM at %s: its KV events do not come as they should: %s; %s"
+                log.warning(text, url, why, use)
+            self._said = why + use
+            self._post(CacheExplained(f"its KV events do not come as they should: {why}; {use}"))
+
+    def _compare(self, view: CacheView | None) -> None:
+        if view is None or not self._check.compare(view) or self._said:
+            return
+        if self._check.note:
+            log.warning("vLLM at %s: %s", self._client.url, self._check.note)
+        self._post(CacheExplained(self._check.note))

@@ -1,0 +1,134 @@
+"""The properties of a vLLM server, from what it tells about itself over HTTP."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from moonpool.protocol.model_offer import (
+    COMPLETIONS,
+    MEDIA_PATHS,
+    POOLING_PATHS,
+    ModelOffer,
+    OfferedAdapter,
+)
+from moonpool.types import MALFORMED
+from moonpool.vllm.dialect import DialectError
+from moonpool.vllm.known_cache import PrefixCounts
+
+ALL_PATHS = (COMPLETIONS, *MEDIA_PATHS, *POOLING_PATHS)
+_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.M)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_COUNTER = r"^vllm:{}_total(?:\{{.*\}})? (\S+)$"
+_COUNTS = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits")
+_UNBOUNDED_CONTEXTS = 64
+"""Contexts that a server without KVCache is taken to hold at a time."""
+
+
+class VllmFacts(msgspec.Struct, frozen=True):
+    """`offer` is what it serves; the others describe its KVCache."""
+
+    offer: ModelOffer
+    block_tokens: int
+    num_blocks: int
+    caches_prefixes: bool = True
+
+    @property
+    def model_id(self) -> str:
+        """The name by which this server knows its model."""
+        return self.offer.names[0]
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Document(msgspec.Struct):
+    paths: dict[str, msgspec.Raw]
+
+
+_MODELS = msgspec.json.Decoder(_Models)
+_DOCUMENT = msgspec.json.Decoder(_Document)
+
+
+def read_facts(models: bytes, metrics: str, document: bytes = b"") -> VllmFacts:
+    """Reads the properties from `/v1/models`, `/metrics` and `/openapi.json`, which a server may
+    lack (b""). Raises DialectError."""
+    listed = _read_models(models)
+    own = [model for model in listed if not model.parent]
+    if not own or not own[0].max_model_len:
+        raise DialectError(
+            "its /v1/models states no max_model_len: it is another server than vLLM, which moonpool"
+            " cannot serve"
+        )
+    model = own[0]
+    offer = ModelOffer(
+        root=model.root or model.id,
+        names=tuple(dict.fromkeys(one.id for one in own if one.root == model.root)),
+        max_model_tokens=own[0].max_model_len,
+        paths=_read_paths(document) if document else ALL_PATHS,
+        adapters=tuple(
+            OfferedAdapter(name=one.id, root=one.root or one.id) for one in listed if one.parent
+        ),
+    )
+    if not offer.paths:
+        raise DialectError("it serves neither completions nor embeddings, scores or classes")
+    return _with_cache(offer, metrics)
+
+
+def _with_cache(offer: ModelOffer, metrics: str) -> VllmFacts:
+    match = _CACHE_INFO.search(metrics)
+    if match is None:
+        raise DialectError(
+            "its /metrics has no vllm:cache_config_info: it is another server than vLLM, or was"
+            " started with --disable-log-stats, which must be left out"
+        )
+    labels = dict(_LABEL.findall(match.group(1)))
+    block_size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
+    block_tokens = int(block_size) if block_size.isdigit() else 0
+    num_blocks = int(blocks) if blocks.isdigit() else 0
+    if block_tokens and num_blocks:
+        caches = labels.get("enable_prefix_caching") != "False"
+        return VllmFacts(offer, block_tokens, num_blocks, caches)
+    if offer.generates:
+        raise DialectError(
+            f"its vllm:cache_config_info states num_gpu_blocks {blocks!r} of block_size"
+            f" {block_size!r}: moonpool needs vLLM 0.10.2 or newer"
+        )
+    block_tokens = block_tokens or 16  # an encoder has no KVCache
+    contexts = -(-offer.max_model_tokens // block_tokens) * _UNBOUNDED_CONTEXTS
+    return VllmFacts(offer, block_tokens, contexts, caches_prefixes=False)
+
+
+def _read_models(models: bytes) -> list[_Model]:
+    try:
+        return _MODELS.decode(models).data
+    except MALFORMED as error:
+        raise DialectError(f"its /v1/models does not have vLLM's format: {error}") from None
+
+
+def _read_paths(document: bytes) -> tuple[str, ...]:
+    try:
+        paths = _DOCUMENT.decode(document).paths
+    except MALFORMED:
+        return ALL_PATHS
+    return tuple(path for path in ALL_PATHS if path in paths)
+
+
+def read_counts(metrics: str) -> PrefixCounts | None:
+    """Reads the hits of the prefix cache from `/metrics`; None: it has none. Sums all engines."""
+    found = [re.findall(_COUNTER.format(name), metrics, re.M) for name in _COUNTS]
+    if not all(found[:2]):
+        return None
+    try:
+        return PrefixCounts(*(sum(map(float, numbers)) for numbers in found))
+    except ValueError:
+        return None

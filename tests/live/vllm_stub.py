@@ -1,0 +1,268 @@
+"""A server that speaks as much of vLLM's HTTP as a front needs, and does what a test tells it: it
+waits, refuses, or dies in the middle of a response. Its answers are made from the prompt alone."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MODEL = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+POOLING = ("/v1/embeddings", "/pooling", "/score", "/v1/rerank")
+Body = dict[str, Any]
+
+
+def picture(seed: int = 0) -> dict[str, Any]:
+    """A part of a message with an image."""
+    data = base64.b64encode(bytes([seed]) * 64).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+class VllmStub:
+    """Serves on a port of its own between `start` and `stop`. `calls` has the path and the body of
+    each call in its order."""
+
+    def __init__(
+        self,
+        *names: str,
+        root: str = MODEL,
+        paths: tuple[str, ...] = GENERATING,
+        adapters: tuple[str, ...] = (),
+        max_model_len: int = 1024,
+        num_blocks: int = 4096,
+        parses: tuple[str, ...] = (),
+    ) -> None:
+        self.names = names or ("m",)
+        self.root = root
+        self.paths = paths
+        self.adapters = adapters
+        self.max_model_len = max_model_len
+        self.num_blocks = num_blocks
+        self.parses = parses  # "tools", "reasoning"
+        self.calls: list[tuple[str, Body]] = []
+        self.sources: Body | None = None  # of `/kv_event_sources`
+        self.queries = 0
+        self.hit_share = 0.0  # of the tokens of all prompts, as it counts them
+        self.first_token_s = 0.0
+        self.gap_s = 0.0
+        self.dies_after: int | None = None  # events of a stream, or 0: before a response
+        self.may_die = threading.Event()  # a stream that is to die waits for it
+        self.num_deaths = 0  # how many further calls it ends before a response
+        self.refuses: tuple[int, str] | None = None  # status and message
+        self._server: ThreadingHTTPServer | None = None
+        self._open: list[socket.socket] = []
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> VllmStub:
+        stub = self
+
+        class Handler(_Handler):
+            served = stub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        """As a process that is killed: connections end at once."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+        for sock in self._open:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def bodies(self, path: str) -> list[Body]:
+        """Of the calls of clients: those that measure it are left out."""
+        return [body for where, body in self.calls if where == path and not _measures(body)]
+
+    def models(self) -> Body:
+        base = {"object": "model", "root": self.root, "max_model_len": self.max_model_len}
+        listed = [{"id": name, "parent": None, **base} for name in self.names]
+        for name in self.adapters:
+            listed.append({"id": name, "parent": self.names[0], "root": f"/adapters/{name}"})
+        return {"object": "list", "data": listed}
+
+    def metrics(self) -> str:
+        return (
+            f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{self.num_blocks}"}} 1.0\n'
+            f'vllm:prefix_cache_queries_total{{engine="0"}} {float(self.queries)}\n'
+            f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hit_share * self.queries}\n'
+        )
+
+
+def tokens_after(prompt: list[int], count: int) -> list[int]:
+    """What every stub answers to a prompt of token ids; also to one with a part of the answer."""
+    begin = sum(prompt[:50]) + len(prompt)
+    return [97 + (begin + number) % 26 for number in range(count)]
+
+
+def _measures(body: Body) -> bool:
+    """Whether moonpool measures the server by it: outside the cache, or of many token ids."""
+    given = body.get("input")
+    return len(body.get("cache_salt") or "") == 64 or (isinstance(given, list) and len(given) > 15)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: VllmStub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def handle(self) -> None:
+        with suppress(OSError):  # the client has left
+            super().handle()
+
+    def setup(self) -> None:
+        super().setup()
+        self.served._open.append(self.connection)
+
+    def do_GET(self) -> None:
+        stub = self.served
+        paths: Body = {path: {} for path in stub.paths}
+        answers: dict[str, Callable[[], bytes]] = {
+            "/health": lambda: b"",
+            "/v1/models": lambda: json.dumps(stub.models()).encode(),
+            "/metrics": lambda: stub.metrics().encode(),
+            "/openapi.json": lambda: json.dumps({"paths": paths}).encode(),
+        }
+        if stub.sources is not None:
+            answers["/kv_event_sources"] = lambda: json.dumps(stub.sources).encode()
+        make = answers.get(self.path)
+        self._whole(404 if make is None else 200, b"" if make is None else make())
+
+    def do_POST(self) -> None:
+        stub = self.served
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        stub.calls.append((self.path, body))
+        own = not _measures(body)
+        self.served.queries += len(body.get("prompt", ()))
+        if own and (stub.dies_after == 0 or stub.num_deaths):
+            stub.num_deaths = max(stub.num_deaths - 1, 0)
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        if own and stub.refuses is not None:
+            status, text = stub.refuses
+            self._whole(status, json.dumps({"error": {"message": text, "code": status}}).encode())
+            return
+        if self.path not in stub.paths or body.get("model") not in (*stub.names, *stub.adapters):
+            self._whole(404, json.dumps({"error": {"message": "no such model"}}).encode())
+            return
+        if body.get("tools") and "tools" not in stub.parses:
+            text = '"auto" tool choice requires --enable-auto-tool-choice'
+            self._whole(400, json.dumps({"error": {"message": text, "code": 400}}).encode())
+            return
+        time.sleep(stub.first_token_s)
+        events = [*_parsed(stub, self.path, body), *_events(self.path, body)]
+        if body.get("stream"):
+            self._stream(events, stub.dies_after if own else None)
+        else:
+            self._whole(200, json.dumps(_together(self.path, body, events)).encode())
+
+    def _whole(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _stream(self, events: list[Body], dies_after: int | None) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream; charset=utf-8")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+        for number, line in enumerate([*lines, b"data: [DONE]\n\n"]):
+            if number == dies_after:
+                self.served.may_die.wait(60)
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(line), line))
+            self.wfile.flush()
+            time.sleep(self.served.gap_s)
+        self.wfile.write(b"0\r\n\r\n")
+
+
+def _parsed(stub: VllmStub, path: str, body: Body) -> Iterator[Body]:
+    """Events with what its parsers find, in words that no other parser would find."""
+    if path not in GENERATING[1:]:
+        return
+    found: Body = {}
+    if "reasoning" in stub.parses:
+        found["reasoning"] = "r"
+    if body.get("tools"):
+        found["tool_calls"] = [{"index": 0, "id": "own-1", "function": {"name": "f"}}]
+    if found:
+        choice = {"index": 0, "delta": found, "finish_reason": None}
+        yield {"object": "chat.completion.chunk", "model": body["model"], "choices": [choice]}
+
+
+def _events(path: str, body: Body) -> Iterator[Body]:
+    most = body.get("max_tokens") or body.get("max_completion_tokens") or 4
+    if path == "/v1/completions":
+        answer = tokens_after(body["prompt"], most)
+        for number, token in enumerate(answer):
+            finish = "length" if number == most - 1 else None
+            yield {"choices": [{"text": chr(token), "token_ids": [token], "finish_reason": finish}]}
+        return
+    for number in range(most):
+        finish = "length" if number == most - 1 else None
+        yield {
+            "object": "chat.completion.chunk",
+            "model": body["model"],
+            "choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": finish}],
+        }
+
+
+def _together(path: str, body: Body, events: list[Body]) -> Body:
+    if path in POOLING:
+        return {"object": "list", "model": body["model"], "data": [], "usage": {"prompt_tokens": 7}}
+    if path != "/v1/completions":
+        deltas = [event["choices"][0]["delta"] for event in events]
+        message = {"role": "assistant", "content": "".join(d.get("content", "") for d in deltas)}
+        message |= next((delta for delta in deltas if "content" not in delta), {})
+        usage = {"prompt_tokens": 900, "completion_tokens": len(events)}
+        return {"model": body["model"], "choices": [{"message": message}], "usage": usage}
+    answer = [event["choices"][0]["token_ids"][0] for event in events]
+    choice: Body = {"text": "", "token_ids": answer, "finish_reason": "length"}
+    most = body.get("logprobs")
+    if most is not None:
+        names = [f"token_id:{token}" for token in answer]
+        choice["logprobs"] = {
+            "tokens": names,
+            "token_logprobs": [-0.5] * len(names),
+            "top_logprobs": [{name: -0.5} for name in names],
+        }
+    if body.get("prompt_logprobs") is not None:
+        choice["prompt_logprobs"] = [None] + [
+            {str(token): {"logprob": -float(token), "rank": 9}, "7": {"logprob": -0.1, "rank": 1}}
+            for token in body["prompt"][1:]
+        ]
+    return {"choices": [choice]}
+
+
+@contextmanager
+def stubs(*made: VllmStub) -> Iterator[tuple[VllmStub, ...]]:
+    try:
+        yield tuple(stub.start() for stub in made)
+    finally:
+        for stub in made:
+            stub.stop()

@@ -1,0 +1,133 @@
+"""What only instances with vLLM servers bring: forwarded requests, adapters of their own, and times
+that are measured after they joined."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from moonpool.conductor.actions import (
+    Deliver,
+    InstanceJoined,
+    InstanceLost,
+    Refuse,
+    RequestEnded,
+    Send,
+)
+from moonpool.cost.fitted import FittedCost
+from moonpool.protocol.messages import (
+    AttemptFailed,
+    AttemptId,
+    CostMeasured,
+    PrefillStarted,
+    StartPrefill,
+    request_of,
+)
+from moonpool.types import FinishReason, InstanceId
+from tests.unit.conductor.conductor_desk import Desk, of
+
+
+def desk(*names: str) -> Desk:
+    return Desk(*(names or ("m0", "m1")), admission="none")
+
+
+def place(actions: list[object]) -> tuple[str, AttemptId]:
+    """Where the request was sent, and as which attempt."""
+    (send,) = [a for a in actions if isinstance(a, Send) and isinstance(a.command, StartPrefill)]
+    return send.instance_id, send.command.work.attempt_id
+
+
+def failed(attempt: AttemptId, reason: str = "engine_error", status: int = 0) -> AttemptFailed:
+    return AttemptFailed(attempt_id=attempt, reason=reason, message="gone", engine_status=status)
+
+
+def test_before_its_first_part_a_forwarded_request_is_tried_elsewhere() -> None:
+    front = desk()
+    first, attempt = place(front.ask(forwarded=True))
+    assert request_of(attempt) == "r"
+    second, again = place(front.report(first, failed(attempt)))
+    assert second != first
+    assert request_of(again) == "r"
+    actions = front.tokens(second, 0, finish=FinishReason.STOP, work=again)
+    assert of(actions, Deliver)
+    front.assert_nothing_is_booked()
+
+
+def test_after_its_first_part_it_ends_with_one_error() -> None:
+    for by in ("fault", "loss"):
+        front = desk()
+        first, attempt = place(front.ask(forwarded=True))
+        front.tokens(first, 0, work=attempt)
+        if by == "fault":
+            actions = front.report(first, failed(attempt))
+        else:
+            actions = front.handle(InstanceLost(InstanceId(first), "gone"))
+        (refusal,) = of(actions, Refuse)
+        assert refusal.status == 503
+        assert not [a for a in of(actions, Send) if isinstance(a.command, StartPrefill)]
+        front.assert_nothing_is_booked()
+
+
+def test_a_request_of_tokens_still_goes_on() -> None:
+    front = desk()
+    first, attempt = place(front.ask())
+    front.tokens(first, 50, work=attempt)
+    second, _ = place(front.report(first, failed(attempt)))
+    assert second != first
+
+
+def test_the_engines_status_is_the_refusals() -> None:
+    for status, expected in ((404, 404), (422, 422), (0, 400)):
+        front = desk("m0")
+        _, attempt = place(front.ask(forwarded=True))
+        (refusal,) = of(front.report("m0", failed(attempt, "refused_by_engine", status)), Refuse)
+        assert refusal.status == expected
+
+
+def test_forwarded_requests_teach_no_times() -> None:
+    front = desk("m0")
+    for number in range(40):
+        _, attempt = place(front.ask(f"r{number}", forwarded=True))
+        front.report(
+            "m0",
+            PrefillStarted(attempt_id=attempt, cached_tokens=0, fetched_tokens=0, early=True),
+        )
+        front.now += 20.0
+        (ended,) = of(front.tokens("m0", 0, finish=FinishReason.STOP, work=attempt), RequestEnded)
+        assert ended.record.ttft_s == 20.0, "it is shown all the same"
+    state = front.conductor.instances[InstanceId("m0")]
+    assert state.prefill_factor.value == 1.0
+    assert front.conductor.instance_table.ttft_tail == 1.0
+    assert front.conductor.cost_estimator.ttft_s.count == 0
+
+
+def joined(front: Desk, name: str, *adapters: str) -> None:
+    info = front.conductor.instances[InstanceId(name)].info
+    front.handle(InstanceLost(InstanceId(name), "it returns"))
+    front.handle(InstanceJoined(replace(info, adapters=adapters)))
+
+
+def test_an_adapter_is_asked_for_where_it_is() -> None:
+    front = desk("m0", "m1", "m2")
+    joined(front, "m1", "poet")
+    assert {place(front.ask(f"r{n}", adapter="poet"))[0] for n in range(6)} == {"m1"}
+    first, attempt = place(front.ask("x", adapter="poet"))
+    again, _ = place(front.report(first, failed(attempt)))
+    assert again == "m1", "there is no other"
+    (refusal,) = of(front.ask("y", adapter="nobody"), Refuse)
+    assert refusal.status == 503
+    assert "adapter" in refusal.message
+
+
+def test_measured_times_take_the_place_of_assumed_ones() -> None:
+    front = desk("m0")
+    state = front.conductor.instances[InstanceId("m0")]
+    for _ in range(40):
+        state.prefill_factor.observe(2.0, 1.0)
+    cost = FittedCost(prefill=(1.0, 0.0, 0.0, 0.0), decode=(0.5, 0.0, 0.0))
+    front.report("m0", CostMeasured(cost=cost))
+    assert state.info.cost == cost
+    assert state.prefill_factor.value == 1.0
+    _, attempt = place(front.ask())
+    record = front.conductor.requests[request_of(attempt)].record
+    assert record.predicted_ttft_s == 1.0
+    assert record.predicted_tbt_s == 0.5
