@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from moonpool.api.structured_output import grammar_of
 from moonpool.config import parse_config
 from moonpool.engine.grammar import matches_grammar
 from moonpool.engine.tokenizers.byte import ByteTokenizer
-from moonpool.runtime import cluster
+from moonpool.runtime.cluster_error import ClusterError
+from moonpool.runtime.models.model_loading import ApiModel, load_model, system_fingerprint
 from moonpool.types import FinishReason, Token, TokenLogprobs
 
 ORIGIN = {"origin": "https://page.example"}
@@ -202,20 +204,20 @@ def test_retry_after_is_said_only_where_waiting_can_help() -> None:
     assert hopeless.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_chat_template_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(cluster, "Head", lambda *arguments, **_: made.append(arguments))
+def test_a_chat_template_may_be_given(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
 
-    def make() -> None:
+    async def load() -> ApiModel:
         config = parse_config(f'[model]\nchat_template = "{path}"\ndtype = "float32"')
-        cluster._make_head(config, cluster.read_model(config), b"s")
+        loaded = await load_model(config)
+        assert loaded.reader is not None, "a process has loaded it first"
+        loaded.reader.end()
+        return loaded
 
-    with pytest.raises(cluster.ClusterError, match="cannot be read"):
-        make()
+    with pytest.raises(ClusterError, match="cannot be read"):
+        asyncio.run(load())
     path.write_text("<{{ messages[0].content }}>{{ tools | length if tools }}")
-    make()
-    tokenizer = made[0][1].tokenizer
+    tokenizer = asyncio.run(load()).tokenizer
     assert isinstance(tokenizer, ByteTokenizer) and tokenizer.knows_tools
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "<Hi>"
 
@@ -277,7 +279,8 @@ def test_an_answer_names_what_it_follows_from() -> None:
 
 def test_the_fingerprint_follows_from_model_and_formats() -> None:
     def of(text: str) -> str:
-        return cluster._system_fingerprint(parse_config(text))
+        config = parse_config(text)
+        return system_fingerprint(config, config.model.name)
 
     plain = of("")
     assert plain == of("[api]\nport = 9\n") and plain.startswith("fp_")

@@ -438,7 +438,7 @@ def test_an_embedding_is_no_answer_of_one_token() -> None:
     desk = Desk("p0", "d0")
     desk.ask(pooling="last", max_tokens=1)
     done = PrefillDone(
-        attempt_id=AttemptId("r/1"), token=Token(0, embedding=b"abcd"), finish=FinishReason.STOP
+        attempt_id=AttemptId("r/1"), token=Token(0, payload=b"abcd"), finish=FinishReason.STOP
     )
     (ended,) = of(desk.report("p0", done), RequestEnded)
     assert (ended.record.outcome, ended.record.num_generated_tokens) == ("stop", 0)

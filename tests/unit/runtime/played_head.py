@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.api.app import make_app
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.conductor.conductor import Conductor
 from moonpool.config import Config
 from moonpool.cost.fitted import FittedCost
 from moonpool.engine.builtin import open_model
@@ -37,6 +38,8 @@ from moonpool.protocol.messages import (
 )
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.runtime.head import Head
+from moonpool.runtime.models.model_loading import ApiModel
+from moonpool.runtime.models.served_model import ServedModel
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.transfer.auth import Identity
 from moonpool.types import FinishReason, InstanceId, Role, Token
@@ -144,7 +147,7 @@ class PlayedInstance:
                 continue
             tokens = tuple(Token(byte) for byte in step.text.encode())
             if step.embedding:
-                tokens = (Token(0, embedding=step.embedding),)
+                tokens = (Token(0, payload=step.embedding),)
             self.report(StepTokens(works=(AttemptTokens(name, tokens, step.finish),)))
             await asyncio.sleep(0)
 
@@ -153,6 +156,16 @@ class PlayedCluster(NamedTuple):
     head: Head
     instance: PlayedInstance
     http: httpx.AsyncClient
+
+    @property
+    def model(self) -> ServedModel:
+        model = self.head.served.default
+        assert model is not None
+        return model
+
+    @property
+    def conductor(self) -> Conductor:
+        return self.model.conductor
 
     def samples(self) -> Samples:
         return samples(self.head.metrics_text())
@@ -172,7 +185,7 @@ async def played(
         eos_token_ids=tokenizer.eos_token_ids,
         **known,
     )
-    head = Head(Config(), card, tokenizer, SECRET, time.monotonic)
+    head = Head(Config(), ApiModel(card, tokenizer), SECRET, time.monotonic)
     ticker = asyncio.create_task(head._tick_forever())
     instance = PlayedInstance(head, play)
     instance.join()

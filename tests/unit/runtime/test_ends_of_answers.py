@@ -72,7 +72,7 @@ def test_a_stop_string_is_a_success(path: str, stream: bool, play: Any) -> None:
             assert (record["outcome"], record["generated_tokens"]) == ("stop", 3)
             if not stream and path != "/v1/messages":
                 assert "decode=" in response.headers["x-moonpool-timing"]
-            assert not cluster.head.conductor.requests
+            assert not cluster.conductor.requests
 
     asyncio.run(asyncio.wait_for(run(), 60.0))
 
@@ -98,10 +98,9 @@ def test_a_stop_string_in_the_engines_last_burst_decides(text: str) -> None:
 def test_a_client_that_leaves_is_an_abort_unless_its_answer_was_complete() -> None:
     async def run() -> None:
         async with played(slowly) as cluster:
-            head = cluster.head
             body = {"prompt": "Hi", "max_tokens": 40}
             call = asyncio.create_task(whole(cluster, "/v1/completions", body))
-            while not any(t.generated for t in head.conductor.requests.values()):
+            while not any(t.generated for t in cluster.conductor.requests.values()):
                 await asyncio.sleep(0.002)
             before = cluster.samples()
             call.cancel()
@@ -119,7 +118,7 @@ def test_answers_that_a_stop_of_the_server_cuts_are_no_departed_clients() -> Non
             before = cluster.samples()
             body = {"prompt": "Hi", "max_tokens": 40}
             call = asyncio.create_task(whole(cluster, "/v1/completions", body))
-            while not any(t.generated for t in cluster.head.conductor.requests.values()):
+            while not any(t.generated for t in cluster.conductor.requests.values()):
                 await asyncio.sleep(0.002)
             cluster.head.end_answers("server_stopping", "it stops")
             assert (await call).status_code == 503

@@ -145,7 +145,7 @@ def leaves(when: str) -> Act:
     async def act(cluster: PlayedCluster) -> None:
         body = {"prompt": "Hi", "max_tokens": 9}
         call = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
-        conductor = cluster.head.conductor
+        conductor = cluster.conductor
         while True:
             await asyncio.sleep(0.001)
             for tracked in conductor.requests.values():
@@ -283,7 +283,7 @@ def test_an_answer_that_another_head_began() -> None:
             arrived_s=now - 100.0,
             deadline_s=now + 60.0,
         )
-        async for _ in cluster.head.submit(request, (97, 98)):
+        async for _ in cluster.model.submit(request, (97, 98)):
             pass
 
     expected = answers(2, 4, limit=6) | {
@@ -340,7 +340,7 @@ def test_gauges_follow_the_state() -> None:
             body = {"prompt": "Hi", "max_tokens": 9}
             call = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
             seen = set()
-            while not any(t.generated for t in cluster.head.conductor.requests.values()):
+            while not any(t.generated for t in cluster.conductor.requests.values()):
                 await asyncio.sleep(0.002)
                 seen.add(shown())
             assert {(0, 1, 0), (1, 0, 0)} <= seen

@@ -117,7 +117,7 @@ def test_an_instance_that_an_earlier_head_had() -> None:
 
     async def act(cluster: PlayedCluster) -> None:
         name = InstanceId("m7")
-        cluster.head.expect({name: Role.MIXED})
+        await cluster.head.expect({name: Role.MIXED}, {})
         old = PlayedInstance(cluster.head, says(""), name=name)
         old.join()
         old.beat(corrupt_slices=16)
@@ -153,7 +153,7 @@ def test_a_switch_of_a_role(is_lost: bool) -> None:
             PlayedInstance(head, says(""), name=InstanceId(other), role=role).join()
         switching = PlayedInstance(head, says(""), name=name, role=Role.DECODE)
         switching.join()
-        head.conductor.roles.begin(name, Role.PREFILL, "a test", head.now())
+        cluster.conductor.roles.begin(name, Role.PREFILL, "a test", head.now())
         assert cluster.samples()["moonpool:draining_instances", ""] == 1
         if is_lost:
             switching.lose()

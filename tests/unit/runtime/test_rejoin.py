@@ -37,7 +37,7 @@ SECRET = b"a secret of the test"
 def make_head(now: Callable[[], float] = time.monotonic) -> Head:
     card = ModelCard("m", 0, 512, MODEL.spec.vocab_size, MODEL.spec.eos_token_ids)
     tokenizer = open_tokenizer(MODEL.tokenizer, MODEL.spec.vocab_size)
-    return Head(Config(), ApiModel(card, tokenizer, "", ""), SECRET, now)
+    return Head(Config(), ApiModel(card, tokenizer), SECRET, now)
 
 
 def info(incarnation: int) -> InstanceInfo:

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from moonpool.api.frontend import AdapterCard, Output
-from moonpool.conductor.actions import ConductorEvent, InstancesExpected
+from moonpool.conductor.actions import InstancesExpected, RequestCancelled
 from moonpool.config import Config, ModelConfig, VllmConfig
 from moonpool.protocol.model_offer import POOLING_PATHS, ModelOffer, OfferedAdapter
+from moonpool.request_record import RequestRecord
 from moonpool.runtime.cluster_error import ClusterError
+from moonpool.runtime.models.model_loading import load_offered, named_offer
 from moonpool.runtime.models.served_model import HeadSettings, ServedModel
 from moonpool.runtime.models.served_models import ServedModels
-from moonpool.types import FinishReason, InstanceId, Request, Role
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
 
 ROOT = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
 OTHER = "random:hidden=32,layers=1,heads=2,kv_heads=1,inter=64,vocab=280"
@@ -31,8 +33,19 @@ class Host:
     ) -> AsyncGenerator[Output, None]:
         yield Output(finish_reason=FinishReason.STOP)
 
-    def post(self, event: ConductorEvent, model: ServedModel) -> None:
-        model.handle(event)
+    def abort(self, request_id: RequestId, reason: str, model: ServedModel) -> None:
+        model.handle(RequestCancelled(request_id, reason))
+
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int, model: ServedModel
+    ) -> dict[str, float] | None:
+        return None
+
+    def unsettled(self, model: ServedModel) -> list[RequestRecord]:
+        return []
+
+    def on_new_model(self, model: ServedModel) -> None:
+        pass
 
 
 def models(**settings: Any) -> ServedModels:
@@ -103,7 +116,8 @@ def test_what_pools_is_apart_from_what_generates() -> None:
 
 def test_a_named_model_is_the_only_one() -> None:
     served = models(name=ROOT)
-    served.expect_named(ROOT)
+    config = Config(model=ModelConfig(name=ROOT, dtype="float32"))
+    served.add(ROOT, asyncio.run(load_offered(config, named_offer(ROOT), is_first=True)))
     model = take(served, "a", offer("m"))
     assert len(served) == 1
     assert (model.card.model_id, model.card.aliases) == ("m", (ROOT,))
@@ -146,7 +160,7 @@ def test_the_next_head_knows_the_models_of_the_one_before() -> None:
     for name in ("a", "b", "c"):
         left = before.offer(InstanceId(name))
         assert left is not None
-        after.expect_offer(InstanceId(name), left)
+        asyncio.run(after.expect_offer(InstanceId(name), left))
     assert [model.key for model in after] == [ROOT, OTHER]
     assert after.of(InstanceId("b")) is after.default
     assert take(after, "b", offer("m", root="/elsewhere/m")) is after.default

@@ -96,8 +96,8 @@ class ModelApis:
 
     def named(self, name: str | None) -> ModelApi:
         """The one of this name; None: the default. Raises ApiError (404), and RequestRefused (503)
-        if there is no model yet."""
-        apis = self._present()
+        if there is no default yet."""
+        apis = self._present() if name is None else self.all()
         found = next((api for api in apis if api.is_named(name)), None)
         if found is None:
             check_model(name, [each for api in apis for each in api.names])

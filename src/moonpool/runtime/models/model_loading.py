@@ -278,7 +278,7 @@ def _own_card(config: Config, model: ModelInfo) -> ModelCard:
             AdapterCard(name=a.name, adapter=a.fingerprint, root=str(a.folder))
             for a in model.adapters
         ),
-        system_fingerprint=_system_fingerprint(config, name),
+        system_fingerprint=system_fingerprint(config, name),
     )
 
 
@@ -297,11 +297,11 @@ def _offered_card(
         grammar_waits=False,
         sampling=dict(model.sampling),
         adapters=tuple(AdapterCard(name=name, adapter=name, root=path) for name, path in pairs),
-        system_fingerprint=_system_fingerprint(config, offer.root),
+        system_fingerprint=system_fingerprint(config, offer.root),
     )
 
 
-def _system_fingerprint(config: Config, root: str) -> str:
+def system_fingerprint(config: Config, root: str) -> str:
     """Names the release and the model with its number formats, in the form that OpenAI has."""
     made = hashlib.blake2b(__version__.encode(), digest_size=5)
     model = msgspec.structs.replace(config.model, name=root)
