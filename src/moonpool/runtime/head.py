@@ -54,18 +54,16 @@ from moonpool.protocol.frames import (
     Stop,
 )
 from moonpool.protocol.messages import (
-    Command,
     ForwardedCall,
     InstanceInfo,
     InstanceLoad,
     Report,
-    StartPrefill,
     TransferDone,
-    request_of,
 )
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
+from moonpool.runtime.answers import Answers
 from moonpool.runtime.attention_links import AttentionLinks
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.explain import describe_record, describe_server, describe_slo
@@ -75,7 +73,6 @@ from moonpool.runtime.models.served_model import HeadSettings, ServedModel
 from moonpool.runtime.models.served_models import NO_SERVER, ServedModels
 from moonpool.runtime.models.vllm_setup import NO_OFFER, VllmSetups
 from moonpool.runtime.pace import Pace
-from moonpool.runtime.response_stream import ResponseStream, WorkWatch
 from moonpool.runtime.silence import ListeningClock
 from moonpool.runtime.succession import NoSuccession, Succession
 from moonpool.runtime.takeover.standby_links import StandbyLinks, setup_of
@@ -121,24 +118,17 @@ class Head:
         settings = HeadSettings(config, token_hex(4), tenant_shares or {}, tenant_caches or {})
         self.default_slo = settings.default_slo
         self.request_timeout_s = config.api.request_timeout_s
-        self._answers: dict[RequestId, ResponseStream] = {}
-        self._calls: dict[RequestId, ForwardedCall] = {}  # of forwarded requests
-        self.work = WorkWatch(self._answers)
         self._launched: tuple[InstanceId, ...] = ()
         self.served = ServedModels(self, settings)
-        if loaded is not None:
-            self.served.add(config.model.name, loaded)
         self._vllm_setups = VllmSetups(self.served, self.setup, self.on_start_failed)
         self._traces = open_exporter(config.telemetry.otlp_traces_endpoint)
         self._live = LiveView(self.served.conductors, self._post, now)
-        self._ended = EndedRequests(
-            (
-                RequestLogger(config.telemetry.log_requests),
-                self._live.history,
-                *(() if self._traces is None else (self._traces,)),
-            ),
-            now,
-        )
+        logger, traces = RequestLogger(config.telemetry.log_requests), self._traces
+        observers = (logger, self._live.history, *(() if traces is None else (traces,)))
+        self._answers = Answers(EndedRequests(observers, now))
+        self.work = self._answers.work
+        if loaded is not None:
+            self.served.add(config.model.name, loaded)
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
         self._joined = asyncio.Event()
         self._secret = secret
@@ -251,11 +241,7 @@ class Head:
             refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
             refused.is_counted = True
             raise refused
-        answer = ResponseStream(self.work.number)
-        assert request.request_id not in self._answers
-        self._answers[request.request_id] = answer
-        if call is not None:
-            self._calls[request.request_id] = call
+        answer = self._answers.open(request.request_id, call)
         try:
             self._post(RequestArrived(request, delivered), model)
             while True:
@@ -264,42 +250,32 @@ class Head:
                 if output.finish_reason is not None:
                     return
         finally:
-            self._answers.pop(request.request_id, None)
-            self._calls.pop(request.request_id, None)
-            if answer.ended is None:
+            if not self._answers.close(request.request_id):
                 self._post(RequestCancelled(request.request_id), model)
-            else:
-                self._ended.settle(answer.ended.record)
 
     def abort(self, request_id: RequestId, reason: str, model: ServedModel | None = None) -> None:
-        answer = self._answers.get(request_id)
-        if answer is None or answer.ended is None:
+        if not self._answers.judge(request_id, reason):
             self._post(RequestCancelled(request_id, reason), model)
-        else:
-            answer.ended.record.outcome = reason
 
     def finish(
         self, request_id: RequestId, reason: FinishReason, num_tokens: int, model: ServedModel
     ) -> dict[str, float] | None:
-        answer = self._answers.get(request_id)
+        answer = self._answers.find(request_id)
         if answer is None:
             return None
-        if answer.ended is None:
+        if not self._answers.judge(request_id, reason.value, num_tokens):
             self._post(RequestFinished(request_id, reason, num_tokens), model)
-        else:
-            answer.ended.record.end_at(num_tokens)
-            answer.ended.record.outcome = reason.value
         return answer.timings_s
 
     def unsettled(self, model: ServedModel) -> list[RequestRecord]:
-        return self._ended.unsettled(model.observer)
+        return self._answers.ended.unsettled(model.observer)
 
     # Frontend
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         name = RequestId(request_id)
         under_way = (model.conductor.requests.get(name) for model in self.served)
-        found = self._ended.find(request_id) or next(filter(None, under_way), None)
+        found = self._answers.ended.find(request_id) or next(filter(None, under_way), None)
         return None if found is None else describe_record(found.record, found.explanation.lines())
 
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
@@ -328,7 +304,7 @@ class Head:
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
         own = self.standbys.describe(self._clock.listened_s) if tenant is None else []
         more = {"standbys": own, "lack": self.served.lack}
-        return self._live.frame(self._ended.newest(), tenant) | more
+        return self._live.frame(self._answers.ended.newest(), tenant) | more
 
     def is_stopping(self) -> bool:
         return self._leaving or self._stopping or self._views_end
@@ -398,7 +374,7 @@ class Head:
 
     def end_answers(self, reason: str, message: str) -> None:
         """Ends all answers with an error that their clients receive."""
-        for request_id, answer in list(self._answers.items()):
+        for request_id, answer in self._answers.all():
             answer.refuse(Refuse(request_id, 503, reason, message, STOPPING_RETRY_S))
             self.abort(request_id, reason)
 
@@ -430,17 +406,13 @@ class Head:
                 case Send():
                     link = self._links.get(action.instance_id)
                     if link is not None:
-                        link.channel.send(self._with_call(action.command))
+                        link.channel.send(self._answers.with_call(action.command))
                 case Deliver():
-                    answer = self._answers.get(action.request_id)
-                    if answer is not None:
-                        answer.deliver(action)
+                    self._answers.deliver(action)
                 case Refuse():
-                    answer = self._answers.get(action.request_id)
-                    if answer is not None:
-                        answer.refuse(action)
+                    self._answers.refuse(action)
                 case RequestEnded():
-                    self._on_ended(action, model)
+                    self._answers.on_ended(action, model.observer)
                 case Announce():
                     log.log(WARNING if action.is_warning else INFO, "%s", action.text)
                 case Relaunch():
@@ -448,29 +420,6 @@ class Head:
                 case InstancesWanted():
                     log.info("wanted: %d prefill, %d decode", action.prefill, action.decode)
                     self._webhook.post(action)
-
-    def _with_call(self, command: Command) -> Command:
-        """The Conductor does not have the bodies of forwarded requests."""
-        if not self._calls or not isinstance(command, StartPrefill):
-            return command
-        call = self._calls.get(request_of(command.work.attempt_id))
-        if call is None:
-            return command
-        return msgspec.structs.replace(
-            command, work=msgspec.structs.replace(command.work, call=call)
-        )
-
-    def _on_ended(self, ended: RequestEnded, model: ServedModel) -> None:
-        record = ended.record
-        self._ended.keep(ended, model.observer)
-        answer = self._answers.get(record.request_id)
-        if answer is None:
-            self._ended.settle(record)
-            return
-        answer.ended = ended  # settled when its reader has judged the last output
-        answer.timings_s = record.stages_s()  # read only after this turn of the loop
-        if record.outcome == FinishReason.ABORT and not answer.refused:
-            answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
 
     # Workers
 
