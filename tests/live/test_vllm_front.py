@@ -448,7 +448,7 @@ def test_events_that_do_not_come_are_said_and_the_cache_is_assumed() -> None:
         view = server.instances()[0]["cache_view"]
         assert view["source"] in ("assumed", "distrusted")
         text = fresh.get(f"{server.url}/metrics").text
-        assert 'moonpool:engine_cache_source{instance="mixed-0",model_name="m",' in text
+        assert 'moonpool:engine_cache_source{instance_id="mixed-0",model_name="m",' in text
 
 
 def test_hits_that_the_server_counts_are_compared() -> None:

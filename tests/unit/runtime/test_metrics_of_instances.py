@@ -18,6 +18,8 @@ from played_head import (
 from moonpool.conductor.actions import Tick
 from moonpool.protocol.messages import (
     AttemptId,
+    CacheView,
+    InstanceLoad,
     TransferDone,
 )
 from moonpool.types import (
@@ -127,6 +129,24 @@ def test_an_instance_that_an_earlier_head_had() -> None:
         new.beat(corrupt_slices=1)
 
     same(grown(act, says("")), {"moonpool:corrupt_slices_total": 3.0})
+
+
+def test_what_is_believed_of_the_cache_of_a_vllm_server() -> None:
+    async def act(cluster: PlayedCluster) -> None:
+        view = CacheView("distrusted", "no events", 9, 5, 8, 4)
+        cluster.instance.report(InstanceLoad(0, 0, 0, 0, 64, {}, {}, cache_view=view))
+        source = "moonpool:engine_cache_source", f"instance_id={NAME},source=distrusted"
+        assert cluster.samples()[source] == 1
+
+    same(
+        grown(act, says("")),
+        {
+            f"moonpool:engine_prompt_tokens_total{{instance_id={NAME}}}": 9.0,
+            f"moonpool:engine_expected_hits_total{{instance_id={NAME}}}": 5.0,
+            f"moonpool:engine_prefix_cache_queries_total{{instance_id={NAME}}}": 8.0,
+            f"moonpool:engine_prefix_cache_hits_total{{instance_id={NAME}}}": 4.0,
+        },
+    )
 
 
 @pytest.mark.parametrize("returns", [False, True], ids=["drain", "upgrade"])

@@ -526,11 +526,47 @@ INFO = _gauge(
 )
 """Its value is 1; what it says stands in the labels."""
 
+_VLLM_BEAT = "a vLLM server's heartbeat"
+CACHE_SOURCE = _gauge(
+    "moonpool:engine_cache_source",
+    "1 for how it is known what a vLLM server caches: events, assumed or distrusted.",
+    _VLLM_BEAT,
+    "instance_id, source",
+)
+CACHE_COUNTS = (
+    _counter(
+        "moonpool:engine_prompt_tokens",
+        "Number of prompt tokens that a vLLM server was sent.",
+        _VLLM_BEAT,
+        "instance_id",
+    ),
+    _counter(
+        "moonpool:engine_expected_hits",
+        "Number of these tokens that it was expected to have in its prefix cache.",
+        _VLLM_BEAT,
+        "instance_id",
+    ),
+    _counter(
+        "moonpool:engine_prefix_cache_queries",
+        "Number of prompt tokens that a vLLM server looked up in its prefix cache.",
+        _VLLM_BEAT,
+        "instance_id",
+    ),
+    _counter(
+        "moonpool:engine_prefix_cache_hits",
+        "Number of prompt tokens that a vLLM server found in its prefix cache.",
+        _VLLM_BEAT,
+        "instance_id",
+    ),
+)
+OF_ENGINES = (CACHE_SOURCE, *CACHE_COUNTS)
+"""There where vLLM servers are (see `engine_caches`)."""
+
 
 def catalogue_table() -> str:
     """Returns the table of docs/watching.md."""
     lines = ["| metric | kind | meaning | raised by |", "| --- | --- | --- | --- |"]
-    for spec in (*GAUGES, INFO, *COUNTERS, *HISTOGRAMS):
+    for spec in (*GAUGES, INFO, CACHE_SOURCE, *COUNTERS, *CACHE_COUNTS, *HISTOGRAMS):
         label = f"{{{spec.label}}}" if spec.label else ""
         name = f"`{spec.exported_name}{label}`"
         lines.append(f"| {name} | {spec.kind} | {spec.meaning} | {spec.raised_by} |")

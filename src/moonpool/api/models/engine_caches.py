@@ -7,31 +7,12 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moonpool.api.metrics.catalogue import CACHE_COUNTS, CACHE_SOURCE
 from moonpool.protocol.messages import CacheView
 from moonpool.types import InstanceId
 
-_COUNTS = (
-    (
-        "moonpool:engine_prompt_tokens",
-        "Number of prompt tokens that a vLLM server was sent.",
-        "prompt_tokens",
-    ),
-    (
-        "moonpool:engine_expected_hits",
-        "Number of these tokens that it was expected to have in its prefix cache.",
-        "expected_tokens",
-    ),
-    (
-        "moonpool:engine_prefix_cache_queries",
-        "Number of prompt tokens that a vLLM server looked up in its prefix cache.",
-        "engine_queries",
-    ),
-    (
-        "moonpool:engine_prefix_cache_hits",
-        "Number of prompt tokens that a vLLM server found in its prefix cache.",
-        "engine_hits",
-    ),
-)
+_FIELDS = ("prompt_tokens", "expected_tokens", "engine_queries", "engine_hits")
+"""Of `CacheView`, in the order of `CACHE_COUNTS`."""
 
 
 class EngineCaches(Collector):
@@ -47,14 +28,14 @@ class EngineCaches(Collector):
     def collect(self) -> Iterator[Metric]:
         if not self._views:
             return
-        labels = ("model_name", "instance")
-        text = "1 for how it is known what a vLLM server caches: events, assumed or distrusted."
-        source = GaugeMetricFamily("moonpool:engine_cache_source", text, labels=(*labels, "source"))
+        labels = ("model_name", "instance_id")
+        spec = CACHE_SOURCE
+        source = GaugeMetricFamily(spec.name, spec.meaning, labels=(*labels, "source"))
         for name, view in self._views.items():
             source.add_metric((self._model_name, name, view.source), 1.0)
         yield source
-        for metric, text, field in _COUNTS:
-            family = CounterMetricFamily(metric, text, labels=labels)
+        for spec, field in zip(CACHE_COUNTS, _FIELDS, strict=True):
+            family = CounterMetricFamily(spec.name, spec.meaning, labels=labels)
             for name, view in self._views.items():
                 family.add_metric((self._model_name, name), getattr(view, field))
             yield family
