@@ -284,8 +284,9 @@ class HeadLink:
             case Stop():
                 self.stop("the head stops")
             case TurnedAway():
-                message = f"the head rejected {self._name}: {frame.message}"
-                self.fail(message, "rejected", was_told=True)
+                self.fail(
+                    f"the head rejected {self._name}: {frame.message}", "rejected", was_told=True
+                )
             case AnswersCopied():
                 if self.on_answers is not None:
                     self.on_answers(frame)
