@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.test_checkpoint import folder  # noqa: F401 (a fixture)
 from tests.live.test_faults import run_command
+from tests.live.test_vllm_front import OTHER_MODEL, wait_until
+from tests.live.vllm_stub import VllmStub, stubs
 
 pytestmark = pytest.mark.live
 
@@ -97,3 +100,30 @@ def test_wrong_files_end_the_start_in_one_line(
     whole = json.loads((tmp_path / file).read_text()) | changes
     (tmp_path / file).write_text(json.dumps(whole))
     check_refused(tmp_path, *words)
+
+
+def test_a_vllm_server_with_such_a_model_is_turned_away_and_the_head_goes_on(
+    hostile: Path, tmp_path: Path
+) -> None:
+    for path in hostile.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")  # seen by the process alone
+    good, other = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
+    words = ["--admission", "none", "--slo-ttft", "600"]
+    with (
+        stubs(good, other),
+        LocalServer(["--vllm", good.url, "--vllm", other.url, *words]) as server,
+    ):
+        other.stop()
+        wait_until(lambda: len(server.instances()) == 1)
+        other.names, other.root = ("evil",), str(tmp_path)
+        other.start()
+        told = f"cannot be read here: {tmp_path}: the model's chat template"
+        wait_until(lambda: any(told in line for line in server.log_lines()))
+        asked = {"model": "m", "prompt": "Hi", "max_tokens": 2}
+        answer = fresh.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+        assert answer.status_code == 200, answer.text
+        cluster = fresh.get(f"{server.url}/cluster", timeout=60).json()
+        assert cluster["head"]["restarts"] == 0
+        assert [one["name"] for one in cluster["models"]] == ["m", "other"]
+        assert not any("Traceback" in line for line in server.log_lines())

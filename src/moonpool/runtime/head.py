@@ -169,13 +169,16 @@ class Head:
     ) -> None:
         """An earlier head had these instances. Requests wait for them. Call it before `start`."""
         self._inherited.update(roles)
+        unread: set[InstanceId] = set()
         for instance_id, offer in offers.items():
             try:
                 await self.served.expect_offer(instance_id, offer)
             except (ClusterError, ConfigError) as error:  # told again when the server comes back
+                unread.add(instance_id)
                 log.error("%s: %s", instance_id, error)
         for model in self.served:
-            own = {name: role for name, role in roles.items() if self.served.of(name) is model}
+            known = {name: role for name, role in roles.items() if name not in unread}
+            own = {name: role for name, role in known.items() if self.served.of(name) is model}
             if own:
                 self._post(InstancesExpected(own), model)
             for name in own:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from moonpool.config import ConfigError
+from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import Setup, TurnedAway
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.runtime.cluster_error import ClusterError
@@ -16,6 +17,7 @@ from moonpool.runtime.models.served_model import ServedModel
 from moonpool.runtime.models.served_models import ServedModels
 from moonpool.runtime.worker_link import WorkerLink
 
+log = limited_logger("moonpool.head")
 NO_OFFER = "it does not say which model it serves: its release is older than the head's"
 
 
@@ -41,13 +43,21 @@ class VllmSetups:
         try:
             model = await self._model(link, offer)
         except (ClusterError, ConfigError) as error:
-            self._on_failed(link, str(error))
-            link.channel.send(TurnedAway(message=str(error)))
-            link.channel.close(f"rejected: {error}")
+            self._turn_away(link, str(error))
+            return
+        except Exception as error:  # of files that nobody has thought of
+            log.exception("the model of %s cannot be read", link.instance_id)
+            found = f"{type(error).__name__}: {error}"
+            self._turn_away(link, f"its model cannot be read: {found}; the head's log has more")
             return
         setup = self._setup()
         named = msgspec.structs.replace(setup.model, name=model.key)
         link.channel.send(msgspec.structs.replace(setup, model=named))
+
+    def _turn_away(self, link: WorkerLink, message: str) -> None:
+        self._on_failed(link, message)
+        link.channel.send(TurnedAway(message=message))
+        link.channel.close(f"rejected: {message}")
 
     async def _model(self, link: WorkerLink, offer: ModelOffer | None) -> ServedModel:
         """Raises ClusterError and ConfigError."""
