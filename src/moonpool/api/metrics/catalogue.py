@@ -560,7 +560,7 @@ CACHE_COUNTS = (
     ),
 )
 OF_ENGINES = (CACHE_SOURCE, *CACHE_COUNTS)
-"""There where vLLM servers are (see `engine_caches`)."""
+"""Their samples are there where vLLM servers are (see `engine_caches`)."""
 
 
 def catalogue_table() -> str:

@@ -26,8 +26,6 @@ class EngineCaches(Collector):
         self._model_name, self._views = model_name, dict(views)
 
     def collect(self) -> Iterator[Metric]:
-        if not self._views:
-            return
         labels = ("model_name", "instance_id")
         spec = CACHE_SOURCE
         source = GaugeMetricFamily(spec.name, spec.meaning, labels=(*labels, "source"))
