@@ -106,7 +106,9 @@ def test_a_vllm_server_with_such_a_model_is_turned_away_and_the_head_goes_on(
 ) -> None:
     for path in hostile.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "chat_template.jinja").write_text("{% for %}")  # seen by the process alone
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    whole["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA//8="}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))  # ends the process that loads it
     good, other = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
     words = ["--admission", "none", "--slo-ttft", "600"]
     with (
@@ -117,7 +119,7 @@ def test_a_vllm_server_with_such_a_model_is_turned_away_and_the_head_goes_on(
         wait_until(lambda: len(server.instances()) == 1)
         other.names, other.root = ("evil",), str(tmp_path)
         other.start()
-        told = f"cannot be read here: {tmp_path}: the model's chat template"
+        told = "cannot be read here: the model's tokenizer or chat template ends the process"
         wait_until(lambda: any(told in line for line in server.log_lines()))
         asked = {"model": "m", "prompt": "Hi", "max_tokens": 2}
         answer = fresh.post(f"{server.url}/v1/completions", json=asked, timeout=60)

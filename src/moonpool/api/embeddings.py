@@ -58,8 +58,12 @@ class Embedder:
         self._options = options
         self._bodies = bodies
         self._rates = rates
-        self._names = options.names(frontend.card)
         self._active = active
+
+    @property
+    def _name(self) -> str:
+        """The model's own name, which may change when its first vLLM server joins."""
+        return self._options.names(self._frontend.card)[0]
 
     async def embed(self, context: HttpContext) -> None:
         arrived_s = self._frontend.now()
@@ -164,7 +168,7 @@ class Embedder:
                 }
                 for index, vector in enumerate(vectors)
             ],
-            "model": body.model or self._names[0],
+            "model": body.model or self._name,
             "usage": {
                 "prompt_tokens": num_tokens,
                 "total_tokens": num_tokens,

@@ -108,10 +108,14 @@ class Generator:
         self._options = options
         self._bodies = bodies
         self._rates = rates
-        self._names = options.names(frontend.card)
         self._chat_shape = ChatShape(frontend.tokenizer)
         self._completion_shape = CompletionShape(frontend.tokenizer)
         self._active = active
+
+    @property
+    def _name(self) -> str:
+        """The model's own name, which may change when its first vLLM server joins."""
+        return self._options.names(self._frontend.card)[0]
 
     @cached_property
     def _model_output(self) -> ModelOutput:
@@ -130,7 +134,7 @@ class Generator:
         call = await self._call("responses", context)
         body = call.prepared.original
         async with self._begun(call) as (request_id, choices):
-            model = body.model or self._names[0]
+            model = body.model or self._name
             made = (f"resp_{request_id}", model, body, choices[0], call.facts)
             writer = ResponseWriter(*made, self._frontend.tokenizer)
             await self._write(call, request_id, bool(body.stream), choices, writer)
@@ -139,7 +143,7 @@ class Generator:
         call = await self._call("messages", context)
         body = call.prepared.original
         async with self._begun(call) as (request_id, choices):
-            model = body.model or self._names[0]
+            model = body.model or self._name
             writer = messages.MessageWriter(f"msg_{request_id}", model, choices[0])
             await self._write(call, request_id, bool(body.stream), choices, writer)
 
@@ -214,7 +218,7 @@ class Generator:
             answer = AnswerFormat(
                 id=shape.id_prefix + request_id,
                 created=call.facts.created_s,
-                model=body.model or self._names[0],
+                model=body.model or self._name,
                 system_fingerprint=call.facts.system_fingerprint,
                 num_per_prompt=body.n or 1,
                 with_logprobs=num_logprobs(body) is not None,
