@@ -20,15 +20,17 @@ from moonpool.runtime import supervisor_link
 from moonpool.runtime.packets import PacketSocket, packet_pair
 from moonpool.runtime.supervisor_link import SupervisorLink
 
-OPENING = Opening(
-    request=b"GET / HTTP/1.1\r\n\r\n",
-    default_headers=(),
-    base=0,
-    arrived_s=time.monotonic(),
-    tenant="",
-    is_admin=True,
-    facts=draw_facts("r", 10),
-)
+
+def opening() -> Opening:
+    return Opening(
+        request=b"GET / HTTP/1.1\r\n\r\n",
+        default_headers=(),
+        base=0,
+        arrived_s=time.monotonic(),
+        tenant="",
+        is_admin=True,
+        facts=draw_facts("r", 10),
+    )
 
 
 class Logs:
@@ -81,7 +83,7 @@ def test_of_two_logs_of_one_connection_the_kept_call_goes_on() -> None:
             half_read = HalfRead.begin(logs, sock.fileno(), 0)
             assert half_read is not None
             half_read.note(piece)
-        assert KeptStream.begin(logs, first.fileno(), OPENING) is not None
+        assert KeptStream.begin(logs, first.fileno(), opening()) is not None
     answers = asyncio.run(inherited(logs))
     assert [type(received) for received in answers] == [HalfRead, KeptStream]
     assert answers[0].received == [b"POST "]
