@@ -19,7 +19,7 @@ REASON = re.compile(
     | \.fail\(\s*\w+,\s*"(\w+)"
     | FairTurns\(\s*"[^"]*",\s*"(\w+)"
     | self\._retry\(\s*tracked,\s*503,\s*"(\w+)"
-    | ^(?:TBT_SLO_LATE|TTFT_SLO_LATE|FAIR_SHARE|REFUSED)\s=\s"(\w+)"
+    | ^(?:TBT_SLO_LATE|TTFT_SLO_LATE|FAIR_SHARE|REFUSED|LONG_QUEUE)\s=\s"(\w+)"
     | ^(?:POLICY_ERROR|RATE_LIMIT|INSTANCES_ENDED)\s=\s"(\w+)"
     | ^(?:TIGHT_TTFT,\sTIGHT_TBT|OUT_OF_PREFILL,\sOUT_OF_DECODE)\s=\s"(\w+)",\s"(\w+)"
     """,
