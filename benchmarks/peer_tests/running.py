@@ -1,0 +1,124 @@
+"""Runs the files of a suite, each in a pytest of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.checkout import ROOT
+from benchmarks.clients.environments import environment
+from benchmarks.peer_tests.suites import HERE, Suite
+from moonpool import __version__
+from moonpool.demo.local_server import free_port
+
+FILE_S = 3600.0
+"""Longest time of one file."""
+OWN = "left out by the suite itself: "
+
+
+class FileResult(NamedTuple):
+    """How the tests of a file ended. `skipped`: reason -> number of tests. `failed`: test ->
+    remark. `endings`: each test's ending."""
+
+    file: str
+    passed: int
+    skipped: dict[str, int]
+    failed: dict[str, str]
+    endings: dict[str, str]
+
+
+class Place(NamedTuple):
+    """What a run needs: the tests' Python, the suite's folder, that of results, the model."""
+
+    python: Path
+    tests: Path
+    results: Path
+    model: Path
+    adapter: Path
+
+
+def test_files(suite: Suite, place: Place) -> list[str]:
+    """The files with tests, those that are skipped as a whole included."""
+    root = place.tests / suite.root
+    found = {path for pattern in suite.tests for path in root.glob(pattern)}
+    return sorted(str(path.relative_to(root)) for path in found)
+
+
+def run_file(suite: Suite, file: str, place: Place, with_skipped: bool = False) -> FileResult:
+    """`with_skipped`: the tests that the suite's list leaves out run, too."""
+    place.results.mkdir(parents=True, exist_ok=True)
+    name = f"{suite.name}-{file.replace('/', '-')}"
+    results = place.results / f"{name}.json"
+    results.unlink(missing_ok=True)
+    root = place.tests / suite.root
+    line = [str(place.python), "-m", "pytest", "-q", "-c", str(HERE / "pytest.ini")]
+    line += [f"--rootdir={root}", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    line += ["-p", "benchmarks.peer_tests.plugins.report"]
+    line += ["-p", f"benchmarks.peer_tests.plugins.{suite.name}", file]
+    variables = environment() | _variables(suite, place, results)
+    variables |= {"PEER_TESTS_ALL": "1"} if with_skipped else {}
+    with (place.results / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(
+            line, cwd=root, stdout=log, stderr=log, env=variables, start_new_session=True
+        )
+        try:
+            process.wait(FILE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if process.poll() is None:  # the servers are in its session, too
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if not results.exists():
+        said = f"pytest ended with status {process.returncode}: see {log.name}"
+        return FileResult(file, 0, {}, {file: said}, {})
+    return _read(suite, file, json.loads(results.read_text())["tests"])
+
+
+def _variables(suite: Suite, place: Place, results: Path) -> dict[str, str]:
+    root = place.tests / suite.root
+    launch = _launcher(suite, place)
+    return {
+        "PYTHONPATH": os.pathsep.join((str(root), str(ROOT))),
+        "PEER_TESTS_SUITE": suite.name,
+        "PEER_TESTS_RESULTS": str(results),
+        "PEER_TESTS_MODEL": str(place.model),
+        "PEER_TESTS_ADAPTER": str(place.adapter),
+        "PEER_TESTS_TEMPLATE": str(ROOT / "benchmarks/clients/hermes_tools.jinja"),
+        "PEER_TESTS_VERSION": __version__,
+        "PEER_TESTS_LAUNCH": str(launch),
+        "LLAMA_SERVER_BIN_PATH": str(launch),
+        "PORT": str(free_port()),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _launcher(suite: Suite, place: Place) -> Path:
+    """Writes the program that stands for the suite's server."""
+    path = place.results / f"{suite.name}-server"
+    sources = ":".join((str(ROOT / "src"), str(ROOT)))
+    path.write_text(
+        f"#!/bin/sh\nPYTHONPATH={sources} exec {sys.executable}"
+        f' -m benchmarks.peer_tests.translated {suite.name} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def _read(suite: Suite, file: str, tests: dict[str, dict[str, str]]) -> FileResult:
+    skipped: dict[str, int] = {}
+    failed: dict[str, str] = {}
+    for test, found in tests.items():
+        if found["ending"] in ("failed", "not run"):
+            failed[test] = found.get("remark", "it did not run")
+        elif found["ending"] == "skipped":
+            listed = suite.skip(test)
+            reason = listed.reason if listed else OWN + found["remark"]
+            skipped[reason] = skipped.get(reason, 0) + 1
+    endings = {test: found["ending"] for test, found in tests.items()}
+    return FileResult(file, list(endings.values()).count("passed"), skipped, failed, endings)

@@ -1,0 +1,142 @@
+"""Starts `moonpool serve` in place of another server, with that server's flags:
+`python -m benchmarks.peer_tests.translated vllm|llama_cpp FLAGS...`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+MODEL = "PEER_TESTS_MODEL"
+"""Environment variable with the folder of the model, whatever model the flags name."""
+TEMPLATE = "PEER_TESTS_TEMPLATE"
+"""Environment variable with the file of a chat template that knows tools."""
+
+Flags = dict[str, str | None]
+"""moonpool's flag for each flag with a value; None: the flag does not matter here."""
+
+_VLLM: Flags = {
+    "--dtype": None,  # the model's own
+    "--gpu-memory-utilization": None,
+    "--max-lora-rank": None,
+    "--max-cpu-loras": None,
+    "--seed": None,
+    "--structured-outputs-config": None,
+    "--runner": None,
+    "--tokenizer": None,
+    "--max-model-len": "--max-model-len",
+    "--max-num-seqs": "--max-num-seqs",
+    "--max-num-batched-tokens": "--max-num-batched-tokens",
+    "--served-model-name": "--served-model-name",
+    "--tool-call-parser": "--tool-call-parser",
+    "--reasoning-parser": "--reasoning-parser",
+    "--chat-template": "--chat-template",
+    "--api-key": "--api-key",
+    "--port": "--port",
+    "--host": "--host",
+}
+_VLLM_SWITCHES = {
+    "--enforce-eager": "",
+    "--enable-auto-tool-choice": "",
+    "--enable-prompt-tokens-details": "",
+    "--enable-chunked-prefill": "",
+    "--enable-lora": "",
+    "--enable-server-load-tracking": "",
+    "--enable-tokenizer-info-endpoint": "",
+    "--trust-remote-code": "",
+    "--enable-prefix-caching": "--enable-prefix-caching",
+    "--no-enable-prefix-caching": "--no-enable-prefix-caching",
+}
+_LLAMA: Flags = {
+    "--temp": None,  # moonpool's requests name it, or have 1
+    "--seed": None,
+    "--model": None,
+    "--hf-repo": None,
+    "--hf-file": None,
+    "--n-gpu-layers": None,
+    "--batch-size": None,
+    "--ubatch-size": None,
+    "--threads": None,
+    "--pooling": None,
+    "--n-predict": None,
+    "--parallel": "--max-num-seqs",
+    "--ctx-size": "--max-model-len",
+    "--alias": "--served-model-name",
+    "--api-key": "--api-key",
+    "--port": "--port",
+    "--host": "--host",
+    "--chat-template-file": "--chat-template",
+}
+_LLAMA_SWITCHES = {
+    "--offline": "",
+    "--cont-batching": "",
+    "--embedding": "",
+    "--metrics": "",
+    "--no-slots": "",
+    "--kv-unified": "",
+    "--jinja": "",
+    "--no-jinja": "",
+    "--no-ui": "",
+}
+
+
+class FlagError(ValueError):
+    """A flag that moonpool has nothing for."""
+
+
+def vllm(arguments: list[str]) -> list[str]:
+    """Returns the flags of `moonpool serve` for those of `vllm serve MODEL`. Raises FlagError."""
+    model, *rest = arguments
+    found: list[str] = []
+    while rest:
+        flag = rest.pop(0)
+        if flag == "--lora-modules":
+            while rest and not rest[0].startswith("--"):
+                found += [flag, rest.pop(0)]
+        else:
+            found += _one(flag, rest, _VLLM, _VLLM_SWITCHES)
+    if "--served-model-name" not in found:
+        found += ["--served-model-name", model]
+    return found
+
+
+def llama(arguments: list[str]) -> list[str]:
+    """Returns the flags of `moonpool serve` for those of `llama-server`. Raises FlagError."""
+    rest = list(arguments)
+    found: list[str] = []
+    while rest:
+        flag = rest.pop(0)
+        if flag == "--reasoning-format":
+            found += ["--reasoning-parser", {"none": "none"}.get(rest.pop(0), "auto")]
+        else:
+            found += _one(flag, rest, _LLAMA, _LLAMA_SWITCHES)
+    return found
+
+
+def _one(flag: str, rest: list[str], flags: Flags, switches: dict[str, str]) -> list[str]:
+    """Translates a flag, and takes its value from `rest`."""
+    flag, _, inline = flag.partition("=")
+    if flag in switches:
+        return [switches[flag]] if switches[flag] else []
+    if flag not in flags:
+        raise FlagError(f"moonpool serve has no flag for {flag}")
+    value = inline or rest.pop(0)
+    ours = flags[flag]
+    return [] if ours is None else [ours, value]
+
+
+def command(peer: str, arguments: list[str]) -> list[str]:
+    """Returns the whole command. Raises FlagError."""
+    found = {"vllm": vllm, "llama_cpp": llama}[peer](arguments)
+    if "--chat-template" not in found and os.environ.get(TEMPLATE):
+        found += ["--chat-template", os.environ[TEMPLATE]]
+    line = [sys.executable, "-m", "moonpool", "serve", os.environ[MODEL], *found]
+    return [*line, "--mixed", "1", "--prefill", "0", "--decode", "0", "--admission", "none"]
+
+
+if __name__ == "__main__":
+    try:
+        line = command(sys.argv[1], sys.argv[2:])
+    except FlagError as error:
+        sys.exit(str(error))
+    os.execv(line[0], line)
