@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,18 @@ import click
 
 from benchmarks.checkout import ROOT
 from benchmarks.clients.environments import InstallError, python_environment
+from benchmarks.clients.page import PAGE as CLIENTS_PAGE
+from benchmarks.clients.page import current
 from benchmarks.peer_tests.archives import ArchiveError, unpacked
 from benchmarks.peer_tests.running import FileResult, Place, run_file, test_files
 from benchmarks.peer_tests.served_model import write_adapter, write_model
 from benchmarks.peer_tests.suites import HERE, SUITES, Suite, SuiteError, read_suite
-from benchmarks.peer_tests.table import figures, table
+from benchmarks.peer_tests.table import RESULTS, figures, merged, table
 from moonpool.cli.output import fail, origin, write_json
 from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 
 FOLDER = ROOT / "build" / "peer-tests"
-RESULTS = ROOT / "benchmarks" / "results" / "peer-tests.json"
 
 
 @click.command()
@@ -32,17 +34,21 @@ RESULTS = ROOT / "benchmarks" / "results" / "peer-tests.json"
     help="Folder of what is fetched, and of the logs.",
 )
 @click.option("--with-skipped", is_flag=True, help="Run the skipped tests, too; say which pass.")
-@click.option("--write", is_flag=True, help="Write benchmarks/results/peer-tests.json.")
+@click.option(
+    "--write", is_flag=True, help="Write these files' rows of the results, and docs/clients.md."
+)
 def peer_tests(
     words: tuple[str, ...], names: tuple[str, ...], folder: Path, with_skipped: bool, write: bool
 ) -> None:
-    """Run the server tests of vLLM and llama.cpp, only files with one of WORDS in their name.
+    """Run the server tests of vLLM and llama.cpp; with WORDS only files with one in their name.
 
     The exit status is 1 if a test failed, or if a skip names no test.
     """
+    if write and with_skipped:
+        fail("--write wants a run without --with-skipped")
     began = origin() | {"command": "python -m benchmarks.peer_tests --write"}
     folder = folder.absolute()
-    found: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
     is_bad = False
     try:
         python = python_environment(_packages(), folder / "environment")
@@ -53,12 +59,17 @@ def peer_tests(
             tests = unpacked(suite, folder)
             place = Place(python, tests, folder / "results", model, adapter)
             results, left_out = _run(suite, place, words, with_skipped)
-            found[name] = {"title": suite.title} | figures(results, left_out)
-            is_bad |= _tell(suite, results, left_out, is_whole=not words)
+            found.append(figures(suite, results, left_out))
+            click.echo(f"\n{suite.title}\n\n{table(found[-1])}\n")
+            is_bad |= _tell(suite, results, [] if words else list(left_out))
     except (ArchiveError, InstallError, SuiteError, ModelError, TokenizerError, OSError) as error:
         fail(str(error))
+    if not any(each["files"] or each["left_out"] for each in found):
+        fail(f"no file of tests has {' or '.join(words)} in its name")
     if write:
-        write_json(str(RESULTS), found | {"origin": began})
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"suites": []}
+        write_json(str(RESULTS), {"suites": merged(known["suites"], found), "origin": began})
+        CLIENTS_PAGE.write_text(current())
     raise SystemExit(is_bad)
 
 
@@ -87,21 +98,25 @@ def _run(
     return results, left_out
 
 
-def _tell(
-    suite: Suite, results: list[FileResult], left_out: dict[str, str], is_whole: bool
-) -> bool:
-    """Prints the table; returns whether something is to be mended."""
-    click.echo(table(suite, results, left_out))
+def _tell(suite: Suite, results: list[FileResult], left_out: list[str]) -> bool:
+    """Prints what is to be mended; returns whether something is. `left_out`: files that were not
+    run, empty after a run of some files: then only the skips of these files' tests are compared."""
     endings = {test: ending for r in results for test, ending in r.endings.items()}
     for test, ending in endings.items():
         if ending == "passed" and suite.skip(test):
             click.echo(f"PASSED, though skipped: {test}")
-    stale = suite.unmatched([*endings, *left_out]) if is_whole else []
+    files = {r.file for r in results}
+    stale = [
+        pattern
+        for pattern in suite.unmatched([*endings, *left_out])
+        if left_out or pattern.partition("::")[0] in files
+    ]
     for pattern in stale:
         click.echo(f"NO TEST is named by the skip {pattern}")
-    failed = any(r.failed for r in results)
-    click.echo("")
-    return failed or bool(stale)
+    failed = {test: remark for r in results for test, remark in r.failed.items()}
+    for test, remark in failed.items():
+        click.echo(f"FAILED {test}: {remark}")
+    return bool(failed or stale)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from benchmarks.checkout import ROOT
 from benchmarks.clients.environments import environment
-from benchmarks.peer_tests.suites import HERE, Suite
+from benchmarks.peer_tests.suites import HERE, OWN, Suite
 from moonpool import __version__
 from moonpool.demo.local_server import free_port
 
 FILE_S = 3600.0
 """Longest time of one file."""
-OWN = "left out by the suite itself: "
+MAX_MODEL_LEN = 2048
+"""Longest context, whatever the tests' flags say: an answer without a limit ends with it."""
 
 
 class FileResult(NamedTuple):
@@ -77,7 +78,7 @@ def run_file(suite: Suite, file: str, place: Place, with_skipped: bool = False) 
     if not results.exists():
         said = f"pytest ended with status {process.returncode}: see {log.name}"
         return FileResult(file, 0, {}, {file: said}, {})
-    return _read(suite, file, json.loads(results.read_text())["tests"])
+    return read_results(suite, file, json.loads(results.read_text())["tests"])
 
 
 def _variables(suite: Suite, place: Place, results: Path) -> dict[str, str]:
@@ -88,6 +89,7 @@ def _variables(suite: Suite, place: Place, results: Path) -> dict[str, str]:
         "PEER_TESTS_SUITE": suite.name,
         "PEER_TESTS_RESULTS": str(results),
         "PEER_TESTS_MODEL": str(place.model),
+        "PEER_TESTS_MAX_LEN": str(MAX_MODEL_LEN),
         "PEER_TESTS_ADAPTER": str(place.adapter),
         "PEER_TESTS_TEMPLATE": str(ROOT / "benchmarks/clients/hermes_tools.jinja"),
         "PEER_TESTS_VERSION": __version__,
@@ -110,7 +112,7 @@ def _launcher(suite: Suite, place: Place) -> Path:
     return path
 
 
-def _read(suite: Suite, file: str, tests: dict[str, dict[str, str]]) -> FileResult:
+def read_results(suite: Suite, file: str, tests: dict[str, dict[str, str]]) -> FileResult:
     skipped: dict[str, int] = {}
     failed: dict[str, str] = {}
     for test, found in tests.items():
@@ -118,7 +120,7 @@ def _read(suite: Suite, file: str, tests: dict[str, dict[str, str]]) -> FileResu
             failed[test] = found.get("remark", "it did not run")
         elif found["ending"] == "skipped":
             listed = suite.skip(test)
-            reason = listed.reason if listed else OWN + found["remark"]
+            reason = listed.reason if listed else f"{OWN}: {found['remark']}"
             skipped[reason] = skipped.get(reason, 0) + 1
     endings = {test: found["ending"] for test, found in tests.items()}
     return FileResult(file, list(endings.values()).count("passed"), skipped, failed, endings)

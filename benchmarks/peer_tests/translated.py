@@ -9,8 +9,12 @@ import sys
 
 MODEL = "PEER_TESTS_MODEL"
 """Environment variable with the folder of the model, whatever model the flags name."""
+MAX_LEN = "PEER_TESTS_MAX_LEN"
+"""Environment variable with the longest context, whatever the flags say."""
 TEMPLATE = "PEER_TESTS_TEMPLATE"
 """Environment variable with the file of a chat template that knows tools."""
+NAME = "PEER_TESTS_NAME"
+"""Environment variable with the name of the model in llama.cpp's tests, if they send one."""
 
 Flags = dict[str, str | None]
 """moonpool's flag for each flag with a value; None: the flag does not matter here."""
@@ -22,6 +26,10 @@ _VLLM: Flags = {
     "--max-cpu-loras": None,
     "--seed": None,
     "--structured-outputs-config": None,
+    "--structured-outputs-config.backend": None,
+    "--structured-outputs-config.reasoning_parser": None,
+    "--max-logprobs": None,
+    "--attention-backend": None,
     "--runner": None,
     "--tokenizer": None,
     "--max-model-len": "--max-model-len",
@@ -43,6 +51,7 @@ _VLLM_SWITCHES = {
     "--enable-lora": "",
     "--enable-server-load-tracking": "",
     "--enable-tokenizer-info-endpoint": "",
+    "--enable-per-request-metrics": "",
     "--trust-remote-code": "",
     "--enable-prefix-caching": "--enable-prefix-caching",
     "--no-enable-prefix-caching": "--no-enable-prefix-caching",
@@ -58,6 +67,7 @@ _LLAMA: Flags = {
     "--ubatch-size": None,
     "--threads": None,
     "--pooling": None,
+    "-fa": None,
     "--n-predict": None,
     "--parallel": "--max-num-seqs",
     "--ctx-size": "--max-model-len",
@@ -77,6 +87,7 @@ _LLAMA_SWITCHES = {
     "--jinja": "",
     "--no-jinja": "",
     "--no-ui": "",
+    "--verbose": "",
 }
 
 
@@ -110,18 +121,21 @@ def llama(arguments: list[str]) -> list[str]:
             found += ["--reasoning-parser", {"none": "none"}.get(rest.pop(0), "auto")]
         else:
             found += _one(flag, rest, _LLAMA, _LLAMA_SWITCHES)
-    return found
+    name = os.environ.get(NAME)
+    return [*found, "--served-model-name", name] if name else found
 
 
 def _one(flag: str, rest: list[str], flags: Flags, switches: dict[str, str]) -> list[str]:
     """Translates a flag, and takes its value from `rest`."""
-    flag, _, inline = flag.partition("=")
+    flag, is_inline, inline = flag.partition("=")
     if flag in switches:
         return [switches[flag]] if switches[flag] else []
     if flag not in flags:
         raise FlagError(f"moonpool serve has no flag for {flag}")
-    value = inline or rest.pop(0)
+    value = inline if is_inline else rest.pop(0)
     ours = flags[flag]
+    if ours == "--max-model-len":
+        value = str(min(int(value), int(os.environ[MAX_LEN])))
     return [] if ours is None else [ours, value]
 
 
@@ -130,6 +144,8 @@ def command(peer: str, arguments: list[str]) -> list[str]:
     found = {"vllm": vllm, "llama_cpp": llama}[peer](arguments)
     if "--chat-template" not in found and os.environ.get(TEMPLATE):
         found += ["--chat-template", os.environ[TEMPLATE]]
+    if "--max-model-len" not in found:
+        found += ["--max-model-len", os.environ[MAX_LEN]]
     line = [sys.executable, "-m", "moonpool", "serve", os.environ[MODEL], *found]
     return [*line, "--mixed", "1", "--prefill", "0", "--decode", "0", "--admission", "none"]
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -123,7 +124,10 @@ class RemoteOpenAIServer:
         line = [os.environ[LAUNCH], model, *vllm_serve_args]
         line += ["--port", str(self.port)] if auto_port else []
         self.uds = None
-        self.proc = subprocess.Popen(line, env=os.environ | (env_dict or {}))
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the server
+        self.proc = subprocess.Popen(
+            line, env=os.environ | (env_dict or {}), stdout=self._log, stderr=self._log
+        )
         try:
             self._wait()
         except BaseException:
@@ -139,7 +143,9 @@ class RemoteOpenAIServer:
                         return
             except OSError:
                 time.sleep(0.1)
-        raise RuntimeError(f"the server did not start: status {self.proc.poll()}")
+        self._log.seek(0)
+        said = self._log.read().strip().splitlines() or [f"status {self.proc.poll()}"]
+        raise RuntimeError(f"the server did not start: {said[-1]}")
 
     def _stop(self) -> None:
         self.proc.terminate()
@@ -148,6 +154,8 @@ class RemoteOpenAIServer:
         except subprocess.TimeoutExpired:
             self.proc.kill()
             self.proc.wait()
+        self._log.seek(0)
+        sys.stdout.write(self._log.read())  # pytest shows it beside a failure
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self
@@ -196,6 +204,12 @@ def _unchanged(*_: Any, **__: Any) -> Callable[[Any], Any]:
     return lambda test: test
 
 
+class _LongInteger:
+    """`torch.iinfo(torch.long)`, the limits of a seed."""
+
+    min, max = -(2**63), 2**63 - 1
+
+
 _REAL: dict[str, dict[str, Any]] = {
     "vllm.platforms": {"current_platform": _Platform()},
     "vllm.tokenizers": {"get_tokenizer": _tokenizer},
@@ -203,6 +217,7 @@ _REAL: dict[str, dict[str, Any]] = {
     "vllm": {"envs": _Environment()},
     "vllm.utils.network_utils": {"get_open_port": _free_port},
     "vllm.version": {"__version__": os.environ.get("PEER_TESTS_VERSION", "")},
+    "torch": {"long": int, "iinfo": lambda _: _LongInteger},
     "vllm._aiter_ops": {"is_aiter_found_and_supported": lambda: False},
 }
 
