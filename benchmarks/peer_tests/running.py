@@ -20,6 +20,8 @@ FILE_S = 3600.0
 """Longest time of one file."""
 MAX_MODEL_LEN = 2048
 """Longest context, whatever the tests' flags say: an answer without a limit ends with it."""
+LONG = 16384
+"""The same for files of `Suite.long`: what the model has."""
 
 
 class FileResult(NamedTuple):
@@ -61,7 +63,7 @@ def run_file(suite: Suite, file: str, place: Place, with_skipped: bool = False) 
     line += [f"--rootdir={root}", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
     line += ["-p", "benchmarks.peer_tests.plugins.report"]
     line += ["-p", f"benchmarks.peer_tests.plugins.{suite.name}", file]
-    variables = environment() | _variables(suite, place, results)
+    variables = environment() | _variables(suite, file, place, results)
     variables |= {"PEER_TESTS_ALL": "1"} if with_skipped else {}
     with (place.results / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
@@ -81,7 +83,7 @@ def run_file(suite: Suite, file: str, place: Place, with_skipped: bool = False) 
     return read_results(suite, file, json.loads(results.read_text())["tests"])
 
 
-def _variables(suite: Suite, place: Place, results: Path) -> dict[str, str]:
+def _variables(suite: Suite, file: str, place: Place, results: Path) -> dict[str, str]:
     root = place.tests / suite.root
     launch = _launcher(suite, place)
     return {
@@ -89,9 +91,8 @@ def _variables(suite: Suite, place: Place, results: Path) -> dict[str, str]:
         "PEER_TESTS_SUITE": suite.name,
         "PEER_TESTS_RESULTS": str(results),
         "PEER_TESTS_MODEL": str(place.model),
-        "PEER_TESTS_MAX_LEN": str(MAX_MODEL_LEN),
+        "PEER_TESTS_MAX_LEN": str(LONG if file in suite.long else MAX_MODEL_LEN),
         "PEER_TESTS_ADAPTER": str(place.adapter),
-        "PEER_TESTS_TEMPLATE": str(ROOT / "benchmarks/clients/hermes_tools.jinja"),
         "PEER_TESTS_VERSION": __version__,
         "PEER_TESTS_LAUNCH": str(launch),
         "LLAMA_SERVER_BIN_PATH": str(launch),

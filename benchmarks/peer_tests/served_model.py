@@ -7,12 +7,15 @@ import json
 import shutil
 from pathlib import Path
 
+from benchmarks.checkout import ROOT
 from benchmarks.gguf_folder import write_tokenizer
 from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.engine.spec import ModelError
 
-WEIGHTS = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=128,vocab=49152,context=8192"
+WEIGHTS = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=128,vocab=49152,context=16384"
 """Small: the tests are of the API, hundreds of them start a server, and many let it write on."""
+TEMPLATE = ROOT / "benchmarks" / "clients" / "hermes_tools.jinja"
+"""SmolLM2's own chat template knows no tools."""
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 RANK = 8
 
@@ -32,6 +35,9 @@ def write_model(python: Path, folder: Path) -> Path:
         config = json.loads((part / "config.json").read_text())
         (part / "config.json").write_text(json.dumps(config | SPECIAL))
         write_tokenizer(str(files[0]), part)
+        settings = json.loads((part / "tokenizer_config.json").read_text())
+        settings["chat_template"] = TEMPLATE.read_text()
+        (part / "tokenizer_config.json").write_text(json.dumps(settings))
         part.rename(place)
     return place
 

@@ -52,6 +52,8 @@ class Suite(NamedTuple):
     """The folder that the tests' names are relative to, below the same folder."""
     tests: tuple[str, ...]
     """Patterns of the files with tests, as `Path.glob` takes them, below `root`."""
+    long: tuple[str, ...]
+    """Files whose servers have the context that their flags say, however long."""
     skips: tuple[Skip, ...]
 
     def skip(self, test: str) -> Skip | None:
@@ -76,11 +78,11 @@ def parse(name: str, text: str) -> Suite:
     except tomllib.TOMLDecodeError as error:
         raise SuiteError(f"{name}.toml: {error}") from None
     skips = _skips(name, table.pop("skip", []))
-    members, tests = (tuple(table.pop(key, ())) for key in ("members", "tests"))
+    members, tests, long = (tuple(table.pop(key, ())) for key in ("members", "tests", "long"))
     if set(table) != set(_TEXTS):
         raise SuiteError(f"{name}.toml has {', '.join(table)} in place of {', '.join(_TEXTS)}")
     title, url, sha256, root = (str(table[key]) for key in _TEXTS)
-    return Suite(name, title, url, sha256, members, root, tests, skips)
+    return Suite(name, title, url, sha256, members, root, tests, long, skips)
 
 
 def _skips(name: str, tables: list[dict[str, Any]]) -> tuple[Skip, ...]:

@@ -4,15 +4,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 
 MODEL = "PEER_TESTS_MODEL"
 """Environment variable with the folder of the model, whatever model the flags name."""
 MAX_LEN = "PEER_TESTS_MAX_LEN"
 """Environment variable with the longest context, whatever the flags say."""
-TEMPLATE = "PEER_TESTS_TEMPLATE"
-"""Environment variable with the file of a chat template that knows tools."""
 NAME = "PEER_TESTS_NAME"
 """Environment variable with the name of the model in llama.cpp's tests, if they send one."""
 
@@ -27,7 +27,7 @@ _VLLM: Flags = {
     "--seed": None,
     "--structured-outputs-config": None,
     "--structured-outputs-config.backend": None,
-    "--structured-outputs-config.reasoning_parser": None,
+    "--structured-outputs-config.reasoning-parser": None,
     "--max-logprobs": None,
     "--attention-backend": None,
     "--runner": None,
@@ -51,6 +51,7 @@ _VLLM_SWITCHES = {
     "--enable-lora": "",
     "--enable-server-load-tracking": "",
     "--enable-tokenizer-info-endpoint": "",
+    "--enable-request-id-headers": "",
     "--enable-per-request-metrics": "",
     "--trust-remote-code": "",
     "--enable-prefix-caching": "--enable-prefix-caching",
@@ -103,12 +104,20 @@ def vllm(arguments: list[str]) -> list[str]:
         flag = rest.pop(0)
         if flag == "--lora-modules":
             while rest and not rest[0].startswith("--"):
-                found += [flag, rest.pop(0)]
+                found += [flag, _module(rest.pop(0))]
         else:
             found += _one(flag, rest, _VLLM, _VLLM_SWITCHES)
     if "--served-model-name" not in found:
         found += ["--served-model-name", model]
     return found
+
+
+def _module(text: str) -> str:
+    """An adapter as NAME=PATH; vLLM takes JSON, too."""
+    if not text.startswith("{"):
+        return text
+    module = json.loads(text)
+    return f"{module['name']}={module['path']}"
 
 
 def llama(arguments: list[str]) -> list[str]:
@@ -128,6 +137,7 @@ def llama(arguments: list[str]) -> list[str]:
 def _one(flag: str, rest: list[str], flags: Flags, switches: dict[str, str]) -> list[str]:
     """Translates a flag, and takes its value from `rest`."""
     flag, is_inline, inline = flag.partition("=")
+    flag = flag.replace("_", "-")  # vLLM takes either
     if flag in switches:
         return [switches[flag]] if switches[flag] else []
     if flag not in flags:
@@ -136,14 +146,21 @@ def _one(flag: str, rest: list[str], flags: Flags, switches: dict[str, str]) -> 
     ours = flags[flag]
     if ours == "--max-model-len":
         value = str(min(int(value), int(os.environ[MAX_LEN])))
+    if ours == "--chat-template" and "{" in value:
+        value = _template(value)
     return [] if ours is None else [ours, value]
+
+
+def _template(text: str) -> str:
+    """A file with the template; vLLM takes the template itself, too."""
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja", delete=False) as file:
+        file.write(text)
+    return file.name
 
 
 def command(peer: str, arguments: list[str]) -> list[str]:
     """Returns the whole command. Raises FlagError."""
     found = {"vllm": vllm, "llama_cpp": llama}[peer](arguments)
-    if "--chat-template" not in found and os.environ.get(TEMPLATE):
-        found += ["--chat-template", os.environ[TEMPLATE]]
     if "--max-model-len" not in found:
         found += ["--max-model-len", os.environ[MAX_LEN]]
     line = [sys.executable, "-m", "moonpool", "serve", os.environ[MODEL], *found]

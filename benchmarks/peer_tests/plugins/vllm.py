@@ -16,6 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import pytest
+from openai.types import CreateEmbeddingResponse
+
 LAUNCH = "PEER_TESTS_LAUNCH"
 """Environment variable with the program that stands for `vllm serve`."""
 MODEL = "PEER_TESTS_MODEL"
@@ -105,6 +108,7 @@ class RemoteOpenAIServer:
     """As vLLM's class of the same name, with moonpool behind it."""
 
     DUMMY_API_KEY = "token-abc123"
+    show_hidden_metrics = False
 
     def __init__(
         self,
@@ -210,16 +214,30 @@ class _LongInteger:
     min, max = -(2**63), 2**63 - 1
 
 
+class _Version:
+    __version__ = os.environ.get("PEER_TESTS_VERSION", "")
+
+    @staticmethod
+    def _prev_minor_version() -> str:
+        return "before"
+
+
 _REAL: dict[str, dict[str, Any]] = {
     "vllm.platforms": {"current_platform": _Platform()},
     "vllm.tokenizers": {"get_tokenizer": _tokenizer},
     "vllm.transformers_utils.repo_utils": {"hf_api": _Hub},
-    "vllm": {"envs": _Environment()},
+    "vllm": {"envs": _Environment(), "version": _Version},
     "vllm.utils.network_utils": {"get_open_port": _free_port},
-    "vllm.version": {"__version__": os.environ.get("PEER_TESTS_VERSION", "")},
+    "vllm.version": {"__version__": _Version.__version__},
     "torch": {"long": int, "iinfo": lambda _: _LongInteger},
+    "vllm.entrypoints.pooling.embed.protocol": {"EmbeddingResponse": CreateEmbeddingResponse},
     "vllm._aiter_ops": {"is_aiter_found_and_supported": lambda: False},
 }
+
+
+@pytest.fixture(scope="session")
+def local_asset_server() -> None:
+    """Tests of texts name it, too, and use nothing of it."""
 
 
 def _install() -> None:
@@ -234,6 +252,9 @@ def _install() -> None:
     utils.ROCM_ENV_OVERRIDES = {}  # type: ignore[attr-defined]
     utils.multi_gpu_only = utils.large_gpu_test = _unchanged  # type: ignore[attr-defined]
     sys.modules["tests.utils"] = utils
+    sys.modules["tests.conftest"] = _Module("tests.conftest")
+    sys.modules["tests.ci_envs"] = _Module("tests.ci_envs")
+    sys.modules["tests.models.registry"] = _Module("tests.models.registry")
     import transformers
 
     transformers.AutoTokenizer.from_pretrained = _tokenizer

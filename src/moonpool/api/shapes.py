@@ -204,7 +204,7 @@ class CompletionShape:
             found = _logprobs_of(token)
             text = self._name(token.token_id, as_ids)
             value = max(found.logprob, _LEAST_LOGPROB)
-            likely = dict(found.top) | {token.token_id: value}
+            likely = {token.token_id: value} | dict(found.top)  # the drawn one first, as at vLLM
             top: dict[str, float] = {}
             for token_id, logprob in likely.items():
                 name = self._name(token_id, as_ids)

@@ -145,7 +145,7 @@ def test_tests_are_unpacked_once_and_again_when_the_suite_changes(tmp_path: Path
     path = archive(tmp_path, {"t-1/tests/a.py": b"a", "t-1/more/b.py": b"b"})
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     url = f"https://x.invalid/{path.name}"  # it is there: nothing is fetched
-    suite = Suite("t", "T", url, digest, ("tests/",), ".", ("tests/*.py",), ())
+    suite = Suite("t", "T", url, digest, ("tests/",), ".", ("tests/*.py",), (), ())
     place = unpacked(suite, tmp_path)
     (place / "tests/a.py").write_text("kept")
     assert (unpacked(suite, tmp_path) / "tests/a.py").read_text() == "kept"
