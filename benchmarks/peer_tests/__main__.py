@@ -13,7 +13,7 @@ from benchmarks.clients.environments import InstallError, python_environment
 from benchmarks.clients.page import PAGE as CLIENTS_PAGE
 from benchmarks.clients.page import current
 from benchmarks.peer_tests.archives import ArchiveError, unpacked
-from benchmarks.peer_tests.running import FileResult, Place, run_file, test_files
+from benchmarks.peer_tests.running import FileResult, Setup, run_file, test_files
 from benchmarks.peer_tests.served_model import write_adapter, write_model
 from benchmarks.peer_tests.suites import HERE, SUITES, Suite, SuiteError, read_suite
 from benchmarks.peer_tests.table import RESULTS, figures, merged, table
@@ -57,8 +57,8 @@ def peer_tests(
         for name in names or SUITES:
             suite = read_suite(name)
             tests = unpacked(suite, folder)
-            place = Place(python, tests, folder / "results", model, adapter)
-            results, left_out = _run(suite, place, words, with_skipped)
+            setup = Setup(python, tests, folder / "results", model, adapter)
+            results, left_out = _run(suite, setup, words, with_skipped)
             found.append(figures(suite, results, left_out))
             click.echo(f"\n{suite.title}\n\n{table(found[-1])}\n")
             is_bad |= _tell(suite, results, [] if words else list(left_out))
@@ -79,19 +79,19 @@ def _packages() -> tuple[str, ...]:
 
 
 def _run(
-    suite: Suite, place: Place, words: tuple[str, ...], with_skipped: bool
+    suite: Suite, setup: Setup, words: tuple[str, ...], with_skipped: bool
 ) -> tuple[list[FileResult], dict[str, str]]:
     """Returns the results of the files that were run, and the files that were not: why."""
     results: list[FileResult] = []
     left_out: dict[str, str] = {}
-    for file in test_files(suite, place):
+    for file in test_files(suite, setup):
         skip = suite.skip(file)
         if words and not any(word in file for word in words):
             continue
         if skip is not None and not (with_skipped and words):
             left_out[file] = skip.reason
             continue
-        results.append(run_file(suite, file, place, with_skipped))
+        results.append(run_file(suite, file, setup, with_skipped))
         r = results[-1]
         number = sum(r.skipped.values())
         click.echo(f"{file}: {r.passed} passed, {len(r.failed)} failed, {number} skipped", err=True)

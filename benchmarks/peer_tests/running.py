@@ -35,7 +35,7 @@ class FileResult(NamedTuple):
     endings: dict[str, str]
 
 
-class Place(NamedTuple):
+class Setup(NamedTuple):
     """What a run needs: the tests' Python, the suite's folder, that of results, the model."""
 
     python: Path
@@ -45,27 +45,27 @@ class Place(NamedTuple):
     adapter: Path
 
 
-def test_files(suite: Suite, place: Place) -> list[str]:
+def test_files(suite: Suite, setup: Setup) -> list[str]:
     """The files with tests, those that are skipped as a whole included."""
-    root = place.tests / suite.root
+    root = setup.tests / suite.root
     found = {path for pattern in suite.tests for path in root.glob(pattern)}
     return sorted(str(path.relative_to(root)) for path in found)
 
 
-def run_file(suite: Suite, file: str, place: Place, with_skipped: bool = False) -> FileResult:
+def run_file(suite: Suite, file: str, setup: Setup, with_skipped: bool = False) -> FileResult:
     """`with_skipped`: the tests that the suite's list leaves out run, too."""
-    place.results.mkdir(parents=True, exist_ok=True)
+    setup.results.mkdir(parents=True, exist_ok=True)
     name = f"{suite.name}-{file.replace('/', '-')}"
-    results = place.results / f"{name}.json"
+    results = setup.results / f"{name}.json"
     results.unlink(missing_ok=True)
-    root = place.tests / suite.root
-    line = [str(place.python), "-m", "pytest", "-q", "-c", str(HERE / "pytest.ini")]
+    root = setup.tests / suite.root
+    line = [str(setup.python), "-m", "pytest", "-q", "-c", str(HERE / "pytest.ini")]
     line += [f"--rootdir={root}", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
     line += ["-p", "benchmarks.peer_tests.plugins.report"]
     line += ["-p", f"benchmarks.peer_tests.plugins.{suite.name}", file]
-    variables = environment() | _variables(suite, file, place, results)
+    variables = environment() | _variables(suite, file, setup, results)
     variables |= {"PEER_TESTS_ALL": "1"} if with_skipped else {}
-    with (place.results / f"{name}.log").open("w") as log:
+    with (setup.results / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
             line, cwd=root, stdout=log, stderr=log, env=variables, start_new_session=True
         )
@@ -83,16 +83,16 @@ def run_file(suite: Suite, file: str, place: Place, with_skipped: bool = False) 
     return read_results(suite, file, json.loads(results.read_text())["tests"])
 
 
-def _variables(suite: Suite, file: str, place: Place, results: Path) -> dict[str, str]:
-    root = place.tests / suite.root
-    launch = _launcher(suite, place)
+def _variables(suite: Suite, file: str, setup: Setup, results: Path) -> dict[str, str]:
+    root = setup.tests / suite.root
+    launch = _launcher(suite, setup)
     return {
         "PYTHONPATH": os.pathsep.join((str(root), str(ROOT))),
         "PEER_TESTS_SUITE": suite.name,
         "PEER_TESTS_RESULTS": str(results),
-        "PEER_TESTS_MODEL": str(place.model),
+        "PEER_TESTS_MODEL": str(setup.model),
         "PEER_TESTS_MAX_LEN": str(LONG if file in suite.long else MAX_MODEL_LEN),
-        "PEER_TESTS_ADAPTER": str(place.adapter),
+        "PEER_TESTS_ADAPTER": str(setup.adapter),
         "PEER_TESTS_VERSION": __version__,
         "PEER_TESTS_LAUNCH": str(launch),
         "LLAMA_SERVER_BIN_PATH": str(launch),
@@ -101,9 +101,9 @@ def _variables(suite: Suite, file: str, place: Place, results: Path) -> dict[str
     }
 
 
-def _launcher(suite: Suite, place: Place) -> Path:
+def _launcher(suite: Suite, setup: Setup) -> Path:
     """Writes the program that stands for the suite's server."""
-    path = place.results / f"{suite.name}-server"
+    path = setup.results / f"{suite.name}-server"
     sources = ":".join((str(ROOT / "src"), str(ROOT)))
     path.write_text(
         f"#!/bin/sh\nPYTHONPATH={sources} exec {sys.executable}"

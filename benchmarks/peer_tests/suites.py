@@ -29,7 +29,7 @@ class Skip(NamedTuple):
     reason: str
 
     def matches(self, test: str) -> bool:
-        """Whether it names the test, such as `unit/test_basic.py::test_load[a-1]`."""
+        """Whether it names the test, FILE::NAME as pytest has it."""
         parts = (re.escape(part) for part in self.pattern.split("*"))
         name = test if self.is_of_tests else test.partition("::")[0]
         return re.fullmatch(".*".join(parts), name, re.DOTALL) is not None

@@ -54,7 +54,7 @@ def table(found: dict[str, Any]) -> str:
     for file in found["files"]:
         numbers = _numbers(file)
         totals.update(numbers)
-        lines.append(_row(f"`{file['file']}`", numbers))
+        lines.append(_row(file["file"].removesuffix(".py"), numbers))
     lines.append(_row(f"all {len(found['files'])} files", totals))
     tests = Counter[str]()
     for file in found["files"]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -22,6 +27,7 @@ from benchmarks.peer_tests.suites import (
     parse,
     read_suite,
 )
+from benchmarks.peer_tests.table import merged, table
 from benchmarks.peer_tests.translated import FlagError
 
 TEST = "unit/test_basic.py::test_load[a-1]"
@@ -151,6 +157,48 @@ def test_tests_are_unpacked_once_and_again_when_the_suite_changes(tmp_path: Path
     assert (unpacked(suite, tmp_path) / "tests/a.py").read_text() == "kept"
     other = unpacked(suite._replace(members=("tests/", "more/")), tmp_path)
     assert (other / "tests/a.py").read_text() == "a" and (other / "more/b.py").exists()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A server's URL, and the folder that it serves."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", folder
+        server.shutdown()
+
+
+def test_an_archive_is_fetched_whole_or_not_at_all(
+    site: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, folder = site
+    path = archive(folder, {"t-1/tests/a.py": b"a"})
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    suite = Suite("t", "T", f"{url}/t-1.tar.gz", digest, ("tests/",), ".", ("*.py",), (), ())
+    monkeypatch.setattr(archives, "MAX_ARCHIVE_BYTES", 10)
+    with pytest.raises(ArchiveError, match="more than 10 bytes"):
+        unpacked(suite, tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ArchiveError, match="cannot fetch"):
+        unpacked(suite._replace(url=f"{url}/other.tar.gz"), tmp_path)
+    assert (unpacked(suite, tmp_path) / "tests/a.py").read_text() == "a"
+
+
+def test_a_run_of_some_files_replaces_their_rows() -> None:
+    def suite(left_out: dict[str, str], **passed: int) -> dict[str, Any]:
+        files = [{"file": f, "passed": n, "skipped": {}, "failed": {}} for f, n in passed.items()]
+        return {"title": "T", "files": files, "left_out": left_out}
+
+    known = [suite({"d": "why"}, a=1, b=2, c=3)]
+    [found] = merged(known, [suite({"c": "now not"}, b=5, d=4)])
+    assert {f["file"]: f["passed"] for f in found["files"]} == {"a": 1, "b": 5, "d": 4}
+    assert found["left_out"] == {"c": "now not"}
+    rows = table(found).splitlines()
+    assert "| b | 5 | 5 | 0 | 0 |" in rows and "| all 3 files | 10 | 10 | 0 | 0 |" in rows
+    assert "| now not | 0 | 1 |" in rows
 
 
 def test_flags_become_those_of_moonpool(monkeypatch: pytest.MonkeyPatch) -> None:
