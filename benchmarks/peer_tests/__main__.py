@@ -13,7 +13,7 @@ from benchmarks.clients.environments import InstallError, python_environment
 from benchmarks.clients.page import PAGE as CLIENTS_PAGE
 from benchmarks.clients.page import current
 from benchmarks.peer_tests.archives import ArchiveError, unpacked
-from benchmarks.peer_tests.running import FileResult, Setup, run_file, test_files
+from benchmarks.peer_tests.running import FileResult, RunSetup, run_file, test_files
 from benchmarks.peer_tests.served_model import write_adapter, write_model
 from benchmarks.peer_tests.suites import HERE, SUITES, Suite, SuiteError, read_suite
 from benchmarks.peer_tests.table import RESULTS, figures, merged, table
@@ -57,7 +57,7 @@ def peer_tests(
         for name in names or SUITES:
             suite = read_suite(name)
             tests = unpacked(suite, folder)
-            setup = Setup(python, tests, folder / "results", model, adapter)
+            setup = RunSetup(python, tests, folder / "results", model, adapter)
             results, left_out = _run(suite, setup, words, with_skipped)
             found.append(figures(suite, results, left_out))
             click.echo(f"\n{suite.title}\n\n{table(found[-1])}\n")
@@ -79,7 +79,7 @@ def _packages() -> tuple[str, ...]:
 
 
 def _run(
-    suite: Suite, setup: Setup, words: tuple[str, ...], with_skipped: bool
+    suite: Suite, setup: RunSetup, words: tuple[str, ...], with_skipped: bool
 ) -> tuple[list[FileResult], dict[str, str]]:
     """Returns the results of the files that were run, and the files that were not: why."""
     results: list[FileResult] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ class FileResult(NamedTuple):
     endings: dict[str, str]
 
 
-class Setup(NamedTuple):
+class RunSetup(NamedTuple):
     """What a run needs: the tests' Python, the suite's folder, that of results, the model."""
 
     python: Path
@@ -45,14 +46,14 @@ class Setup(NamedTuple):
     adapter: Path
 
 
-def test_files(suite: Suite, setup: Setup) -> list[str]:
+def test_files(suite: Suite, setup: RunSetup) -> list[str]:
     """The files with tests, those that are skipped as a whole included."""
     root = setup.tests / suite.root
     found = {path for pattern in suite.tests for path in root.glob(pattern)}
     return sorted(str(path.relative_to(root)) for path in found)
 
 
-def run_file(suite: Suite, file: str, setup: Setup, with_skipped: bool = False) -> FileResult:
+def run_file(suite: Suite, file: str, setup: RunSetup, with_skipped: bool = False) -> FileResult:
     """`with_skipped`: the tests that the suite's list leaves out run, too."""
     setup.results.mkdir(parents=True, exist_ok=True)
     name = f"{suite.name}-{file.replace('/', '-')}"
@@ -83,7 +84,7 @@ def run_file(suite: Suite, file: str, setup: Setup, with_skipped: bool = False) 
     return read_results(suite, file, json.loads(results.read_text())["tests"])
 
 
-def _variables(suite: Suite, file: str, setup: Setup, results: Path) -> dict[str, str]:
+def _variables(suite: Suite, file: str, setup: RunSetup, results: Path) -> dict[str, str]:
     root = setup.tests / suite.root
     launch = _launcher(suite, setup)
     return {
@@ -101,21 +102,20 @@ def _variables(suite: Suite, file: str, setup: Setup, results: Path) -> dict[str
     }
 
 
-def _launcher(suite: Suite, setup: Setup) -> Path:
+def _launcher(suite: Suite, setup: RunSetup) -> Path:
     """Writes the program that stands for the suite's server."""
     path = setup.results / f"{suite.name}-server"
-    sources = ":".join((str(ROOT / "src"), str(ROOT)))
-    path.write_text(
-        f"#!/bin/sh\nPYTHONPATH={sources} exec {sys.executable}"
-        f' -m benchmarks.peer_tests.translated {suite.name} "$@"\n'
-    )
+    sources = shlex.quote(f"{ROOT / 'src'}:{ROOT}")
+    module = f"-m benchmarks.peer_tests.translated {suite.name}"
+    python = shlex.quote(sys.executable)
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={sources} exec {python} {module} "$@"\n')
     path.chmod(0o755)
     return path
 
 
 def read_results(suite: Suite, file: str, tests: dict[str, dict[str, str]]) -> FileResult:
     skipped: dict[str, int] = {}
-    failed: dict[str, str] = {}
+    failed = {} if tests else {file: "it has no tests"}
     for test, found in tests.items():
         if found["ending"] in ("failed", "not run"):
             failed[test] = found.get("remark", "it did not run")

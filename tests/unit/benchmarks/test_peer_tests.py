@@ -231,3 +231,4 @@ def test_endings_are_counted_by_reason() -> None:
     assert found.passed == 1
     assert found.skipped == {"why": 1, f"{OWN}: no GPU": 1}
     assert set(found.failed) == {"x.py::test_d", "x.py::test_e"}
+    assert read_results(parse("t", text), "x.py", {}).failed  # a file without tests is a fault
