@@ -60,7 +60,8 @@ def peer_tests(
             setup = RunSetup(python, tests, folder / "results", model, adapter)
             results, left_out = _run(suite, setup, words, with_skipped)
             found.append(figures(suite, results, left_out))
-            click.echo(f"\n{suite.title}\n\n{table(found[-1])}\n")
+            if results or left_out:
+                click.echo(f"\n{suite.title}\n\n{table(found[-1])}\n")
             is_bad |= _tell(suite, results, [] if words else list(left_out))
     except (ArchiveError, InstallError, SuiteError, ModelError, TokenizerError, OSError) as error:
         fail(str(error))

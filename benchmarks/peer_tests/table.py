@@ -61,7 +61,12 @@ def table(found: dict[str, Any]) -> str:
         for reason, number in file["skipped"].items():
             tests[OWN if reason.startswith(OWN) else reason] += number
     files = Counter(found["left_out"].values())
-    lines += ["", "| not run because | tests of these files | other files |", "| --- | --- | --- |"]
+    if tests or files:
+        lines += [
+            "",
+            "| not run because | tests of these files | other files |",
+            "| --- | --- | --- |",
+        ]
     for reason in sorted({*tests, *files}, key=lambda r: (-tests[r], -files[r], r)):
         lines.append(f"| {reason} | {tests[reason]} | {files[reason]} |")
     return "\n".join(lines)
