@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from moonpool.api.metrics.catalogue import CATALOGUE, HISTOGRAMS, INFO, catalogue_table
+from moonpool.api.metrics.catalogue import CATALOGUE, HISTOGRAMS, catalogue_table
 from moonpool.api.metrics.labels import FAILURES, REFUSALS
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_every_reason_has_its_series_from_the_start() -> None:
 
 
 def test_every_metric_that_a_page_or_a_dashboard_names_exists() -> None:
-    exported = {spec.exported_name for spec in (*CATALOGUE, INFO)}
+    exported = {spec.exported_name for spec in CATALOGUE}
     exported |= {
         f"{spec.name}{suffix}" for spec in HISTOGRAMS for suffix in ("_bucket", "_sum", "_count")
     }

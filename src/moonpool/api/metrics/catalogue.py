@@ -515,8 +515,6 @@ HISTOGRAMS = (
     ),
 )
 
-CATALOGUE = (*GAUGES, *COUNTERS, *HISTOGRAMS)
-
 INFO = _gauge(
     "vllm:cache_config_info",
     "KVCache of all instances: tokens per block, number of blocks, tokens, and how many requests of"
@@ -525,12 +523,13 @@ INFO = _gauge(
     "block_size, num_gpu_blocks, kv_cache_size_tokens, kv_cache_max_concurrency",
 )
 """Its value is 1; what it says stands in the labels."""
+CATALOGUE = (*GAUGES, INFO, *COUNTERS, *HISTOGRAMS)
 
 
 def catalogue_table() -> str:
     """Returns the table of docs/watching.md."""
     lines = ["| metric | kind | meaning | raised by |", "| --- | --- | --- | --- |"]
-    for spec in (*GAUGES, INFO, *COUNTERS, *HISTOGRAMS):
+    for spec in CATALOGUE:
         label = f"{{{spec.label}}}" if spec.label else ""
         name = f"`{spec.exported_name}{label}`"
         lines.append(f"| {name} | {spec.kind} | {spec.meaning} | {spec.raised_by} |")
