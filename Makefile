@@ -12,7 +12,7 @@ HAS_CPU_TORCH = found=$$($(PIP) install -q --dry-run --ignore-installed --no-dep
   $$(grep -o '^torch==[^ ]*' requirements.lock) | grep -o '"sha256": "[^"]*' | cut -d '"' -f 4); \
   grep -q "$$found" requirements.lock
 
-.PHONY: setup setup-dev demo test lint types check long docs lock wheel swarm soak bench clean
+.PHONY: setup setup-dev demo test lint types check long docs lock wheel swarm soak bench peer-tests clean
 
 setup: $(VENV)/.installed
 
@@ -92,6 +92,11 @@ swarm: setup-dev
 
 soak: setup-dev
 	$(BIN)/python -m tests.soak --operations 200000
+
+# The server tests of vLLM and llama.cpp against live servers: fetched, not of this repository.
+# FILES are parts of file names; OPTIONS such as --with-skipped go to the command.
+peer-tests: setup
+	$(BIN)/python -m benchmarks.peer_tests $(OPTIONS) $(FILES)
 
 clean:
 	rm -rf $(VENV) $(VENV)-docs build src/*.egg-info src/moonpool/engine/native/*.so

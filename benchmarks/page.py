@@ -494,7 +494,8 @@ SECTIONS = (
         "Tokens a second of one GGUF file by all engines, which ran in turns. In brackets: the"
         " share of the machine's read bandwidth that decode reaches over the bytes that it must"
         " read. Ratios are medians over rounds, of moonpool's rate to a peer's. The last rows"
-        " are the perplexity of one text.",
+        " are the perplexity of one text. The file's linears are in Q4_1, for which llama.cpp has"
+        " none of its faster CPU kernels; it has some for Q4_0, Q8_0 and Q4_K.",
         ("gguf-smollm2",),
         GGUF_HEADER,
         gguf_rows,

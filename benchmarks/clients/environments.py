@@ -57,25 +57,46 @@ def command_line(client: Client, folder: Path) -> list[str]:
     if not client.packages:
         return [sys.executable, str(SCRIPTS / client.script)]
     place = folder / client.script.partition(".")[0]
-    pins = place / _PINS
-    if not pins.exists() or json.loads(pins.read_text()) != list(client.packages):
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        (_install_node if client.is_node else _install_python)(client, place)
-        pins.write_text(json.dumps(client.packages))
     if not client.is_node:
-        return [str(place / "venv/bin/python"), str(SCRIPTS / client.script)]
+        python = python_environment(client.packages, place, client.torch)
+        return [str(python), str(SCRIPTS / client.script)]
+    if not _is_there(client.packages, place):
+        _install_node(client, place)
+        _note(client.packages, place)
     for script in SCRIPTS.glob("*.mjs"):  # Node looks for packages beside the script
         shutil.copy(script, place)
     return ["node", str(place / client.script)]
 
 
-def _install_python(client: Client, place: Path) -> None:
-    limits = place / "limits.txt"
-    limits.write_text(_locked_torch() if client.torch else "torch<0\n")
-    _run([sys.executable, "-m", "venv", str(place / "venv")], place)
-    pip = [str(place / "venv/bin/pip"), "install", "-q", "--no-input", "-c", str(limits)]
-    _run([*pip, *client.packages], place)
+def python_environment(packages: tuple[str, ...], place: Path, torch: bool = False) -> Path:
+    """Returns the Python of an environment in `place`, with the packages; installs them unless
+    they are there.
+
+    Raises InstallError.
+    """
+    python = place / "venv/bin/python"
+    if not _is_there(packages, place):
+        limits = place / "limits.txt"
+        limits.write_text(_locked_torch() if torch else "torch<0\n")
+        _run([sys.executable, "-m", "venv", str(place / "venv")], place)
+        pip = [str(place / "venv/bin/pip"), "install", "-q", "--no-input", "-c", str(limits)]
+        _run([*pip, *packages], place)
+        _note(packages, place)
+    return python
+
+
+def _is_there(packages: tuple[str, ...], place: Path) -> bool:
+    """Whether the packages are installed in `place`; else it is empty afterwards."""
+    pins = place / _PINS
+    if pins.exists() and json.loads(pins.read_text()) == list(packages):
+        return True
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    return False
+
+
+def _note(packages: tuple[str, ...], place: Path) -> None:
+    (place / _PINS).write_text(json.dumps(packages))
 
 
 def _locked_torch() -> str:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from benchmarks.checkout import ROOT
+from benchmarks.peer_tests.table import section
 
 RESULTS = ROOT / "benchmarks" / "results" / "clients.json"
 PAGE = ROOT / "docs" / "clients.md"
@@ -42,7 +43,7 @@ def page(found: dict[str, Any]) -> str:
     parts.append(
         f"\nThe server ran `moonpool serve {' '.join(found['flags'])}` at {origin['commit']}.\n"
     )
-    return "".join(parts)
+    return "".join([*parts, section()])
 
 
 def _cells(row: dict[str, Any], notes: list[str]) -> list[str]:

@@ -121,7 +121,7 @@ class SamplingParams(Struct, frozen=True):
     pooling: Pooling = "none"  # the prompt's embedding takes the place of the first token
     allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; (): all
     bad_words: tuple[BadWord, ...] = ()
-    logprob_token_ids: tuple[int, ...] = ()  # `logprobs` tells of these instead of the most likely
+    logprob_token_ids: tuple[int, ...] = ()  # `logprobs` tells of them and the drawn one
 
 
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)

@@ -4,6 +4,7 @@ processes."""
 from __future__ import annotations
 
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -87,8 +88,9 @@ def test_over_tcp_the_answers_are_the_same(tmp_path: Any, expected: dict[str, li
         assert got == expected["greedy"]
         time.sleep(1.5)  # a heartbeat
         metrics = client.get("/metrics").text
-        assert 'transport="tcp"' in metrics
-        assert 'transport="shm"' not in metrics
+        received = dict(re.findall(r'transfer_bytes_total{.*transport="(\w+)"} (\S+)', metrics))
+        assert float(received.pop("tcp")) > 0
+        assert set(map(float, received.values())) == {0.0}
 
 
 def test_openai_client_streams_and_counts(cluster: LocalServer) -> None:

@@ -109,7 +109,7 @@ def test_clients_that_leave_and_answers_that_stop(cluster: LocalServer, http: ht
     after = counters(http)
     assert after[CORRUPT] == before[CORRUPT] == 0, "a departed client damages no memory"
     found = grown(before, after)
-    assert found["moonpool:requests_failed_total{abort}"] == num_aborted >= 3
+    assert found.get("moonpool:requests_failed_total{abort}", 0) == num_aborted > 0
     assert sum(found.values()) == len(states) + 3, found
     assert found.get("vllm:request_success_total{stop}", 0) >= 1
     deadlines = (

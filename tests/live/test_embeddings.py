@@ -64,6 +64,8 @@ def test_forms_and_dimensions(http: httpx.Client) -> None:
     short = np.array(ask(http, input=[5, 6, 7], dimensions=8)["data"][0]["embedding"])
     cut = np.array(plain[:8])
     assert np.allclose(short, cut / np.linalg.norm(cut), atol=1e-6)
+    ids = {ask(http, input="a")["id"] for _ in range(2)}  # as at vLLM
+    assert len(ids) == 2 and all(each.startswith("embd-") for each in ids)
     assert "between 1 and 64" in refused(http, input="a", dimensions=65)
     assert "'input'" in refused(http, input="")
     assert "'input'" in refused(http)

@@ -7,13 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from moonpool.api.metrics.catalogue import (
-    CATALOGUE,
-    HISTOGRAMS,
-    INFO,
-    OF_ENGINES,
-    catalogue_table,
-)
+from moonpool.api.metrics.catalogue import CATALOGUE, HISTOGRAMS, OF_ENGINES, catalogue_table
 from moonpool.api.metrics.labels import FAILURES, REFUSALS
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +19,7 @@ REASON = re.compile(
     | \.fail\(\s*\w+,\s*"(\w+)"
     | FairTurns\(\s*"[^"]*",\s*"(\w+)"
     | self\._retry\(\s*tracked,\s*503,\s*"(\w+)"
-    | ^(?:TBT_SLO_LATE|TTFT_SLO_LATE|FAIR_SHARE|REFUSED)\s=\s"(\w+)"
+    | ^(?:TBT_SLO_LATE|TTFT_SLO_LATE|FAIR_SHARE|REFUSED|LONG_QUEUE)\s=\s"(\w+)"
     | ^(?:POLICY_ERROR|RATE_LIMIT|INSTANCES_ENDED)\s=\s"(\w+)"
     | ^(?:TIGHT_TTFT,\sTIGHT_TBT|OUT_OF_PREFILL,\sOUT_OF_DECODE)\s=\s"(\w+)",\s"(\w+)"
     """,
@@ -54,7 +48,7 @@ def test_every_reason_has_its_series_from_the_start() -> None:
 
 
 def test_every_metric_that_a_page_or_a_dashboard_names_exists() -> None:
-    exported = {spec.exported_name for spec in (*CATALOGUE, *OF_ENGINES, INFO)}
+    exported = {spec.exported_name for spec in (*CATALOGUE, *OF_ENGINES)}
     exported |= {
         f"{spec.name}{suffix}" for spec in HISTOGRAMS for suffix in ("_bucket", "_sum", "_count")
     }

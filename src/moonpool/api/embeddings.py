@@ -85,12 +85,12 @@ class Embedder:
         num_tokens = 0 if is_resumed else sum(map(len, call.prompts))
         with (
             self._rates.prompts(context.tenant, num_tokens),
-            self._active.begin(context) as (_, scoped),
+            self._active.begin(context) as (request_id, scoped),
             context.kept_refusals(),
         ):
             async with context.watch():
                 found = await self._run(scoped, call.prompts, limits, context.kept)
-        await context.respond(200, self._response(body, call.prompts, found))
+        await context.respond(200, self._response(request_id, body, call.prompts, found))
 
     async def _run(
         self,
@@ -150,13 +150,18 @@ class Embedder:
         return found
 
     def _response(
-        self, body: EmbeddingsBody, prompts: Sequence[tuple[int, ...]], found: Sequence[_Found]
+        self,
+        request_id: str,
+        body: EmbeddingsBody,
+        prompts: Sequence[tuple[int, ...]],
+        found: Sequence[_Found],
     ) -> bytes:
         vectors = [shortened(each.embedding, body.dimensions) for each in found]
         in_base64 = body.encoding_format == "base64"
         num_tokens = sum(map(len, prompts))
         cached_tokens = sum(each.cached_tokens for each in found)
         answer = {
+            "id": f"embd-{request_id}",
             "object": "list",
             "data": [
                 {

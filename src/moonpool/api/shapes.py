@@ -204,7 +204,7 @@ class CompletionShape:
             found = _logprobs_of(token)
             text = self._name(token.token_id, as_ids)
             value = max(found.logprob, _LEAST_LOGPROB)
-            likely = dict(found.top) | {token.token_id: value}
+            likely = {token.token_id: value} | dict(found.top)  # the drawn one first, as at vLLM
             top: dict[str, float] = {}
             for token_id, logprob in likely.items():
                 name = self._name(token_id, as_ids)
@@ -369,9 +369,8 @@ def whole_answer(
             **shape.whole(choice, text, calls, logprobs, reasoning),
             "finish_reason": choice.finish_word,
             "stop_reason": choice.stop_reason,
+            "token_ids": [t.token_id for t in tokens] if answer.with_token_ids else None,
         }
-        if answer.with_token_ids:
-            written["token_ids"] = [token.token_id for token in tokens]
         if not (prompt and shape.is_chat):
             prompt = _prompt_fields(answer, choice, shape.tokenizer)
         choices.append(written if shape.is_chat else written | prompt)
@@ -394,13 +393,13 @@ def _top_fields(answer: AnswerFormat, kind: str) -> dict[str, Any]:
 
 
 def _prompt_fields(answer: AnswerFormat, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-    """vLLM's fields about the prompt, which a chat has once and a completion in each choice."""
-    found: dict[str, Any] = {}
-    if answer.with_prompt_logprobs:
-        found["prompt_logprobs"] = prompt_logprobs_field(choice, tokenizer)
-    if answer.with_token_ids:
-        found["prompt_token_ids"] = choice.request.token_ids
-    return found
+    """vLLM's fields about the prompt, which a chat has once and a completion in each choice; null
+    unless asked for, as clients of vLLM read them without a check."""
+    with_logprobs = answer.with_prompt_logprobs
+    return {
+        "prompt_logprobs": prompt_logprobs_field(choice, tokenizer) if with_logprobs else None,
+        "prompt_token_ids": choice.request.token_ids if answer.with_token_ids else None,
+    }
 
 
 def _whole_logprobs(

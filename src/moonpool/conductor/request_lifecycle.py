@@ -26,7 +26,6 @@ from moonpool.conductor.answer_learning import AnswerLearning
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
 from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.crashes.suspects import Suspects, culprit_rejection
-from moonpool.conductor.deadlines import Deadlines
 from moonpool.conductor.estimators import RunningMean
 from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.goodput_admission import GoodputModel
@@ -38,6 +37,7 @@ from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.retry_schedule import RetrySchedule
 from moonpool.conductor.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
+from moonpool.conductor.waiting.deadlines import Deadlines
 from moonpool.conductor.waiting.preemption import Preemption
 from moonpool.conductor.waiting.queue import RETRY_DELAYS_S, WaitingRequests, WaitNeed
 from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
@@ -167,7 +167,7 @@ class RequestLifecycle:
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
         if self._suspects.must_wait(tracked):
-            self.waiting.add(tracked, now)
+            self._hold_back(tracked, now)
             return
         self.on_work(tracked.request.request_id)
         planned = self._planner.plan(tracked, now)
@@ -179,7 +179,7 @@ class RequestLifecycle:
         elif self._suspects and self._suspects.run_alone_at(
             tracked, (planned.placement.prefill, planned.placement.decode)
         ):
-            self.waiting.add(tracked, now)
+            self._hold_back(tracked, now)
         else:
             self._book(tracked, planned, now)
 
@@ -446,7 +446,12 @@ class RequestLifecycle:
             if tracked.attempt is not None:
                 self._unbook(tracked, now)
                 tracked.explanation.add(f"waits: {instance_id} crashed, maybe by this request")
-                self.waiting.add(tracked, now)
+                self._hold_back(tracked, now)
+
+    def _hold_back(self, tracked: TrackedRequest, now: float) -> None:
+        """Another request runs alone meanwhile."""
+        tracked.has_waited = True  # so it is not rejected for the time that this takes
+        self.waiting.add(tracked, now)
 
     def move(self, tracked: TrackedRequest, now: float) -> None:
         """Places a request again because its instance leaves."""

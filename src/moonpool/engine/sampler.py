@@ -305,13 +305,14 @@ def _nucleus(probabilities: Row, top_p: float) -> int:
 
 def _logprobs(raw: Row, token_id: int, count: int, listed: Sequence[int] = ()) -> TokenLogprobs:
     """Logprobs of the model's own distribution, before temperature and penalties, as in OpenAI's
-    API. raw: [vocab]. listed: these tokens are told beside the drawn one, instead of the `count`
-    most likely."""
+    API. raw: [vocab]. listed: the drawn token and these are told instead of the `count` most
+    likely."""
     scaled = raw - raw.max()  # first: beside a great logit, the logarithm has no digits
     normaliser = np.log(np.exp(scaled).sum())
-    top: Ids = np.asarray(listed, dtype=np.int64)
-    if count and not listed:
-        top = _largest(raw, min(count, len(raw)))
+    if listed:
+        top: Ids = np.asarray(list(dict.fromkeys((token_id, *listed))), dtype=np.int64)
+    else:
+        top = _largest(raw, min(count, len(raw))) if count else np.empty(0, dtype=np.int64)
     return TokenLogprobs(
         float(scaled[token_id] - normaliser),
         tuple((int(i), float(scaled[i] - normaliser)) for i in top),

@@ -93,7 +93,7 @@ class JsonLogParser:
         self._units = units_since_start(times)
 
     def _first_time(self, line: bytes) -> Iterator[float]:
-        fields = _object(line)
+        fields = json_object(line)
         place = None if fields is None else _place_of(_objects(fields))
         if fields is not None and place is not None:
             value = _at(fields, place.holder).get(place.arrival)
@@ -190,13 +190,8 @@ class JsonLogParser:
         )
 
 
-def has_requests(lines: Sequence[bytes]) -> bool:
-    """Whether one of these lines is a request of a log."""
-    objects = (_object(line) for line in lines)
-    return any(fields is not None and _place_of(_objects(fields)) for fields in objects)
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """Returns the object of a line; None if it has none."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except MALFORMED:

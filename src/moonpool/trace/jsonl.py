@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from moonpool.trace.json_log import JsonLogParser
+from moonpool.trace.json_log import JsonLogParser, json_object
 from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, TraceRow, damage
 from moonpool.types import MALFORMED
 
@@ -145,7 +145,7 @@ def jsonl_parser(
 ) -> JsonlParser | BailianParser | JsonLogParser:
     """The parser for a file with these first lines. `name` is "mooncake", "bailian", "log" or
     "auto"."""
-    rows = [_object(line) or {} for line in first_lines]
+    rows = [json_object(line) or {} for line in first_lines]
     first = next(filter(None, rows), {})
     if name == "log" or (name == "auto" and not _is_published(first)):
         return JsonLogParser(first_lines)
@@ -192,14 +192,6 @@ def _block_tokens(rows: list[dict[str, Any]]) -> int:
     return fits[0] if len(fits) == 1 else MOONCAKE_BLOCK_TOKENS
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = msgspec.json.decode(line)
-    except MALFORMED:
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def _wrong_ids(num_ids: int, input_length: int, block_tokens: int) -> str:
     expected = -(-input_length // block_tokens)
     return (
@@ -213,7 +205,7 @@ def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
     found = damage(line)
     if found is not None:
         return found
-    fields = _object(line)
+    fields = json_object(line)
     if line.lstrip().startswith(b"["):
         return "this is a JSON list, not one JSON object per line; convert it by `jq -c '.[]' FILE`"
     if fields is None:

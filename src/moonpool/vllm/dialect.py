@@ -201,12 +201,11 @@ def _tokens(work: AttemptSpec, choice: _Choice) -> tuple[Token, ...]:
         raise DialectError("its log-probabilities do not match its tokens")
     tops = logprobs.top_logprobs or [None] * len(ids)
     listed = work.sampling.logprob_token_ids
-    return tuple(
-        Token(
-            token_id=i, logprobs=TokenLogprobs(logprob=_least(logprob), top=_top(top, most, listed))
-        )
-        for i, logprob, top in zip(ids, logprobs.token_logprobs, tops, strict=True)
-    )
+    tokens = []
+    for i, logprob, top in zip(ids, logprobs.token_logprobs, tops, strict=True):
+        found = _top(top, most, (i, *listed) if listed else ())
+        tokens.append(Token(token_id=i, logprobs=TokenLogprobs(logprob=_least(logprob), top=found)))
+    return tuple(tokens)
 
 
 def _prompt(work: AttemptSpec, choice: _Choice) -> tuple[TokenLogprobs, ...] | None:
@@ -254,7 +253,7 @@ def _top(
         if number.isdigit():
             found[int(number)] = logprob
     if listed:
-        return tuple((token_id, found[token_id]) for token_id in listed if token_id in found)
+        return tuple((i, found[i]) for i in dict.fromkeys(listed) if i in found)
     return tuple(sorted(found.items(), key=lambda pair: -pair[1])[:most])
 
 

@@ -95,16 +95,17 @@ def _no_reserve(original: Method) -> Method:
 )
 def _impatient(original: Method) -> Method:
     def defective(self: RequestLifecycle, now: float) -> None:
-        self._deadlines[:] = [
+        ends = self._deadlines._ends
+        ends[:] = [
             (min(at_s, self.requests[name].request.arrived_s + 1.0), name)
-            for at_s, name in self._deadlines
+            for at_s, name in ends
             if name in self.requests
         ]
         for tracked in self.requests.values():
             request = tracked.request
             if request.arrived_s + 1.0 < now:
                 tracked.request = msgspec.structs.replace(request, deadline_s=now)
-        self._deadlines.sort()
+        ends.sort()
         original(self, now)
 
     return defective

@@ -39,8 +39,10 @@ def test_a_chat_answer_has_openais_shape() -> None:
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            "token_ids": None,
         }
     ]
+    assert answer["prompt_token_ids"] is answer["prompt_logprobs"] is None  # as at vLLM
     assert answer["usage"] == {
         "prompt_tokens": 2,
         "completion_tokens": 5,
@@ -105,6 +107,9 @@ def test_a_completion_and_its_stream_have_openais_shape() -> None:
             "logprobs": None,
             "finish_reason": "length",
             "stop_reason": None,
+            "token_ids": None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
         }
     ]
     choices = [chunk["choices"][0] for chunk in events_of(complete(head, stream=True))]

@@ -171,6 +171,11 @@ def test_tokens_of_equal_text_are_all_listed() -> None:
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "\ufffd": -2.0, "token_id:240": -3.0}]
 
 
+def test_the_drawn_token_is_listed_first() -> None:
+    [choice] = complete(likely((98, -0.05), (99, -0.2)), logprobs=2).json()["choices"]
+    assert list(choice["logprobs"]["top_logprobs"][0]) == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_are_written_as_ids_on_demand(stream: bool) -> None:
     fields = {"return_tokens_as_token_ids": True, "stream": stream}

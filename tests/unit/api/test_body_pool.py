@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from scripted_head import ScriptedHead, served
 
 from moonpool.api import body_pool, turns
@@ -119,6 +120,25 @@ def test_tenants_take_turns_and_what_waits_is_bounded() -> None:
         assert places._num_free == 1 and not places._waiting and not places._places.taken
 
     asyncio.run(run())
+
+
+def test_a_body_for_a_process_whose_end_is_not_known_yet_is_read() -> None:
+    """The pipe to it ends before the head hears of its own end."""
+    body = json.dumps({"tokens": [72] * 50_000}).encode()
+
+    async def run() -> None:
+        reader = body_pool.BodyReader(ScriptedHead(), ApiOptions(tokenizer="bytes"))
+        await reader.respond("detokenize", body, "", 60.0)
+        process = reader._large._process
+        assert process is not None and process._input is not None
+        process._input.close()
+        await asyncio.sleep(0)
+        assert not process.has_ended
+        assert len(await reader.respond("detokenize", body, "", 60.0)) > 50_000
+        reader.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
 
 
 def test_a_process_that_dies_is_replaced() -> None:

@@ -375,7 +375,7 @@ def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
     for number in range(500):
         desk.ask(f"r{number}", deadline_s=1e9)
         desk.handle(RequestCancelled(RequestId(f"r{number}")))
-    assert len(desk.conductor._lifecycle._deadlines) < 100
+    assert len(desk.conductor._lifecycle._deadlines._ends) < 100
 
 
 def finished(num_tokens: int, reason: FinishReason = FinishReason.STOP) -> RequestFinished:

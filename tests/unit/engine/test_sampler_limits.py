@@ -172,7 +172,8 @@ def check_logprobs(case: Case, token_id: int, found: object) -> None:
     row = torch.tensor(case.row, dtype=torch.float32).tolist()
     most = min(case.params.logprobs or 0, len(row))
     ids = sorted(range(len(row)), key=lambda i: (-row[i], i))[:most]
-    ids = list(case.params.logprob_token_ids) or ids
+    listed = case.params.logprob_token_ids
+    ids = [token_id, *(i for i in listed if i != token_id)] if listed else ids
     assert [i for i, _ in found.top] == ids
     assert [p for _, p in found.top] == pytest.approx([expected[i] for i in ids], rel=1e-12)
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from log_keeper import LogKeeper
 
 from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.kept_answers import KeptAnswers
@@ -22,29 +23,6 @@ from moonpool.runtime.takeover.answer_feed import AnswerFeed
 from moonpool.types import FinishReason, Token
 
 _DECODER = msgspec.msgpack.Decoder(DownFrame)
-
-
-class Keeper:
-    """Gives numbers. The logs are its caller's."""
-
-    def __init__(self) -> None:
-        self.num_kept = 0
-
-    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
-        return self.keep_cut(log_fd)
-
-    def keep_cut(self, log_fd: int, party: str) -> int | None:
-        self.num_kept += 1
-        return self.num_kept
-
-    def cut(self, number: int) -> None: ...
-
-    def drop(self, number: int) -> None: ...
-
-    def take_memory(self, num_bytes: int, party: str) -> bool:
-        return True
-
-    def release_memory(self, num_bytes: int, party: str) -> None: ...
 
 
 class Wire:
@@ -64,7 +42,7 @@ class Wire:
             self.copies.take(found, self.now)
 
 
-def opened(keeper: Keeper, name: str, tenant: str = "t") -> KeptStream:
+def opened(keeper: LogKeeper, name: str, tenant: str = "t") -> KeptStream:
     opening = Opening(
         request=b"POST / HTTP/1.1\r\nauthorization: Bearer secret\r\n\r\n",
         default_headers=(),
@@ -86,7 +64,7 @@ def said(*tokens: int, ends: bool = False) -> Output:
 
 def adopted(copies: AnswerCopies) -> dict[str, KeptStream]:
     """What the next head reads, by request id."""
-    keeper, found = Keeper(), {}
+    keeper, found = LogKeeper(), {}
     for number, fd in enumerate(copies.leave()):
         log = CallLog(keeper, number, fd)
         log.read()
@@ -118,7 +96,7 @@ def test_copies_are_the_answers_as_they_were_when_copied_last(
 
     async def run(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(answer_feed, "MAX_FRAME_BYTES", frame_bytes)
-        answers, keeper = KeptAnswers(), Keeper()
+        answers, keeper = KeptAnswers(), LogKeeper()
         wire = Wire(AnswerCopies())
         feed: AnswerFeed | None = None
         kept: dict[int, KeptStream] = {}
@@ -163,7 +141,7 @@ def test_copies_are_the_answers_as_they_were_when_copied_last(
 
 def test_what_clients_sent_stays_at_the_head() -> None:
     async def run() -> None:
-        answers, keeper = KeptAnswers(), Keeper()
+        answers, keeper = KeptAnswers(), LogKeeper()
         wire = Wire(AnswerCopies())
         feed = AnswerFeed(answers, wire)
         kept = opened(keeper, "a")
@@ -180,7 +158,7 @@ def test_what_clients_sent_stays_at_the_head() -> None:
 
 def test_a_standby_that_does_not_read_gets_the_newest_state_later() -> None:
     async def run() -> None:
-        answers, keeper = KeptAnswers(), Keeper()
+        answers, keeper = KeptAnswers(), LogKeeper()
         wire = Wire(AnswerCopies())
         feed = AnswerFeed(answers, wire)
         kept = opened(keeper, "a")
@@ -205,7 +183,7 @@ def test_complete_answers_stay_for_a_moment_and_copies_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run() -> None:
-        answers, keeper = KeptAnswers(), Keeper()
+        answers, keeper = KeptAnswers(), LogKeeper()
         wire = Wire(AnswerCopies())
         feed = AnswerFeed(answers, wire)
         for number in range(6):
@@ -242,7 +220,7 @@ def test_a_full_memory_of_the_standby_costs_the_copy_and_not_the_takeover(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run() -> AnswerCopies:
-        answers, keeper = KeptAnswers(), Keeper()
+        answers, keeper = KeptAnswers(), LogKeeper()
         wire = Wire(AnswerCopies())
         feed = AnswerFeed(answers, wire)
         kept = opened(keeper, "a")

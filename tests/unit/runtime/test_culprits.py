@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+from log_keeper import LogKeeper
 
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
@@ -168,28 +169,6 @@ def opening(**changes: object) -> Opening:
     return msgspec.structs.replace(made, **changes)
 
 
-class Keeper:
-    """Holds one answer, as the supervisor does."""
-
-    log_fd = socket_fd = -1
-
-    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
-        self.socket_fd, self.log_fd = os.dup(socket_fd), os.dup(log_fd)
-        return 7
-
-    def keep_cut(self, log_fd: int, party: str) -> int | None:
-        return None
-
-    def cut(self, number: int) -> None: ...
-
-    def drop(self, number: int) -> None: ...
-
-    def take_memory(self, num_bytes: int, party: str) -> bool:
-        return True
-
-    def release_memory(self, num_bytes: int, party: str) -> None: ...
-
-
 class NextHead:
     """Takes over one answer; `answer` is what its client gets."""
 
@@ -200,7 +179,7 @@ class NextHead:
         self.enders = Enders()
         self.answer = b""
 
-    async def take(self, keeper: Keeper) -> None:
+    async def take(self, keeper: LogKeeper) -> None:
         ours, theirs = packet_pair()
         packets: PacketSocket[FromHead, ToHead] = PacketSocket(
             ours, msgspec.msgpack.Decoder(FromHead), self._on_packet, lambda: None
@@ -213,7 +192,7 @@ class NextHead:
             packets.send(config, (http.fileno(), control.fileno()))
         num_ended, num_killed = self.counts
         take = TakeAnswer(number=7, num_ended=num_ended, num_killed=num_killed)
-        packets.send(take, (keeper.socket_fd, keeper.log_fd))
+        packets.send(take, keeper.fds[-1])
         packets.send(TakeNoMore(next_number=8))
         found = await asyncio.wait_for(link.inherit(), 60)
         await asyncio.sleep(0.01)
@@ -228,12 +207,12 @@ class NextHead:
         self.told.append(packet)
 
 
-Begin = Callable[[Keeper, socket.socket], KeptStream | HalfRead | None]
+Begin = Callable[[LogKeeper, socket.socket], KeptStream | HalfRead | None]
 
 
 def taken_over(head: NextHead, begin: Begin, sent: bytes = b"") -> NextHead:
     """What the head makes of a call that `begin` keeps, whose client was sent some bytes."""
-    keeper = Keeper()
+    keeper = LogKeeper()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
@@ -241,8 +220,7 @@ def taken_over(head: NextHead, begin: Begin, sent: bytes = b"") -> NextHead:
         accepted.sendall(sent)
         accepted.close()
         asyncio.run(head.take(keeper))
-        for fd in (keeper.socket_fd, keeper.log_fd):
-            os.close(fd)
+        keeper.close()
         with client:
             client.settimeout(60)
             while not head.received and (data := client.recv(1 << 16)):
@@ -250,11 +228,11 @@ def taken_over(head: NextHead, begin: Begin, sent: bytes = b"") -> NextHead:
     return head
 
 
-def kept(keeper: Keeper, sock: socket.socket) -> KeptStream | None:
+def kept(keeper: LogKeeper, sock: socket.socket) -> KeptStream | None:
     return KeptStream.begin(keeper, sock.fileno(), opening(base=accepted_bytes(sock.fileno())))
 
 
-def half_read(keeper: Keeper, sock: socket.socket) -> HalfRead | None:
+def half_read(keeper: LogKeeper, sock: socket.socket) -> HalfRead | None:
     return HalfRead.begin(keeper, sock.fileno(), accepted_bytes(sock.fileno()))
 
 
@@ -279,7 +257,7 @@ def test_a_response_that_has_begun_ends_with_its_connection() -> None:
 
 
 def test_a_call_whose_deadline_has_passed_goes_no_further() -> None:
-    def late(keeper: Keeper, sock: socket.socket) -> KeptStream | None:
+    def late(keeper: LogKeeper, sock: socket.socket) -> KeptStream | None:
         base = accepted_bytes(sock.fileno())
         arrived_s = time.monotonic() - Config().api.request_timeout_s - 1
         return KeptStream.begin(keeper, sock.fileno(), opening(base=base, arrived_s=arrived_s))
@@ -288,7 +266,7 @@ def test_a_call_whose_deadline_has_passed_goes_no_further() -> None:
 
 
 def test_an_increment_clears_a_call_of_kills_but_not_of_crashes() -> None:
-    def grown(keeper: Keeper, sock: socket.socket) -> KeptStream | None:
+    def grown(keeper: LogKeeper, sock: socket.socket) -> KeptStream | None:
         found = kept(keeper, sock)
         assert found is not None
         found._log.append(msgspec.msgpack.encode(["t", 1, 1]))

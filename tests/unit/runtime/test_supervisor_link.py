@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from log_keeper import LogKeeper
 
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
@@ -20,41 +21,20 @@ from moonpool.runtime import supervisor_link
 from moonpool.runtime.packets import PacketSocket, packet_pair
 from moonpool.runtime.supervisor_link import SupervisorLink
 
-OPENING = Opening(
-    request=b"GET / HTTP/1.1\r\n\r\n",
-    default_headers=(),
-    base=0,
-    arrived_s=time.monotonic(),
-    tenant="",
-    is_admin=True,
-    facts=draw_facts("r", 10),
-)
+
+def opening() -> Opening:
+    return Opening(
+        request=b"GET / HTTP/1.1\r\n\r\n",
+        default_headers=(),
+        base=0,
+        arrived_s=time.monotonic(),
+        tenant="",
+        is_admin=True,
+        facts=draw_facts("r", 10),
+    )
 
 
-class Logs:
-    """A keeper that holds duplicates, as the supervisor does."""
-
-    def __init__(self) -> None:
-        self.fds: list[tuple[int, int]] = []
-
-    def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
-        self.fds.append((os.dup(socket_fd), os.dup(log_fd)))
-        return len(self.fds) - 1
-
-    def keep_cut(self, log_fd: int, party: str) -> int | None:
-        return None
-
-    def cut(self, number: int) -> None: ...
-
-    def drop(self, number: int) -> None: ...
-
-    def take_memory(self, num_bytes: int, party: str) -> bool:
-        return True
-
-    def release_memory(self, num_bytes: int, party: str) -> None: ...
-
-
-async def inherited(logs: Logs) -> list[KeptStream | HalfRead]:
+async def inherited(logs: LogKeeper) -> list[KeptStream | HalfRead]:
     ours, theirs = packet_pair()
     packets: PacketSocket[FromHead, ToHead] = PacketSocket(
         ours, msgspec.msgpack.Decoder(FromHead), lambda packet, fds: None, lambda: None
@@ -75,18 +55,17 @@ async def inherited(logs: Logs) -> list[KeptStream | HalfRead]:
 
 
 def test_of_two_logs_of_one_connection_the_kept_call_goes_on() -> None:
-    logs = Logs()
+    logs = LogKeeper()
     with socket.socket() as first, socket.socket() as second:
         for sock, piece in ((first, b"GET "), (second, b"POST ")):
             half_read = HalfRead.begin(logs, sock.fileno(), 0)
             assert half_read is not None
             half_read.note(piece)
-        assert KeptStream.begin(logs, first.fileno(), OPENING) is not None
+        assert KeptStream.begin(logs, first.fileno(), opening()) is not None
     answers = asyncio.run(inherited(logs))
     assert [type(received) for received in answers] == [HalfRead, KeptStream]
     assert answers[0].received == [b"POST "]
-    for fd in (fd for pair in logs.fds for fd in pair):
-        os.close(fd)
+    logs.close()
 
 
 def with_link(work: Callable[[SupervisorLink], None]) -> None:

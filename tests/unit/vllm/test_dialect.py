@@ -93,7 +93,7 @@ def test_an_answer_within_a_bad_word_does_not_continue_after_a_fault() -> None:
     assert body(SubmitRequest(work(sampling, done=4)))["bad_words"] == ["no"]
 
 
-def test_logprobs_of_listed_tokens_keep_the_order_of_the_list() -> None:
+def test_logprobs_of_listed_tokens_follow_the_drawn_one_in_the_order_of_the_list() -> None:
     choice = {
         "token_ids": [5],
         "logprobs": {
@@ -104,7 +104,7 @@ def test_logprobs_of_listed_tokens_keep_the_order_of_the_list() -> None:
     }
     asked = work(SamplingParams(logprobs=1, logprob_token_ids=(8, 4)))
     (token,) = read_output(asked, json.dumps({"choices": [choice]}).encode()).tokens
-    assert token.logprobs is not None and token.logprobs.top == ((8, -3.0), (4, -0.5))
+    assert token.logprobs is not None and token.logprobs.top == ((5, -1.0), (8, -3.0), (4, -0.5))
 
 
 def test_what_was_generated_before_a_fault_is_not_generated_again() -> None:

@@ -155,6 +155,8 @@ class BodyClient(asyncio.SubprocessProtocol):
 
     def _write(self, frame: BodyStart | BodyWork | UseCard) -> None:
         assert self._input is not None
+        if self._input.is_closing():  # the process has ended: `connection_lost` follows
+            return
         body = _encode(frame)
         self._input.write(LENGTH.pack(len(body)) + body)
 

@@ -515,8 +515,6 @@ HISTOGRAMS = (
     ),
 )
 
-CATALOGUE = (*GAUGES, *COUNTERS, *HISTOGRAMS)
-
 INFO = _gauge(
     "vllm:cache_config_info",
     "KVCache of all instances: tokens per block, number of blocks, tokens, and how many requests of"
@@ -525,6 +523,7 @@ INFO = _gauge(
     "block_size, num_gpu_blocks, kv_cache_size_tokens, kv_cache_max_concurrency",
 )
 """Its value is 1; what it says stands in the labels."""
+CATALOGUE = (*GAUGES, INFO, *COUNTERS, *HISTOGRAMS)
 
 _VLLM_BEAT = "a vLLM server's heartbeat"
 CACHE_SOURCE = _gauge(
@@ -566,7 +565,7 @@ OF_ENGINES = (CACHE_SOURCE, *CACHE_COUNTS)
 def catalogue_table() -> str:
     """Returns the table of docs/watching.md."""
     lines = ["| metric | kind | meaning | raised by |", "| --- | --- | --- | --- |"]
-    for spec in (*GAUGES, INFO, CACHE_SOURCE, *COUNTERS, *CACHE_COUNTS, *HISTOGRAMS):
+    for spec in (*CATALOGUE, *OF_ENGINES):
         label = f"{{{spec.label}}}" if spec.label else ""
         name = f"`{spec.exported_name}{label}`"
         lines.append(f"| {name} | {spec.kind} | {spec.meaning} | {spec.raised_by} |")

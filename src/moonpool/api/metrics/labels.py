@@ -27,6 +27,7 @@ _OF_LOAD = (
     "fair_share",
     "goodput_decode",
     "goodput_prefill",
+    "long_queue",
     "no_decode_capacity",
     "no_prefill_capacity",
     "ttft_slo",

@@ -34,13 +34,16 @@ FAIR_SHARE = "fair_share"
 """The reason of a rejection in favour of other tenants' waiting requests."""
 TIME_HELPS = frozenset({NO_ROOM, LONG_QUEUE, FAIR_SHARE})
 """Reasons that go away while a request waits, without making it late."""
+POLICY = "admission_policy"
+"""The reason of a rejection by the operator's own admission policy, which time alone does not
+change."""
 LOAD_REASONS = TIME_HELPS | {
     "ttft_slo",
     "decode_load",
     "decode_load_predicted",
     "goodput_prefill",
     "goodput_decode",
-    "admission_policy",
+    POLICY,
 }
 MAX_PLACED_PER_TURN = 256
 MAX_TRIED_PER_TURN = 8
@@ -162,7 +165,9 @@ class WaitRules:
         """Whether time removes the reason soon enough. One that waits already was in time, and its
         limit is kept."""
         request = tracked.request
-        if request.slo.ttft_stated and rejection.reason not in TIME_HELPS:
+        if rejection.reason == POLICY or (
+            request.slo.ttft_stated and rejection.reason not in TIME_HELPS
+        ):
             return False
         latest_s = _latest_s(request, rejection, answer_s)
         waits = request.request_id in self._waiting
