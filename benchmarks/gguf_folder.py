@@ -13,7 +13,7 @@ from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.engine.gguf.files import gguf_file
 from moonpool.engine.gguf.reader import read_gguf
 from moonpool.engine.gguf.tokenizer import tokenizer_parts
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.tokenizer import TokenizerError, TokenizerParts
 
 USAGE = "usage: python -m benchmarks.gguf_folder MODEL FOLDER (MODEL: a GGUF file, or smollm2)"

@@ -6,19 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.cli.output import check_folders, fail, run_measurement, show_figures
+from moonpool.cli.measurement import run_measurement
+from moonpool.cli.output import check_folders, fail, show_figures
 
 
 def measure(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
     """Runs it, writes its figures, and returns them. Ends the command for an error that a user can
     mend."""
-    from moonpool.engine.spec import ModelError
+    from moonpool.attention_offload.client import AttentionError
+    from moonpool.engine.model_error import ModelError
     from moonpool.storage.folder import StoreError
     from moonpool.transfer.arena import ArenaError
 
     try:
         return run_measurement(run, json_file)
-    except (ArenaError, BenchError, ModelError, StoreError) as error:
+    except (ArenaError, AttentionError, BenchError, ModelError, StoreError) as error:
         fail(str(error))
 
 

@@ -24,7 +24,7 @@ from benchmarks.clients.results import merge, read_tries
 from benchmarks.gguf_folder import write_tokenizer
 from moonpool.cli.output import fail, origin, write_json
 from moonpool.demo.local_server import LocalServer, ServerError
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 
 TRY_S = 1800.0

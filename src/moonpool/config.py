@@ -6,8 +6,7 @@ Command-line flags override single values. Callers read the file; this module is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -16,7 +15,7 @@ from moonpool.config_api import ApiConfig as ApiConfig
 from moonpool.config_hardware import HardwareConfig as HardwareConfig
 from moonpool.config_hardware import Parallelism as Parallelism
 from moonpool.config_schema import ConfigError as ConfigError
-from moonpool.config_schema import Values, about, convert_tables, load_toml, name_problems
+from moonpool.config_schema import about
 from moonpool.config_schema import choices as choices
 from moonpool.config_slo import SloConfig as SloConfig
 from moonpool.config_telemetry import LOG_FORMATS as LOG_FORMATS
@@ -450,57 +449,6 @@ class Config(Struct, frozen=True):
         if self.engine.batching == "chunked" or not self.conductor.inline_chunks:
             return self.conductor
         return replace(self.conductor, inline_chunks=False)
-
-
-def parse_config(
-    text: str,
-    overrides: Values | None = None,
-    defaults: Values | None = None,
-    own_name: Callable[[str, str], str] = lambda key, name: name,
-) -> Config:
-    """Reads TOML text, lays `overrides` (table -> key -> value) over it, and checks the result.
-    A key in neither has its value from `defaults`, else that of the tables above. `own_name`
-    returns the "module:Class" of a policy that a package installed under a name, by key.
-
-    Raises ConfigError: bad TOML; else all unknown names, wrong types and values out of range; else
-    all values that contradict each other.
-    """
-    from moonpool.config_rules import check_values  # it needs the tables above
-
-    tables = load_toml(text)
-    problems = name_problems(tables, Config)
-    for table, values in (overrides or {}).items():
-        tables.setdefault(table, {}).update(values)
-    problems += name_problems(tables, Config)
-    for table, values in (defaults or {}).items():
-        tables[table] = values | tables.get(table, {})
-    for table, key in POLICY_KEYS:
-        name = tables.get(table, {}).get(key)
-        if isinstance(name, str):
-            tables[table] = tables[table] | {key: own_name(f"{table}.{key}", name)}
-    _settle_vllms(tables)
-    config = convert_tables(tables, Config, problems)
-    check_values(config)
-    return config
-
-
-def _settle_vllms(tables: dict[str, Any]) -> None:
-    """Sets the numbers of instances to those of the named vLLM servers, and their models as the
-    ones to serve unless one is named (mutates)."""
-    named = tables.get("vllm")
-    roles = ("prefill", "decode", "mixed")
-    names_any = isinstance(named, dict) and any(named.get(role) for role in roles)
-    if names_any:
-        tables.setdefault("engine", {}).setdefault("kind", "vllm")
-    if tables.get("engine", {}).get("kind") == "vllm":
-        tables.setdefault("model", {}).setdefault("name", "")
-    if not isinstance(named, dict) or not names_any:
-        return
-    counts = tables.setdefault("cluster", {})
-    for role in roles:
-        places = named.get(role, ())
-        if isinstance(places, list | tuple):
-            counts.setdefault(role, len(places))
 
 
 def is_own_policy(name: str) -> bool:

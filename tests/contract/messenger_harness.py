@@ -16,7 +16,8 @@ from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
 from moonpool.transfer import nixl, shm, tcp
 from moonpool.transfer.arena import Arena, PeerArenas
-from moonpool.transfer.auth import ClientHandshake, Identity, authenticate_frames
+from moonpool.transfer.auth import ClientHandshake, Identity
+from moonpool.transfer.authentication import authenticate_frames
 from moonpool.transfer.checksums import Checksum, checksum_slice
 from moonpool.transfer.connection import Connection
 from moonpool.transfer.frame_socket import FrameSocket
@@ -24,6 +25,7 @@ from moonpool.transfer.messenger import Messenger
 from moonpool.transfer.nixl_agent import NixlAgent, has_nixl
 from moonpool.transfer.reshard import ShardView
 from moonpool.transfer.slice_copier import PlainSliceCopier
+from moonpool.transfer.tls_frames import connected
 from moonpool.types import BlockKey, InstanceId
 from tests.certificates import shared_tls
 
@@ -126,7 +128,7 @@ def rogue_connection(
     """Returns an authenticated connection on which a test can send invalid messages."""
     by_s = time.monotonic() + 60
     sock = bare_socket(address, transport)
-    frames = shared_tls().connected(sock) if transport == "tls" else FrameSocket(sock)
+    frames = connected(shared_tls(), sock) if transport == "tls" else FrameSocket(sock)
     frames.begin(by_s)
     me = Identity(instance_id=InstanceId("rogue"), service="blocks", fingerprint=layout.fingerprint)
     authenticate_frames(frames, ClientHandshake(SECRET, me), by_s)

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from moonpool.engine.builtin import LoadedModel, open_model, open_tokenizer
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.parallel.tensor_ranks import sharded_engine
 from moonpool.engine.pooling import stored_pooling
 from moonpool.engine.runner import make_layout
-from moonpool.engine.spec import ModelError
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams

@@ -15,8 +15,8 @@ from torch import Tensor
 from moonpool.engine.builtin import open_model, open_tokenizer
 from moonpool.engine.gguf.files import PACKAGED, gguf_file
 from moonpool.engine.model import DecoderModel
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.spec import ModelError
 from moonpool.engine.tensors import tensor_shapes
 from moonpool.installation import install_command
 from tests.differential.plans import Lab, make_ops, missing, random_prompts

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moonpool.engine.builtin import open_model
 from moonpool.engine.gguf.architectures import ARCHITECTURES
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from tests.differential.checkpoints import CASES, DELTA, SHARED, YARN, Case, save
 from tests.differential.gguf_conversion import convert
 from tests.differential.plans import Lab, make_ops

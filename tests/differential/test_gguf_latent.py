@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moonpool.engine.builtin import open_model
 from moonpool.engine.model import DecoderModel
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.spec import ModelError
 from tests.differential.checkpoints import CASES, Case, save
 from tests.differential.gguf_conversion import convert, in_q8_0
 from tests.differential.test_families import check_plans

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from tests.differential.adapters import ALL, linears_of, merge, write_adapter

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moonpool.engine.builtin import open_model
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.quantized.matrix import QuantizedMatrix
-from moonpool.engine.spec import ModelError
 from tests.differential.checkpoints import CASES, Case, save
 from tests.differential.test_transformers import PROMPT, _greedy, _ours, _their_greedy, _theirs
 

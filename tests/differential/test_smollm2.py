@@ -8,7 +8,7 @@ import torch
 from moonpool.engine import native
 from moonpool.engine.builtin import LoadedModel, open_model, open_tokenizer
 from moonpool.engine.gguf.files import gguf_file
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.tokenizer import Tokenizer
 from tests.differential.plans import Lab, make_ops
 

@@ -18,15 +18,16 @@ from moonpool.api.errors import ApiError
 from moonpool.api.keys import KeyFileError, collect_keys
 from moonpool.api.resume.event_ids import EventPosition, last_event_id
 from moonpool.attention_offload import wire as attention_wire
-from moonpool.config import ConfigError, parse_config
+from moonpool.config import ConfigError
+from moonpool.config_parse import parse_config
 from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.engine.checkpoint import open_checkpoint
 from moonpool.engine.families.config import parse_config as parse_model_config
 from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.gguf.checkpoint import open_gguf
 from moonpool.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.quantized.checkpoints import read_scheme
-from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 from moonpool.protocol.frames import DownFrame, UpFrame
 from moonpool.sim.hardware.catalogue import package_text, parse_catalogue

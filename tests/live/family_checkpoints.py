@@ -13,9 +13,9 @@ from moonpool.attention_offload.remote_ops import RemoteOps
 from moonpool.engine.builtin import LoadedModel
 from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.model import DecoderModel
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.parallel.tensor_model import check_shards
 from moonpool.engine.reference import ReferenceSplitOps
-from moonpool.engine.spec import ModelError
 from tests.differential.checkpoints import CASES, Case, save
 
 POSITIONS = 1024

@@ -79,7 +79,7 @@ def test_the_oldest_packages_it_allows_are_enough(place: Path, tmp_path: Path) -
     run(sys.executable, "-m", "venv", str(tmp_path / "venv"), cwd=tmp_path)
     (wheel,) = place.glob("moonpool-*.whl")
     run(python, "-m", "pip", "install", "-q", "-c", "oldest.txt", str(wheel), cwd=tmp_path)
-    for command in COMMANDS.keys() - {"reproduce"}:  # that one needs a checkout
+    for command in COMMANDS:
         run(python, "-m", "moonpool", command, "--help", cwd=tmp_path)
     line = (python, "-m", "moonpool", "trace", "generate", "--requests", "30", "-o", "trace.jsonl")
     run(*line, cwd=tmp_path)
@@ -91,7 +91,11 @@ def test_the_oldest_packages_it_allows_are_enough(place: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("line", "extra"),
-    [(("serve",), "engine"), (("trace", "info", "trace.jsonl", "--plot", "a.png"), "plan")],
+    [
+        (("serve",), "engine"),
+        (("trace", "info", "trace.jsonl", "--plot", "a.png"), "lab"),
+        (("plan", "--trace", "trace.jsonl"), "plan"),
+    ],
 )
 def test_what_is_absent_is_one_line(place: Path, line: tuple[str, ...], extra: str) -> None:
     moonpool(place, "trace", "generate", "--requests", "30", "-o", "trace.jsonl")

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from moonpool.config import Admission, Config, ConfigError, choices, parse_config
+from moonpool.config import Admission, Config, ConfigError, choices
+from moonpool.config_parse import parse_config
 from moonpool.config_schema import FieldSchema, schema_of
 
 

@@ -24,7 +24,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.suite.cluster.plan_workloads import ProofWorkload
-from moonpool.config import Config, parse_config
+from moonpool.config import Config
+from moonpool.config_parse import parse_config
 from moonpool.plan.arrangements import arrangements
 from moonpool.plan.assess import FRESH_SEEDS_FROM, Assessment, Assessor, PlanGoal, check
 from moonpool.plan.bounds import Bounds

@@ -21,12 +21,12 @@ from torch import Tensor
 from benchmarks.checkout import ROOT
 from moonpool.engine.builtin import LoadedModel, open_model, open_tokenizer
 from moonpool.engine.model import DecoderModel
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix, StoredRows, plain
 from moonpool.engine.quantized.rounding import rounded_to_int4
 from moonpool.engine.runner import choose_ops, make_layout
-from moonpool.engine.spec import ModelError
 from moonpool.engine.step import plan_rows
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry

@@ -55,10 +55,12 @@ from moonpool.protocol.transfer_events import (
 )
 from moonpool.transfer import shm, tcp
 from moonpool.transfer.arena import ArenaError
-from moonpool.transfer.auth import AuthError, ClientHandshake, Identity, authenticate_frames
+from moonpool.transfer.auth import AuthError, ClientHandshake, Identity
+from moonpool.transfer.authentication import authenticate_frames
 from moonpool.transfer.errors import DeadlineError, TransportError
 from moonpool.transfer.frame_socket import FrameSocket
-from moonpool.transfer.tls import PeerTls, TlsFrameSocket
+from moonpool.transfer.tls import PeerTls
+from moonpool.transfer.tls_frames import TlsFrameSocket, connected
 from moonpool.types import MALFORMED, InstanceId, Struct
 
 DIAL_S = 5.0
@@ -142,7 +144,7 @@ class _Dialer:
             frames = FrameSocket(shm.connect(address.unix_name, by_s))
         else:
             sock = tcp.connect(address.tcp_host, address.tcp_port, by_s)
-            frames = FrameSocket(sock) if self.tls is None else self.tls.connected(sock)
+            frames = FrameSocket(sock) if self.tls is None else connected(self.tls, sock)
         try:
             frames.begin(by_s)
             identity = Identity(instance_id=self.me, service=SERVICE, fingerprint=b"")

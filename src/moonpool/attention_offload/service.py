@@ -47,10 +47,12 @@ from moonpool.protocol.transfer_events import (
 )
 from moonpool.transfer import shm, tcp
 from moonpool.transfer.arena import ArenaError
-from moonpool.transfer.auth import AuthError, Identity, ServerHandshake, authenticate_frames
+from moonpool.transfer.auth import AuthError, Identity, ServerHandshake
+from moonpool.transfer.authentication import authenticate_frames
 from moonpool.transfer.errors import PeerGoneError, TransportError
 from moonpool.transfer.frame_socket import FrameSocket
-from moonpool.transfer.tls import PeerTls, TlsFrameSocket
+from moonpool.transfer.tls import PeerTls
+from moonpool.transfer.tls_frames import TlsFrameSocket, accepted
 from moonpool.types import MALFORMED, InstanceId
 
 HANDSHAKE_S = 5.0
@@ -158,7 +160,7 @@ class AttentionService:
         """Raises PeerGoneError."""
         if self._tls is None or sock.family == socket.AF_UNIX:
             return FrameSocket(sock)
-        return self._tls.accepted(sock)
+        return accepted(self._tls, sock)
 
     def _serve(self, frames: FrameSocket) -> None:
         try:

@@ -15,7 +15,7 @@ from moonpool.attention_offload.channel import (
 )
 from moonpool.attention_offload.wire import Header
 from moonpool.transfer.errors import PeerGoneError
-from moonpool.transfer.tls import TlsFrameSocket, joined
+from moonpool.transfer.tls_frames import TlsFrameSocket, joined
 
 _RECORD_BYTES = 1 << 14  # the most that one call returns
 

@@ -12,6 +12,7 @@ import os
 from moonpool.attention_offload.service import AttentionService
 from moonpool.attention_offload.worker_state import AttentionWorkerState
 from moonpool.engine.runner import choose_split_ops
+from moonpool.plugins.workers import WorkerSettings
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.frames import ApplyAttention, AttentionReady, Setup, WorkFrame
 from moonpool.runtime.engine_boot import pool_blocks
@@ -94,3 +95,10 @@ class AttentionWorker:
             self._ready = AttentionReady(address=address)
         if self._ready is not None:
             self._link.send(self._ready)
+
+
+def make_worker(settings: WorkerSettings) -> AttentionWorker:
+    """Of the kind "attention" (`moonpool.plugins.workers`)."""
+    return AttentionWorker(
+        settings.name, settings.machine, settings.host, settings.secret, settings.tls
+    )

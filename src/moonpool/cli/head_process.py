@@ -9,18 +9,15 @@ import os
 import signal
 import socket
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 import click
 import uvloop
 from setproctitle import setproctitle
 
 from moonpool.cli.logs import set_up_logging
+from moonpool.plugins.engines import own_engine
+from moonpool.plugins.workers import WorkerKind, worker_maker
 from moonpool.transfer.parent import end_with
-
-if TYPE_CHECKING:
-    from moonpool.engine.gguf.shared_weights import SharedWeights
 
 log = logging.getLogger("moonpool")
 
@@ -38,8 +35,7 @@ def head_process(fd: int, engine: bool) -> None:
     from moonpool.runtime.supervisor_link import SupervisorLink
 
     if engine:
-        import moonpool.engine.builtin
-        import moonpool.engine.device  # noqa: F401
+        own_engine()
 
     async def run() -> None:
         link = SupervisorLink(socket.socket(fileno=fd))
@@ -58,18 +54,18 @@ def head_process(fd: int, engine: bool) -> None:
         runner.run(run())
 
 
-_OWN = ("runtime.worker", "attention_offload.worker_process", "runtime.cluster")
-_VLLM = ("vllm.worker", "runtime.cluster")  # needs no torch
-
-
 def import_for(engine: str) -> None:
     """Imports what head and workers need, with the threads of a worker: torch reads them once."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads nothing uses
-    for module in _VLLM if engine == "vllm" else _OWN:
-        import_module(f"moonpool.{module}")
+    kinds: tuple[WorkerKind, ...] = ("vllm",) if engine == "vllm" else ("moonpool", "attention")
+    for kind in kinds:
+        worker_maker(kind)
+    if engine != "vllm":
+        own_engine()
+    import moonpool.runtime.cluster  # noqa: F401
 
 
-def run_line(line: list[str], shared: SharedWeights | None = None) -> None:
+def run_line(line: list[str], shared: object | None = None) -> None:
     """Runs a command line in a process that was forked for it, and has `shared` weights."""
     from moonpool.cli.main import cli
 

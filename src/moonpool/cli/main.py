@@ -5,54 +5,37 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
 from moonpool import __version__
+from moonpool.plugins.commands import EXTRA_OF_COMMAND, CommandTable, added_commands
 
-COMMANDS = {
+COMMANDS: CommandTable = {
     "serve": ("moonpool.cli.serve", "serve", "Start head and workers on this machine and serve."),
     "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
-    "demo": ("moonpool.cli.demo", "demo", "Show the main job end to end on a local cluster."),
     "status": ("moonpool.cli.watch.status", "status", "Show a running cluster in five lines."),
     "rewind": ("moonpool.cli.rewind", "rewind", "Replay what a server's Conductor decided."),
     "top": ("moonpool.cli.watch.top", "top", "Watch a running cluster in the terminal."),
     "config": ("moonpool.cli.config", "config", "Check, show or write a config file."),
-    "replay": ("moonpool.cli.replay", "replay", "Send a trace to a live server."),
-    "compare": ("moonpool.cli.replay", "compare", "Compare a simulation with a replay."),
-    "trial": (
-        "moonpool.cli.trial",
-        "trial",
-        "Look for wrong answers of any OpenAI server.",
-    ),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
     "report": ("moonpool.cli.report", "report", "Show several runs beside each other."),
     "plan": ("moonpool.cli.plan", "plan", "Find the cheapest cluster that keeps the SLOs."),
-    "oracle": ("moonpool.cli.oracle", "oracle", "Compare policies with knowing the future."),
     "trace": ("moonpool.cli.trace", "trace", "Inspect, generate and download workloads."),
-    "reproduce": (
-        "moonpool.cli.reproduce",
-        "reproduce",
-        "Reproduce a table or figure of the papers.",
-    ),
-    "profile": ("moonpool.cli.profile", "profile", "Measure this machine and fit the cost model."),
     "pool": ("moonpool.cli.pool", "pool", "Show the KVCache pool; check or clear a disk."),
     "upgrade": (
         "moonpool.cli.watch.upgrade",
         "upgrade",
         "Replace every process of a cluster, without an end of answers.",
     ),
-    "bench": ("moonpool.cli.bench", "bench", "Run a benchmark against a limit or a peer."),
+    # the supervisor starts these
+    "fork-server": ("moonpool.cli.head_process", "fork_server", ""),
+    "head-process": ("moonpool.cli.head_process", "head_process", ""),
+    "next-supervisor": ("moonpool.cli.serve", "next_supervisor", ""),
 }
-INTERNAL = {  # the supervisor and workers start these
-    "fork-server": ("moonpool.cli.head_process", "fork_server"),
-    "head-process": ("moonpool.cli.head_process", "head_process"),
-    "next-supervisor": ("moonpool.cli.serve", "next_supervisor"),
-    "stage": ("moonpool.cli.engine_process", "stage"),
-    "rank": ("moonpool.cli.engine_process", "rank"),
-}
+"""Those of this package. Other packages add more (`added_commands`)."""
 
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -74,38 +57,83 @@ class SuggestingGroup(click.Group):
             raise click.UsageError(text, error.ctx) from None
 
 
-class LazyGroup(SuggestingGroup):
-    """A group whose names and one-line helps come from the table above."""
+class ExtendedGroup(SuggestingGroup):
+    """A group of commands to which other packages add theirs."""
+
+    own: ClassVar[CommandTable] = {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        added = [name for name, (_, _, text) in self._added(ctx).items() if text]
+        own = [name for name, (_, _, text) in self.own.items() if text]
+        return [*own, *super().list_commands(ctx), *added]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in COMMANDS:
-            module, attribute, _ = COMMANDS[cmd_name]
-        elif cmd_name in INTERNAL:
-            module, attribute = INTERNAL[cmd_name]
-        else:
+        found = super().get_command(ctx, cmd_name)
+        if found is not None:
+            return found
+        entry = self.own.get(cmd_name) or self._added(ctx).get(cmd_name)
+        if entry is None:
             return None
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = getattr(importlib.import_module(entry[0]), entry[1])
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        extra = EXTRA_OF_COMMAND.get(f"{_prefix(ctx)}{args[0]}")
+        if extra is not None and self.get_command(ctx, args[0]) is None:
+            from moonpool.installation import install_command
+
+            raise click.UsageError(
+                f"{args[0]!r} is a command of moonpool-{extra}, which is not installed:"
+                f" {install_command(extra)}",
+                ctx,
+            )
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        texts = {name: text for name, (_, _, text) in {**self.own, **self._added(ctx)}.items()}
+        rows = [
+            (name, texts.get(name) or self.commands[name].get_short_help_str(80))
+            for name in self.list_commands(ctx)
+        ]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+            formatter.write_dl(rows)
+
+    def _added(self, ctx: click.Context) -> CommandTable:
+        prefix = _prefix(ctx)
+        return {
+            name.removeprefix(prefix): entry
+            for name, entry in added_commands().items()
+            if name.startswith(prefix) and " " not in name.removeprefix(prefix)
+        }
 
 
-@click.group(cls=LazyGroup, context_settings=HELP)
+def _prefix(ctx: click.Context) -> str:
+    """How the names of a group's commands begin in a `CommandTable`."""
+    is_root = ctx.parent is None
+    return "" if is_root else f"{ctx.info_name} "
+
+
+class RootGroup(ExtendedGroup):
+    """Imports a command only when it runs, so `--help` is quick."""
+
+    own: ClassVar[CommandTable] = COMMANDS
+
+
+@click.group(cls=RootGroup, context_settings=HELP)
 @click.version_option(__version__, prog_name="moonpool")
 def cli() -> None:
     """KVCache-centric, disaggregated LLM serving."""
 
 
 EXTRA_OF = {
+    "moonpool_engine": "engine",
     "torch": "engine",
     "safetensors": "engine",
     "scipy": "plan",
-    "matplotlib": "plan",
+    "matplotlib": "lab",
+    "moonpool_lab": "lab",
     "zmq": "vllm",
 }
 """The extra of moonpool that installs a package which not every command needs."""

@@ -18,7 +18,8 @@ import msgspec
 from moonpool.cli.inputs import read_text
 from moonpool.cli.output import fail
 from moonpool.cli.policy_type import POLICY_TYPES
-from moonpool.config import Config, ConfigError, parse_config
+from moonpool.config import Config, ConfigError
+from moonpool.config_parse import parse_config
 from moonpool.config_schema import FieldSchema, Values, schema_of
 from moonpool.extensions import own_name
 from moonpool.trace.transform import parse_share

@@ -6,10 +6,8 @@ import importlib.util
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,45 +56,6 @@ def show_figures(found: dict[str, Any], json_file: str | None) -> None:
     found["origin"] = origin()
     click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     write_json(json_file, found)
-
-
-def run_measurement(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
-    """Runs a measurement, writes its figures with their origin, and returns them.
-
-    Ends the command with one line for an error that a user can mend.
-    """
-    import httpx
-
-    from moonpool.attention_offload.client import AttentionError
-    from moonpool.config import ConfigError
-    from moonpool.demo.local_server import ServerError
-    from moonpool.profiling.live_profile import ProfileError
-    from moonpool.replay.http_client import ConnectionFailedError
-    from moonpool.replay.player import HopelessError
-    from moonpool.replay.server import ServerUnfitError
-    from moonpool.trace.row import TraceError
-
-    check_folders(json_file)
-    # An exception instead of sudden death: the servers that it started end with it.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        found = run()
-    except (
-        AttentionError,
-        ProfileError,
-        ServerError,
-        ConfigError,
-        TraceError,
-        ConnectionFailedError,
-        HopelessError,
-        ServerUnfitError,
-        httpx.HTTPError,
-    ) as error:
-        fail(str(error))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    write_json(json_file, found | {"origin": origin()})
-    return found
 
 
 def origin() -> dict[str, str]:

@@ -35,11 +35,13 @@ from moonpool.cli.options import (
     trace_option,
 )
 from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
-from moonpool.config import ConfigError, parse_config
+from moonpool.config import ConfigError
+from moonpool.config_parse import parse_config
 from moonpool.plan.candidate import Priced
 from moonpool.plan.demand import Layout, Prepared, prepare
 from moonpool.plan.offloading import with_rivals
 from moonpool.plan.tables import figures_of, print_check, print_offloading, print_plan
+from moonpool.plugins.plots import plot_function
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.studies.planning import base_and_kinds, priced_workload
 
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _FLAGS = ConfigFlags(
     "slo.ttft_s",
     "slo.tbt_s",
@@ -244,10 +247,8 @@ class _Job:
         words = sentence(found, fewer, slo, goal, prepared.shares_prefixes, self._priced)
         print_plan(found, words, wanted)
         if plot is not None:
-            from moonpool.plan.draw import draw_plan
-
             try:
-                draw_plan(found, wanted, slo, Path(plot))
+                plot_function("plan")(found, wanted, slo, Path(plot))
             except OSError as error:
                 fail(f"cannot write {plot}: {error.strerror}")
         figures = figures_of(found, fewer, words, self._prepared, self._goal, self._priced)
@@ -307,11 +308,9 @@ def _check_files(plot: str | None, json_file: str | None) -> None:
     need_package("scipy")
     if plot is None:
         return
-    need_package("matplotlib")
-    from moonpool.plan.draw import SUFFIXES
-
-    if Path(plot).suffix.lower() not in SUFFIXES:
-        fail(f"cannot draw {plot}: its name must end in {', '.join(SUFFIXES)}")
+    plot_function("plan")
+    if Path(plot).suffix.lower() not in PLOT_SUFFIXES:
+        fail(f"cannot draw {plot}: its name must end in {', '.join(PLOT_SUFFIXES)}")
 
 
 def _cpu_s() -> float:

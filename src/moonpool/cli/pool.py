@@ -1,24 +1,22 @@
 """`moonpool pool`: what the KVCache pool holds, whether its sums balance, and what lies on disk.
 
-`stat`, `audit`, `ls` and `drain` query a running server; `verify` and `clear` work on the SSD
-folder of a server that does not run.
+`stat`, `audit`, `ls` and `drain` query a running server. The engine's package adds `verify` and
+`clear`, which work on the SSD folder of a server that does not run.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import click
 
-from moonpool.cli.main import SuggestingGroup
+from moonpool.cli.main import ExtendedGroup
 from moonpool.cli.options import json_option
 from moonpool.cli.output import fail, write_json
 from moonpool.cli.server.address import Server, asks_server
 from moonpool.cli.server.client import ClusterClient
 
-FOLDER = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 _GIB = float(1 << 30)
 _LATE_S = 30.0
 """How much later than asked for an instance may leave."""
@@ -26,7 +24,7 @@ _POLL_S = 0.3
 _MAX_NAMES = 6
 
 
-@click.group(cls=SuggestingGroup)
+@click.group(cls=ExtendedGroup)
 def pool() -> None:
     """Show what the KVCache pool holds, in memory and on disk."""
 
@@ -157,63 +155,6 @@ def drain(
             click.echo(f"{instance} has left; others took {handed:,} of its blocks")
             return
     fail(f"{instance} has not left after {within_s + _LATE_S:.0f} s: see the head's log")
-
-
-@pool.command()
-@FOLDER
-@json_option
-def verify(folder: Path | None, json_file: str | None) -> None:
-    """Read all of an SSD FOLDER and check every slice. Ends with status 1 if any is damaged.
-
-    FOLDER is that of one instance or the one above; by default, where servers keep theirs.
-    """
-    from moonpool.storage.folder import StoreError
-    from moonpool.storage.verify import verify_folder
-
-    found = []
-    try:
-        for path in _stores(folder):
-            one = verify_folder(path)
-            found.append(one)
-            click.echo(
-                f"{one.folder}: {one.blocks:,} blocks of {one.block_bytes / (1 << 20):.2f} MiB,"
-                f" {one.bad_blocks} damaged; {one.bytes / 1e9:.2f} GB read"
-                f" at {one.bytes_per_s / 1e9:.2f} GB/s"
-            )
-            if one.index == "missing":
-                click.echo("  it has no readable index; the next start rebuilds it")
-            if one.bad_slots:
-                click.echo(f"  damaged slots: {', '.join(map(str, one.bad_slots))}")
-    except StoreError as error:
-        fail(str(error))
-    bad = sum(one.bad_blocks for one in found)
-    write_json(json_file, {"folders": found, "bad_blocks": bad})
-    if bad:
-        fail(f"{bad} blocks are damaged; a server treats them as misses and drops them")
-
-
-@pool.command()
-@FOLDER
-def clear(folder: Path | None) -> None:
-    """Delete all blocks of an SSD FOLDER, and no other files."""
-    from moonpool.storage.folder import StoreError
-    from moonpool.storage.verify import clear_folder
-
-    try:
-        for path in _stores(folder):
-            click.echo(f"{path}: {clear_folder(path) / _GIB:.2f} GiB freed")
-    except StoreError as error:
-        fail(str(error))
-
-
-def _stores(folder: Path | None) -> list[Path]:
-    from moonpool.storage.folder import default_folder, stores_below
-
-    root = folder or default_folder()
-    found = stores_below(root)
-    if not found:
-        fail(f"no instance keeps blocks in {root}")
-    return found
 
 
 def _cluster(client: ClusterClient) -> dict[str, Any]:

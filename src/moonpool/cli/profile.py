@@ -15,7 +15,6 @@ from moonpool.cli.output import (
     check_folders,
     fail,
     need_package,
-    run_measurement,
     write_json,
 )
 from moonpool.cli.server.address import (
@@ -29,7 +28,7 @@ from moonpool.cli.server.client import ClusterClient
 from moonpool.config import Dtype, choices
 
 if TYPE_CHECKING:
-    from moonpool.cost.fitted import Profile
+    from moonpool.cost.fitted import OffloadParts, Profile
     from moonpool.engine.calibrate import StepSample
     from moonpool.engine.runner import Engine
 
@@ -233,6 +232,10 @@ def _open(model: str, dtype: str, threads: int, block_size: int) -> Engine:
 
 
 def _with_attention(found: Profile, model: str, dtype: str) -> Profile:
+    return msgspec.structs.replace(found, offload=_attention_parts(model, dtype))
+
+
+def _attention_parts(model: str, dtype: str = "auto") -> OffloadParts:
     from moonpool.attention_offload.client import AttentionError
     from moonpool.profiling.attention_parts import measure_parts, parts_words
 
@@ -241,7 +244,7 @@ def _with_attention(found: Profile, model: str, dtype: str) -> Profile:
     except AttentionError as error:
         fail(str(error))
     click.echo(parts_words(parts))
-    return msgspec.structs.replace(found, offload=parts)
+    return parts
 
 
 def _print_sample(sample: StepSample) -> None:
@@ -290,7 +293,7 @@ def _record(server: Server, json_file: str | None) -> None:
 
 def _profile_live(server: Server, model: str | None, json_file: str | None) -> None:
     """Measures a live cluster, and attention workers for `model` unless it is None."""
-    from moonpool.profiling.attention_parts import measure_parts, parts_words
+    from moonpool.cli.measurement import run_measurement
     from moonpool.profiling.live_cluster import LiveWorkload, measure_live, with_parts
 
     check_folders(json_file)
@@ -299,9 +302,7 @@ def _profile_live(server: Server, model: str | None, json_file: str | None) -> N
     def measure() -> dict[str, Any]:
         profile = measure_live(server.url, workload, click.echo, server.ca_file, server.api_key)
         if model is not None:
-            parts = measure_parts(model)
-            click.echo(parts_words(parts))
-            profile = with_parts(profile, parts)
+            profile = with_parts(profile, _attention_parts(model))
         found: dict[str, Any] = msgspec.to_builtins(profile.cost)
         return found
 

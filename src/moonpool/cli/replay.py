@@ -193,7 +193,7 @@ def compare(simulated_file: str, live_file: str, json_file: str | None) -> None:
     within 10 %. Ends with status 1 if they do not.
     """
     from moonpool.replay.comparison import compare as compared
-    from moonpool.replay.comparison import different_inputs
+    from moonpool.studies.run_inputs import different_inputs
 
     check_folders(json_file)
     simulated, live = _read_figures(simulated_file), _read_figures(live_file)

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -29,21 +29,19 @@ from moonpool.cli.options import (
     config_option,
     read_config,
 )
-from moonpool.cli.output import fail, need_package
+from moonpool.cli.output import fail
 from moonpool.config import Config, ConfigError, VllmConfig
 from moonpool.config_rules import vllm_place
 from moonpool.config_schema import Values
 from moonpool.config_slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
 from moonpool.cores import crowding, threads_per_process, usable_cores
+from moonpool.plugins.engines import need_engine, own_engine
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.fork_server import ForkServer, open_fork_server
 from moonpool.runtime.launcher import worker_environment
 from moonpool.runtime.succession import SuccessionError, keep_private, read_state
 from moonpool.runtime.supervisor import Supervisor
 from moonpool.runtime.takeover.standby import Standby
-
-if TYPE_CHECKING:
-    from moonpool.engine.gguf.shared_weights import SharedWeights
 
 HEAD_PORT = 8001
 """Port of `moonpool head`, unless flag or file names another."""
@@ -255,7 +253,7 @@ def _open_fork_server(
 ) -> ForkServer | None:
     """Opens a fork server, which imports what head and workers need. It closes `fds`. If it
     `loads`, it packs weights that all workers share."""
-    shared: list[SharedWeights] = []
+    shared: list[object] = []
     environment = worker_environment(secret, threads_per_process(config))
     engine = "vllm" if config.engine.kind == "vllm" else "own"
 
@@ -276,10 +274,8 @@ def _open_fork_server(
         )
 
     def load() -> None:
-        from moonpool.engine.gguf.shared_weights import share_weights
-
         set_up_logging("fork server")
-        weights = share_weights(config)
+        weights = own_engine().share_weights(config)
         logging.getLogger().handlers.clear()  # workers log under their own names
         if weights is not None:
             shared.append(weights)
@@ -300,7 +296,7 @@ def _run(
             " without it, or use int8 or int4"
         )
     if config.engine.kind != "vllm":
-        need_package("torch")  # here, and not in each process that needs it
+        need_engine()  # here, and not in each process that needs it
     try:
         check_protection(config)
     except UNPROTECTED as error:

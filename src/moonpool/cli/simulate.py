@@ -29,7 +29,8 @@ from moonpool.cli.options import (
     trace_option,
 )
 from moonpool.cli.output import check_folders, fail, write_json
-from moonpool.config import Config, ConfigError, parse_config
+from moonpool.config import Config, ConfigError
+from moonpool.config_parse import parse_config
 from moonpool.config_schema import Values
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.studies.cluster import cluster_config

@@ -23,6 +23,7 @@ from rich.table import Table
 from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import COUNT, POSITIVE, json_option
 from moonpool.cli.output import fail, write_json
+from moonpool.plugins.plots import plot_function
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
 from moonpool.trace.catalogue import PUBLIC_TRACES
 from moonpool.trace.profile import GeneratorProfile, read_profile, write_profile
@@ -58,6 +59,7 @@ def trace() -> None:
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the figures to this PNG file.")
 def info(file: str, format_name: str, json_file: str | None, plot: str | None) -> None:
     """Describe a trace: load, lengths, arrivals, shared prefixes, turns."""
+    draw = None if plot is None else plot_function("trace")
     try:
         rows = open_trace(file, format=format_name, spread_ticks=False)
         character = TraceStatistics(rows.info.block_tokens)
@@ -68,13 +70,11 @@ def info(file: str, format_name: str, json_file: str | None, plot: str | None) -
         fail(str(error))
     _print_figures(rows.info, figures)
     write_json(json_file, {"file": msgspec.to_builtins(rows.info)} | _plain(figures))
-    if plot is not None:
-        from moonpool.trace.plot import plot_character
-
+    if plot is not None and draw is not None:
         name = Path(file).name
         rate = f"{figures.requests:,} requests in {figures.duration_s:,.0f} s"
         try:
-            plot_character(character, f"{name}: {rate}", Path(plot))
+            draw(character, f"{name}: {rate}", Path(plot))
         except OSError as error:
             fail(f"cannot write {plot}: {error.strerror}")
         click.echo(f"wrote {plot}")

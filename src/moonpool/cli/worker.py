@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 import uvloop
@@ -27,14 +27,20 @@ from moonpool.config import (
 )
 from moonpool.config_rules import vllm_place
 from moonpool.gc_tuning import settle_threads
+from moonpool.plugins.engines import own_engine
+from moonpool.plugins.workers import (
+    DrainableWorker,
+    RunnableWorker,
+    WorkerKind,
+    WorkerSettings,
+    worker_maker,
+)
 from moonpool.protocol.supervision import HUNG_STATUS
 from moonpool.transfer.parent import end_with
 from moonpool.types import InstanceId, Role
 
 if TYPE_CHECKING:
-    from moonpool.attention_offload.worker_process import AttentionWorker
     from moonpool.cores import CoreShare
-    from moonpool.engine.gguf.shared_weights import SharedWeights
     from moonpool.transfer.tls import PeerTls
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
@@ -138,7 +144,7 @@ def cluster_secret() -> bytes:
 )
 @click.pass_obj
 def worker(
-    shared: SharedWeights | None,
+    shared: object | None,
     role: str,
     head_address: str,
     name: str | None,
@@ -173,25 +179,28 @@ def worker(
     share = _core_share(cores, other_cores)
     vllm = None if place is None else _vllm_address(place, role)
 
+    is_attention = role == ATTENTION
+    kind: WorkerKind = "vllm" if vllm else "attention" if is_attention else "moonpool"
+    settings = WorkerSettings(
+        name=InstanceId(name),
+        role=None if is_attention else Role(role),
+        machine=socket.gethostname(),
+        host=host,
+        secret=secret,
+        tls=tls,
+        share=share,
+        num_stages=num_stages,
+        num_ranks=num_ranks,
+        kept=kept,
+        shared=shared,
+        vllm=vllm,
+        vllm_key=os.environ.get(API_KEY_VARIABLE, "") if vllm else "",
+    )
+    make = worker_maker(kind)
+
     async def run() -> None:
-        machine = socket.gethostname()
-        running: DrainableWorker | AttentionWorker
-        if vllm is not None:
-            from moonpool.vllm.worker import VllmWorker
-
-            key = os.environ.get(API_KEY_VARIABLE, "")
-            same = (Role(role), InstanceId(name), machine, secret)
-            running = VllmWorker(*same, vllm, key, tls)
-        elif role == ATTENTION:
-            from moonpool.attention_offload.worker_process import AttentionWorker
-
-            running = AttentionWorker(InstanceId(name), machine, host, secret, tls)
-        else:
-            from moonpool.runtime.worker import Worker
-
-            own = (Role(role), InstanceId(name), machine, host, secret, share)
-            running = Worker(*own, num_stages, num_ranks, kept, tls, shared)
-        _end_in_order(None if role == ATTENTION else cast(DrainableWorker, running), drain_seconds)
+        running = make(settings)
+        _end_in_order(running, drain_seconds)
         await running.run(head_host, port)
 
     _run(run(), exit_with_parent)
@@ -219,11 +228,10 @@ def _run(work: Coroutine[Any, Any, None], is_launched: bool) -> None:
 def _fork_parts(count: int, name: str) -> None:
     """Prepares processes for the stages or ranks of this instance, before it has threads."""
     from moonpool.cli.head_process import run_line
-    from moonpool.engine.parallel.spare_process import fork_spares
 
     title = getproctitle()
     setproctitle(f"moonpool part of {name}")
-    fork_spares(count, end_with, run_line)
+    own_engine().fork_parts(count, end_with, run_line)
     setproctitle(title)
 
 
@@ -248,15 +256,7 @@ def _peer_tls(certfile: str, keyfile: str, ca_certs: str) -> PeerTls | None:
         fail(str(error))
 
 
-class DrainableWorker(Protocol):
-    """A worker whose instance can be drained before it ends."""
-
-    def ask_to_leave(self, within_s: float) -> bool: ...
-
-    async def run(self, head_host: str, head_port: int) -> None: ...
-
-
-def _end_in_order(running: DrainableWorker | None, drain_seconds: float) -> None:
+def _end_in_order(running: RunnableWorker, drain_seconds: float) -> None:
     """Sets what signals do to the current task.
 
     SIGTERM drains the instance first, if it can be drained; a second one ends it at once.
@@ -266,10 +266,11 @@ def _end_in_order(running: DrainableWorker | None, drain_seconds: float) -> None
 
     def leave() -> None:
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
-        if running is None or not drain_seconds or not running.ask_to_leave(drain_seconds):
+        drainable = running if isinstance(running, DrainableWorker) else None
+        if drainable is not None and drain_seconds and drainable.ask_to_leave(drain_seconds):
+            loop.call_later(drain_seconds + GRACE_S, task.cancel)
+        else:
             task.cancel()
-            return
-        loop.call_later(drain_seconds + GRACE_S, task.cancel)
 
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     loop.add_signal_handler(signal.SIGTERM, leave)

@@ -23,47 +23,18 @@ from typing import Protocol
 
 import msgspec
 
+from moonpool.conductor.admission_context import AdmissionContext, SloBudget
 from moonpool.conductor.decode_forecast import Forecast
-from moonpool.conductor.goodput_admission import ExpectedGoodput, decide
+from moonpool.conductor.goodput_admission import decide
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import Placement, Rejection
 from moonpool.conductor.policies import PolicyError, RequestFootprint, guarded
-from moonpool.config import Admission, ConductorConfig
+from moonpool.config import Admission
 from moonpool.types import Slo
 
 UNLIMITED = Slo(ttft_s=inf, tbt_s=inf)
 WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0)
 """Delays at which the projection is evaluated again, to recommend when to retry."""
-
-
-class SloBudget(msgspec.Struct, frozen=True):
-    """A request's SLO, and how long it has waited already.
-
-    `slo` is infinite where nobody has stated one. `assumed` has what is assumed there, as a measure
-    of load; None: all was stated.
-    """
-
-    slo: Slo
-    waited_s: float
-    assumed: Slo | None = None
-
-    @property
-    def yardstick(self) -> Slo:
-        """The SLO, stated or assumed."""
-        return self.slo if self.assumed is None else self.assumed
-
-
-class AdmissionContext(msgspec.Struct, frozen=True):
-    """The input of an admission policy: the request and its placement, which is not booked yet."""
-
-    footprint: RequestFootprint
-    placement: Placement  # with the predicted `ttft_s`, `tbt_s`, `queue_s` and `prefill_s`
-    budget: SloBudget
-    table: InstanceTable
-    forecast: Forecast
-    config: ConductorConfig
-    now: float
-    expected: ExpectedGoodput | None = None  # for the policy "goodput" only
 
 
 AdmissionFunction = Callable[[AdmissionContext], Rejection | None]

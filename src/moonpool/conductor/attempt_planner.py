@@ -13,13 +13,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from moonpool.conductor.admission import (
-    UNLIMITED,
-    AdmissionContext,
-    AdmissionFunction,
-    SloBudget,
-    admit,
-)
+from moonpool.conductor.admission import UNLIMITED, AdmissionFunction, admit
+from moonpool.conductor.admission_context import AdmissionContext, SloBudget
 from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.instance_table import to_ns

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import numpy as np
 from msgspec import structs
 
-from moonpool.conductor.admission import SloBudget
+from moonpool.conductor.admission_context import SloBudget
 from moonpool.conductor.estimators import PredictionError
 from moonpool.conductor.placement import Placement
 from moonpool.conductor.reservations import Reservations

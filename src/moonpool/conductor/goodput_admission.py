@@ -18,11 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from moonpool.conductor.admission_context import AdmissionContext
 from moonpool.conductor.estimators import FIRST_GUESS_TOKENS, RunningMean, length_bucket
+from moonpool.conductor.expected_goodput import (
+    LEAST_CHANCE,
+    ExpectedGoodput,
+)
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement import Rejection
 from moonpool.conductor.resource_prices import ClusterCapacity, RequestNeed, ResourcePrices
@@ -32,18 +36,6 @@ from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
 from moonpool.request_record import RequestRecord
 from moonpool.types import BlockKey
 
-if TYPE_CHECKING:
-    from moonpool.conductor.admission import AdmissionContext
-
-LEAST_TTFT_CHANCE = 0.5
-"""A queue in which requests wait in vain serves no more of them than a shorter one."""
-LEAST_TTFT_CHANCE_ALONE = 0.85
-"""Where no decode is waited for, a prompt waits only for others, so the queue soon is as deep as
-this permits. Both hold for a TTFT of which `WAITING_SHARE` or more is waiting. Where nothing is
-waited for, a rejection leaves the instance idle, so the least chance falls with the waiting."""
-WAITING_SHARE = 0.5
-LEAST_CHANCE = 0.02
-"""Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 LONGEST_FIRST_GAP = 2.0
 """Steps that the first gap of an answer lasts if it joins at any time. Where so many steps meet the
 TBT SLO, requests join at once."""
@@ -52,51 +44,6 @@ MIN_SIMILAR = 8
 TIGHT_TTFT, TIGHT_TBT = "ttft_slo", "decode_load_predicted"
 OUT_OF_PREFILL, OUT_OF_DECODE = "goodput_prefill", "goodput_decode"
 """The reasons of a rejection in favour of requests that need less of that resource."""
-
-
-class ExpectedGoodput(msgspec.Struct, frozen=True):
-    """What one request adds and costs, in effective requests."""
-
-    worth: float  # its chance to meet both SLOs if no prefill waited
-    ttft_chance: float
-    tbt_chance: float
-    harm: float  # chances that those who decode beside it lose
-    prefill_cost: float
-    decode_cost: float
-    step_s: float  # predicted, with the request
-    wait_s: float = 0.0  # from the end of the prefill until its decode can begin
-    max_step_s: float | None = None  # to wait for
-    waiting_share: float = 1.0  # of the predicted TTFT, in queues
-    lasts: bool = True  # steps take about `step_s` until the answer ends
-    delay: float = 0.0  # chances that those lose who arrive while its prompt is computed
-
-    @property
-    def least_ttft_chance(self) -> float:
-        least = LEAST_TTFT_CHANCE if self.wait_s else LEAST_TTFT_CHANCE_ALONE
-        waiting = min(self.waiting_share / WAITING_SHARE, 1.0)
-        return max(least * waiting, LEAST_CHANCE)
-
-    @property
-    def gain(self) -> float:
-        return self.ttft_chance * self.tbt_chance
-
-    @property
-    def cost(self) -> float:
-        # At full load the price of decode and the harm to others are the same loss, seen from those
-        # who would come and from those who are there.
-        # So are the price of prefill and the delay of others.
-        return max(self.prefill_cost, self.delay) + max(self.harm, self.decode_cost)
-
-    @property
-    def adds_more(self) -> bool:
-        """Prices compare requests by their worth: the queue is the same for all of them."""
-        if (
-            self.gain < LEAST_CHANCE
-            or self.gain < self.harm + self.delay
-            or self.ttft_chance < self.least_ttft_chance
-        ):
-            return False
-        return self.worth >= self.prefill_cost + self.decode_cost
 
 
 class AnswerLengths:

@@ -19,18 +19,18 @@ from safetensors.torch import save_file
 from moonpool.engine import induction
 from moonpool.engine.checkpoint import SINGLE_FILE, open_checkpoint
 from moonpool.engine.families.table import FAMILIES
+from moonpool.engine.folder_info import BYTE_TOKENIZER, ModelInfo
 from moonpool.engine.gguf.checkpoint import GgufWeights, open_gguf
 from moonpool.engine.gguf.files import gguf_file
 from moonpool.engine.induction import InductionWeights
 from moonpool.engine.lora.adapter import Adapter, open_adapters
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.model_folder import sampling_defaults
-from moonpool.engine.model_info import BYTE_TOKENIZER as BYTE_TOKENIZER
-from moonpool.engine.model_info import ModelInfo as ModelInfo
 from moonpool.engine.model_info import open_tokenizer as open_tokenizer
 from moonpool.engine.packing import Weights
 from moonpool.engine.pooling import stored_pooling
 from moonpool.engine.random_weights import PREFIX, RandomWeights, random_spec
-from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.spec import ModelSpec
 from moonpool.engine.tensors import tensor_shapes
 from moonpool.types import Pooling
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from moonpool.engine.families.config import parse_config
 from moonpool.engine.families.shown import listed, shown, shown_name
 from moonpool.engine.families.stored import Shape, StoredTensor
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.model_folder import (
     WORD_PATTERNS,
     file_in,
@@ -38,7 +39,7 @@ from moonpool.engine.quantized.checkpoints import (
     read_scheme,
 )
 from moonpool.engine.quantized.matrix import Matrix, plain, reordered
-from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.spec import ModelSpec
 from moonpool.engine.tensors import stored_shapes, stored_tensors
 
 SINGLE_FILE = "model.safetensors"

@@ -16,6 +16,7 @@ from moonpool.engine.layers import pack_layer
 from moonpool.engine.load_progress import reported
 from moonpool.engine.lora.adapter import Adapter
 from moonpool.engine.lora.linear import LoraPacker
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.ops import (
     AttendArgs,
     HeadShape,
@@ -28,7 +29,7 @@ from moonpool.engine.ops import (
 from moonpool.engine.packing import PlacedWeights, Weights, norm_weight
 from moonpool.engine.quantized.matrix import Matrix, lookup
 from moonpool.engine.rope import no_rope, rope_table
-from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
+from moonpool.engine.spec import ModelSpec, RopeSpec
 from moonpool.engine.step import BeforeAttend, LayerDone
 from moonpool.engine.tensors import NORMS
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from moonpool.engine.families.shown import shown, shown_name
 from moonpool.engine.families.values import Fields
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from moonpool.types import SAMPLING_RANGES
 
+GGUF_SUFFIX = ".gguf"
 WORD_PATTERNS = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges*"]
 MAX_TEXT_BYTES = 64 << 20
 """Largest file of words that is read. Tokenizers may be larger."""

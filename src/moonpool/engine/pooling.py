@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moonpool.engine.families.shown import listed, shown_name
 from moonpool.engine.families.values import Fields
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.model_folder import file_in, read_json, read_value
-from moonpool.engine.spec import ModelError
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Pooling, Token
 

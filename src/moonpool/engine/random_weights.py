@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moonpool.engine.spec import LARGEST, LARGEST_SIZE, ModelError, ModelSpec, RopeSpec
+from moonpool.engine.model_error import LARGEST, LARGEST_SIZE, ModelError
+from moonpool.engine.spec import ModelSpec, RopeSpec
 from moonpool.engine.tensors import tensor_shapes
 
 PREFIX = "random:"

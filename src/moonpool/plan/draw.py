@@ -17,7 +17,6 @@ from moonpool.plan.assess import Assessment
 from moonpool.plan.search import ClusterPlan
 from moonpool.types import Slo
 
-SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = {True: "#2c9a4b", False: "#d9541e"}
 _GREY = "#555555"
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from moonpool.config import Admission, Config, parse_config
+from moonpool.config import Admission, Config
+from moonpool.config_parse import parse_config
 from moonpool.cost.fitted import OffloadParts
 from moonpool.profiling.live_profile import LiveProfile, LiveProfiler
 from moonpool.sim.hardware.build import Hardware, build_hardware

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from moonpool.attention_offload.groups import AttentionAssignments
 from moonpool.protocol.frames import Apply, AttentionMoved, Setup
 from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.runtime.attention_assignments import AttentionAssignments
 from moonpool.runtime.worker_link import WorkerLink
 from moonpool.types import InstanceId, Role
 

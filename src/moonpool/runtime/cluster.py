@@ -27,6 +27,7 @@ from moonpool.cores import (
     usable_cores,
 )
 from moonpool.gc_tuning import settle_memory
+from moonpool.plugins.engines import EngineError, own_engine
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.runtime.head import Head
 from moonpool.runtime.head_drain import drain
@@ -162,14 +163,10 @@ def resolved(config: Config, computes_here: bool = False) -> Config:
     if config.engine.kind == "vllm":  # its servers choose both
         device, dtype = "cpu", "float32"
     else:
-        from moonpool.engine import device as devices  # needs torch
-
-        device = devices.resolve_device(config.engine.device)
         try:
-            devices.check_device(device if computes_here else "cpu")
-        except devices.DeviceError as error:
+            device, dtype = own_engine().device_and_dtype(config, computes_here)
+        except EngineError as error:
             raise ClusterError(str(error)) from None
-        dtype = devices.resolve_dtype(config.model.dtype, device)
     engine = msgspec.structs.replace(config.engine, device=device)
     model = msgspec.structs.replace(config.model, dtype=dtype)
     settled = msgspec.structs.replace(config, model=model, engine=engine)

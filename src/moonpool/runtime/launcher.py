@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from moonpool.config import ClusterConfig, EngineConfig, VllmConfig
 from moonpool.cores import CoreShare, format_cores
 from moonpool.runtime.fork_server import ForkedProcess, ForkServer, ForkServerError
+from moonpool.runtime.memory_files import KeptMemoryFiles
 from moonpool.runtime.watch.culprits import OomKills, is_crash
-from moonpool.storage.memory_files import KeptMemoryFiles
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.launcher")

@@ -21,6 +21,7 @@ from moonpool.cores import CoreShare
 from moonpool.engine.gguf.shared_weights import SharedWeights
 from moonpool.engine.parallel.pipeline import PipelineEngine
 from moonpool.gc_tuning import settle_memory
+from moonpool.plugins.workers import WorkerSettings
 from moonpool.protocol.frames import (
     HEARTBEAT_S,
     QUIET_HEARTBEAT_S,
@@ -354,6 +355,25 @@ class Worker(InstanceProcess):
             self._engine.stop(timeout_s=5.0)
         if self._booted is not None:
             self._booted.close()
+
+
+def make_worker(settings: WorkerSettings) -> Worker:
+    """Of the kind "moonpool" (`moonpool.plugins.workers`)."""
+    assert settings.role is not None
+    assert settings.shared is None or isinstance(settings.shared, SharedWeights)
+    return Worker(
+        settings.role,
+        settings.name,
+        settings.machine,
+        settings.host,
+        settings.secret,
+        settings.share,
+        settings.num_stages,
+        settings.num_ranks,
+        settings.kept,
+        settings.tls,
+        settings.shared,
+    )
 
 
 def _shared(setup: Setup) -> Setup:

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from moonpool.config import Config, parse_config
+from moonpool.config import Config
+from moonpool.config_parse import parse_config
 from moonpool.config_schema import Values
 from moonpool.extensions import own_name
 from moonpool.sim.defaults import DEFAULTS

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from moonpool.replay.comparison import different_inputs
 from moonpool.sim.report.chart import bars
 from moonpool.sim.report.page import CONFIG_TABLES, environment
 from moonpool.sim.report.plots import ReportFigure, Table
 from moonpool.sim.report.units import counted, duration, joined, percent, significant
+from moonpool.studies.run_inputs import different_inputs
 
 MAX_RUNS = 12
 """More columns than this do not fit a page."""

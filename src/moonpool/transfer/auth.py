@@ -9,7 +9,7 @@ Both proofs cover both hellos (with fresh nonces), so neither can be replayed or
 hellos carry service and block layout, and in their nonces the versions that each side speaks
 (`protocol.versions`); a mismatch is refused with the reason. The form of a hello never changes. The
 core does no I/O: `start` and `feed` return the bodies to send, as frames of 4 bytes of length and
-the body. `authenticate_frames` runs it over a FrameSocket; other channels have their own loop.
+the body. Each kind of channel has its own loop (`transfer.authentication`, `link.channel`).
 It encrypts nothing: without certificates (`tls`), keep attackers who can alter packets off that
 network.
 """
@@ -34,8 +34,6 @@ from moonpool.protocol.versions import (
     read_versions,
     state_versions,
 )
-from moonpool.transfer.errors import TransportError
-from moonpool.transfer.frame_socket import FrameSocket
 from moonpool.types import MALFORMED, InstanceId, Struct
 
 HELLO_FORM = 10
@@ -182,30 +180,6 @@ class ServerHandshake:
             self.done = True
             return _encode(Welcome())
         raise _refusal(f"unexpected {type(step).__name__} during the handshake")
-
-
-def authenticate_frames(frames: FrameSocket, handshake: Handshake, deadline_s: float) -> Identity:
-    """Runs the handshake over a socket and returns the peer's identity. Raises AuthError or
-    TransportError; does not close the socket."""
-    answer = handshake.start()
-    while True:
-        if answer:
-            frames.send_frame(answer, deadline_s)
-        if handshake.done and handshake.peer is not None:
-            return handshake.peer
-        try:
-            answer = handshake.feed(frames.receive_frame(MAX_HANDSHAKE_FRAME_BYTES, deadline_s))
-        except AuthError as error:
-            if error.reply:
-                _send_refusal(frames, error.reply, deadline_s)
-            raise
-
-
-def _send_refusal(frames: FrameSocket, reply: bytes, deadline_s: float) -> None:
-    try:
-        frames.send_frame(reply, deadline_s)
-    except TransportError:
-        return  # the peer is refused either way
 
 
 def _checked(secret: bytes) -> bytes:

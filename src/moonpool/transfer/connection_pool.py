@@ -28,13 +28,15 @@ from dataclasses import dataclass
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.transfer import nixl, shm, tcp
 from moonpool.transfer.arena import Arena, PeerArenas
-from moonpool.transfer.auth import AuthError, ClientHandshake, Identity, authenticate_frames
+from moonpool.transfer.auth import AuthError, ClientHandshake, Identity
+from moonpool.transfer.authentication import authenticate_frames
 from moonpool.transfer.connection import Connection
 from moonpool.transfer.errors import PeerGoneError, TransportError
 from moonpool.transfer.frame_socket import FrameSocket
 from moonpool.transfer.nixl_agent import NixlAgent
 from moonpool.transfer.slice_copier import SliceCopier
 from moonpool.transfer.tls import PeerTls
+from moonpool.transfer.tls_frames import connected
 from moonpool.transfer.wire import Message
 from moonpool.types import InstanceId
 
@@ -145,7 +147,7 @@ class Connector:
     def _dial_tcp(self, deadline_s: float) -> Connection:
         by_s = min(deadline_s, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         sock, tls = tcp.connect(self._peer.tcp_host, self._peer.tcp_port, by_s), self._own.tls
-        frames = FrameSocket(sock) if tls is None else tls.connected(sock)
+        frames = FrameSocket(sock) if tls is None else connected(tls, sock)
         return self._handshake(
             frames, by_s, lambda peer: tcp.TcpConnection(frames, peer, self._own.slice_copier)
         )

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 from moonpool.log_limit import limited_logger
 from moonpool.transfer import nixl, shm, tcp
-from moonpool.transfer.auth import AuthError, ServerHandshake, authenticate_frames
+from moonpool.transfer.auth import AuthError, ServerHandshake
+from moonpool.transfer.authentication import authenticate_frames
 from moonpool.transfer.connection import Connection
 from moonpool.transfer.connection_pool import HANDSHAKE_TIMEOUT_S, Credentials
 from moonpool.transfer.context import TransferContext
@@ -30,6 +31,7 @@ from moonpool.transfer.errors import (
 from moonpool.transfer.frame_socket import FrameSocket
 from moonpool.transfer.receive_stream import IncomingStreams
 from moonpool.transfer.serve_read import IncomingReads
+from moonpool.transfer.tls_frames import accepted
 from moonpool.transfer.wire import Message, OpenStream, ReadBlocks
 
 MAX_CONNECTIONS = 256
@@ -113,7 +115,7 @@ class PeerListener:
         tls = self._own.tls
         is_local = sock.family == socket.AF_UNIX
         try:
-            frames = FrameSocket(sock) if tls is None or is_local else tls.accepted(sock)
+            frames = FrameSocket(sock) if tls is None or is_local else accepted(tls, sock)
         except PeerGoneError:
             self._context.counters.refused()
             return  # it has left already

@@ -21,6 +21,7 @@ import msgspec
 from moonpool.config import VllmAddress
 from moonpool.cost.fitted import FittedCost
 from moonpool.gc_tuning import settle_memory
+from moonpool.plugins.workers import WorkerSettings
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.frames import (
     HEARTBEAT_S,
@@ -435,6 +436,20 @@ class VllmWorker(InstanceProcess):
                 )
             self._post(CacheEventsReceived((), lost=True))
             await asyncio.sleep(LOOK_S)
+
+
+def make_worker(settings: WorkerSettings) -> VllmWorker:
+    """Of the kind "vllm" (`moonpool.plugins.workers`). Raises WorkerError."""
+    assert settings.role is not None and settings.vllm is not None
+    return VllmWorker(
+        settings.role,
+        settings.name,
+        settings.machine,
+        settings.secret,
+        settings.vllm,
+        settings.vllm_key,
+        settings.tls,
+    )
 
 
 def _layout(model: str, facts: VllmFacts) -> BlockLayout:

@@ -16,7 +16,7 @@ from moonpool.api import body_process
 from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
 from moonpool.api.structured_output import grammar_of
-from moonpool.config import parse_config
+from moonpool.config_parse import parse_config
 from moonpool.engine.grammar import matches_grammar
 from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.runtime.cluster_error import ClusterError

@@ -39,6 +39,7 @@ from moonpool.engine.reference import ReferenceSplitOps
 from moonpool.engine.runner import Engine, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool.transfer.tls_frames import accepted, connected
 from moonpool.types import SamplingParams
 from tests.certificates import shared_tls
 
@@ -87,7 +88,7 @@ class Workers:
             self.theirs.append(take_rings(theirs, None, 0.0))
         elif transport == "tls":
             tls = shared_tls()
-            near, far = tls.connected(ours), tls.accepted(theirs)
+            near, far = connected(tls, ours), accepted(tls, theirs)
             shaking = threading.Thread(target=far.begin, args=(time.monotonic() + 60,))
             shaking.start()
             near.begin(time.monotonic() + 60)

@@ -10,20 +10,25 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from moonpool.cli.main import INTERNAL, cli
+from moonpool.cli.main import COMMANDS as OWN_COMMANDS
+from moonpool.cli.main import cli
 from moonpool.cli.options import ConfigFlags, SectionedCommand
 from moonpool.config import Config
 from moonpool.config_schema import schema_of
+from moonpool.plugins.commands import added_commands
 
 GOLDEN = Path(__file__).parent / "golden_flags.json"
 """Command -> its flags and arguments. A new flag is added here; a flag is never taken out."""
+
+
+HIDDEN = [name for name, (_, _, text) in {**OWN_COMMANDS, **added_commands()}.items() if not text]
 
 
 def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
     yield name, command
     if isinstance(command, click.Group):
         context = click.Context(command)
-        names = [*command.list_commands(context), *(INTERNAL if command is cli else ())]
+        names = [*command.list_commands(context), *(HIDDEN if command is cli else ())]
         for each in names:
             found = command.get_command(context, each)
             assert found is not None

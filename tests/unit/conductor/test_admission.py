@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from conductor_instances import COST, info
 
-from moonpool.conductor.admission import AdmissionContext, SloBudget, admit
+from moonpool.conductor.admission import admit
+from moonpool.conductor.admission_context import AdmissionContext, SloBudget
 from moonpool.conductor.decode_forecast import IntervalForecast
 from moonpool.conductor.placement import Placement, Rejection, place
 from moonpool.conductor.policies import RequestFootprint

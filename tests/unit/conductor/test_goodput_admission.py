@@ -6,13 +6,10 @@ import msgspec
 import numpy as np
 from conductor_instances import info
 
-from moonpool.conductor.admission import AdmissionContext, SloBudget
+from moonpool.conductor.admission_context import AdmissionContext, SloBudget
 from moonpool.conductor.decode_forecast import IntervalForecast
-from moonpool.conductor.goodput_admission import (
-    LEAST_TTFT_CHANCE_ALONE,
-    ExpectedGoodput,
-    GoodputModel,
-)
+from moonpool.conductor.expected_goodput import LEAST_TTFT_CHANCE_ALONE, ExpectedGoodput
+from moonpool.conductor.goodput_admission import GoodputModel
 from moonpool.conductor.placement import Placement, place
 from moonpool.conductor.policies import RequestFootprint
 from moonpool.conductor.reservations import Reservations

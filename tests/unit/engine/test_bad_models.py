@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.random_weights import random_spec
-from moonpool.engine.spec import ModelError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,9 +13,9 @@ import torch
 
 from moonpool.engine.builtin import DEFAULT_MODEL, LoadedModel, open_model
 from moonpool.engine.induction import EOS, token_codes
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.ops import empty_cache
 from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.engine.spec import ModelError
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from moonpool.engine.delta.reference import state_view
 from moonpool.engine.families.config import parse_config
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.native import available
 from moonpool.engine.ops import DeltaArgs, DeltaWeights, KvCache, Ops, StateError, StepMeta
 from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.spec import DeltaSpec, ModelError
+from moonpool.engine.spec import DeltaSpec
 from moonpool.protocol.block_layout import BlockLayout
 
 SPEC = DeltaSpec(key_heads=2, value_heads=4, key_dim=32, value_dim=48, taps=5)

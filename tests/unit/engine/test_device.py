@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.config import parse_config
+from moonpool.config_parse import parse_config
 from moonpool.engine.cuda.torch_ops import TorchOps
 from moonpool.engine.device import DeviceError, check_device, resolve_device, resolve_dtype
 from moonpool.engine.runner import choose_ops

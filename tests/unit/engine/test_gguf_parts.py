@@ -14,7 +14,7 @@ from moonpool.engine.builtin import open_model, open_tokenizer
 from moonpool.engine.gguf.files import gguf_file
 from moonpool.engine.gguf.part_names import MAX_PARTS, part_names
 from moonpool.engine.gguf.reader import read_gguf
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.tensors import tensor_shapes
 from tests.unit.engine.gguf_files import GgufDraft, Stored, tiny_llama, write_parts
 

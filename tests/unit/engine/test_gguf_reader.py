@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moonpool.engine.builtin import open_model
 from moonpool.engine.gguf.reader import read_gguf
 from moonpool.engine.gguf.tokenizer import gguf_tokenizer
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 from tests.unit.engine.gguf_files import GgufDraft, Stored, text, tiny_llama, value_bytes
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.engine.families import shown
+from moonpool.engine.folder_info import read_model_info
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.model_folder import MAX_TEXT_BYTES, file_in, read_value
-from moonpool.engine.model_info import model_info_without_weights
 from moonpool.engine.pooling import stored_pooling
-from moonpool.engine.spec import ModelError
 from moonpool.engine.tokenizer import TokenizerError
 from moonpool.engine.tokenizers.huggingface import HfTokenizer
 from tests.unit.engine.test_tokenizer_huggingface import byte_level, write_folder
@@ -152,7 +152,7 @@ def test_a_wrong_word_is_named_with_its_file(
 
     def open_all() -> None:
         open_model(str(folder), "float32")
-        model_info_without_weights(str(folder), "float32")
+        read_model_info(str(folder))
         HfTokenizer(folder)
 
     text = refusal(open_all)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.builtin import model_info
-from moonpool.engine.model_info import model_info_without_weights
-from moonpool.engine.spec import ModelError
+from moonpool.engine.folder_info import read_model_info
+from moonpool.engine.model_error import ModelError
 
 
 def folder(path: Path, config: dict[str, Any], **others: dict[str, Any]) -> str:
@@ -22,7 +21,7 @@ def folder(path: Path, config: dict[str, Any], **others: dict[str, Any]) -> str:
 
 def test_any_architecture_will_do(tmp_path: Path) -> None:
     config = {"architectures": ["SomethingMoE"], "vocab_size": 1000, "eos_token_id": 0}
-    found = model_info_without_weights(folder(tmp_path, config), "bfloat16")
+    found = read_model_info(folder(tmp_path, config))
     assert (found.vocab_size, found.eos_token_ids) == (1000, (0,))
     assert found.tokenizer == str(tmp_path)
 
@@ -31,7 +30,7 @@ def test_a_multimodal_model_has_its_vocabulary_in_text_config(tmp_path: Path) ->
     config = {"text_config": {"vocab_size": 500, "eos_token_id": [3, 7000, -1]}}
     generation = {"eos_token_id": 9, "temperature": 0.7}
     name = folder(tmp_path, config, generation_config=generation)
-    found = model_info_without_weights(name, "bfloat16")
+    found = read_model_info(name)
     assert found.vocab_size == 500
     assert found.eos_token_ids == (9, 3)
     assert found.sampling == {"temperature": 0.7}
@@ -40,14 +39,9 @@ def test_a_multimodal_model_has_its_vocabulary_in_text_config(tmp_path: Path) ->
 @pytest.mark.parametrize("vocab_size", [None, 0, -1, True, "100", 1 << 40])
 def test_no_vocabulary_is_one_line(tmp_path: Path, vocab_size: Any) -> None:
     with pytest.raises(ModelError, match="vocab_size"):
-        model_info_without_weights(folder(tmp_path, {"vocab_size": vocab_size}), "bfloat16")
+        read_model_info(folder(tmp_path, {"vocab_size": vocab_size}))
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
-        model_info_without_weights(str(tmp_path / "none"), "bfloat16")
-
-
-def test_built_in_models_need_no_files() -> None:
-    name = "moonpool/induction"
-    assert model_info_without_weights(name, "float32") == model_info(name, "float32")
+        read_model_info(str(tmp_path / "none"))

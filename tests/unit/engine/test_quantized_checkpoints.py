@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moonpool.engine.builtin import export_checkpoint, open_model
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.ops import Linear
 from moonpool.engine.quantized.matrix import QuantizedMatrix
 from moonpool.engine.quantized.rounding import rounded_to_int4
 from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.spec import ModelError
 from moonpool.engine.tensors import tensor_shapes
 from tests.differential.checkpoints import Case, save
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moonpool.engine.families.config import parse_config
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

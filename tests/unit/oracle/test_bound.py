@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.config import ADMISSIONS, Config, ConfigError, parse_config
+from moonpool.config import ADMISSIONS, Config, ConfigError
+from moonpool.config_parse import parse_config
 from moonpool.oracle.bound import Bound, upper_bound
 from moonpool.oracle.cluster import limits_of
 from moonpool.oracle.search import Budget, Chosen, Runner, best_schedule

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import cores
-from moonpool.config import parse_config
+from moonpool.config_parse import parse_config
 from moonpool.cores import (
     Core,
     CoreShare,

@@ -12,7 +12,7 @@ import pytest
 from moonpool.api.connection.listening import listen
 from moonpool.conductor.actions import Tick
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import parse_config
+from moonpool.config_parse import parse_config
 from moonpool.protocol.supervision import FromHead, HeadBegin, HeadUp, TakeNoMore, ToHead
 from moonpool.runtime.cluster import serve_cluster
 from moonpool.runtime.cluster_error import ClusterError

@@ -12,7 +12,8 @@ import pytest
 import uvloop
 
 from moonpool.api.connection.listening import listen
-from moonpool.config import ClusterConfig, parse_config
+from moonpool.config import ClusterConfig
+from moonpool.config_parse import parse_config
 from moonpool.cores import CoreShare
 from moonpool.demo.local_server import is_alive
 from moonpool.protocol.supervision import HeadPrepared

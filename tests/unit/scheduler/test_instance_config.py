@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from test_instance import COST, LAYOUT
 
-from moonpool.config import parse_config
+from moonpool.config_parse import parse_config
 from moonpool.runtime.head import Head
 from moonpool.runtime.instance_boot import live_config
 from moonpool.scheduler.actions import WorkerEvent

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from test_simulation import BLOCK, assert_nothing_left, run
 
-from moonpool.config import Config, parse_config
+from moonpool.config import Config
+from moonpool.config_parse import parse_config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys

@@ -8,7 +8,8 @@ import pytest
 from test_roles import documents
 from test_simulation import assert_nothing_left, run
 
-from moonpool.config import Config, ConfigError, parse_config
+from moonpool.config import Config, ConfigError
+from moonpool.config_parse import parse_config
 from moonpool.sim.defaults import DEFAULTS
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.config import parse_config
+from moonpool.config_parse import parse_config
 from moonpool.cost.model import Chunk
 from moonpool.request_record import RequestRecord
 from moonpool.scheduler import contended_chunks

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool.runtime.memory_files import KeptMemoryFiles
 from moonpool.storage.block_ledger import BlockLedger
 from moonpool.storage.folder import StoreError
 from moonpool.storage.kept_memory import HEAD_BYTES, KeptMemory, open_in_folder
-from moonpool.storage.memory_files import KeptMemoryFiles
 from moonpool.transfer.arena import Arena, ArenaError, PeerArenas
 from moonpool.types import BlockId, BlockKey
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from moonpool.transfer.errors import PeerGoneError
-from moonpool.transfer.tls import TlsFrameSocket
+from moonpool.transfer.tls_frames import TlsFrameSocket, accepted, connected
 from tests.certificates import shared_tls
 
 NUM_FRAMES = 300
@@ -18,7 +18,7 @@ NUM_FRAMES = 300
 
 def pair() -> tuple[TlsFrameSocket, TlsFrameSocket]:
     ours, theirs = socket.socketpair()
-    near, far = shared_tls().connected(ours), shared_tls().accepted(theirs)
+    near, far = connected(shared_tls(), ours), accepted(shared_tls(), theirs)
     shaking = threading.Thread(target=far.begin, args=(soon(),))
     shaking.start()
     near.begin(soon())

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.ops import (
     SILU,
     AttendArgs,
@@ -28,7 +29,6 @@ from moonpool.engine.ops import (
 )
 from moonpool.engine.quantized.matrix import Matrix, plain
 from moonpool.engine.slices import ROWS_INNER, key_rows, value_rows
-from moonpool.engine.spec import ModelError
 
 
 @dataclass(frozen=True, slots=True)

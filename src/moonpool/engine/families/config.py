@@ -20,7 +20,8 @@ from moonpool.engine.families.rope import full_rope, local_rope
 from moonpool.engine.families.shown import shown, shown_name
 from moonpool.engine.families.table import FAMILIES
 from moonpool.engine.families.values import Fields
-from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.model_error import ModelError
+from moonpool.engine.spec import ModelSpec
 
 HEAD_DIM_MULTIPLE = 16
 ACTIVATIONS = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from moonpool.engine.families.family import Experts
 from moonpool.engine.families.values import Fields
-from moonpool.engine.spec import LARGEST_EXPERTS, ExpertSpec
+from moonpool.engine.model_error import LARGEST_EXPERTS
+from moonpool.engine.spec import ExpertSpec
 
 
 def read_experts(fields: Fields, family: Experts, num_layers: int) -> ExpertSpec:

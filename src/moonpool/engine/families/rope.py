@@ -5,7 +5,8 @@ from __future__ import annotations
 from moonpool.engine.families.family import Family
 from moonpool.engine.families.shown import shown
 from moonpool.engine.families.values import Fields
-from moonpool.engine.spec import ModelError, RopeSpec
+from moonpool.engine.model_error import ModelError
+from moonpool.engine.spec import RopeSpec
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from moonpool.engine.families.shown import shown
-from moonpool.engine.spec import LARGEST, LARGEST_NUMBER, LARGEST_SIZE, LARGEST_TOKEN, ModelError
+from moonpool.engine.model_error import (
+    LARGEST,
+    LARGEST_NUMBER,
+    LARGEST_SIZE,
+    LARGEST_TOKEN,
+    ModelError,
+)
 
 
 class Fields:

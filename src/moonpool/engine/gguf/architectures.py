@@ -18,7 +18,8 @@ from moonpool.engine.gguf.delta import delta_place
 from moonpool.engine.gguf.place import Place
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.gguf.values import MetadataValues
-from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.model_error import ModelError
+from moonpool.engine.spec import ModelSpec
 
 _BOTH_NORMS = {
     "post_attention_layernorm": "post_attention_norm",

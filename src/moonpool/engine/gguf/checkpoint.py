@@ -28,9 +28,10 @@ from moonpool.engine.gguf.delta import with_stored_heads
 from moonpool.engine.gguf.latent import halves_of, is_spare, joined, latent_shapes
 from moonpool.engine.gguf.place import Place
 from moonpool.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
-from moonpool.engine.spec import ModelError, ModelSpec, RopeSpec
+from moonpool.engine.spec import ModelSpec, RopeSpec
 from moonpool.engine.tensors import tensor_shapes
 from moonpool.types import Pooling
 

@@ -13,7 +13,7 @@ from moonpool.engine.gguf.delta import delta_config
 from moonpool.engine.gguf.latent import latent_config, routed_experts
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.gguf.values import MetadataValues, architecture_values
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from moonpool.types import Pooling
 
 MAX_CONTEXT = 1 << 21

@@ -12,7 +12,8 @@ from typing import Any
 from moonpool.engine.families.stored import Shape
 from moonpool.engine.gguf.place import Place
 from moonpool.engine.gguf.values import MetadataValues
-from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.model_error import ModelError
+from moonpool.engine.spec import ModelSpec
 
 _LAYER_NAMES = {
     "in_proj_qkv": "attn_qkv",

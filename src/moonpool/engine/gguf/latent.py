@@ -16,7 +16,8 @@ from torch import Tensor
 from moonpool.engine.families.stored import Shape
 from moonpool.engine.gguf.reader import GgufFile
 from moonpool.engine.gguf.values import MetadataValues
-from moonpool.engine.spec import LatentSpec, ModelError, ModelSpec
+from moonpool.engine.model_error import ModelError
+from moonpool.engine.spec import LatentSpec, ModelSpec
 
 _UP = "self_attn.kv_b_proj.weight"
 _KEYS, _VALUES = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.gguf.part_names import part_names
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import StoredRows
-from moonpool.engine.spec import ModelError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -20,7 +20,7 @@ from moonpool.engine.gguf.config import end_token_ids
 from moonpool.engine.gguf.reader import GgufFile, read_gguf
 from moonpool.engine.gguf.splits import pre_tokenizer, split_of
 from moonpool.engine.gguf.values import MetadataValues
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.tokenizer import TokenizerError, TokenizerParts
 from moonpool.engine.tokenizers.huggingface import HfTokenizer, bytes_function
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from moonpool.engine.families.shown import shown
 from moonpool.engine.gguf.reader import GgufFile
-from moonpool.engine.spec import LARGEST_NUMBER, LARGEST_TOKEN, ModelError
+from moonpool.engine.model_error import LARGEST_NUMBER, LARGEST_TOKEN, ModelError
 
 _NO_TOKEN = 2**32 - 1
 

@@ -20,8 +20,9 @@ from moonpool.config_rules import lora_module
 from moonpool.engine.families.shown import shown, shown_name
 from moonpool.engine.families.stored import StoredTensor
 from moonpool.engine.families.values import Fields
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.model_folder import file_in, find_folder, read_json
-from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.spec import ModelSpec
 from moonpool.engine.tensors import stored_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from moonpool.engine.lora.adapter import Adapter, Factors
 from moonpool.engine.model import DecoderModel
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.ops import KvCache, Ops, StepMeta, compute_dtype
 from moonpool.engine.packing import Weights
 from moonpool.engine.parallel.tensor_group import Group, RankLostError
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool.engine.slices import shard_cache
-from moonpool.engine.spec import ModelError, ModelSpec
+from moonpool.engine.spec import ModelSpec
 from moonpool.engine.step import BeforeAttend, LayerDone
 
 

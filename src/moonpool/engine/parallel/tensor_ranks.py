@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moonpool.config import Quantization
 from moonpool.engine.builtin import LoadedModel
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.ops import KvCache, Ops, StepMeta
 from moonpool.engine.parallel.process_group import END_S, PeerProcess, start_peer
 from moonpool.engine.parallel.stage_wire import RankSetup, pack_step
@@ -33,7 +34,6 @@ from moonpool.engine.parallel.tensor_group import (
 )
 from moonpool.engine.parallel.tensor_model import ShardedModel, check_shards, load_shards
 from moonpool.engine.runner import Engine
-from moonpool.engine.spec import ModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from moonpool.engine.families.shown import shown, shown_name
 from moonpool.engine.families.values import Fields
+from moonpool.engine.model_error import ModelError
 from moonpool.engine.quantized.formats import FORMATS
 from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix, StoredRows
-from moonpool.engine.spec import ModelError
 
 BLOCK = 32
 Kind = Literal["awq", "gptq", "packed", "float8", "mxfp4"]

@@ -22,8 +22,8 @@ import tokenizers
 
 from moonpool.engine.families.shown import shown_name
 from moonpool.engine.families.values import Fields
+from moonpool.engine.model_error import LARGEST_SIZE, ModelError
 from moonpool.engine.model_folder import file_in, listed_ends, read_object, read_text
-from moonpool.engine.spec import LARGEST_SIZE, ModelError
 from moonpool.engine.tokenizer import (
     ByteTextStream,
     DiffTextStream,

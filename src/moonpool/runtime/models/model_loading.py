@@ -21,16 +21,16 @@ from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
 from moonpool.config import Config, ModelConfig
 from moonpool.config_rules import lora_module
-from moonpool.engine.gguf.files import GGUF_SUFFIX
-from moonpool.engine.model_info import (
+from moonpool.engine.folder_info import (
     BYTE_TOKENIZER,
     ModelInfo,
-    model_info_without_weights,
     open_tokenizer,
-    tokenizer_parts,
+    read_model_info,
 )
-from moonpool.engine.spec import ModelError
+from moonpool.engine.model_error import ModelError
+from moonpool.engine.model_folder import GGUF_SUFFIX
 from moonpool.engine.tokenizer import Tokenizer, TokenizerError, TokenizerParts, unlike
+from moonpool.plugins.engines import BUILT_IN, own_engine
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.runtime.cluster_error import ClusterError
 from moonpool.types import Pooling
@@ -76,7 +76,9 @@ async def load_model(config: Config, is_new: bool = True) -> ApiModel:
     try:
         tokenizer = _open_tokenizer(files)
         if files.drafts is not None:
-            drafts = open_tokenizer(files.drafts.tokenizer, files.drafts.vocab_size)
+            source = files.drafts.tokenizer
+            parts = _tokenizer_parts(source)
+            drafts = open_tokenizer(source, files.drafts.vocab_size, parts)
             _check_alike(config, unlike(tokenizer, drafts))
         card = _own_card(config, files.info)
     except (ClusterError, TokenizerError) as error:
@@ -134,7 +136,7 @@ async def begin_reader(files: ModelFiles, waits: bool) -> BodyClient | None:
 
 async def _load_apart(drafts: ModelInfo) -> None:
     try:
-        parts = tokenizer_parts(drafts.tokenizer)
+        parts = _tokenizer_parts(drafts.tokenizer)
     except TokenizerError as error:
         raise ClusterError(str(error)) from None
     process = BodyClient(body_start(_options(ModelFiles(drafts, parts)), drafts.vocab_size))
@@ -172,7 +174,7 @@ def _read_files(config: Config) -> ModelFiles:
         info = _model_info(config)
         return ModelFiles(
             info,
-            tokenizer_parts(info.tokenizer),
+            _tokenizer_parts(info.tokenizer),
             _read_template(config.model.chat_template),
             _draft_info(config),
         )
@@ -184,8 +186,11 @@ def _read_offered(offer: ModelOffer, settings: ModelConfig) -> ModelFiles:
     """Raises ClusterError."""
     template = _read_template(settings.chat_template)
     try:
-        info = model_info_without_weights(offer.root, settings.dtype)
-        return ModelFiles(info, tokenizer_parts(info.tokenizer), template)
+        if offer.root.startswith(BUILT_IN):
+            info = own_engine().model_info(offer.root, settings.dtype)
+        else:
+            info = read_model_info(offer.root)
+        return ModelFiles(info, _tokenizer_parts(info.tokenizer), template)
     except (ModelError, TokenizerError) as error:
         raise ClusterError(_why_unreadable(offer, error)) from None
 
@@ -209,9 +214,8 @@ def _why_unreadable(offer: ModelOffer, error: Exception) -> str:
 
 def _model_info(config: Config) -> ModelInfo:
     """Raises ModelError."""
-    from moonpool.engine.builtin import model_info  # needs torch
-
-    return model_info(config.model.name, config.model.dtype, config.model.lora_modules)
+    model = config.model
+    return own_engine().model_info(model.name, model.dtype, model.lora_modules)
 
 
 def _draft_info(config: Config) -> ModelInfo | None:
@@ -219,9 +223,13 @@ def _draft_info(config: Config) -> ModelInfo | None:
     settings = config.engine.speculative_config
     if settings is None or not settings.model:
         return None
-    from moonpool.engine.builtin import model_info  # needs torch
+    return own_engine().model_info(settings.model, config.model.dtype)
 
-    return model_info(settings.model, config.model.dtype)
+
+def _tokenizer_parts(source: str) -> TokenizerParts | None:
+    """None if the tokenizer is read from a folder. Raises TokenizerError."""
+    path = Path(source)
+    return own_engine().gguf_parts(path) if path.suffix == GGUF_SUFFIX else None
 
 
 def _open_tokenizer(files: ModelFiles) -> Tokenizer:

@@ -21,7 +21,7 @@ from moonpool.conductor.actions import (
 )
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import InstanceState
-from moonpool.engine.gguf.files import GGUF_SUFFIX
+from moonpool.engine.model_folder import GGUF_SUFFIX
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.runtime.cluster_error import ClusterError

@@ -28,8 +28,8 @@ import msgspec
 from moonpool.config import ConfigError
 from moonpool.config_schema import BAD_TOML
 from moonpool.sim.hardware.devices import Device
+from moonpool.sim.hardware.matrix_product import soft_maximum
 from moonpool.sim.hardware.model_shapes import ModelShape
-from moonpool.sim.hardware.roofline import soft_maximum
 from moonpool.types import Struct
 
 Entry = TypeVar("Entry", Device, ModelShape)

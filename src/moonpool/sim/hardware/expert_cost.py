@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from moonpool.sim.hardware.roofline import Product
+from moonpool.sim.hardware.matrix_product import Product
 
 SPREAD = 2.0
 """The variance that the fullest device exceeds the mean by: 1.4 standard deviations."""

@@ -24,15 +24,15 @@ the engine's own overhead. Only + - * / and sqrt are used, so every machine comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 
 import msgspec
 
 from moonpool.cost.model import Chunk
 from moonpool.sim.hardware.devices import AllReduce, Device
 from moonpool.sim.hardware.expert_cost import ExpertCost
+from moonpool.sim.hardware.matrix_product import Product, soft_maximum
 from moonpool.sim.hardware.model_shapes import ModelShape
 
 ENGINE_OVERHEAD_S = 0.003
@@ -41,64 +41,6 @@ ENGINE_OVERHEAD_S = 0.003
 ELEMENTWISE_LAUNCHES = 5  # two norms with their additions, rotary, KVCache write, activation
 ELEMENTWISE_LAUNCH_S = 2e-6
 MEMO_ENTRIES = 1 << 16
-
-SoftMaximum = Callable[[float, float], float]
-
-
-def soft_maximum(sharpness: int) -> SoftMaximum:
-    """Returns the function (a^q + b^q)^(1/q) for q = `sharpness`.
-
-    It uses no powers, whose last bits differ between machines. Raises ValueError for other q.
-    """
-    known: dict[int, SoftMaximum] = {1: _soft_1, 2: _soft_2, 4: _soft_4, 8: _soft_8}
-    if sharpness not in known:
-        raise ValueError(f"the sharpness of a soft maximum must be 1, 2, 4 or 8, not {sharpness}")
-    return known[sharpness]
-
-
-def _soft_1(a: float, b: float) -> float:
-    return a + b
-
-
-def _soft_2(a: float, b: float) -> float:
-    return sqrt(a * a + b * b)
-
-
-def _soft_4(a: float, b: float) -> float:
-    a, b = a * a, b * b
-    return sqrt(sqrt(a * a + b * b))
-
-
-def _soft_8(a: float, b: float) -> float:
-    a, b = a * a, b * b
-    a, b = a * a, b * b
-    return sqrt(sqrt(sqrt(a * a + b * b)))
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """One device's shard of a matrix product, as coefficients of its time."""
-
-    name: str
-    weights_s: float
-    memory_s_per_row: float
-    compute_s_per_row: float
-    launch_s: float
-    tile_rows: int
-    soft: SoftMaximum
-
-    def memory_s(self, rows: int) -> float:
-        """Time to read the weights and move the activations of `rows` rows."""
-        return self.weights_s + self.memory_s_per_row * rows
-
-    def compute_s(self, rows: int) -> float:
-        """Time of the FLOPs of `rows` rows, rounded up to whole tiles."""
-        tile = self.tile_rows
-        return self.compute_s_per_row * ((rows + tile - 1) // tile * tile)
-
-    def time_s(self, rows: int) -> float:
-        """launch + soft maximum of memory and compute time."""
-        return self.launch_s + self.soft(self.memory_s(rows), self.compute_s(rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from moonpool.cost.model import Chunk
 from moonpool.sim.hardware.catalogue import BUILT_IN
 from moonpool.sim.hardware.devices import Device
+from moonpool.sim.hardware.matrix_product import soft_maximum
 from moonpool.sim.hardware.model_shapes import ModelShape
-from moonpool.sim.hardware.roofline import MEMO_ENTRIES, RooflineCost, soft_maximum
+from moonpool.sim.hardware.roofline import MEMO_ENTRIES, RooflineCost
 
 DEVICES = {device.name: device for device in BUILT_IN.devices}
 ONE_DEVICE = ("llama3-8b", "mistral-7b", "qwen2.5-7b", "opt-13b")

@@ -1,0 +1,70 @@
+"""The engine of moonpool's own instances, which a package of its own brings.
+
+A front, a simulator or a planner runs without it. It is found by the entry point `moonpool` of the
+group `moonpool.engines`, and imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol
+
+from moonpool.config import Config
+from moonpool.engine.folder_info import ModelInfo
+from moonpool.engine.tokenizer import TokenizerParts
+
+GROUP = "moonpool.engines"
+NAME = "moonpool"
+PACKAGE = "moonpool_engine"
+"""Named where it is absent."""
+BUILT_IN = ("moonpool/induction", "random:")
+"""How the names of models begin that have no files: the engine makes them."""
+
+
+class EngineError(ValueError):
+    """The engine cannot run as the configuration asks; one line says why and what to do."""
+
+
+class EnginePackage(Protocol):
+    """What the engine gives to processes that compute nothing. A module can be one."""
+
+    def model_info(self, name: str, dtype: str, lora_modules: tuple[str, ...] = ()) -> ModelInfo:
+        """The info of a model that the engine computes. Raises ModelError."""
+
+    def gguf_parts(self, path: Path) -> TokenizerParts:
+        """What a GGUF file says of its tokenizer. Raises TokenizerError."""
+
+    def device_and_dtype(self, config: Config, computes_here: bool) -> tuple[str, str]:
+        """Those that `config` means, on this machine. `computes_here`: the instances run on it.
+        Raises EngineError where the device is absent."""
+
+    def share_weights(self, config: Config) -> object | None:
+        """Weights that one process packs for all workers that are forked from it; None where each
+        worker loads its own."""
+
+    def fork_parts(
+        self,
+        count: int,
+        end_with: Callable[[int], object],
+        run_line: Callable[[list[str]], object],
+    ) -> None:
+        """Prepares processes for the further stages or ranks of an instance. Each calls `end_with`
+        with the id of this process, and later `run_line` with its command line."""
+
+
+def need_engine() -> None:
+    """Raises ModuleNotFoundError, of which the command makes one line, where no engine is."""
+    if not entry_points(group=GROUP, name=NAME):
+        raise ModuleNotFoundError(name=PACKAGE)
+
+
+@cache
+def own_engine() -> EnginePackage:
+    """Imports it. Raises ModuleNotFoundError as `need_engine`."""
+    need_engine()
+    (point,) = entry_points(group=GROUP, name=NAME)
+    found: EnginePackage = point.load()
+    return found

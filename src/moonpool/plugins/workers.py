@@ -1,0 +1,65 @@
+"""Kinds of workers: processes that join a head. Packages bring them, by entry points of the group
+`moonpool.workers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Literal, Protocol, runtime_checkable
+
+from moonpool.config import VllmAddress
+from moonpool.cores import CoreShare
+from moonpool.plugins.engines import PACKAGE
+from moonpool.transfer.tls import PeerTls
+from moonpool.types import InstanceId, Role
+
+GROUP = "moonpool.workers"
+WorkerKind = Literal["moonpool", "attention", "vllm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What the command line of a worker says. `role` is that of its instance, None for an attention
+    worker. `host`: address at which peers connect; None: the one that faces the head. `num_stages`
+    and `num_ranks` override the head's. `kept`: paths of memory files that an earlier process of
+    this instance may have filled. `shared`: what `EnginePackage.share_weights` returned."""
+
+    name: InstanceId
+    role: Role | None
+    machine: str
+    host: str | None
+    secret: bytes
+    tls: PeerTls | None
+    share: CoreShare
+    num_stages: int | None = None
+    num_ranks: int | None = None
+    kept: tuple[str, str] | None = None
+    shared: object | None = None
+    vllm: VllmAddress | None = None
+    vllm_key: str = ""
+
+
+class RunnableWorker(Protocol):
+    async def run(self, head_host: str, head_port: int) -> None:
+        """Serves until the head stops this worker, or it is cancelled. Raises WorkerError."""
+
+
+@runtime_checkable
+class DrainableWorker(RunnableWorker, Protocol):
+    """A worker whose instance can be drained before it ends."""
+
+    def ask_to_leave(self, within_s: float) -> bool:
+        """Whether the instance drains now, for at most so long."""
+
+
+MakeWorker = Callable[[WorkerSettings], RunnableWorker]
+
+
+def worker_maker(kind: WorkerKind) -> MakeWorker:
+    """Imports what a worker of this kind needs. Raises ModuleNotFoundError, of which the command
+    makes one line, where its package is absent."""
+    for point in entry_points(group=GROUP, name=kind):
+        found: MakeWorker = point.load()
+        return found
+    raise ModuleNotFoundError(name=PACKAGE)
