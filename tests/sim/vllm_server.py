@@ -18,7 +18,7 @@ import msgspec
 
 from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import BlockKey, SamplingParams
-from moonpool.vllm.dialect import VllmFacts, read_facts
+from moonpool.vllm.facts import VllmFacts, read_facts
 from tests.sim.clock import Link
 from tests.sim.truth import EOS, Truth, greedy
 
