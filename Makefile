@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
-SOURCES := $(wildcard src/moonpool/engine/native/*.cpp src/moonpool/engine/native/*.h)
+SOURCES := $(wildcard engine/src/moonpool_engine/engine/native/*.cpp engine/src/moonpool_engine/engine/native/*.h)
 
 LOCKS := requirements.lock requirements-cuda.lock
 # True where the torch that pip finds is a build for CPUs which requirements.lock has. Elsewhere it is
@@ -18,7 +18,7 @@ setup: $(VENV)/.installed
 
 setup-dev: $(VENV)/.installed-dev
 
-$(VENV)/.installed: $(LOCKS) pyproject.toml setup.py $(SOURCES)
+$(VENV)/.installed: $(LOCKS) pyproject.toml engine/pyproject.toml engine/setup.py lab/pyproject.toml $(SOURCES)
 	@test -n "$(PYTHON)" || { echo "moonpool needs Python 3.11 or newer on the PATH"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "moonpool needs Python 3.11 or newer, not $$($(PYTHON) --version)"; exit 1; }
@@ -27,7 +27,7 @@ $(VENV)/.installed: $(LOCKS) pyproject.toml setup.py $(SOURCES)
 	@$(HAS_CPU_TORCH) || $(PIP) install --require-hashes --no-deps -r requirements-cuda.lock
 	$(PIP) install --require-hashes -r requirements.lock
 	@echo "2 of 2: moonpool and its kernels (about half a minute)"
-	$(PIP) install -q --no-deps --no-build-isolation -e .
+	$(PIP) install -q --no-deps --no-build-isolation -e . -e engine -e lab
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
@@ -76,12 +76,15 @@ $(VENV)-docs/.installed: requirements-docs.lock
 lock: setup-dev
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python lock.py $(if $(UPGRADE),--upgrade)
 
-# An sdist, and a manylinux wheel with the kernels. They use the OpenMP library that torch brings: a
-# second one in the same process would have threads of its own.
+# An sdist and a wheel of each package. That of the engine is a manylinux wheel with the kernels. They
+# use the OpenMP library that torch brings: a second one in the same process would have threads of its
+# own.
 DIST ?= dist
 wheel: setup-dev
 	rm -rf $(DIST)
-	$(BIN)/python -m build --no-isolation --outdir $(DIST)/unrepaired .
+	$(BIN)/python -m build --no-isolation --outdir $(DIST) .
+	$(BIN)/python -m build --no-isolation --outdir $(DIST) lab
+	$(BIN)/python -m build --no-isolation --outdir $(DIST)/unrepaired engine
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 \
 	  --wheel-dir $(DIST) $(DIST)/unrepaired/*.whl
 	mv $(DIST)/unrepaired/*.tar.gz $(DIST)
@@ -99,4 +102,4 @@ peer-tests: setup
 	$(BIN)/python -m benchmarks.peer_tests $(OPTIONS) $(FILES)
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs build src/*.egg-info src/moonpool/engine/native/*.so
+	rm -rf $(VENV) $(VENV)-docs build src/*.egg-info engine/src/moonpool_engine/engine/native/*.so

@@ -1,5 +1,5 @@
 """`python -m benchmarks`: the same commands as `moonpool bench`."""
 
-from moonpool.cli.bench import bench
+from moonpool_lab.cli.bench import bench
 
 bench(prog_name="python -m benchmarks")

@@ -9,12 +9,12 @@ import json
 import sys
 from pathlib import Path
 
-from moonpool.engine.builtin import export_checkpoint, open_model
-from moonpool.engine.gguf.files import gguf_file
-from moonpool.engine.gguf.reader import read_gguf
-from moonpool.engine.gguf.tokenizer import tokenizer_parts
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.tokenizer import TokenizerError, TokenizerParts
+from moonpool.text.model_error import ModelError
+from moonpool.text.tokenizer import TokenizerError, TokenizerParts
+from moonpool_engine.engine.builtin import export_checkpoint, open_model
+from moonpool_engine.engine.gguf.files import gguf_file
+from moonpool_engine.engine.gguf.reader import read_gguf
+from moonpool_engine.engine.gguf.tokenizer import tokenizer_parts
 
 USAGE = "usage: python -m benchmarks.gguf_folder MODEL FOLDER (MODEL: a GGUF file, or smollm2)"
 

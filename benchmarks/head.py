@@ -31,10 +31,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moonpool.api.app import http_server, make_app
 from moonpool.api.connection.listening import listen
 from moonpool.api.frontend import ApiOptions, ModelCard, Output
-from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.head.supervisor_link import SupervisorLink
+from moonpool.link.packets import MAX_FDS, MAX_PACKET_BYTES, packet_pair
 from moonpool.protocol.messages import ForwardedCall
-from moonpool.runtime.packets import MAX_FDS, MAX_PACKET_BYTES, packet_pair
-from moonpool.runtime.supervisor_link import SupervisorLink
+from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token
 
 KINDS = ("api", "kept", "bare")

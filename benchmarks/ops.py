@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moonpool.engine.native.linear import PackedMemory
-from moonpool.engine.native.ops import NativeLinear, NativeOps
-from moonpool.engine.ops import AttendArgs, HeadShape, KvCache, StepMeta, empty_cache
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.engine.native.linear import PackedMemory
+from moonpool_engine.engine.native.ops import NativeLinear, NativeOps
+from moonpool_engine.engine.ops import AttendArgs, HeadShape, KvCache, StepMeta, empty_cache
 
 READ_BYTES = 256 << 20
 SPILL_BYTES = 96 << 20  # of weights or KVCache, so that no cache holds them

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moonpool.engine.quantized.formats import FORMATS
+from moonpool_engine.engine.quantized.formats import FORMATS
 
 USAGE = "usage: python -m benchmarks.random_gguf SHAPE FORMAT FILE"
 KINDS = {"F32": 0, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14}

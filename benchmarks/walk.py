@@ -43,7 +43,7 @@ if not os.environ.get("WALK_OFF"):
     sys.setprofile(note)
 """
 MODEL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=64,vocab=300"
-FORWARD = "engine/model.py:"
+FORWARD = "moonpool_engine/engine/model.py:"
 UP_S = 120.0
 IDLE_S = 3.0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.config import Batching
+from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
 from moonpool.protocol.block_layout import BlockLayout

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from moonpool.transfer.tls import PeerTls
+from moonpool.link.tls import PeerTls
 
 OPENSSL = shutil.which("openssl")
 _FOLDER = "MOONPOOL_TEST_CERTIFICATES"

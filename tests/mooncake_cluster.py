@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.config import MooncakeConfig
+from moonpool.config.tables import MooncakeConfig
 
 START_S = 20.0
 SEGMENT_BYTES = 256 << 20

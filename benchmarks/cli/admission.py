@@ -91,7 +91,7 @@ def admission_workloads(
         compare_on_draws,
         summarise,
     )
-    from moonpool.config import ConfigError
+    from moonpool.config.tables import ConfigError
     from moonpool.trace.row import TraceError
 
     check_folders(json_file)

@@ -58,7 +58,7 @@ def attention(
     """
     from benchmarks.suite.offload import attention as steps
     from benchmarks.suite.offload import attention_capacity as held
-    from moonpool.attention_offload.client import AttentionError
+    from moonpool_engine.attention_offload.client import AttentionError
 
     if plot is not None and not capacity:
         fail("--plot draws what --capacity measures: give both")
@@ -84,7 +84,7 @@ def attention(
 
 
 def _plot_capacity(result: CapacityResult, plot: str) -> None:
-    from moonpool.profiling.plots import plot_offload
+    from moonpool_lab.profiling.plots import plot_offload
 
     drawn = [(c.words, [(p.requests, p.times) for p in c.points]) for c in result.curves]
     title = f"{result.model}, {result.context_tokens} tokens a request"

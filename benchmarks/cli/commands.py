@@ -34,7 +34,7 @@ from benchmarks.cli.start import start
 from benchmarks.cli.trials import trials
 from moonpool.cli.options import COUNT, json_option
 from moonpool.cli.output import fail, show_figures
-from moonpool.config import Admission, ConductorConfig, Placement
+from moonpool.config.tables import Admission, ConductorConfig, Placement
 
 
 @click.group()

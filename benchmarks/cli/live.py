@@ -14,7 +14,7 @@ from benchmarks.cli.output import measure
 from moonpool.cli.options import TOKEN_SHARE, ParamType, json_option
 from moonpool.cli.output import fail
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, Server, asks_server
-from moonpool.config import Admission, choices
+from moonpool.config.tables import Admission, choices
 
 
 class _Shares(ParamType[tuple[float, ...]]):
@@ -71,7 +71,7 @@ def live_options(command: Any, seconds: float = 60.0) -> Any:
 
 
 def cluster_and_workload(flags: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
-    from moonpool.profiling.live_cluster import LiveCluster, LiveWorkload
+    from moonpool_lab.profiling.live_cluster import LiveCluster, LiveWorkload
 
     scale: Fraction = flags["scale"]
     workload = LiveWorkload(

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.cli.measurement import run_measurement
 from moonpool.cli.output import check_folders, fail, show_figures
+from moonpool_lab.cli.measurement import run_measurement
 
 
 def measure(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
     """Runs it, writes its figures, and returns them. Ends the command for an error that a user can
     mend."""
-    from moonpool.attention_offload.client import AttentionError
-    from moonpool.engine.model_error import ModelError
-    from moonpool.storage.folder import StoreError
-    from moonpool.transfer.arena import ArenaError
+    from moonpool.text.model_error import ModelError
+    from moonpool_engine.attention_offload.client import AttentionError
+    from moonpool_engine.storage.folder import StoreError
+    from moonpool_engine.transfer.arena import ArenaError
 
     try:
         return run_measurement(run, json_file)

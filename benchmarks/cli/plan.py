@@ -37,7 +37,7 @@ def plan(
     """
     from benchmarks.suite.cluster.plan_proof import prove
     from benchmarks.suite.cluster.plan_workloads import PROOF_WORKLOADS
-    from moonpool.config import ConfigError
+    from moonpool.config.tables import ConfigError
 
     chosen = list(numbers or range(1, len(PROOF_WORKLOADS) + 1))
     if max(chosen) > len(PROOF_WORKLOADS):

@@ -31,7 +31,7 @@ def speculation(
 ) -> None:
     """Measure tokens per second with drafts and without, on repetitive and other texts."""
     from benchmarks.suite.engine.speculation import bench_speculation
-    from moonpool.config import SpeculativeConfig
+    from moonpool.config.tables import SpeculativeConfig
 
     settings = SpeculativeConfig(method="ngram")
     show(

@@ -48,9 +48,9 @@ def trials(
     """Try moonpool, vLLM with and without stores, and llama.cpp for wrong answers. MODEL is a
     checkpoint's folder."""
     from benchmarks.suite.live.trials import TrialTargets, added_to, bench_trials
-    from moonpool.cli.trial import trial_lines
-    from moonpool.profiling.live_cluster import run_on_uvloop
-    from moonpool.trial.run import TrialPlan, run_trial
+    from moonpool_lab.cli.trial import trial_lines
+    from moonpool_lab.profiling.live_cluster import run_on_uvloop
+    from moonpool_lab.trial.run import TrialPlan, run_trial
 
     targets = TrialTargets(str(model.resolve()), gguf, peer_python, llama_python, peer_cores)
 

@@ -23,9 +23,9 @@ from benchmarks.clients.page import PAGE, RESULTS, page
 from benchmarks.clients.results import merge, read_tries
 from benchmarks.gguf_folder import write_tokenizer
 from moonpool.cli.output import fail, origin, write_json
-from moonpool.demo.local_server import LocalServer, ServerError
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.tokenizer import TokenizerError
+from moonpool.text.model_error import ModelError
+from moonpool.text.tokenizer import TokenizerError
+from moonpool_lab.demo.local_server import LocalServer, ServerError
 
 TRY_S = 1800.0
 """Longest time of one client's script."""

@@ -21,15 +21,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.suite.engine.engine_rows import prefill_flops
-from moonpool.engine.builtin import open_model
-from moonpool.engine.cuda.host_sync import HostGpuSync
-from moonpool.engine.cuda.torch_ops import TorchOps
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.engine.spec import ModelSpec
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.cuda.host_sync import HostGpuSync
+from moonpool_engine.engine.cuda.torch_ops import TorchOps
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
+from moonpool_engine.engine.spec import ModelSpec
 
 PEAK_FLOPS, PEAK_BYTES_PER_S = 989e12, 4.8e12
 # Eight layers of the shape of Llama-3-8B.

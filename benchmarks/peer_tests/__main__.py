@@ -18,8 +18,8 @@ from benchmarks.peer_tests.served_model import write_adapter, write_model
 from benchmarks.peer_tests.suites import HERE, SUITES, Suite, SuiteError, read_suite
 from benchmarks.peer_tests.table import RESULTS, figures, merged, table
 from moonpool.cli.output import fail, origin, write_json
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.tokenizer import TokenizerError
+from moonpool.text.model_error import ModelError
+from moonpool.text.tokenizer import TokenizerError
 
 FOLDER = ROOT / "build" / "peer-tests"
 

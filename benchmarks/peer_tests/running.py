@@ -15,7 +15,7 @@ from benchmarks.checkout import ROOT
 from benchmarks.clients.environments import environment
 from benchmarks.peer_tests.suites import HERE, OWN, Suite
 from moonpool import __version__
-from moonpool.demo.local_server import free_port
+from moonpool_lab.demo.local_server import free_port
 
 FILE_S = 3600.0
 """Longest time of one file."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.checkout import ROOT
 from benchmarks.gguf_folder import write_tokenizer
-from moonpool.engine.builtin import export_checkpoint, open_model
-from moonpool.engine.model_error import ModelError
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import export_checkpoint, open_model
 
 WEIGHTS = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=128,vocab=49152,context=16384"
 """Small: the tests are of the API, hundreds of them start a server, and many let it write on."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from moonpool.config import ConfigError
+from moonpool.config.tables import ConfigError
 from moonpool.cost.model import StepCost
 from moonpool.sim.hardware.node_cost import MEMORY_SHARE, kv_capacity_tokens
 from moonpool.sim.hardware.offload_cost import AttentionPool, OffloadCost, OffloadNetwork

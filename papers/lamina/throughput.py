@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moonpool.config import ConfigError
+from moonpool.config.tables import ConfigError
 from papers.finding import Check, Finding, FindingRow
 from papers.lamina.runs import (
     CASES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.config import Placement
+from moonpool.config.tables import Placement
 from papers.constants import (
     MOONCAKE_DECODE,
     MOONCAKE_PREFILL,

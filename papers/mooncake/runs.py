@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.sim.hardware.build import Hardware, build_hardware
 from moonpool.sim.hardware.calibrated import DEVICE, NUM_DEVICES, SHAPE
 from moonpool.sim.hardware.node_cost import kv_capacity_tokens

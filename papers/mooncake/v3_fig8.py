@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moonpool.config import Placement
+from moonpool.config.tables import Placement
 from papers.constants import MOONCAKE_DECODE, MOONCAKE_PREFILL, V3_SPEED
 from papers.finding import Check, Finding, FindingRow
 from papers.mooncake.runs import ClusterRun, cluster, serve

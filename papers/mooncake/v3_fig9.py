@@ -6,7 +6,7 @@ from __future__ import annotations
 from statistics import correlation, fmean, pstdev
 from typing import NamedTuple
 
-from moonpool.config import Admission
+from moonpool.config.tables import Admission
 from papers.constants import (
     FLUCTUATION_DECODE,
     FLUCTUATION_PREFILL,

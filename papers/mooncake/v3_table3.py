@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moonpool.config import Admission, DecodePrediction
+from moonpool.config.tables import Admission, DecodePrediction
 from papers.constants import (
     MOONCAKE_DECODE,
     MOONCAKE_PREFILL,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moonpool.config import Batching
+from moonpool.config.tables import Batching
 from moonpool.cost.model import Chunk, prompt_chunks, prompt_s
 from moonpool.sim.hardware.roofline import RooflineCost
 from papers.constants import (

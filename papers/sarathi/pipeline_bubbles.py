@@ -9,7 +9,7 @@ from itertools import accumulate
 from random import Random
 from statistics import fmean, median
 
-from moonpool.config import Batching
+from moonpool.config.tables import Batching
 from moonpool.cost.model import StepCost
 from moonpool.sim.hardware.node_cost import kv_capacity_tokens
 from papers.bubbles import Bubbles, find_bubbles

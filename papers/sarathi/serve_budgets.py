@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from moonpool.config import Batching
+from moonpool.config.tables import Batching
 from moonpool.cost.model import Chunk, StepCost, prompt_s
 from moonpool.sim.hardware.roofline import RooflineCost
 from papers.constants import (

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "ConfigError": "moonpool.config",
+    "ConfigError": "moonpool.config.tables",
     "LineError": "moonpool.trace.row",
     "PlanResult": "moonpool.studies.planning",
     "ResultTable": "moonpool.studies.result_table",
@@ -42,7 +42,7 @@ _PLACES = {
 }
 
 if TYPE_CHECKING:
-    from moonpool.config import ConfigError
+    from moonpool.config.tables import ConfigError
     from moonpool.studies.calls import report, simulate
     from moonpool.studies.planning import PlanResult, plan_cluster
     from moonpool.studies.result_table import ResultTable

@@ -14,7 +14,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.types import Struct
 
 NODES = Path("/sys/devices/system/node")

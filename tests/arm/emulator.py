@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from moonpool.engine.native import build
-from moonpool.engine.native.library import ATTEND_CALL, MERGE_CALL, ROPE_CALL, STATE_FLOATS
+from moonpool_engine.engine.native import build
+from moonpool_engine.engine.native.library import ATTEND_CALL, MERGE_CALL, ROPE_CALL, STATE_FLOATS
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 SYSTEM = Path("/usr/aarch64-linux-gnu")

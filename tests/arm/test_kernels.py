@@ -16,19 +16,19 @@ import torch
 import xxhash
 from torch import Tensor
 
-from moonpool.engine.native import available
-from moonpool.engine.native import ops as native_ops
-from moonpool.engine.native.library import ISAS
-from moonpool.engine.native.linear import PackedMemory
-from moonpool.engine.native.ops import NativeOps
-from moonpool.engine.native.quantized import _REPACKED, _repacked, packed_rows
-from moonpool.engine.native.split import NativeSplitOps
-from moonpool.engine.ops import Gate, HeadShape
-from moonpool.engine.quantized.formats import FORMATS
-from moonpool.engine.quantized.int8 import Int8Linear
-from moonpool.engine.quantized.linear import QuantizedLinear
-from moonpool.engine.quantized.matrix import QuantizedMatrix, StoredRows
-from moonpool.engine.reference import ReferenceOps
+from moonpool_engine.engine.native import available
+from moonpool_engine.engine.native import ops as native_ops
+from moonpool_engine.engine.native.library import ISAS
+from moonpool_engine.engine.native.linear import PackedMemory
+from moonpool_engine.engine.native.ops import NativeOps
+from moonpool_engine.engine.native.quantized import _REPACKED, _repacked, packed_rows
+from moonpool_engine.engine.native.split import NativeSplitOps
+from moonpool_engine.engine.ops import Gate, HeadShape
+from moonpool_engine.engine.quantized.formats import FORMATS
+from moonpool_engine.engine.quantized.int8 import Int8Linear
+from moonpool_engine.engine.quantized.linear import QuantizedLinear
+from moonpool_engine.engine.quantized.matrix import QuantizedMatrix, StoredRows
+from moonpool_engine.engine.reference import ReferenceOps
 from tests.arm.emulator import Buffers, EmulatedKernels, Emulator, missing_tool
 from tests.unit.engine.gguf_files import random_groups
 from tests.unit.engine.test_native_attention import TOLERANCE, Case, make_case

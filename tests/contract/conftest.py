@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from messenger_harness import Node, need_nixl
 
-from moonpool.engine.native.slices import open_slices
 from moonpool.log_limit import LogLimit
-from moonpool.transfer import slice_copier as copiers
+from moonpool_engine.engine.native.slices import open_slices
+from moonpool_engine.transfer import slice_copier as copiers
 
 
 @pytest.fixture(autouse=True)
 def every_line_is_logged() -> None:
     """The limit on lines that are alike counts from zero in each test."""
-    for limit in logging.getLogger("moonpool.transfer.listener").filters:
+    for limit in logging.getLogger("moonpool_engine.transfer.listener").filters:
         if isinstance(limit, LogLimit):
             limit.forget()
 

@@ -11,22 +11,22 @@ from typing import TypeVar
 
 import pytest
 
-from moonpool.engine.native.slices import open_slices
+from moonpool.link.auth import ClientHandshake, Identity
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
-from moonpool.transfer import nixl, shm, tcp
-from moonpool.transfer.arena import Arena, PeerArenas
-from moonpool.transfer.auth import ClientHandshake, Identity
-from moonpool.transfer.authentication import authenticate_frames
-from moonpool.transfer.checksums import Checksum, checksum_slice
-from moonpool.transfer.connection import Connection
-from moonpool.transfer.frame_socket import FrameSocket
-from moonpool.transfer.messenger import Messenger
-from moonpool.transfer.nixl_agent import NixlAgent, has_nixl
-from moonpool.transfer.reshard import ShardView
-from moonpool.transfer.slice_copier import PlainSliceCopier
-from moonpool.transfer.tls_frames import connected
 from moonpool.types import BlockKey, InstanceId
+from moonpool_engine.engine.native.slices import open_slices
+from moonpool_engine.transfer import nixl, shm, tcp
+from moonpool_engine.transfer.arena import Arena, PeerArenas
+from moonpool_engine.transfer.authentication import authenticate_frames
+from moonpool_engine.transfer.checksums import Checksum, checksum_slice
+from moonpool_engine.transfer.connection import Connection
+from moonpool_engine.transfer.frame_socket import FrameSocket
+from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.transfer.nixl_agent import NixlAgent, has_nixl
+from moonpool_engine.transfer.reshard import ShardView
+from moonpool_engine.transfer.slice_copier import PlainSliceCopier
+from moonpool_engine.transfer.tls_frames import connected
 from tests.certificates import shared_tls
 
 SECRET = b"a secret of the tests"

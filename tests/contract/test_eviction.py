@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moonpool.config import EvictionName, choices
+from moonpool.config.tables import EvictionName, choices
 from moonpool.kvcache.block_pool import BlockPool
-from moonpool.kvcache.eviction import EvictionPolicy, make_eviction
+from moonpool.kvcache.eviction.policies import EvictionPolicy, make_eviction
 from moonpool.types import BlockId, BlockKey
 
 POLICIES = choices(EvictionName)
@@ -173,7 +173,7 @@ def test_one_history_gives_one_order(name: str) -> None:
 PRINT_ORDER = """
 from tests.contract.test_eviction import random_prompts, serve
 from moonpool.kvcache.block_pool import BlockPool
-from moonpool.kvcache.eviction import make_eviction
+from moonpool.kvcache.eviction.policies import make_eviction
 pool = BlockPool(100, make_eviction("predictive", 100))
 for names in random_prompts(1500, seed=2):
     serve(pool, "a", names)

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from messenger_harness import Node, keys, make_layout
 
-from moonpool.profiling.transfer_flows import FlowLimit
 from moonpool.protocol.transfer_events import FetchEnded, FetchProgress, ReadEnded, ReadRequested
-from moonpool.transfer import fetch as fetch_module
-from moonpool.transfer.fetch import split
-from moonpool.transfer.gate import LayerGate
-from moonpool.transfer.messenger import TCP_CONNECTIONS
-from moonpool.transfer.reshard import NOWHERE
+from moonpool_engine.transfer import fetch as fetch_module
+from moonpool_engine.transfer.fetch import split
+from moonpool_engine.transfer.gate import LayerGate
+from moonpool_engine.transfer.messenger import TCP_CONNECTIONS
+from moonpool_engine.transfer.reshard import NOWHERE
+from moonpool_lab.profiling.transfer_flows import FlowLimit
 
 MakeNode = Callable[..., Node]
 NUM_LAYERS = 3

@@ -18,17 +18,17 @@ from moonpool.protocol.transfer_events import (
     ReceiveEnded,
     SendEnded,
 )
-from moonpool.transfer import context as transfer_context
-from moonpool.transfer import listener as inbound
-from moonpool.transfer import slice_receiver as receivers
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.checksums import checksum_slice
-from moonpool.transfer.counters import Counters
-from moonpool.transfer.errors import PeerGoneError
-from moonpool.transfer.frame_socket import FrameSocket
-from moonpool.transfer.shm import ShmConnection
-from moonpool.transfer.slice_receiver import SliceReceiver
-from moonpool.transfer.wire import ReadBlocks, ReadGranted, ReadRenewed, Slices
+from moonpool_engine.transfer import context as transfer_context
+from moonpool_engine.transfer import listener as inbound
+from moonpool_engine.transfer import slice_receiver as receivers
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.counters import Counters
+from moonpool_engine.transfer.errors import PeerGoneError
+from moonpool_engine.transfer.frame_socket import FrameSocket
+from moonpool_engine.transfer.shm import ShmConnection
+from moonpool_engine.transfer.slice_receiver import SliceReceiver
+from moonpool_engine.transfer.wire import ReadBlocks, ReadGranted, ReadRenewed, Slices
 
 MakeNode = Callable[..., Node]
 PLAIN = pytest.mark.parametrize("slice_copier", ["plain"], indirect=True)

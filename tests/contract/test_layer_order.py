@@ -11,15 +11,21 @@ import pytest
 from messenger_harness import Node, keys, make_layout, rogue_connection
 
 from moonpool.protocol.transfer_events import FetchEnded, FetchProgress, ReadEnded, ReadRequested
-from moonpool.transfer import context as transfer_context
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.checksums import checksum_slice
-from moonpool.transfer.counters import Counters
-from moonpool.transfer.errors import PeerGoneError
-from moonpool.transfer.gate import LayerGate
-from moonpool.transfer.shm import ShmConnection
-from moonpool.transfer.slice_receiver import SliceReceiver
-from moonpool.transfer.wire import ReadBlocks, ReadGranted, Slices, pack_offers, unpack_offers
+from moonpool_engine.transfer import context as transfer_context
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.counters import Counters
+from moonpool_engine.transfer.errors import PeerGoneError
+from moonpool_engine.transfer.gate import LayerGate
+from moonpool_engine.transfer.shm import ShmConnection
+from moonpool_engine.transfer.slice_receiver import SliceReceiver
+from moonpool_engine.transfer.wire import (
+    ReadBlocks,
+    ReadGranted,
+    Slices,
+    pack_offers,
+    unpack_offers,
+)
 
 MakeNode = Callable[..., Node]
 NUM_LAYERS = 4

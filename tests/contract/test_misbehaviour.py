@@ -24,13 +24,14 @@ from moonpool.protocol.transfer_events import (
     ReceiveEnded,
     SendEnded,
 )
-from moonpool.transfer import listener, shm
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.checksums import checksum_slice
-from moonpool.transfer.connection import Connection
-from moonpool.transfer.context import TransferContext
-from moonpool.transfer.errors import PeerGoneError
-from moonpool.transfer.wire import (
+from moonpool.types import BlockId, InstanceId
+from moonpool_engine.transfer import listener, shm
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.connection import Connection
+from moonpool_engine.transfer.context import TransferContext
+from moonpool_engine.transfer.errors import PeerGoneError
+from moonpool_engine.transfer.wire import (
     MAX_FRAME_BYTES,
     OpenStream,
     ReadBlocks,
@@ -40,7 +41,6 @@ from moonpool.transfer.wire import (
     StreamExpected,
     pack_offers,
 )
-from moonpool.types import BlockId, InstanceId
 
 MakeNode = Callable[..., Node]
 

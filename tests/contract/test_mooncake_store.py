@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from tier_harness import Bench, keys_of
 
-from moonpool.config import MooncakeConfig
-from moonpool.storage import mooncake_client
-from moonpool.storage.folder import StoreError
-from moonpool.storage.mooncake import LOOK_UP_S, MooncakeStore, object_name
+from moonpool.config.tables import MooncakeConfig
+from moonpool_engine.storage import mooncake_client
+from moonpool_engine.storage.folder import StoreError
+from moonpool_engine.storage.mooncake import LOOK_UP_S, MooncakeStore, object_name
 from tests.mooncake_cluster import MooncakeCluster, free_port
 
 WAIT_S = 30.0

@@ -15,10 +15,10 @@ from messenger_harness import Node, keys, make_layout, need_nixl
 
 from moonpool.installation import install_command
 from moonpool.protocol.transfer_events import FetchEnded, ReadRequested
-from moonpool.transfer import connection_pool
-from moonpool.transfer import nixl_agent as nixl_agent_module
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.nixl_agent import NixlAgent, NixlAgentError, has_nixl
+from moonpool_engine.transfer import connection_pool
+from moonpool_engine.transfer import nixl_agent as nixl_agent_module
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.nixl_agent import NixlAgent, NixlAgentError, has_nixl
 
 LAYOUT = make_layout(head_dim=8192)  # 256 KiB slices
 BLOCKS = 16

@@ -14,7 +14,7 @@ from moonpool.protocol.transfer_events import (
     ReceiveEnded,
     SendEnded,
 )
-from moonpool.transfer.reshard import NOWHERE, ShardView
+from moonpool_engine.transfer.reshard import NOWHERE, ShardView
 
 MakeNode = Callable[..., Node]
 HALF = make_layout(head_dim=4)  # a slice of it is half of one of `make_layout()`

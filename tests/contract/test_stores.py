@@ -9,13 +9,13 @@ import pytest
 from tier_harness import NUM_BLOCKS, NUM_SLOTS, Bench, keys_of
 
 from moonpool.protocol.transfer_events import LoadEnded, LookUpEnded, StoreEnded
-from moonpool.storage import job as job_module
-from moonpool.storage import store as store_module
-from moonpool.storage.mooncake import MooncakeStore
-from moonpool.storage.store import open_store
-from moonpool.storage.tier_store import SharedStore
-from moonpool.transfer.gate import LayerGate
 from moonpool.types import BlockId
+from moonpool_engine.storage import job as job_module
+from moonpool_engine.storage import store as store_module
+from moonpool_engine.storage.mooncake import MooncakeStore
+from moonpool_engine.storage.store import open_store
+from moonpool_engine.storage.tier_store import SharedStore
+from moonpool_engine.transfer.gate import LayerGate
 from tests.mooncake_cluster import MooncakeCluster
 
 

@@ -19,10 +19,10 @@ from moonpool.protocol.transfer_events import (
     ReceiveEnded,
     SendEnded,
 )
-from moonpool.transfer.checksums import checksum_slice
-from moonpool.transfer.frame_socket import FrameSocket
-from moonpool.transfer.shm import ShmConnection
 from moonpool.types import BlockId
+from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.frame_socket import FrameSocket
+from moonpool_engine.transfer.shm import ShmConnection
 
 MakeNode = Callable[..., Node]
 

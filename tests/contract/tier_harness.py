@@ -18,10 +18,10 @@ from moonpool.protocol.transfer_events import (
     MessengerEvent,
     StoreEnded,
 )
-from moonpool.storage.tier_store import SharedStore, TierStore
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.gate import LayerGate
 from moonpool.types import BlockId, BlockKey
+from moonpool_engine.storage.tier_store import SharedStore, TierStore
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.gate import LayerGate
 
 T = TypeVar("T")
 NUM_BLOCKS = 48

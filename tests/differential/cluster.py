@@ -16,12 +16,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite.engine.single_instance import FREE
-from moonpool.engine.builtin import open_model
-from moonpool.engine.cuda.host_sync import HostGpuSync
-from moonpool.engine.drafting.drafter import Drafter
-from moonpool.engine.ops import KvCache, Ops, empty_cache
-from moonpool.engine.runner import Engine, make_layout
-from moonpool.engine.slices import ROWS_INNER
 from moonpool.protocol.messages import (
     AttemptFailed,
     AttemptSpec,
@@ -34,28 +28,28 @@ from moonpool.protocol.messages import (
     StepTokens,
     TransferDone,
 )
-from moonpool.runtime.engine_thread import Drafting
-from moonpool.runtime.transfers import (
+from moonpool.scheduler.actions import ExpectStream, FetchBlocks, RunStep, SendReport, StepEnded
+from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.speculation.draft_model import DraftModelPlace
+from moonpool.types import InstanceId, Role
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.cuda.host_sync import HostGpuSync
+from moonpool_engine.engine.drafting.drafter import Drafter
+from moonpool_engine.engine.ops import KvCache, Ops, empty_cache
+from moonpool_engine.engine.runner import Engine, make_layout
+from moonpool_engine.engine.slices import ROWS_INNER
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.checksums import Checksum, checksum_slice
+from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.worker.engine_thread import Drafting
+from moonpool_engine.worker.transfers import (
     LayerGates,
     LayerWaits,
     begin_writing,
     perform_transfer,
     send_layer,
 )
-from moonpool.scheduler.actions import (
-    ExpectStream,
-    FetchBlocks,
-    RunStep,
-    SendReport,
-    StepEnded,
-)
-from moonpool.scheduler.draft_model import DraftModelPlace
-from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.checksums import Checksum, checksum_slice
-from moonpool.transfer.messenger import Messenger
-from moonpool.types import InstanceId, Role
 
 SECRET = b"differential tests"
 MODEL = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.tensors import tensor_shapes
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.tensors import tensor_shapes
 from tests.unit.engine.gguf_files import GgufDraft, Stored, byte_vocabulary
 
 SIGMOIDS = ("deepseek_v3", "glm4_moe_lite")

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moonpool.engine.builtin import LoadedModel
-from moonpool.engine.native import available
-from moonpool.engine.ops import KvCache, Ops, empty_cache
-from moonpool.engine.parallel.tensor_ranks import sharded_engine
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.runner import Engine, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool_engine.engine.builtin import LoadedModel
+from moonpool_engine.engine.native import available
+from moonpool_engine.engine.ops import KvCache, Ops, empty_cache
+from moonpool_engine.engine.parallel.tensor_ranks import sharded_engine
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.runner import Engine, make_layout
 
 EXACT_OPS = ("reference", "native")
 """Operations without quantization."""
@@ -35,7 +35,7 @@ def missing(ops_name: str) -> str | None:
 def make_ops(ops_name: str) -> Ops:
     if ops_name == "reference":
         return ReferenceOps()
-    from moonpool.engine.native.ops import NativeOps
+    from moonpool_engine.engine.native.ops import NativeOps
 
     return NativeOps(quantization="int8" if ops_name == "native-int8" else "none")
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from moonpool.engine.builtin import open_model
+from moonpool_engine.engine.builtin import open_model
 from tests.differential.plans import OPS_NAMES, Lab, make_ops, missing, random_prompts
 
 TINY = "random:hidden=96,layers=3,heads=6,kv_heads=2,head_dim=16,inter=112,vocab=300,context=400"

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from moonpool.engine.builtin import LoadedModel, open_model, open_tokenizer
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.parallel.tensor_ranks import sharded_engine
-from moonpool.engine.pooling import stored_pooling
-from moonpool.engine.runner import make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool.text.model_error import ModelError
 from moonpool.types import SamplingParams
+from moonpool_engine.engine.builtin import LoadedModel, open_model, open_tokenizer
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.parallel.tensor_ranks import sharded_engine
+from moonpool_engine.engine.pooling import stored_pooling
+from moonpool_engine.engine.runner import make_layout
 from tests.differential.checkpoints import CASES, save
 from tests.differential.plans import Lab, make_ops
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.model import DecoderModel
-from moonpool.engine.step import plan_rows
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import Role
+from moonpool_engine.engine.builtin import LoadedModel, open_model
+from moonpool_engine.engine.model import DecoderModel
+from moonpool_engine.engine.step import plan_rows
 from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster
 from tests.differential.plans import Lab, make_ops, random_prompts

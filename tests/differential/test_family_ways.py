@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.families.table import FAMILIES
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.runner import make_layout
+from moonpool_engine.engine.builtin import LoadedModel, open_model
+from moonpool_engine.engine.families.table import FAMILIES
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.runner import make_layout
 from tests.differential.checkpoints import CASES, Case
 from tests.live.family_checkpoints import CASE_OF, refusal, write
 

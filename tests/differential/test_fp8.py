@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import make_layout
-from moonpool.engine.slices import read_rows, to_fp8, write_rows
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import make_layout
+from moonpool_engine.engine.slices import read_rows, to_fp8, write_rows
 from tests.differential.checkpoints import CASES, save
 from tests.differential.plans import Lab, make_ops, random_prompts
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moonpool.engine.builtin import open_model, open_tokenizer
-from moonpool.engine.gguf.files import PACKAGED, gguf_file
-from moonpool.engine.model import DecoderModel
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.tensors import tensor_shapes
 from moonpool.installation import install_command
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import open_model, open_tokenizer
+from moonpool_engine.engine.gguf.files import PACKAGED, gguf_file
+from moonpool_engine.engine.model import DecoderModel
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.tensors import tensor_shapes
 from tests.differential.plans import Lab, make_ops, missing, random_prompts
 from tests.unit.engine.gguf_files import tiny_llama
 

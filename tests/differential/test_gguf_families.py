@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.gguf.architectures import ARCHITECTURES
-from moonpool.engine.model_error import ModelError
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.gguf.architectures import ARCHITECTURES
 from tests.differential.checkpoints import CASES, DELTA, SHARED, YARN, Case, save
 from tests.differential.gguf_conversion import convert
 from tests.differential.plans import Lab, make_ops

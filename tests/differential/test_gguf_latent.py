@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.model import DecoderModel
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix
-from moonpool.engine.reference import ReferenceOps
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.model import DecoderModel
+from moonpool_engine.engine.quantized.matrix import Matrix, QuantizedMatrix
+from moonpool_engine.engine.reference import ReferenceOps
 from tests.differential.checkpoints import CASES, Case, save
 from tests.differential.gguf_conversion import convert, in_q8_0
 from tests.differential.test_families import check_plans

@@ -18,9 +18,9 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from moonpool.engine.builtin import open_tokenizer
-from moonpool.engine.gguf.files import gguf_file
-from moonpool.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
+from moonpool_engine.engine.builtin import open_tokenizer
+from moonpool_engine.engine.gguf.files import gguf_file
+from moonpool_engine.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
 from tests.unit.engine.gguf_files import GgufDraft, Stored
 
 transformers = pytest.importorskip("transformers")

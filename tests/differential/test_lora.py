@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.model_error import ModelError
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import LoadedModel, open_model
 from tests.differential.adapters import ALL, linears_of, merge, write_adapter
 from tests.differential.checkpoints import CASES, save
 from tests.differential.plans import Lab, make_ops

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.quantized.matrix import QuantizedMatrix
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.quantized.matrix import QuantizedMatrix
 from tests.differential.checkpoints import CASES, Case, save
 from tests.differential.test_transformers import PROMPT, _greedy, _ours, _their_greedy, _theirs
 

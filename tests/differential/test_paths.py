@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine import native
-from moonpool.engine.ops import Ops
-from moonpool.engine.reference import ReferenceOps
 from moonpool.protocol.messages import AttemptId, AttemptSpec
-from moonpool.transfer import context as transfer_context
-from moonpool.transfer.shm import ShmConnection
 from moonpool.types import Role, SamplingParams, Slo
+from moonpool_engine.engine import native
+from moonpool_engine.engine.ops import Ops
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.transfer import context as transfer_context
+from moonpool_engine.transfer.shm import ShmConnection
 from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster, Outcome
 
@@ -36,7 +36,7 @@ def make_ops(name: str) -> Ops:
     missing = native.available()
     if missing is not None:
         pytest.skip(missing)
-    from moonpool.engine.native.ops import NativeOps
+    from moonpool_engine.engine.native.ops import NativeOps
 
     return NativeOps(quantization="int8" if name == "native-int8" else "none")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.engine.builtin import open_model
+from moonpool_engine.engine.builtin import open_model
 from tests.differential.checkpoints import CASES, save
 from tests.differential.plans import Lab, make_ops, random_prompts
 from tests.differential.test_transformers import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.engine import native
-from moonpool.engine.builtin import LoadedModel, open_model, open_tokenizer
-from moonpool.engine.gguf.files import gguf_file
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.text.model_error import ModelError
+from moonpool.text.tokenizer import Tokenizer
+from moonpool_engine.engine import native
+from moonpool_engine.engine.builtin import LoadedModel, open_model, open_tokenizer
+from moonpool_engine.engine.gguf.files import gguf_file
 from tests.differential.plans import Lab, make_ops
 
 # Made with the tokenizer of HuggingFaceTB/SmolLM2-135M-Instruct's kind in transformers 5.23.0.

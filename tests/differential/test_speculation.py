@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from moonpool.config import SpeculativeConfig
+from moonpool.config.tables import SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import BadWord, Role, SamplingParams, Slo

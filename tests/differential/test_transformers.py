@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moonpool.engine.builtin import export_checkpoint, open_model
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
+from moonpool_engine.engine.builtin import export_checkpoint, open_model
 from tests.differential.checkpoints import CASES, SIZE, save
 from tests.differential.plans import Lab, make_ops
 

@@ -17,7 +17,7 @@ import setproctitle
 
 from moonpool.cli.head_process import import_for
 from moonpool.cli.main import main
-from moonpool.runtime.fork_server import end_quickly
+from moonpool.head.fork_server import end_quickly
 
 MAX_ORDER_BYTES = 1 << 17
 

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from moonpool.demo import local_server
+from moonpool_lab.demo import local_server
 
 ROOT = Path(__file__).parents[2]
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

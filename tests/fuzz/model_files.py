@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from moonpool.engine.builtin import export_checkpoint, open_model
-from moonpool.engine.gguf.checkpoint import open_gguf
-from moonpool.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
-from moonpool.engine.model_info import model_info_without_weights, open_tokenizer
-from moonpool.engine.rope import rope_table
-from moonpool.engine.spec import ModelSpec
-from moonpool.engine.tensors import tensor_shapes
-from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer
+from moonpool.text.model_info import read_model_info
+from moonpool.text.tokenizer import ChatTemplateError, Tokenizer
+from moonpool_engine.engine.builtin import export_checkpoint, open_model
+from moonpool_engine.engine.gguf.checkpoint import open_gguf
+from moonpool_engine.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
+from moonpool_engine.engine.rope import rope_table
+from moonpool_engine.engine.spec import ModelSpec
+from moonpool_engine.engine.tensors import tensor_shapes
+from moonpool_engine.engine.tokenizers import open_tokenizer
 from tests.differential.adapters import write_adapter
 from tests.unit.engine import test_quantized_checkpoints as quantized
 from tests.unit.engine.gguf_files import GgufDraft, text, tiny_llama, value_bytes
@@ -118,7 +119,7 @@ def read_model_files(data: bytes, folder: Path) -> None:
     for name in _NAMES:
         (model / name).unlink(missing_ok=True)
     _write(model, given["files"])
-    model_info_without_weights(str(model), "float32")
+    read_model_info(str(model))
     adapters = (f"a={model / 'adapter'}",) if (model / "adapter").exists() else ()
     opened = open_model(str(model), "float32", adapters)
     use_spec(opened.spec)

@@ -17,22 +17,29 @@ from moonpool.api.connection.kept_stream import draw_facts
 from moonpool.api.errors import ApiError
 from moonpool.api.keys import KeyFileError, collect_keys
 from moonpool.api.resume.event_ids import EventPosition, last_event_id
-from moonpool.attention_offload import wire as attention_wire
-from moonpool.config import ConfigError
-from moonpool.config_parse import parse_config
-from moonpool.engine.builtin import export_checkpoint, open_model
-from moonpool.engine.checkpoint import open_checkpoint
-from moonpool.engine.families.config import parse_config as parse_model_config
-from moonpool.engine.families.table import FAMILIES
-from moonpool.engine.gguf.checkpoint import open_gguf
-from moonpool.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.quantized.checkpoints import read_scheme
-from moonpool.engine.tokenizer import TokenizerError
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import ConfigError
+from moonpool.link.auth import AuthError, ClientHandshake, Identity, ServerHandshake
 from moonpool.protocol.frames import DownFrame, UpFrame
 from moonpool.sim.hardware.catalogue import package_text, parse_catalogue
-from moonpool.storage.folder import StoreError
-from moonpool.storage.format import (
+from moonpool.text.model_error import ModelError
+from moonpool.text.tokenizer import TokenizerError
+from moonpool.trace.builtin import CONVERSATION, TOOLAGENT
+from moonpool.trace.profile import read_profile
+from moonpool.trace.reader import open_trace
+from moonpool.trace.row import TraceError
+from moonpool.types import MALFORMED, InstanceId
+from moonpool.vllm.events import read_batch
+from moonpool_engine.attention_offload import wire as attention_wire
+from moonpool_engine.engine.builtin import export_checkpoint, open_model
+from moonpool_engine.engine.checkpoint import open_checkpoint
+from moonpool_engine.engine.families.config import parse_config as parse_model_config
+from moonpool_engine.engine.families.table import FAMILIES
+from moonpool_engine.engine.gguf.checkpoint import open_gguf
+from moonpool_engine.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
+from moonpool_engine.engine.quantized.checkpoints import read_scheme
+from moonpool_engine.storage.folder import StoreError
+from moonpool_engine.storage.format import (
     HELD,
     FormatError,
     Record,
@@ -46,15 +53,8 @@ from moonpool.storage.format import (
     encode_records,
     make_geometry,
 )
-from moonpool.storage.verify import verify_folder
-from moonpool.trace.builtin import CONVERSATION, TOOLAGENT
-from moonpool.trace.profile import read_profile
-from moonpool.trace.reader import open_trace
-from moonpool.trace.row import TraceError
-from moonpool.transfer.auth import AuthError, ClientHandshake, Identity, ServerHandshake
-from moonpool.transfer.wire import Codec, Message, unpack_offers
-from moonpool.types import MALFORMED, InstanceId
-from moonpool.vllm.events import read_batch
+from moonpool_engine.storage.verify import verify_folder
+from moonpool_engine.transfer.wire import Codec, Message, unpack_offers
 from tests.fuzz.http_surface import ask, http_samples
 from tests.fuzz.message_samples import samples_of
 from tests.fuzz.model_files import (

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.engine.builtin import LoadedModel
-from moonpool.engine.cuda.torch_ops import TorchOps
-from moonpool.engine.ops import Ops, empty_cache
-from moonpool.engine.runner import Engine, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool_engine.engine.builtin import LoadedModel
+from moonpool_engine.engine.cuda.torch_ops import TorchOps
+from moonpool_engine.engine.ops import Ops, empty_cache
+from moonpool_engine.engine.runner import Engine, make_layout
 
 BACKENDS = ("torch-cpu", "torch-cuda", "triton-cuda")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # of the norm of all logits
@@ -35,7 +35,7 @@ def make_ops(backend: str) -> Ops:
         return TorchOps(torch.device(device))
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    from moonpool.engine.cuda.triton_ops import TritonOps
+    from moonpool_engine.engine.cuda.triton_ops import TritonOps
 
     return TritonOps(torch.device(device))
 

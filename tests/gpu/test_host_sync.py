@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.cuda.host_sync import HostGpuSync
-from moonpool.engine.ops import KvCache, empty_cache
-from moonpool.engine.runner import Engine, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.cuda.host_sync import HostGpuSync
+from moonpool_engine.engine.ops import KvCache, empty_cache
+from moonpool_engine.engine.runner import Engine, make_layout
 from tests.gpu.backends import BACKENDS, make_ops
 from tests.gpu.test_ops import TINY, prompt_of
 

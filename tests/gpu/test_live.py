@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from moonpool.demo.local_server import LocalServer
+from moonpool_lab.demo.local_server import LocalServer
 from tests.live.conftest import MODEL, SMALL
 
 pytestmark = [

@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.runner import Engine, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.runner import Engine, make_layout
 from tests.gpu.backends import BACKENDS, TOLERANCE, Bench, difference, make_ops
 
 DTYPES = ("float32", "bfloat16")
@@ -123,7 +123,7 @@ def test_recorded_decodes_keep_what_they_read() -> None:
 def test_products_of_the_library_agree_with_our_own_where_they_are_used() -> None:
     """Shapes of real models, numbers of rows that choosing did not try."""
     make_ops("triton-cuda")
-    from moonpool.engine.cuda.linears import Linears, MixedLinear, TritonLinear
+    from moonpool_engine.engine.cuda.linears import Linears, MixedLinear, TritonLinear
 
     linears, device = Linears(), torch.device("cuda")
     shapes = [(4096, 6144), (4096, 28672), (14336, 4096), (8192, 1280), (3584, 4608), (896, 1152)]

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moonpool.transfer.shm import ShmConnection
 from moonpool.types import Role
+from moonpool_engine.transfer.shm import ShmConnection
 from tests.differential.cluster import MiniCluster, Outcome
 from tests.differential.test_paths import make_prompts, work
 from tests.gpu.backends import BACKENDS, difference, make_ops

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.device import stages_of_fullest
-from moonpool.engine.ops import KvCache, empty_cache
-from moonpool.engine.parallel.pipeline import PipelineEngine, StageOptions
-from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
-from moonpool.transfer.arena import Arena
 from moonpool.types import SamplingParams
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.device import stages_of_fullest
+from moonpool_engine.engine.ops import KvCache, empty_cache
+from moonpool_engine.engine.parallel.pipeline import PipelineEngine, StageOptions
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
+from moonpool_engine.transfer.arena import Arena
 from tests.unit.engine.test_stages import MODEL, NUM_BLOCKS, SAMPLED, steps_of
 
 NUM_STAGES = 3

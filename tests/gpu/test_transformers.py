@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.engine.builtin import open_model
+from moonpool_engine.engine.builtin import open_model
 from tests.differential.checkpoints import CASES, save
 from tests.differential.test_transformers import LENGTHS, PROMPT
 from tests.gpu.backends import BACKENDS, Bench, difference, make_ops

@@ -8,14 +8,14 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from moonpool.attention_offload.partition import WorkerBlockRanges
-from moonpool.attention_offload.remote_ops import RemoteOps
-from moonpool.engine.builtin import LoadedModel
-from moonpool.engine.families.table import FAMILIES
-from moonpool.engine.model import DecoderModel
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.parallel.tensor_model import check_shards
-from moonpool.engine.reference import ReferenceSplitOps
+from moonpool.text.model_error import ModelError
+from moonpool_engine.attention_offload.partition import WorkerBlockRanges
+from moonpool_engine.attention_offload.remote_ops import RemoteOps
+from moonpool_engine.engine.builtin import LoadedModel
+from moonpool_engine.engine.families.table import FAMILIES
+from moonpool_engine.engine.model import DecoderModel
+from moonpool_engine.engine.parallel.tensor_model import check_shards
+from moonpool_engine.engine.reference import ReferenceSplitOps
 from tests.differential.checkpoints import CASES, Case, save
 
 POSITIONS = 1024

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from moonpool.demo.local_server import free_port
+from moonpool_lab.demo.local_server import free_port
 
 EVERY_TOKENS = 40
 

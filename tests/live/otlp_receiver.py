@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import free_port
+from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 
 PATIENCE_S = 60.0

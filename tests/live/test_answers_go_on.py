@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from moonpool.demo.local_server import free_port
+from moonpool_lab.demo.local_server import free_port
 from tests.certificates import make_certificates
 from tests.live.calls import fresh
 from tests.live.test_https import certificate

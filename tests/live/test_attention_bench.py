@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.suite.offload.attention_capacity import bench_attention_capacity, capacity_lines
 from benchmarks.suite.offload.attention_partitions import measure_partitions, partition_lines
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import SEGMENT
-from moonpool.engine.runner import choose_split_ops, make_layout
-from moonpool.engine.staggered import MIN_SEQUENCES
-from moonpool.profiling.attention_group import Decodes
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import SEGMENT
+from moonpool_engine.engine.runner import choose_split_ops, make_layout
+from moonpool_engine.engine.staggered import MIN_SEQUENCES
+from moonpool_lab.profiling.attention_group import Decodes
 
 pytestmark = pytest.mark.long
 

@@ -63,7 +63,7 @@ def test_it_simulates(place: Path) -> None:
 def test_it_fronts_vllm(place: Path) -> None:
     assert "--vllm" in moonpool(place, "serve", "--help").stdout
     assert "--head-port" in moonpool(place, "head", "--help").stdout
-    modules = "moonpool.runtime.cluster, moonpool.vllm.worker, moonpool.cli.worker"
+    modules = "moonpool.head.cluster, moonpool.vllm.worker, moonpool.cli.worker"
     run(str(place / "venv/bin/python"), "-c", f"import {modules}", cwd=place)
     refused = moonpool(place, "serve", "--port", "0", "--vllm", "http://127.0.0.1:9")
     assert refused.stderr.strip() == "moonpool: vLLM at http://127.0.0.1:9: no server listens there"

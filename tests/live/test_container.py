@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import __version__
-from moonpool.demo.local_server import free_port
+from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.container_image import CHROOT, Images, missing
 from tests.live.waiting import wait_until_ready

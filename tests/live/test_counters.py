@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.replay.server import parse_metrics
+from moonpool_lab.replay.server import parse_metrics
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import wait_for_instances

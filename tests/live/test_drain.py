@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.cli.main import cli
-from moonpool.runtime.audit import audit_cluster
+from moonpool.head.audit import audit_cluster
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.families.table import FAMILIES
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.families.table import FAMILIES
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import SMALL

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo import local_server
-from moonpool.demo.local_server import free_port, is_alive
+from moonpool_lab.demo import local_server
+from moonpool_lab.demo.local_server import free_port, is_alive
 from tests.forked.commands import LocalServer
 from tests.forked.commands import run_command as run_forked
 from tests.live.conftest import MODEL, SMALL

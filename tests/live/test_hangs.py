@@ -23,7 +23,7 @@ END_S = 45.0
 HANGING = """
 import signal, sys, threading
 from moonpool.cli.main import main
-from moonpool.engine.parallel.pipeline import PipelineEngine
+from moonpool_engine.engine.parallel.pipeline import PipelineEngine
 
 hangs = threading.Event()
 signal.signal(signal.SIGUSR1, lambda *_: hangs.set())

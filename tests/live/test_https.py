@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from moonpool.api.connection.tls import CLIENT_CERT_VARIABLE, TlsError, TlsFiles
-from moonpool.demo.local_server import ServerError, free_port
-from moonpool.replay.http_client import HttpClient
+from moonpool_lab.demo.local_server import ServerError, free_port
+from moonpool_lab.replay.http_client import HttpClient
 from tests.forked.commands import ForkedCommand, run_command
 
 OPENSSL = shutil.which("openssl")

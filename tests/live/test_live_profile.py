@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from moonpool.profiling.live_profile import LiveProfiler
+from moonpool_lab.profiling.live_profile import LiveProfiler
 from tests.forked.commands import LocalServer
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.demo.local_server import ServerError
+from moonpool_lab.demo.local_server import ServerError
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.tidy.test_extending import EXAMPLES

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from moonpool.demo.local_server import free_port
+from moonpool_lab.demo.local_server import free_port
 from tests.forked.commands import ForkedCommand
 from tests.live.conftest import MODEL, SMALL
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.transfer.tls import PeerTls, PeerTlsError
+from moonpool.link.tls import PeerTls, PeerTlsError
 from tests.certificates import make_certificates
 from tests.live.test_parts import PROMPT, Parts
 

@@ -23,7 +23,7 @@ POISON = 299
 SCRIPT = f"""
 import os, sys
 from moonpool.cli.main import main
-from moonpool.engine.runner import Engine
+from moonpool_engine.engine.runner import Engine
 
 step = Engine.step
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.engine.builtin import open_model
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
+from moonpool_engine.engine.builtin import open_model
 from tests.differential.plans import Lab, make_ops
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.engine.calibrate import StepSample
+from moonpool_engine.engine.calibrate import StepSample
 from tests.live.test_ssd import PROMPT_TOKENS, Talk, serve
 
 # Of a slow model, measured once each: the short prefill was interrupted, so it took the longest.

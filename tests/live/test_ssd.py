@@ -16,13 +16,13 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.cli.main import cli
-from moonpool.engine.builtin import open_model
-from moonpool.engine.calibrate import StepSample
-from moonpool.engine.device import resolve_dtype
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.runtime.profile_store import profile_path
-from moonpool.storage.folder import instance_folder
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.calibrate import StepSample
+from moonpool_engine.engine.device import resolve_dtype
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
+from moonpool_engine.storage.folder import instance_folder
+from moonpool_engine.worker.profile_store import profile_path
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from moonpool.api.resume import event_ids
-from moonpool.demo.local_server import free_port
+from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.test_faults import children_of, command_of, wait_until_gone
 from tests.live.test_parts import Part, Parts

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.demo.local_server import free_port
+from moonpool_lab.demo.local_server import free_port
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL

@@ -14,7 +14,7 @@ import pytest
 
 import moonpool
 from benchmarks.suite.live.kills.calls import Body
-from moonpool.demo.local_server import LocalServer
+from moonpool_lab.demo.local_server import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import children_of, shared_memory_names, wait_until_gone

@@ -14,7 +14,7 @@ _BEGIN = """
 import secrets, sys
 from moonpool.cli.main import cli
 from moonpool.protocol.versions import Agreed, VersionRange, Versions, state_versions
-from moonpool.transfer import auth
+from moonpool.link import auth
 """
 FORMER = (
     _BEGIN

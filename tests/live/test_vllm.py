@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from benchmarks.suite.live.vllm_server import VllmServer
-from moonpool.demo.local_server import ServerError, free_port
+from moonpool_lab.demo.local_server import ServerError, free_port
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import SMALL

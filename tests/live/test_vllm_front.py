@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moonpool.demo.local_server import ServerError, free_port
+from moonpool_lab.demo.local_server import ServerError, free_port
 from tests.forked.commands import LocalServer, run_command
 from tests.live.calls import fresh
 from tests.live.vllm_stub import MODEL, POOLING, VllmStub, picture, stubs, tokens_after

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.demo.local_server import free_port
-from moonpool.engine.native.build import library_name
+from moonpool_engine.engine.native.build import library_name
+from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.waiting import wait_until_ready
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from moonpool.head.takeover.standby_links import StandbyLinks
+from moonpool.link.auth import ClientHandshake, Hello, Identity, ServerHandshake
+from moonpool.link.channel import Channel
+from moonpool.link.head_link import InstanceProcess
 from moonpool.protocol import frames
 from moonpool.protocol.frames import CONTROL_SERVICE, Leadership
 from moonpool.protocol.known_heads import KnownHeads
 from moonpool.protocol.messages import InstanceInfo, Report
 from moonpool.protocol.versions import BLOCK_FORMATS, NEWEST_PROTOCOL, OWN, VersionRange, Versions
-from moonpool.runtime.channel import Channel
-from moonpool.runtime.head_link import InstanceProcess
-from moonpool.runtime.takeover.standby_links import StandbyLinks
-from moonpool.transfer.auth import ClientHandshake, Hello, Identity, ServerHandshake
 from moonpool.types import InstanceId, Struct
 
 if TYPE_CHECKING:

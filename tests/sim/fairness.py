@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from moonpool.conductor.actions import ConductorAction, Send
 from moonpool.conductor.attempt_planner import PlannedAttempt
 from moonpool.conductor.conductor import Conductor
-from moonpool.conductor.fair_share import ACTIVE_S, HALF_LIFE_S, ShareAccount
 from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.waiting.fair_share import ACTIVE_S, HALF_LIFE_S, ShareAccount
 from moonpool.protocol.messages import StartPrefill
 from moonpool.types import Request
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from moonpool.api.metrics.labels import FAILURES, REFUSALS
 from moonpool.api.metrics.server_metrics import ServerMetrics
 from moonpool.conductor.state import InstanceState
+from moonpool.head.watch.metrics_collector import MetricsCollector
 from moonpool.protocol.messages import InstanceInfo
 from moonpool.request_record import RequestRecord
-from moonpool.runtime.watch.metrics_collector import MetricsCollector
 from moonpool.types import InstanceId
 from tests.sim.member import Member
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moonpool.attention_offload.pools.partitions import PartitionedPool
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import InstanceInfo
@@ -27,6 +26,7 @@ from moonpool.scheduler.actions import (
     StoreBlocks,
     WorkerAction,
 )
+from moonpool.scheduler.attention_pools.partitions import PartitionedPool
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.request_state import PendingTransfer
 from moonpool.types import BlockId, BlockKey, InstanceId, Role

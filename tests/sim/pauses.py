@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moonpool.conductor.actions import InstanceLost, Tick
+from moonpool.head.head import SILENCE_S, TICK_S
+from moonpool.link.silence import ListeningClock
 from moonpool.protocol.frames import HEARTBEAT_S
-from moonpool.runtime.head import SILENCE_S, TICK_S
-from moonpool.runtime.silence import ListeningClock
 from moonpool.types import InstanceId
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moonpool.storage.folder import segment_path
-from moonpool.storage.format import Geometry
+from moonpool_engine.storage.folder import segment_path
+from moonpool_engine.storage.format import Geometry
 
 
 class FaultyDisk:

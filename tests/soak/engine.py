@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moonpool.runtime.transfers import begin_writing, send_layer
 from moonpool.scheduler.actions import RunStep, StepEnded, StepEntry
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.messenger import Messenger
 from moonpool.types import Token
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.worker.transfers import begin_writing, send_layer
 from tests.soak.content import LAYOUT, names, next_of, slice_bytes
 
 

@@ -22,10 +22,8 @@ from typing import Any
 import msgspec
 
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.native.slices import open_slices
 from moonpool.protocol.messages import BlocksChanged
 from moonpool.protocol.transfer_events import LoadEnded, ReadRequested, StoreEnded
-from moonpool.runtime.transfers import perform_storage, perform_transfer
 from moonpool.scheduler.actions import (
     ForgetStored,
     LoadBlocks,
@@ -38,14 +36,16 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.storage import io_threads
-from moonpool.storage import store as store_module
-from moonpool.storage.format import make_geometry
-from moonpool.storage.store import BlockStore, open_store
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.checksums import checksum_slice
-from moonpool.transfer.messenger import Messenger
 from moonpool.types import BlockId, BlockKey, InstanceId, Role
+from moonpool_engine.engine.native.slices import open_slices
+from moonpool_engine.storage import io_threads
+from moonpool_engine.storage import store as store_module
+from moonpool_engine.storage.format import make_geometry
+from moonpool_engine.storage.store import BlockStore, open_store
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.worker.transfers import perform_storage, perform_transfer
 from tests.soak import orders
 from tests.soak.content import LAYOUT, slice_bytes
 from tests.soak.disk import FaultyDisk

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moonpool.head.audit import audit_cluster
 from moonpool.protocol.messages import InstanceLoad, TierLoad
-from moonpool.runtime.audit import audit_cluster
-from moonpool.storage.folder import instance_folder
-from moonpool.storage.index import read_index
-from moonpool.storage.verify import verify_folder
+from moonpool_engine.storage.folder import instance_folder
+from moonpool_engine.storage.index import read_index
+from moonpool_engine.storage.verify import verify_folder
 from tests.soak import orders
 from tests.soak.cluster import Cluster, Member, SoakError
 from tests.soak.content import LAYOUT

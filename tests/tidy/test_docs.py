@@ -17,8 +17,8 @@ from benchmarks.clients.environments import read_clients
 from benchmarks.page import PAGE as BENCHMARK_PAGE
 from benchmarks.page import page as benchmark_page
 from moonpool.cli.main import cli
-from moonpool.config import Config
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

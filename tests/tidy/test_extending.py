@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.request_record import RequestRecord
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from moonpool.engine.families.table import FAMILIES
+from moonpool_engine.engine.families.table import FAMILIES
 
 SRC = Path(__file__).parents[2] / "src" / "moonpool"
 COMPUTES = [

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 from test_structure import BESIDE, BESIDE_ROOMS, LEVELS, ROOT, SOURCE, SOURCES, TESTS
 
-from moonpool.config import Config
-from moonpool.config_schema import schema_of
+from moonpool.config.schema import schema_of
+from moonpool.config.tables import Config
 
 SUFFIXES = "py|md|cpp|h|toml|html|jinja|lock|yml|yaml|service|ipynb|svg|mjs|sh"
 PATH = re.compile(
@@ -146,8 +146,8 @@ def test_modules_that_are_named_exist() -> None:
     ("text", "is_gone"),
     [
         ("see engine/native/hand.py", True),
-        ("see engine/runner.py, and docs/x.md.", True),
-        ("see engine/runner.py and docs/architecture.md", False),
+        ("see moonpool_engine/engine/runner.py, and docs/x.md.", True),
+        ("see moonpool_engine/engine/runner.py and docs/architecture.md", False),
         ("tests/tidy/test_references.py::test_modules_that_are_named_exist", False),
         ("tests/tidy/test_references.py::test_nothing", True),
         ("https://host/engine/nothing.py and <folder>/nothing.py", False),

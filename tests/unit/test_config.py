@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from moonpool.config import Admission, Config, ConfigError, choices
-from moonpool.config_parse import parse_config
-from moonpool.config_schema import FieldSchema, schema_of
+from moonpool.config.parse import parse_config
+from moonpool.config.schema import FieldSchema, schema_of
+from moonpool.config.tables import Admission, Config, ConfigError, choices
 
 
 def test_nothing_is_the_default() -> None:

@@ -19,12 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from moonpool.config import ADMISSIONS, Config
+from moonpool.config.tables import ADMISSIONS, Config
 from moonpool.gc_tuning import rare_collections
-from moonpool.oracle.bound import Resource
-from moonpool.oracle.cluster import limits_of
-from moonpool.oracle.least_work import LeastWork
-from moonpool.oracle.search import Runner
 from moonpool.sim.hardware.build import Hardware, build_hardware
 from moonpool.sim.workload import Arrival, make_arrivals
 from moonpool.studies.cluster import cluster_config
@@ -34,6 +30,10 @@ from moonpool.trace.generate import BLOCK_TOKENS, generate, generate_mix
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceRow
+from moonpool_lab.oracle.bound import Resource
+from moonpool_lab.oracle.cluster import limits_of
+from moonpool_lab.oracle.least_work import LeastWork
+from moonpool_lab.oracle.search import Runner
 
 KINDS = (
     *("conversation", "toolagent", "synthetic", "agents", "jobs", "hot-set", "l-eval"),

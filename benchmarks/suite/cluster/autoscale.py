@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.suite.cluster.role_balance import DAY_SLO
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware, instance_usd_per_h
 from moonpool.sim.hardware.prices import parse_prices

@@ -22,7 +22,7 @@ from moonpool.conductor.actions import (
     Send,
 )
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import ConductorConfig
+from moonpool.config.tables import ConductorConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (

@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.suite.cluster.plan_workloads import ProofWorkload
-from moonpool.config import Config
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Config
 from moonpool.plan.arrangements import arrangements
 from moonpool.plan.assess import FRESH_SEEDS_FROM, Assessment, Assessor, PlanGoal, check
 from moonpool.plan.bounds import Bounds

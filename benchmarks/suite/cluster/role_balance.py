@@ -22,8 +22,8 @@ import msgspec
 from benchmarks.checkout import ROOT
 from benchmarks.errors import BenchError
 from benchmarks.suite.cluster.role_days import DayKind, PhaseLog, day_of, phase_figures
-from moonpool.config import RoleBalance
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import RoleBalance
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise

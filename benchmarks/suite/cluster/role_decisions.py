@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.suite.cluster.role_days import abrupt_day
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.conductor.role_balance import LoadSums, Pools, RoleBalance
-from moonpool.config_parse import parse_config
+from moonpool.conductor.roles.role_balance import LoadSums, Pools, RoleBalance
+from moonpool.config.parse import parse_config
 from moonpool.protocol.messages import InstanceInfo
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.sim.defaults import DEFAULTS

@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.checkout import ROOT
 from benchmarks.errors import BenchError
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.simulation import Simulation

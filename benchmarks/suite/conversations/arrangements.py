@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager
 import msgspec
 
 from benchmarks.suite.live.vllm_shapes import SHAPES, Shape, VllmTarget, start_peer
-from moonpool.config import Admission, ConfigError, Placement, choices
-from moonpool.demo.local_server import LocalServer
-from moonpool.profiling.live_cluster import LiveCluster
+from moonpool.config.tables import Admission, ConfigError, Placement, choices
 from moonpool.types import Slo, Struct
+from moonpool_lab.demo.local_server import LocalServer
+from moonpool_lab.profiling.live_cluster import LiveCluster
 
 PLANNED = "planned"
 PEER = "vllm-"

@@ -28,7 +28,8 @@ from benchmarks.suite.conversations.sessions import (
     sessions_at,
     trace_rows,
 )
-from moonpool.profiling.live_cluster import (
+from moonpool.types import Slo, Struct
+from moonpool_lab.profiling.live_cluster import (
     TBT_FACTOR,
     TTFT_FACTOR,
     UNBOUNDED,
@@ -36,8 +37,7 @@ from moonpool.profiling.live_cluster import (
     measure_live,
     run_on_uvloop,
 )
-from moonpool.profiling.live_profile import LiveProfile
-from moonpool.types import Slo, Struct
+from moonpool_lab.profiling.live_profile import LiveProfile
 
 REFERENCE = "2M/none"
 ALONE_S, BUSY_S = 25.0, 25.0

@@ -27,8 +27,8 @@ from benchmarks.suite.conversations.foreign import run_aiperf
 from benchmarks.suite.conversations.player import play_sessions, run_figures
 from benchmarks.suite.conversations.sessions import SessionShape, arriving_sessions, sessions_at
 from benchmarks.suite.live.vllm_shapes import reset_prefix_cache
-from moonpool.demo.local_server import ServerError
-from moonpool.profiling.live_cluster import run_on_uvloop
+from moonpool_lab.demo.local_server import ServerError
+from moonpool_lab.profiling.live_cluster import run_on_uvloop
 
 ROW_KEY = ("model", "workload", "system", "load", "client")
 OURS, FOREIGN = "moonpool", "aiperf"

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from benchmarks.suite.conversations.sessions import TRACE_BLOCK_TOKENS
-from moonpool.profiling.live_cluster import LiveCluster, simulate_rows
-from moonpool.profiling.live_profile import LiveProfile
 from moonpool.trace.row import TraceRow
 from moonpool.types import Slo
+from moonpool_lab.profiling.live_cluster import LiveCluster, simulate_rows
+from moonpool_lab.profiling.live_profile import LiveProfile
 
 PLAN_S = 45.0
 PLAN_RUNS = 80

@@ -18,7 +18,7 @@ import msgspec
 
 from benchmarks.suite.conversations.basis import SessionBasis
 from benchmarks.suite.conversations.sessions import SessionShape
-from moonpool.demo.local_server import ServerError
+from moonpool_lab.demo.local_server import ServerError
 
 RESULT = "profile_export_aiperf.json"
 GRACE_S = 20

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from benchmarks.suite.conversations.sessions import Session, SessionTurn
-from moonpool.replay.http_client import ConnectionFailedError, HttpClient
-from moonpool.replay.player import TURNED_AWAY
-from moonpool.replay.server import query_server
-from moonpool.replay.stream import CompletionReceiver
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId, Slo
+from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
+from moonpool_lab.replay.player import TURNED_AWAY
+from moonpool_lab.replay.server import query_server
+from moonpool_lab.replay.stream import CompletionReceiver
 
 GRACE_S = 20.0
 """Seconds that the answers of requests under way may take, after the last request's TTFT SLO."""

@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.suite.engine.timed_instance import TimedJob, by_cost, serve
 from benchmarks.suite.pool.layers import LayerwisePair
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.cost.fitted import FittedCost
 from moonpool.gc_tuning import settle_threads
 from moonpool.scheduler.instance_config import InstanceConfig

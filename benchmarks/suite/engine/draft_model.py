@@ -17,15 +17,15 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.suite.engine.single_instance import SoloInstance
-from moonpool.config import SpeculativeConfig
+from moonpool.config.tables import SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.calibrate import fit_samples, measure_samples
-from moonpool.engine.drafting.drafter import Drafter
-from moonpool.engine.packing import Weights
-from moonpool.engine.quantized.matrix import Matrix
-from moonpool.engine.runner import choose_ops
-from moonpool.scheduler.draft_model import DraftModelPlace
+from moonpool.scheduler.speculation.draft_model import DraftModelPlace
+from moonpool_engine.engine.builtin import LoadedModel, open_model
+from moonpool_engine.engine.calibrate import fit_samples, measure_samples
+from moonpool_engine.engine.drafting.drafter import Drafter
+from moonpool_engine.engine.packing import Weights
+from moonpool_engine.engine.quantized.matrix import Matrix
+from moonpool_engine.engine.runner import choose_ops
 
 LIMIT_MODEL = "random:hidden=768,layers=16,heads=12,kv_heads=4,inter=2048,vocab=8192"
 LIMIT_LAYERS = 2

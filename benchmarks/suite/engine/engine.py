@@ -29,7 +29,7 @@ from benchmarks.suite.engine.machine_limits import (
     read_bytes_per_s,
 )
 from benchmarks.suite.engine.single_instance import SoloInstance
-from moonpool.engine.spec import ModelSpec
+from moonpool_engine.engine.spec import ModelSpec
 
 __all__ = [
     "bench_engine",

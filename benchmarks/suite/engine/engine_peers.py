@@ -19,8 +19,8 @@ import msgspec
 
 from benchmarks.errors import BenchError
 from benchmarks.suite.engine.engine_rows import ELEMENT_BYTES, EngineBenchRows
-from moonpool.engine.builtin import export_checkpoint, open_model
-from moonpool.engine.spec import ModelSpec
+from moonpool_engine.engine.builtin import export_checkpoint, open_model
+from moonpool_engine.engine.spec import ModelSpec
 
 SCRIPTS = {
     "vllm": "vllm_peer.py",

@@ -3,8 +3,8 @@ bytes that a machine's limits are set against."""
 
 from __future__ import annotations
 
-from moonpool.engine.spec import ModelSpec
 from moonpool.types import Struct
+from moonpool_engine.engine.spec import ModelSpec
 
 ELEMENT_BYTES = 2
 

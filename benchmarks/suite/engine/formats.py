@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkout import ROOT
-from moonpool.engine.builtin import LoadedModel, open_model, open_tokenizer
-from moonpool.engine.model import DecoderModel
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.quantized.formats import FORMATS
-from moonpool.engine.quantized.matrix import Matrix, QuantizedMatrix, StoredRows, plain
-from moonpool.engine.quantized.rounding import rounded_to_int4
-from moonpool.engine.runner import choose_ops, make_layout
-from moonpool.engine.step import plan_rows
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool.text.model_error import ModelError
 from moonpool.types import BlockId
+from moonpool_engine.engine.builtin import LoadedModel, open_model, open_tokenizer
+from moonpool_engine.engine.model import DecoderModel
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.quantized.formats import FORMATS
+from moonpool_engine.engine.quantized.matrix import Matrix, QuantizedMatrix, StoredRows, plain
+from moonpool_engine.engine.quantized.rounding import rounded_to_int4
+from moonpool_engine.engine.runner import choose_ops, make_layout
+from moonpool_engine.engine.step import plan_rows
 
 BLOCK_TOKENS = 64
 CONTEXT, BATCHES, PREFILL = 256, (1, 8), 512

@@ -37,11 +37,11 @@ from benchmarks.suite.engine.formats import (
 )
 from benchmarks.suite.engine.ik_peer import IkPrograms
 from benchmarks.suite.engine.machine_limits import read_bytes_per_s
-from moonpool.engine.builtin import open_model, open_tokenizer
-from moonpool.engine.gguf.files import gguf_file
-from moonpool.engine.gguf.reader import GgufFile, read_gguf
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.spec import ModelSpec
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import open_model, open_tokenizer
+from moonpool_engine.engine.gguf.files import gguf_file
+from moonpool_engine.engine.gguf.reader import GgufFile, read_gguf
+from moonpool_engine.engine.spec import ModelSpec
 
 STEPS = 8
 JOBS = (f"prefill_{PREFILL}", *(f"decode_{batch}" for batch in BATCHES))

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkout import ROOT
-from moonpool.engine.builtin import open_model, open_tokenizer
-from moonpool.engine.model import DecoderModel
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import choose_ops, make_layout
-from moonpool.engine.step import plan_rows
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool.text.model_error import ModelError
 from moonpool.types import BlockId
+from moonpool_engine.engine.builtin import open_model, open_tokenizer
+from moonpool_engine.engine.model import DecoderModel
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import choose_ops, make_layout
+from moonpool_engine.engine.step import plan_rows
 
 BLOCK_TOKENS = 64
 KINDS = (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8"), ("float32", "fp8"))

@@ -26,13 +26,13 @@ from benchmarks.suite.engine.pipelined_instance import (
 )
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
-from moonpool.engine.calibrate import StepSample, fit_samples, measure_samples
-from moonpool.engine.spec import ModelSpec
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.sim.hardware.model_shapes import ModelShape
 from moonpool.sim.hardware.parallel_cost import Nic, group_cost
 from moonpool.types import BlockId, SamplingParams
+from moonpool_engine.engine.calibrate import StepSample, fit_samples, measure_samples
+from moonpool_engine.engine.spec import ModelSpec
 
 PARTS = ("long", "short", "mixed", "decode")
 FIT_S = 6.0

@@ -17,11 +17,6 @@ import torch
 
 from benchmarks.suite.engine.single_instance import FREE
 from moonpool.cost.model import StepCost
-from moonpool.engine.builtin import DTYPES, open_model
-from moonpool.engine.cuda.host_sync import make_host_sync
-from moonpool.engine.ops import KvCache
-from moonpool.engine.parallel.pipeline import Outcome, PipelineEngine, StageOptions
-from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
     AttemptFailed,
@@ -31,18 +26,18 @@ from moonpool.protocol.messages import (
     StartPrefill,
     StepTokens,
 )
-from moonpool.scheduler.actions import (
-    RunStep,
-    SendReport,
-    StepEnded,
-    WorkerAction,
-)
+from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, WorkerAction
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
 from moonpool.sim.clock import Clock
 from moonpool.sim.engine import SimEngine
-from moonpool.transfer.arena import Arena
 from moonpool.types import Role, SamplingParams, Slo
+from moonpool_engine.engine.builtin import DTYPES, open_model
+from moonpool_engine.engine.cuda.host_sync import make_host_sync
+from moonpool_engine.engine.ops import KvCache
+from moonpool_engine.engine.parallel.pipeline import Outcome, PipelineEngine, StageOptions
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
+from moonpool_engine.transfer.arena import Arena
 
 _MANY_TOKENS = 251
 _GREEDY = SamplingParams(temperature=0.0)

@@ -19,12 +19,12 @@ from torch import Tensor
 from benchmarks.suite.engine.engine import machine_limits, measure_rows, shares
 from benchmarks.suite.engine.engine_rows import ELEMENT_BYTES, EngineBenchRows
 from benchmarks.suite.engine.single_instance import SoloInstance
-from moonpool.config import Quantization
-from moonpool.engine.quantized.int8 import GROUP
-from moonpool.engine.runner import Engine
+from moonpool.config.tables import Quantization
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import BlockId
+from moonpool_engine.engine.quantized.int8 import GROUP
+from moonpool_engine.engine.runner import Engine
 
 INT8_BYTES = 1 + 4 / GROUP
 PATTERN_TOKENS, REPEATED_TOKENS = 96, 16

@@ -24,17 +24,17 @@ from benchmarks.suite.engine.timed_instance import (
     by_engine,
     serve,
 )
-from moonpool.config import Batching
+from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk
-from moonpool.engine.builtin import open_model
-from moonpool.engine.calibrate import fit_samples, measure_samples
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.types import BlockId, SamplingParams
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.calibrate import fit_samples, measure_samples
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 
 KV_TOKENS = 32_768
 BLOCK_TOKENS = 64

@@ -14,12 +14,8 @@ from itertools import count
 
 import msgspec
 
-from moonpool.config import Quantization, SpeculativeConfig
+from moonpool.config.tables import Quantization, SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.drafting.drafter import Drafter
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.protocol.messages import (
     AttemptId,
     AttemptSpec,
@@ -28,10 +24,14 @@ from moonpool.protocol.messages import (
     StepTokens,
 )
 from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, WorkerAction
-from moonpool.scheduler.draft_model import DraftModelPlace
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.speculation.draft_model import DraftModelPlace
 from moonpool.types import Role, SamplingParams, Slo, Token
+from moonpool_engine.engine.builtin import LoadedModel, open_model
+from moonpool_engine.engine.drafting.drafter import Drafter
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 
 FREE = FittedCost(prefill=(0.0, 0.0, 0.0, 0.0), decode=(0.0, 0.0, 0.0))
 

@@ -22,11 +22,11 @@ from benchmarks.suite.engine.draft_model import (
     with_draft_model,
 )
 from benchmarks.suite.engine.single_instance import Generation, SoloInstance
-from moonpool.config import SpeculativeConfig
+from moonpool.config.tables import SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import LoadedModel, open_model, open_tokenizer
-from moonpool.engine.calibrate import fit_samples, measure_samples
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.text.tokenizer import Tokenizer
+from moonpool_engine.engine.builtin import LoadedModel, open_model, open_tokenizer
+from moonpool_engine.engine.calibrate import fit_samples, measure_samples
 
 CODE = '''def mean(values):
     """Return the mean of a list of numbers."""

@@ -14,15 +14,20 @@ from typing import Any
 
 import torch
 
-from moonpool.engine.builtin import DTYPES, open_model
-from moonpool.engine.ops import KvCache
-from moonpool.engine.parallel.tensor_group import Group
-from moonpool.engine.parallel.tensor_ranks import RankOptions, Ranks, check_ranks, sharded_engine
-from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
-from moonpool.transfer.arena import Arena
 from moonpool.types import BlockId, SamplingParams
+from moonpool_engine.engine.builtin import DTYPES, open_model
+from moonpool_engine.engine.ops import KvCache
+from moonpool_engine.engine.parallel.tensor_group import Group
+from moonpool_engine.engine.parallel.tensor_ranks import (
+    RankOptions,
+    Ranks,
+    check_ranks,
+    sharded_engine,
+)
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
+from moonpool_engine.transfer.arena import Arena
 
 DTYPE = "bfloat16"
 BLOCK_TOKENS = 64

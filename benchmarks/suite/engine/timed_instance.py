@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk
-from moonpool.engine.runner import Engine
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, AttemptSpec, StartPrefill, StepTokens
 from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, WorkerAction
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.types import Role, SamplingParams, Slo, Token
+from moonpool_engine.engine.runner import Engine
 
 Perform = Callable[[RunStep], StepEnded]
 UNLIMITED = float("inf")

@@ -14,9 +14,12 @@ import msgspec
 from benchmarks.suite.live.cpu_steal import BackgroundLoad
 from benchmarks.suite.live.live_sampler import LoadSample, LoadSampler
 from benchmarks.suite.live.machine_speed import drift_words, loop_s
-from moonpool.demo.local_server import LocalServer
-from moonpool.profiling.attention_parts import measure_parts, parts_words
-from moonpool.profiling.live_cluster import (
+from moonpool.sim.simulation import Simulation
+from moonpool.trace.row import TraceRow
+from moonpool.types import Slo
+from moonpool_lab.demo.local_server import LocalServer
+from moonpool_lab.profiling.attention_parts import measure_parts, parts_words
+from moonpool_lab.profiling.live_cluster import (
     LiveCluster,
     LiveWorkload,
     estimate_capacity,
@@ -26,12 +29,9 @@ from moonpool.profiling.live_cluster import (
     unloaded_slo,
     with_parts,
 )
-from moonpool.profiling.live_profile import LiveProfile, believed_cost
-from moonpool.replay.comparison import averaged, chance_words, compare
-from moonpool.replay.run import ReplayPlan, run_replay
-from moonpool.sim.simulation import Simulation
-from moonpool.trace.row import TraceRow
-from moonpool.types import Slo
+from moonpool_lab.profiling.live_profile import LiveProfile, believed_cost
+from moonpool_lab.replay.comparison import averaged, chance_words, compare
+from moonpool_lab.replay.run import ReplayPlan, run_replay
 
 UNLOADED_RPS = 0.2
 UNLOADED_REQUESTS = 20

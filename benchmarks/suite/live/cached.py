@@ -14,8 +14,8 @@ import signal
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.demo.client import ClientResponse, CompletionClient
-from moonpool.demo.local_server import LocalServer
+from moonpool_lab.demo.client import ClientResponse, CompletionClient
+from moonpool_lab.demo.local_server import LocalServer
 
 WARM_TOKENS = 600
 REJOIN_S = 60.0

@@ -15,17 +15,17 @@ from typing import Any
 import msgspec
 
 from benchmarks.suite.live.agreement import neighbours_words, run_both, simulated_slo
-from moonpool.demo.local_server import LocalServer
-from moonpool.profiling.live_cluster import (
+from moonpool.trace.row import TraceRow
+from moonpool.types import Slo
+from moonpool_lab.demo.local_server import LocalServer
+from moonpool_lab.profiling.live_cluster import (
     LiveCluster,
     LiveWorkload,
     estimate_capacity,
     measure_live,
     simulate_rows,
 )
-from moonpool.profiling.live_profile import LiveProfile
-from moonpool.trace.row import TraceRow
-from moonpool.types import Slo
+from moonpool_lab.profiling.live_profile import LiveProfile
 
 SIMULATED_S = 120.0
 ALIKE = 0.05

@@ -6,7 +6,7 @@ import time
 
 import httpx
 
-from moonpool.replay.server import parse_metrics
+from moonpool_lab.replay.server import parse_metrics
 
 CORRUPT = "moonpool:corrupt_slices_total"
 REPORT_S = 2.5

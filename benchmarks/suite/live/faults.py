@@ -20,7 +20,7 @@ from benchmarks.suite.live.damage import corrupt_slices
 from benchmarks.suite.live.fault_streams import MODEL, SIZES, FaultStreams, fault_row
 from benchmarks.suite.live.standby_fault import NAME as STANDBY
 from benchmarks.suite.live.standby_fault import measure_standby
-from moonpool.demo.local_server import LocalServer
+from moonpool_lab.demo.local_server import LocalServer
 
 PAIR = ("--prefill", "1", "--decode", "1")
 ONE = ("--prefill", "0", "--decode", "0", "--mixed", "1")

@@ -25,9 +25,9 @@ import httpx
 from benchmarks.suite.live.vllm_router import RouterServer
 from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer
 from benchmarks.suite.live.vllm_shapes import FrontServer, reset_prefix_cache
-from moonpool.demo.client import CompletionClient
-from moonpool.demo.local_server import LocalServer, ServerError, free_port
 from moonpool.types import Struct
+from moonpool_lab.demo.client import CompletionClient
+from moonpool_lab.demo.local_server import LocalServer, ServerError, free_port
 
 LEAST_BUSY = "least busy"
 OPENING_TOKENS = 256

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from benchmarks.suite.live.relay import relay_cpu_s
-from moonpool.demo.local_server import LocalServer
+from moonpool_lab.demo.local_server import LocalServer
 
 MODEL = "random:hidden=32,layers=1,heads=2,kv_heads=1,inter=32,vocab=300"
 SHAPES = ((1000, 2), (100, 258))  # (requests, tokens of each)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.demo.local_server import LocalServer
+from moonpool_lab.demo.local_server import LocalServer
 
 PROC = Path("/proc")
 SETTLE_S = 60.0

@@ -15,9 +15,9 @@ import httpx
 
 from benchmarks.suite.live.cpu_steal import BackgroundLoad
 from benchmarks.suite.live.machine_speed import loop_s
-from moonpool.demo.local_server import LocalServer
-from moonpool.replay.server import parse_metrics
 from moonpool.types import Struct
+from moonpool_lab.demo.local_server import LocalServer
+from moonpool_lab.replay.server import parse_metrics
 
 SAMPLE_S = 0.5
 

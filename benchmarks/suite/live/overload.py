@@ -21,15 +21,15 @@ from benchmarks.suite.live.agreement import (
     run_both,
     simulated_slo,
 )
-from moonpool.config import Admission
-from moonpool.demo.local_server import LocalServer
-from moonpool.profiling.live_cluster import (
+from moonpool.config.tables import Admission
+from moonpool.types import Slo, Struct
+from moonpool_lab.demo.local_server import LocalServer
+from moonpool_lab.profiling.live_cluster import (
     LiveCluster,
     LiveWorkload,
     estimate_capacity,
     unloaded_slo,
 )
-from moonpool.types import Slo, Struct
 
 UNLOADED_SHARE = 0.1
 """Of capacity: a rate at which requests hardly meet."""

@@ -19,15 +19,15 @@ from benchmarks.suite.live.agreement import replay_rows, simulated_slo
 from benchmarks.suite.live.overload import SIMULATED_S, UNLOADED_SHARE, measure_unloaded
 from benchmarks.suite.live.vllm_client import run_vllm_client
 from benchmarks.suite.live.vllm_shapes import WORDS, VllmTarget, start_peer
-from moonpool.demo.local_server import LocalServer, ServerError
-from moonpool.profiling.live_cluster import (
+from moonpool.types import Slo
+from moonpool_lab.demo.local_server import LocalServer, ServerError
+from moonpool_lab.profiling.live_cluster import (
     LiveCluster,
     LiveWorkload,
     estimate_capacity,
     measure_live,
 )
-from moonpool.replay.server import ASSUMED_VOCAB
-from moonpool.types import Slo
+from moonpool_lab.replay.server import ASSUMED_VOCAB
 
 Client = Literal["moonpool", "vllm"]
 LONGEST_TOKENS = 8192

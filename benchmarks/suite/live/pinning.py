@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.demo.client import ClientResponse, CompletionClient
-from moonpool.demo.local_server import LocalServer
+from moonpool_lab.demo.client import ClientResponse, CompletionClient
+from moonpool_lab.demo.local_server import LocalServer
 
 CLIENTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 384, 48
 WARM_S = 3.0

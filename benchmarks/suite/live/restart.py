@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.demo.client import ClientResponse, CompletionClient
-from moonpool.demo.local_server import LocalServer
+from moonpool_lab.demo.client import ClientResponse, CompletionClient
+from moonpool_lab.demo.local_server import LocalServer
 
 NUM_CONVERSATIONS = 24
 NUM_REQUESTS = 96

@@ -24,7 +24,7 @@ import msgspec
 from benchmarks.errors import BenchError
 from benchmarks.suite.live.fault_streams import MODEL, RECOVERY_S, SIZES, FaultStreams, fault_row
 from benchmarks.suite.live.idle import family
-from moonpool.demo.local_server import free_port
+from moonpool_lab.demo.local_server import free_port
 
 START_S = 120.0
 NAME = "the head's machine lost, with a standby on another"

@@ -24,9 +24,9 @@ from typing import Any
 from benchmarks.errors import BenchError
 from benchmarks.random_gguf import write_random_gguf
 from benchmarks.suite.live.idle import cpu_s, family
-from moonpool.demo.client import CompletionClient
-from moonpool.demo.local_server import LocalServer
-from moonpool.engine.gguf.files import gguf_file
+from moonpool_engine.engine.gguf.files import gguf_file
+from moonpool_lab.demo.client import CompletionClient
+from moonpool_lab.demo.local_server import LocalServer
 
 SHAPE, FORMAT = "qwen3-1.7b", "Q4_K"
 PROMPT = list(range(16))

@@ -16,11 +16,11 @@ import httpx
 
 from benchmarks.suite.live.vllm_server import VllmServer
 from benchmarks.suite.live.vllm_shapes import VllmTarget, start_peer
-from moonpool.demo.local_server import LocalServer, ServerError
-from moonpool.profiling.live_cluster import LiveCluster
-from moonpool.replay.server import ServerUnfitError
-from moonpool.trial.disturbances import DisturbanceError
 from moonpool.types import Struct
+from moonpool_lab.demo.local_server import LocalServer, ServerError
+from moonpool_lab.profiling.live_cluster import LiveCluster
+from moonpool_lab.replay.server import ServerUnfitError
+from moonpool_lab.trial.disturbances import DisturbanceError
 
 System = Literal["moonpool", "vllm", "vllm-offload", "vllm-lmcache", "vllm-mooncake", "llama.cpp"]
 SYSTEMS: tuple[System, ...] = get_args(System)

@@ -16,10 +16,10 @@ import httpx
 import msgspec
 
 from benchmarks.suite.live.vllm_server import vllm_command, vllm_environment
-from moonpool.demo.local_server import ServerError
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
 from moonpool.types import Slo
+from moonpool_lab.demo.local_server import ServerError
 
 LIMIT_S = 1800.0
 PERCENTILES = (50, 90, 99)

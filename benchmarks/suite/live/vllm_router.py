@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from moonpool.demo.local_server import LocalServer, ServerError, free_port
+from moonpool_lab.demo.local_server import LocalServer, ServerError, free_port
 
 
 class RouterServer(LocalServer):

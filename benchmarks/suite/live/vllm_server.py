@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moonpool.demo.local_server import LocalServer, ServerError
+from moonpool_lab.demo.local_server import LocalServer, ServerError
 
 START_S = 600.0
 END_S = 60.0

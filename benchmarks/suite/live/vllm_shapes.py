@@ -22,9 +22,9 @@ import httpx
 
 from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer, vllm_environment
 from moonpool.cores import format_cores, parse_cores
-from moonpool.demo.local_server import LocalServer, ServerError, free_port
-from moonpool.profiling.live_cluster import LiveCluster
 from moonpool.types import Struct
+from moonpool_lab.demo.local_server import LocalServer, ServerError, free_port
+from moonpool_lab.profiling.live_cluster import LiveCluster
 
 Shape = Literal["one", "two", "pair", "pool"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)

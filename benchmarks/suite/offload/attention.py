@@ -19,20 +19,20 @@ from benchmarks.suite.offload.attention_partitions import (
     measure_partitions,
     partition_lines,
 )
-from moonpool.attention_offload.remote_ops import RemoteOps
 from moonpool.cores import usable_cores
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import Engine, choose_split_ops, make_layout
-from moonpool.profiling.attention_group import (
+from moonpool.protocol.block_layout import DTYPE_BYTES
+from moonpool.types import Struct
+from moonpool_engine.attention_offload.remote_ops import RemoteOps
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import Engine, choose_split_ops, make_layout
+from moonpool_lab.profiling.attention_group import (
     Decodes,
     LocalAttentionGroup,
     OffloadTimes,
     open_attention_group,
     timed_step,
 )
-from moonpool.protocol.block_layout import DTYPE_BYTES
-from moonpool.types import Struct
 
 BLOCK_TOKENS = 64
 

@@ -17,20 +17,20 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.suite.offload.attention import BLOCK_TOKENS
-from moonpool.attention_offload.remote_ops import RemoteOps
 from moonpool.cores import usable_cores
-from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import Engine, choose_split_ops, make_layout
-from moonpool.engine.staggered import MIN_SEQUENCES
-from moonpool.profiling.attention_group import (
+from moonpool.types import Struct
+from moonpool_engine.attention_offload.remote_ops import RemoteOps
+from moonpool_engine.engine.builtin import LoadedModel, open_model
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import Engine, choose_split_ops, make_layout
+from moonpool_engine.engine.staggered import MIN_SEQUENCES
+from moonpool_lab.profiling.attention_group import (
     Decodes,
     OffloadTimes,
     median_times,
     open_attention_group,
     timed_step,
 )
-from moonpool.types import Struct
 
 POINTS = 4  # of the requests of one memory like the instance's own
 

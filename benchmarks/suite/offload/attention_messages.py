@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Iterator
 
-from moonpool.attention_offload.channel import RING_DATA_BYTES, AttentionChannel, RingChannel
-from moonpool.attention_offload.wire import ECHO, HEADER, Header
-from moonpool.engine.native.shared_memory import Rings, open_rings
 from moonpool.types import Struct
+from moonpool_engine.attention_offload.channel import RING_DATA_BYTES, AttentionChannel, RingChannel
+from moonpool_engine.attention_offload.wire import ECHO, HEADER, Header
+from moonpool_engine.engine.native.shared_memory import Rings, open_rings
 
 ROUNDS = 4000
 TURNS = 5

@@ -9,21 +9,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from statistics import median
 
-from moonpool.attention_offload.partition import segment_blocks, share_heads
-from moonpool.attention_offload.remote_ops import RemoteOps
-from moonpool.config import AttentionPartition
-from moonpool.engine.builtin import LoadedModel
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import Engine, choose_split_ops
-from moonpool.profiling.attention_group import (
+from moonpool.config.tables import AttentionPartition
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.types import Struct
+from moonpool_engine.attention_offload.partition import segment_blocks, share_heads
+from moonpool_engine.attention_offload.remote_ops import RemoteOps
+from moonpool_engine.engine.builtin import LoadedModel
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import Engine, choose_split_ops
+from moonpool_lab.profiling.attention_group import (
     Decodes,
     OffloadTimes,
     median_times,
     open_attention_group,
     timed_step,
 )
-from moonpool.protocol.block_layout import BlockLayout
-from moonpool.types import Struct
 
 
 class PartitionCost(Struct, frozen=True):

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.errors import BenchError
-from moonpool.config import (
+from moonpool.config.tables import (
     EngineConfig,
     ModelConfig,
     MooncakeConfig,
@@ -36,8 +36,6 @@ from moonpool.config import (
     PoolConfig,
     SloConfig,
 )
-from moonpool.engine.device import resolve_dtype
-from moonpool.engine.runner import Engine
 from moonpool.gc_tuning import settle_memory, settle_threads
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.frames import Setup
@@ -56,10 +54,6 @@ from moonpool.protocol.transfer_events import (
     TierPaused,
     TierResumed,
 )
-from moonpool.runtime.engine_boot import BootError, InstancePlace
-from moonpool.runtime.engine_thread import EngineThread
-from moonpool.runtime.instance_boot import BootedInstance, boot_instance
-from moonpool.runtime.transfers import perform_storage
 from moonpool.scheduler.actions import (
     ExpectStream,
     ForgetStored,
@@ -73,6 +67,12 @@ from moonpool.scheduler.actions import (
     WorkerEvent,
 )
 from moonpool.types import InstanceId, Role, SamplingParams, Slo
+from moonpool_engine.engine.device import resolve_dtype
+from moonpool_engine.engine.runner import Engine
+from moonpool_engine.worker.engine_boot import BootError, InstancePlace
+from moonpool_engine.worker.engine_thread import EngineThread
+from moonpool_engine.worker.instance_boot import BootedInstance, boot_instance
+from moonpool_engine.worker.transfers import perform_storage
 
 LIMIT = 1.10
 """P99 under load over P99 in quiet."""

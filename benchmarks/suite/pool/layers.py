@@ -24,12 +24,12 @@ from typing import Any
 from benchmarks.suite.pool.layers_local import LayerwiseInstance
 from benchmarks.suite.pool.layers_remote import ExpectTransfer, run_far
 from benchmarks.suite.pool.theil_sen import slope
-from moonpool.config import MooncakeConfig
+from moonpool.config.tables import MooncakeConfig
 from moonpool.gc_tuning import settle_threads
 from moonpool.protocol.messages import PrefixSource
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.storage.mooncake import MooncakeStore
-from moonpool.storage.store import open_store
+from moonpool_engine.storage.mooncake import MooncakeStore
+from moonpool_engine.storage.store import open_store
 
 DEFAULT_MODEL = "random:hidden=512,layers=16,heads=8,kv_heads=8,inter=1024"
 """Much KVCache for its arithmetic, as large models with few devices have: 32 KiB a token."""

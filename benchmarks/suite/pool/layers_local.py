@@ -14,12 +14,6 @@ from msgspec.structs import replace as replace_struct
 
 from benchmarks.errors import BenchError
 from benchmarks.suite.pool.layers_remote import SECRET, TIMEOUT_S, fill_with_floats
-from moonpool.engine.builtin import open_model
-from moonpool.engine.calibrate import fit_samples, measure_samples
-from moonpool.engine.device import resolve_dtype
-from moonpool.engine.native.slices import open_slices
-from moonpool.engine.ops import KvCache
-from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.gc_tuning import settle_memory
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.messages import (
@@ -31,9 +25,6 @@ from moonpool.protocol.messages import (
     StepTokens,
 )
 from moonpool.protocol.transfer_events import FetchEnded, LoadEnded, SendEnded, StoreEnded
-from moonpool.runtime.engine_thread import EngineThread
-from moonpool.runtime.profile_store import best_of
-from moonpool.runtime.transfers import LayerGates, perform_storage, perform_transfer
 from moonpool.scheduler.actions import (
     FinishStream,
     ForgetStored,
@@ -47,10 +38,19 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.storage.tier_store import TierStore
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.messenger import Messenger
 from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams, Slo
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.calibrate import fit_samples, measure_samples
+from moonpool_engine.engine.device import resolve_dtype
+from moonpool_engine.engine.native.slices import open_slices
+from moonpool_engine.engine.ops import KvCache
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
+from moonpool_engine.storage.tier_store import TierStore
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.worker.engine_thread import EngineThread
+from moonpool_engine.worker.profile_store import best_of
+from moonpool_engine.worker.transfers import LayerGates, perform_storage, perform_transfer
 
 MEASUREMENTS = 3
 """When a prefill begins depends on what it should take; an instance keeps the best of all its

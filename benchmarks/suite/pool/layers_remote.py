@@ -7,12 +7,12 @@ from multiprocessing.connection import Connection as Pipe
 
 import numpy as np
 
-from moonpool.engine.native.slices import open_slices
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress, ReadRequested
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.messenger import Messenger
 from moonpool.types import BlockId, InstanceId, Struct
+from moonpool_engine.engine.native.slices import open_slices
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.messenger import Messenger
 
 SECRET = b"benchmark"
 TIMEOUT_S = 60.0

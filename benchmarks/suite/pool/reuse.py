@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moonpool.config import EVICTIONS
+from moonpool.config.tables import EVICTIONS
 from moonpool.sim.capacity import PromptBlocks, belady_hit_ratio, hit_ratios, prompts_of
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
 from moonpool.trace.generate import BLOCK_TOKENS, generate, generate_mix

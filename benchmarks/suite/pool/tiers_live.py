@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.demo.client import ClientResponse, CompletionClient
-from moonpool.demo.local_server import LocalServer
+from moonpool_lab.demo.client import ClientResponse, CompletionClient
+from moonpool_lab.demo.local_server import LocalServer
 
 INSTANCES = 2
 OPENINGS = 4

@@ -49,16 +49,11 @@ from moonpool.api.preparation import (
     Preparer,
 )
 from moonpool.api.tools import Tools
-from moonpool.engine.families.shown import shown_name
-from moonpool.engine.tokenizer import (
-    ChatTemplateError,
-    Tokenizer,
-    TokenizerError,
-    TokenizerParts,
-)
-from moonpool.engine.tokenizers.byte import ByteTokenizer
-from moonpool.engine.tokenizers.huggingface import HfTokenizer
-from moonpool.transfer.parent import end_with
+from moonpool.link.parent import end_with
+from moonpool.text.shown import shown_name
+from moonpool.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, TokenizerParts
+from moonpool.text.tokenizers.byte import ByteTokenizer
+from moonpool.text.tokenizers.huggingface import HfTokenizer
 from moonpool.types import BadWord, Struct
 
 Kind = Literal[

@@ -22,7 +22,7 @@ from moonpool.api.output_text.text_offsets import TextOffsets
 from moonpool.api.sampling import Ending
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.text.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Request, Token, TokenLogprobs
 
 NO_OUTPUT = Output()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from moonpool.api.keys import TenantLimits
-from moonpool.engine.tokenizer import Tokenizer, TokenizerParts
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import Parsing
+from moonpool.text.tokenizer import Tokenizer, TokenizerParts
 from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
 
 if TYPE_CHECKING:

@@ -49,13 +49,7 @@ from moonpool.api.resume.resumed_events import (
     check_resumption,
     resume_tokens,
 )
-from moonpool.api.sampling import (
-    Ending,
-    ending_of,
-    max_tokens_of,
-    num_logprobs,
-    sampling_of,
-)
+from moonpool.api.sampling import Ending, ending_of, max_tokens_of, num_logprobs, sampling_of
 from moonpool.api.shapes import (
     AnswerFormat,
     ChatShape,

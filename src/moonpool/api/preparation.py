@@ -40,7 +40,7 @@ from moonpool.api.sampling import (
 )
 from moonpool.api.structured_output import grammar_of
 from moonpool.api.tools import Tools
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.text.tokenizer import Tokenizer
 from moonpool.types import PRIORITY_RANGE, BadWord
 
 CHAT = msgspec.json.Decoder(ChatBody)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from moonpool.api.choice import Choice
 from moonpool.api.output_text.text_offsets import prompt_offsets
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.text.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
 
 Lists = dict[str, Any]

@@ -15,7 +15,7 @@ from moonpool.api.frontend import ModelCard
 from moonpool.api.prompt_text.continuation import cut_at_mark, mark_final
 from moonpool.api.prompt_text.truncation import Truncation, truncation_of
 from moonpool.api.sampling import LONGEST_STOP_CHARS, check_token_ids, context_exceeded
-from moonpool.engine.tokenizer import ChatTemplateError, Tokenizer
+from moonpool.text.tokenizer import ChatTemplateError, Tokenizer
 from moonpool.types import BadWord
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})

@@ -20,7 +20,7 @@ from moonpool.api.errors import ApiError
 from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.api.sampling import check_range
 from moonpool.api.shapes import ChatShape
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.text.tokenizer import Tokenizer
 from moonpool.types import FinishReason, Token
 
 

@@ -16,7 +16,7 @@ from moonpool.api.errors import ApiError
 from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.api.prompt_logprobs import echoed_logprobs, prompt_logprobs_field
 from moonpool.api.tools import together
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.text.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
 
 _encode = msgspec.json.encode

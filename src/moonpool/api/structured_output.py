@@ -20,7 +20,7 @@ from moonpool.api.bodies import ChatBody, CompletionBody, JsonSchemaFormat
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import RequestRefused
 from moonpool.api.grammars.gbnf import GbnfError, gbnf_to_lark, is_gbnf
-from moonpool.engine.grammar import matches_grammar
+from moonpool.text.grammar import matches_grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

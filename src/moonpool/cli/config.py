@@ -17,8 +17,8 @@ from moonpool.cli.options import ConfigFlags, SectionedCommand, config_option, r
 from moonpool.cli.output import fail
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS, serve_overrides
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, SIMULATE_FLAGS, read_cluster
-from moonpool.config import Config, ConfigError
-from moonpool.config_schema import Values, parse_toml
+from moonpool.config.schema import Values, parse_toml
+from moonpool.config.tables import Config, ConfigError
 from moonpool.sim.defaults import DEFAULTS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,7 +53,7 @@ def check(file: str) -> None:
 def _check_references(file: str, found: Config) -> None:
     """Ends the command if policies, a file of keys or certificates that it names are unusable."""
     from moonpool.api.access.protection import UNPROTECTED, protections
-    from moonpool.policy_loading import load_policies
+    from moonpool.plugins.policies import load_policies
 
     checks: list[Callable[[], object]] = [
         lambda: load_policies(found.conductor),

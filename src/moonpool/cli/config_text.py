@@ -15,8 +15,8 @@ from moonpool.cli.options import POLICY_KEYS
 from moonpool.cli.policy_type import POLICY_TYPES
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS
 from moonpool.cli.simulate import SIMULATE_FLAGS
-from moonpool.config import Config
-from moonpool.config_schema import FieldSchema, Values, schema_of
+from moonpool.config.schema import FieldSchema, Values, schema_of
+from moonpool.config.tables import Config
 
 SECRETS = frozenset({"api.api_keys"})
 _WIDTH = 88

@@ -15,9 +15,9 @@ import uvloop
 from setproctitle import setproctitle
 
 from moonpool.cli.logs import set_up_logging
+from moonpool.link.parent import end_with
 from moonpool.plugins.engines import own_engine
 from moonpool.plugins.workers import WorkerKind, worker_maker
-from moonpool.transfer.parent import end_with
 
 log = logging.getLogger("moonpool")
 
@@ -30,9 +30,9 @@ def head_process(fd: int, engine: bool) -> None:
     end_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's
     set_up_logging("head")
-    from moonpool.runtime.cluster import serve_cluster
-    from moonpool.runtime.cluster_error import ClusterError
-    from moonpool.runtime.supervisor_link import SupervisorLink
+    from moonpool.head.cluster import serve_cluster
+    from moonpool.head.cluster_error import ClusterError
+    from moonpool.head.supervisor_link import SupervisorLink
 
     if engine:
         own_engine()
@@ -62,7 +62,7 @@ def import_for(engine: str) -> None:
         worker_maker(kind)
     if engine != "vllm":
         own_engine()
-    import moonpool.runtime.cluster  # noqa: F401
+    import moonpool.head.cluster  # noqa: F401
 
 
 def run_line(line: list[str], shared: object | None = None) -> None:
@@ -80,6 +80,6 @@ def run_line(line: list[str], shared: object | None = None) -> None:
 )
 def fork_server(fd: int, engine: str) -> None:
     """Fork a supervisor's head and workers."""
-    from moonpool.runtime.fork_server import serve_renewed
+    from moonpool.head.fork_server import serve_renewed
 
     run_line(serve_renewed(socket.socket(fileno=fd), lambda: import_for(engine)))

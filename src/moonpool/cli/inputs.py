@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from moonpool.cli.output import fail
-from moonpool.config import Config, ConfigError
+from moonpool.config.tables import Config, ConfigError
 from moonpool.studies.hardware_files import read_catalogue_and_profile, read_text_file
 from moonpool.trace.row import TraceError, TraceInfo, TraceRow
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from moonpool.cli.output import fail
-from moonpool.config import LOG_FORMATS, LOG_LEVELS, TelemetryConfig
+from moonpool.config.tables import LOG_FORMATS, LOG_LEVELS, TelemetryConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -18,10 +18,10 @@ import msgspec
 from moonpool.cli.inputs import read_text
 from moonpool.cli.output import fail
 from moonpool.cli.policy_type import POLICY_TYPES
-from moonpool.config import Config, ConfigError
-from moonpool.config_parse import parse_config
-from moonpool.config_schema import FieldSchema, Values, schema_of
-from moonpool.extensions import own_name
+from moonpool.config.parse import parse_config
+from moonpool.config.schema import FieldSchema, Values, schema_of
+from moonpool.config.tables import Config, ConfigError
+from moonpool.plugins.objects import own_name
 from moonpool.trace.transform import parse_share
 
 if TYPE_CHECKING:

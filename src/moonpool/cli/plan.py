@@ -35,8 +35,8 @@ from moonpool.cli.options import (
     trace_option,
 )
 from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
-from moonpool.config import ConfigError
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import ConfigError
 from moonpool.plan.candidate import Priced
 from moonpool.plan.demand import Layout, Prepared, prepare
 from moonpool.plan.offloading import with_rivals

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from moonpool.config import POLICY_KEYS, is_own_policy
-from moonpool.extensions import BUILT_IN, installed_names, own_name
+from moonpool.config.tables import POLICY_KEYS, is_own_policy
+from moonpool.plugins.objects import BUILT_IN, installed_names, own_name
 
 
 class PolicyType(click.types.StringParamType):

@@ -34,7 +34,7 @@ def pool() -> None:
 @json_option
 def stat(server: Server, json_file: str | None) -> None:
     """Show the blocks of every tier of every instance, and the bytes moved between tiers."""
-    from moonpool.runtime.audit import tier_name, tier_rows
+    from moonpool.head.audit import tier_name, tier_rows
 
     cluster = _cluster(ClusterClient(server))
     click.echo(f"{'instance':<16} {'tier':<8} {'blocks':>9} {'held':>8} {'named':>9} {'GiB':>8}")
@@ -72,7 +72,7 @@ def audit(server: Server, json_file: str | None) -> None:
 
     Ends with status 1 if the sums do not balance.
     """
-    from moonpool.runtime.audit import audit_cluster, tier_rows
+    from moonpool.head.audit import audit_cluster, tier_rows
 
     cluster = _cluster(ClusterClient(server))
     for name, tier, figures in tier_rows(cluster):

@@ -45,7 +45,7 @@ def rewind(
     The events come from a running server at URL, or from a FILE that --save wrote. The Conductor
     that `simulate` runs takes them again, and the command tells where it decides otherwise.
     """
-    from moonpool.config import ConfigError
+    from moonpool.config.tables import ConfigError
     from moonpool.rewind.event_log import EventLogError, read_file
     from moonpool.rewind.replay import Replay
 
@@ -79,7 +79,7 @@ def rewind(
 
 def _check_policies(config: Any, trusted: bool) -> None:
     """A log from elsewhere must not choose what is imported here."""
-    from moonpool.config import is_own_policy
+    from moonpool.config.tables import is_own_policy
 
     own = [name for name in (config.placement, config.admission) if is_own_policy(name)]
     if own and not trusted:
@@ -122,7 +122,7 @@ def _write_trace(path: str, replay: Any) -> None:
 
 
 def _show_request(replay: Any, request_id: str) -> None:
-    from moonpool.runtime.explain import describe_record
+    from moonpool.head.explain import describe_record
 
     tracked = replay.conductor.requests.get(request_id)
     if request_id in replay.ended:
@@ -136,7 +136,7 @@ def _show_request(replay: Any, request_id: str) -> None:
 
 
 def _show_cluster(conductor: Any, now: float) -> None:
-    from moonpool.runtime.explain import describe_cluster
+    from moonpool.head.explain import describe_cluster
 
     described = msgspec.json.encode(describe_cluster(conductor, now))
     click.echo(msgspec.json.format(described).decode())

@@ -30,18 +30,18 @@ from moonpool.cli.options import (
     read_config,
 )
 from moonpool.cli.output import fail
-from moonpool.config import Config, ConfigError, VllmConfig
-from moonpool.config_rules import vllm_place
-from moonpool.config_schema import Values
-from moonpool.config_slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
+from moonpool.config.rules import vllm_place
+from moonpool.config.schema import Values
+from moonpool.config.slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
+from moonpool.config.tables import Config, ConfigError, VllmConfig
 from moonpool.cores import crowding, threads_per_process, usable_cores
+from moonpool.head.cluster_error import ClusterError
+from moonpool.head.fork_server import ForkServer, open_fork_server
+from moonpool.head.launcher import worker_environment
+from moonpool.head.succession import SuccessionError, keep_private, read_state
+from moonpool.head.supervisor import Supervisor
+from moonpool.head.takeover.standby import Standby
 from moonpool.plugins.engines import need_engine, own_engine
-from moonpool.runtime.cluster_error import ClusterError
-from moonpool.runtime.fork_server import ForkServer, open_fork_server
-from moonpool.runtime.launcher import worker_environment
-from moonpool.runtime.succession import SuccessionError, keep_private, read_state
-from moonpool.runtime.supervisor import Supervisor
-from moonpool.runtime.takeover.standby import Standby
 
 HEAD_PORT = 8001
 """Port of `moonpool head`, unless flag or file names another."""

@@ -29,9 +29,9 @@ from moonpool.cli.options import (
     trace_option,
 )
 from moonpool.cli.output import check_folders, fail, write_json
-from moonpool.config import Config, ConfigError
-from moonpool.config_parse import parse_config
-from moonpool.config_schema import Values
+from moonpool.config.parse import parse_config
+from moonpool.config.schema import Values
+from moonpool.config.tables import Config, ConfigError
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.studies.cluster import cluster_config
 

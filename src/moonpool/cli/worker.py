@@ -18,15 +18,16 @@ from setproctitle import getproctitle, setproctitle
 from moonpool.cli.logs import choose_logging, log_options, set_up_logging
 from moonpool.cli.options import not_empty
 from moonpool.cli.output import fail
-from moonpool.config import (
+from moonpool.config.rules import vllm_place
+from moonpool.config.tables import (
     ConfigError,
     LogFormat,
     LogLevel,
     TelemetryConfig,
     VllmAddress,
 )
-from moonpool.config_rules import vllm_place
 from moonpool.gc_tuning import settle_threads
+from moonpool.link.parent import end_with
 from moonpool.plugins.engines import own_engine
 from moonpool.plugins.workers import (
     DrainableWorker,
@@ -36,12 +37,11 @@ from moonpool.plugins.workers import (
     worker_maker,
 )
 from moonpool.protocol.supervision import HUNG_STATUS
-from moonpool.transfer.parent import end_with
 from moonpool.types import InstanceId, Role
 
 if TYPE_CHECKING:
     from moonpool.cores import CoreShare
-    from moonpool.transfer.tls import PeerTls
+    from moonpool.link.tls import PeerTls
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -208,7 +208,7 @@ def worker(
 
 def _run(work: Coroutine[Any, Any, None], is_launched: bool) -> None:
     """Runs a worker to its end, and says why it ended, unless the head of the same server has."""
-    from moonpool.runtime.head_link import HungError, ToldError, WorkerError
+    from moonpool.link.head_link import HungError, ToldError, WorkerError
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -244,7 +244,7 @@ def head_place(text: str, option: str) -> tuple[str, int]:
 
 
 def _peer_tls(certfile: str, keyfile: str, ca_certs: str) -> PeerTls | None:
-    from moonpool.transfer.tls import PeerTls, PeerTlsError
+    from moonpool.link.tls import PeerTls, PeerTlsError
 
     if not (certfile or keyfile or ca_certs):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.conductor.placement import Explanation
+from moonpool.conductor.placement.choice import Explanation
 from moonpool.protocol.messages import Command, InstanceInfo, Report
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token

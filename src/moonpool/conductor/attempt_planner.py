@@ -13,13 +13,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from moonpool.conductor.admission import UNLIMITED, AdmissionFunction, admit
-from moonpool.conductor.admission_context import AdmissionContext, SloBudget
-from moonpool.conductor.cost_estimator import CostEstimator
-from moonpool.conductor.goodput_admission import GoodputModel
+from moonpool.conductor.admission.context import AdmissionContext, SloBudget
+from moonpool.conductor.admission.goodput import GoodputModel
+from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction, admit
+from moonpool.conductor.forecast.cost_estimator import CostEstimator
+from moonpool.conductor.forecast.output_predictor import OutputPredictor
 from moonpool.conductor.instance_table import to_ns
-from moonpool.conductor.output_predictor import OutputPredictor
-from moonpool.conductor.placement import (
+from moonpool.conductor.placement.choice import (
     LONG_QUEUE,
     NO_ROOM,
     Placement,
@@ -27,11 +27,11 @@ from moonpool.conductor.placement import (
     Rejection,
     place,
 )
-from moonpool.conductor.policies import PolicyError, RequestFootprint
+from moonpool.conductor.placement.policies import PolicyError, RequestFootprint
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.role_switching import RoleSwitching
+from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
-from moonpool.config import ConductorConfig
+from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.block_layout import BlockLayout

@@ -30,19 +30,19 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
+from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.attempt_planner import AttemptPlanner, Policies
-from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.draining import Draining
-from moonpool.conductor.goodput_admission import GoodputModel
-from moonpool.conductor.output_predictor import OutputPredictor
-from moonpool.conductor.prefetching import Prefetching
-from moonpool.conductor.replication import Replication
+from moonpool.conductor.forecast.cost_estimator import CostEstimator
+from moonpool.conductor.forecast.output_predictor import OutputPredictor
+from moonpool.conductor.placement.prefetching import Prefetching
+from moonpool.conductor.placement.replication import Replication
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.role_switching import RoleSwitching
+from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
-from moonpool.config import ADMISSIONS, PLACEMENTS, ConductorConfig
-from moonpool.config_slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
+from moonpool.config.slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
+from moonpool.config.tables import ADMISSIONS, PLACEMENTS, ConductorConfig
 from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
@@ -92,7 +92,7 @@ class Conductor:
     ) -> None:
         """`life`: part of all attempt ids, which tells them from those of an earlier Conductor of
         this cluster. `default_slo`: the unit of `loads`. `policies`: those that the config names by
-        module and class (see `moonpool.policy_loading`). `tenant_weights`: shares of an overloaded
+        module and class (see `plugins.policies`). `tenant_weights`: shares of an overloaded
         cluster by tenant, 1 for the others. `tenant_caches`: shares of each instance's cache that
         tenants may have, 1 for the others."""
         policies = policies or Policies()

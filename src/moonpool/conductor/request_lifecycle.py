@@ -22,24 +22,24 @@ from moonpool.conductor.actions import (
     RequestEnded,
     Send,
 )
-from moonpool.conductor.answer_learning import AnswerLearning
+from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
-from moonpool.conductor.cost_estimator import CostEstimator
 from moonpool.conductor.crashes.suspects import Suspects, culprit_rejection
-from moonpool.conductor.estimators import RunningMean
-from moonpool.conductor.fair_share import FairShare
-from moonpool.conductor.goodput_admission import GoodputModel
-from moonpool.conductor.output_predictor import OutputPredictor
-from moonpool.conductor.placement import NO_ROOM, Rejection
-from moonpool.conductor.prefetching import Prefetching
-from moonpool.conductor.replication import Replication
+from moonpool.conductor.forecast.answer_learning import AnswerLearning
+from moonpool.conductor.forecast.cost_estimator import CostEstimator
+from moonpool.conductor.forecast.estimators import RunningMean
+from moonpool.conductor.forecast.output_predictor import OutputPredictor
+from moonpool.conductor.placement.choice import NO_ROOM, Rejection
+from moonpool.conductor.placement.prefetching import Prefetching
+from moonpool.conductor.placement.replication import Replication
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.retry_schedule import RetrySchedule
-from moonpool.conductor.role_switching import RoleSwitching
+from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.conductor.waiting.deadlines import Deadlines
+from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.preemption import Preemption
 from moonpool.conductor.waiting.queue import RETRY_DELAYS_S, WaitingRequests, WaitNeed
+from moonpool.conductor.waiting.retry_schedule import RetrySchedule
 from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
 from moonpool.protocol.messages import (
     Abort,

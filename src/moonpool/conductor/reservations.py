@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moonpool.conductor.decode_forecast import DecodeInterval, Forecast
+from moonpool.conductor.forecast.decode_forecast import DecodeInterval, Forecast
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.kvcache.prefix_index import PrefixIndex

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moonpool.conductor.decode_forecast import DecodeInterval
-from moonpool.conductor.fair_share import ShareAccount
+from moonpool.conductor.forecast.decode_forecast import DecodeInterval
 from moonpool.conductor.instance_table import NEVER_S, S_PER_NS
-from moonpool.conductor.placement import Explanation
+from moonpool.conductor.placement.choice import Explanation
+from moonpool.conductor.waiting.fair_share import ShareAccount
 from moonpool.cost.online import LearnedFactor
 from moonpool.protocol.messages import AttemptId, HotPrefixes, InstanceInfo, InstanceLoad
 from moonpool.request_record import RequestRecord

@@ -9,13 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.cost.fitted import (
-    DecodeSample,
-    FittedCost,
-    MixedSample,
-    PrefillSample,
-    fit_cost,
-)
+from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
 from moonpool.cost.model import Chunk, StepCost, prompt_s
 
 CACHED_SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)

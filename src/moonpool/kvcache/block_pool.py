@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.kvcache.eviction import EvictionPolicy, LruEviction
+from moonpool.kvcache.eviction.policies import EvictionPolicy, LruEviction
 from moonpool.types import BlockId, BlockKey
 
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.kvcache.replicas import ReplicaChanges, ReplicaTracker
+from moonpool.kvcache.eviction.replicas import ReplicaChanges, ReplicaTracker
 from moonpool.types import BlockKey, InstanceId
 
 Depths = npt.NDArray[np.float64]

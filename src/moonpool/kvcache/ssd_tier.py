@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from moonpool.config import SsdAdmission
+from moonpool.config.tables import SsdAdmission
 from moonpool.kvcache.block_pool import BlockPool
-from moonpool.kvcache.cache_shares import CacheShareEviction
-from moonpool.kvcache.eviction import make_eviction
+from moonpool.kvcache.eviction.cache_shares import CacheShareEviction
+from moonpool.kvcache.eviction.policies import make_eviction
 from moonpool.types import BlockId, BlockKey
 
 GHOSTS_PER_BLOCK = 2

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moonpool.config import Config, ConfigError
+from moonpool.config.tables import Config, ConfigError
 from moonpool.plan.candidate import Candidate, Priced
 from moonpool.plan.confidence import Interval, sample_interval
 from moonpool.plan.trial import Outcome, StopRequestedError, Trial

@@ -15,7 +15,7 @@ from math import sqrt
 
 import numpy as np
 
-from moonpool.config import Config, ConfigError
+from moonpool.config.tables import Config, ConfigError
 from moonpool.cost.model import Chunk, StepCost
 from moonpool.plan.candidate import Candidate
 from moonpool.plan.demand import Demand

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moonpool.config import EVICTIONS as EVICTIONS
-from moonpool.config import Config, PolicyName
+from moonpool.config.tables import EVICTIONS as EVICTIONS
+from moonpool.config.tables import Config, PolicyName
 from moonpool.sim.hardware.prices import Prices
 from moonpool.types import Struct
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from moonpool.config import Config, ConfigError
+from moonpool.config.tables import Config, ConfigError
 from moonpool.plan.candidate import (
     CACHE_STEPS,
     CHUNK_STEPS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.cost.model import StepCost
 from moonpool.plan.candidate import CACHE_STEPS, Candidate, NodeKind
 from moonpool.plan.search import ClusterPlan, MixFound

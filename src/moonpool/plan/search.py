@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool.config import ADMISSIONS
+from moonpool.config.tables import ADMISSIONS
 from moonpool.plan.arrangements import (
     MOST_INSTANCES,
     Arrangement,

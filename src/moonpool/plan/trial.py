@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from math import ceil
 
-from moonpool.config import Config, ConfigError
+from moonpool.config.tables import Config, ConfigError
 from moonpool.cost.fitted import FittedCost
 from moonpool.plan.confidence import Attainment
 from moonpool.request_record import RequestRecord

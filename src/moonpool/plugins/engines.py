@@ -12,9 +12,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
-from moonpool.config import Config
-from moonpool.engine.folder_info import ModelInfo
-from moonpool.engine.tokenizer import TokenizerParts
+from moonpool.config.tables import Config
+from moonpool.text.model_info import ModelInfo
+from moonpool.text.tokenizer import TokenizerParts
 
 GROUP = "moonpool.engines"
 NAME = "moonpool"

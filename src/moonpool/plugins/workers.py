@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Literal, Protocol, runtime_checkable
 
-from moonpool.config import VllmAddress
+from moonpool.config.tables import VllmAddress
 from moonpool.cores import CoreShare
+from moonpool.link.tls import PeerTls
 from moonpool.plugins.engines import PACKAGE
-from moonpool.transfer.tls import PeerTls
 from moonpool.types import InstanceId, Role
 
 GROUP = "moonpool.workers"

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.config import (
+from moonpool.config.tables import (
     AttentionConfig,
     EngineConfig,
     ModelConfig,

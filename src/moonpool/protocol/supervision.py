@@ -33,7 +33,7 @@ from typing import ClassVar
 
 import msgspec
 
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.types import InstanceId, Role, Struct
 

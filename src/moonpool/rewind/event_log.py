@@ -33,7 +33,7 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
-from moonpool.config import ConductorConfig
+from moonpool.config.tables import ConductorConfig
 from moonpool.types import Slo
 
 MAGIC = b"moonpool event log 1\n"

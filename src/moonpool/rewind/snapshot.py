@@ -24,7 +24,7 @@ ALLOWED = (
     "moonpool.kvcache.",
     "moonpool.cost.",
     "moonpool.protocol.",
-    "moonpool.config",
+    "moonpool.config.tables",
     "moonpool.types",
     "moonpool.request_record",
 )

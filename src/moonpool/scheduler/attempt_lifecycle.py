@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moonpool.attention_offload.pools.arena_tracker import ArenaTracker
 from moonpool.cost.model import CostModel
 from moonpool.protocol.instance_counters import ATTEMPT_PREEMPTIONS, STEP_TOKENS
 from moonpool.protocol.messages import (
@@ -39,13 +38,14 @@ from moonpool.scheduler.actions import (
     StepFailed,
     StepsEnded,
 )
+from moonpool.scheduler.attention_pools.arena_tracker import ArenaTracker
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
-from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
+from moonpool.scheduler.loading.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.prefix_loader import PrefixLoader
 from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState
 from moonpool.scheduler.scheduler import Scheduler, Step
-from moonpool.scheduler.speculation import Speculation
+from moonpool.scheduler.speculation.speculation import Speculation
 from moonpool.scheduler.tokens import Tokens
 from moonpool.types import Token, TokenLogprobs
 

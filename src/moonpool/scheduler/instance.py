@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from moonpool.attention_offload.pools.arena_tracker import ArenaTracker
 from moonpool.cost.model import CostModel
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.ssd_tier import SsdTier
@@ -69,16 +68,17 @@ from moonpool.scheduler.actions import (
     WorkerEvent,
 )
 from moonpool.scheduler.attempt_lifecycle import AttemptLifecycle
-from moonpool.scheduler.draft_model import DraftModel, DraftModelPlace
-from moonpool.scheduler.handover import KvHandover, hottest
+from moonpool.scheduler.attention_pools.arena_tracker import ArenaTracker
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
-from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
-from moonpool.scheduler.prefetch import Prefetch
+from moonpool.scheduler.loading.handover import KvHandover, hottest
+from moonpool.scheduler.loading.layerwise_overlap import LayerwiseOverlap
+from moonpool.scheduler.loading.prefetch import Prefetch
 from moonpool.scheduler.prefix_loader import PrefixLoader
 from moonpool.scheduler.request_state import RequestPhase, RequestState
 from moonpool.scheduler.scheduler import Scheduler
-from moonpool.scheduler.speculation import Speculation
+from moonpool.scheduler.speculation.draft_model import DraftModel, DraftModelPlace
+from moonpool.scheduler.speculation.speculation import Speculation
 from moonpool.scheduler.ssd_offload import Demotion, Promotion, reserved_blocks
 from moonpool.types import BlockId, BlockKey, Role
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.config import (
+from moonpool.config.tables import (
     Batching,
     EngineConfig,
     PolicyName,

@@ -25,15 +25,9 @@ from moonpool.protocol.transfer_events import (
     ReadEnded,
     ReadRequested,
 )
-from moonpool.scheduler.actions import (
-    Effects,
-    FetchBlocks,
-    ForgetStored,
-    GrantRead,
-    LookUpBlocks,
-)
+from moonpool.scheduler.actions import Effects, FetchBlocks, ForgetStored, GrantRead, LookUpBlocks
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
-from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
+from moonpool.scheduler.loading.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.request_state import PendingTransfer, RequestState, TransferEta
 from moonpool.scheduler.scheduler import Scheduler
 from moonpool.types import BlockKey

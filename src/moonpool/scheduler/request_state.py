@@ -12,8 +12,8 @@ from typing import NamedTuple
 from moonpool.protocol.messages import AttemptId, AttemptSpan, AttemptSpec, PrefillStarted
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.scheduler.actions import DraftTask, Effects
-from moonpool.scheduler.drafts import DraftState
-from moonpool.scheduler.tenant_accounts import TenantAccount
+from moonpool.scheduler.batching.tenant_accounts import TenantAccount
+from moonpool.scheduler.speculation.drafts import DraftState
 from moonpool.scheduler.tokens import Tokens
 from moonpool.types import BlockId, BlockKey, FinishReason, TokenLogprobs
 

@@ -21,15 +21,15 @@ from moonpool.scheduler.actions import (
     StepEntry,
     StopRepeating,
 )
-from moonpool.scheduler.batch_policies import PLANNERS, Share
-from moonpool.scheduler.chunk_budget import ChunkBudget, ExpectedStep
-from moonpool.scheduler.contended_chunks import ContendedChunks
+from moonpool.scheduler.batching.chunk_budget import ChunkBudget, ExpectedStep
+from moonpool.scheduler.batching.contended_chunks import ContendedChunks
+from moonpool.scheduler.batching.policies import PLANNERS, Share
+from moonpool.scheduler.batching.queue_order import QueueOrder
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
-from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
-from moonpool.scheduler.queue_order import QueueOrder
+from moonpool.scheduler.loading.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState
-from moonpool.scheduler.speculation import Speculation
+from moonpool.scheduler.speculation.speculation import Speculation
 from moonpool.types import BlockId
 
 Step = list[Share[RequestState]]

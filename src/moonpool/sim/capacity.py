@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
 from moonpool.kvcache.block_pool import BlockPool
-from moonpool.kvcache.eviction import make_eviction
+from moonpool.kvcache.eviction.policies import make_eviction
 from moonpool.trace.blocks import prompt_keys
 from moonpool.trace.row import TraceRow
 from moonpool.types import BlockKey

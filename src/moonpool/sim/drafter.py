@@ -9,7 +9,7 @@ from hashlib import blake2b
 from moonpool.cost.model import Chunk, StepCost
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import DraftTask, StepEntry
-from moonpool.scheduler.draft_model import READY_TOKENS
+from moonpool.scheduler.speculation.draft_model import READY_TOKENS
 
 ANY_TOKEN_ID = 0
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from moonpool.conductor.cost_estimator import learned_factors
-from moonpool.config import Config
+from moonpool.conductor.forecast.cost_estimator import learned_factors
+from moonpool.config.tables import Config
 from moonpool.sim.metrics import Collector, rounded
 from moonpool.sim.node import Node
 from moonpool.sim.simulation import Simulation

@@ -27,9 +27,9 @@ from moonpool.conductor.actions import (
 )
 from moonpool.conductor.attempt_planner import POLICY_ERROR
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import Config, ConfigError
+from moonpool.config.tables import Config, ConfigError
 from moonpool.cost.recorded import CostEstimatorRecord
-from moonpool.policy_loading import Objects, load_eviction, load_policies
+from moonpool.plugins.policies import Objects, load_eviction, load_policies
 from moonpool.protocol.messages import AttemptId, InstanceInfo, Report
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.studies.cluster import cluster_config
 from moonpool.studies.run import RunSettings, run_simulation
 from moonpool.studies.simulation_result import SimulationResult

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from moonpool.config import Config
-from moonpool.config_parse import parse_config
-from moonpool.config_schema import Values
-from moonpool.extensions import own_name
+from moonpool.config.parse import parse_config
+from moonpool.config.schema import Values
+from moonpool.config.tables import Config
+from moonpool.plugins.objects import own_name
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.studies.hardware_files import read_text_file
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moonpool.config import Config, ConfigError
+from moonpool.config.tables import Config, ConfigError
 from moonpool.types import MALFORMED, Role
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonpool.config import Config, ConfigError
+from moonpool.config.tables import Config, ConfigError
 from moonpool.plan.candidate import NodeKind, Priced
 from moonpool.plan.demand import Layout, prepare, truth_for
 from moonpool.plan.offloading import with_rivals

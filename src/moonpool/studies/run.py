@@ -9,18 +9,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.gc_tuning import rare_collections
-from moonpool.policy_loading import Objects
+from moonpool.plugins.policies import Objects
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
-from moonpool.studies.hardware_files import (
-    instance_usd,
-    read_beliefs,
-    read_catalogue_and_profile,
-)
+from moonpool.studies.hardware_files import instance_usd, read_beliefs, read_catalogue_and_profile
 from moonpool.studies.request_log import RequestLog
 from moonpool.studies.simulation_result import SimulationResult
 from moonpool.studies.trace_rows import TraceRows, named_trace, open_scaled

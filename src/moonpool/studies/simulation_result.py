@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.sim.metrics import rounded
 from moonpool.studies.result_table import ResultTable
 

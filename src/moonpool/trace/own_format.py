@@ -9,8 +9,8 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from moonpool.config import ConfigError
-from moonpool.extensions import find_object, make_object
+from moonpool.config.tables import ConfigError
+from moonpool.plugins.objects import find_object, make_object
 from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, TraceError, TraceRow
 
 KEY = "trace format"

@@ -21,8 +21,8 @@ from math import isfinite
 from pathlib import Path
 from typing import BinaryIO, Literal, get_args
 
-from moonpool.config import is_own_policy
-from moonpool.extensions import installed_names, own_name
+from moonpool.config.tables import is_own_policy
+from moonpool.plugins.objects import installed_names, own_name
 from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.jsonl import jsonl_parser
 from moonpool.trace.own_format import KEY as OWN_FORMAT

@@ -18,19 +18,14 @@ from typing import Any
 
 import msgspec
 
-from moonpool.config import VllmAddress
+from moonpool.config.tables import VllmAddress
 from moonpool.cost.fitted import FittedCost
 from moonpool.gc_tuning import settle_memory
+from moonpool.link.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
+from moonpool.link.tls import PeerTls
 from moonpool.plugins.workers import WorkerSettings
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.protocol.frames import (
-    HEARTBEAT_S,
-    Apply,
-    AttentionMoved,
-    Joined,
-    Setup,
-    WorkFrame,
-)
+from moonpool.protocol.frames import HEARTBEAT_S, Apply, AttentionMoved, Joined, Setup, WorkFrame
 from moonpool.protocol.messages import (
     AttemptId,
     AttemptSpec,
@@ -40,9 +35,7 @@ from moonpool.protocol.messages import (
 )
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.protocol.versions import TAKES_OFFERS
-from moonpool.runtime.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
 from moonpool.scheduler.actions import ExitProcess, SendReport
-from moonpool.transfer.tls import PeerTls
 from moonpool.types import InstanceId, Role
 from moonpool.vllm.cache_watch import CacheWatch
 from moonpool.vllm.client import Health, VllmClient, VllmError

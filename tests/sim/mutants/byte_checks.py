@@ -15,12 +15,12 @@ from typing import Any
 
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import FetchEnded, LoadEnded, ReadRequested, StoreEnded
-from moonpool.storage.folder import StoreError
-from moonpool.storage.store import open_store
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.checksums import checksum_slice
-from moonpool.transfer.reshard import ShardView
 from moonpool.types import BlockId, BlockKey
+from moonpool_engine.storage.folder import StoreError
+from moonpool_engine.storage.store import open_store
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.reshard import ShardView
 from tests.contract.messenger_harness import Node
 
 NUM_BLOCKS = 16
@@ -111,7 +111,7 @@ def _swap(root: Path, layout: BlockLayout, num_slots: int) -> None:
 
 
 def _slot_bytes(layout: BlockLayout) -> int:
-    from moonpool.storage.format import make_geometry
+    from moonpool_engine.storage.format import make_geometry
 
     return make_geometry(layout).slot_bytes
 
@@ -165,7 +165,7 @@ class _PartNode(Node):
 
     def __init__(self, name: str, transport: str, whole: BlockLayout, view: ShardView) -> None:
         from moonpool.protocol.block_layout import DTYPE_BYTES
-        from moonpool.transfer.messenger import Messenger
+        from moonpool_engine.transfer.messenger import Messenger
         from tests.contract.messenger_harness import SECRET
 
         head_dim = view.num_bytes // (2 * whole.block_tokens * DTYPE_BYTES[whole.dtype])

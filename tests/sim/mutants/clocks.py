@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.runtime.silence import ListeningClock
+from moonpool.link.silence import ListeningClock
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method
 

@@ -12,12 +12,12 @@ from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.retry_schedule import RetrySchedule
-from moonpool.conductor.role_switching import RoleSwitching
+from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
+from moonpool.conductor.waiting.retry_schedule import RetrySchedule
+from moonpool.kvcache.eviction.replicas import ReplicaOwners
 from moonpool.kvcache.prefix_index import PrefixIndex
-from moonpool.kvcache.replicas import ReplicaOwners
 from moonpool.protocol.messages import AttemptFailed, BlocksSnapshot, ReserveDecode
 from moonpool.scheduler.instance import Instance
 from moonpool.types import FinishReason, RequestId, Token

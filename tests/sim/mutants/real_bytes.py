@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.storage import store as store_module
-from moonpool.storage.tier_store import ArenaBlocks
-from moonpool.transfer.reshard import ShardView
-from moonpool.transfer.slice_receiver import VERIFIED, SliceReceiver
+from moonpool_engine.storage import store as store_module
+from moonpool_engine.storage.tier_store import ArenaBlocks
+from moonpool_engine.transfer.reshard import ShardView
+from moonpool_engine.transfer.slice_receiver import VERIFIED, SliceReceiver
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method, nothing
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from moonpool.head.takeover import standby_links
+from moonpool.link import auth, channel
 from moonpool.protocol.versions import OWN, Agreed, Versions
-from moonpool.runtime import channel
-from moonpool.runtime.takeover import standby_links
-from moonpool.transfer import auth
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method
 

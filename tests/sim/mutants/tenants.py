@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from moonpool.conductor import request_lifecycle
-from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.order import WaitingOrder
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method

@@ -13,7 +13,7 @@ from moonpool.scheduler import kv_cache_manager
 from moonpool.scheduler.actions import CancelStream, ExpectStream, GrantRead
 from moonpool.scheduler.attempt_lifecycle import AttemptLifecycle
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
-from moonpool.scheduler.layerwise_overlap import LayerwiseOverlap
+from moonpool.scheduler.loading.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.prefix_loader import PrefixLoader
 from moonpool.scheduler.request_state import RequestState
 from moonpool.scheduler.scheduler import Scheduler

@@ -13,8 +13,8 @@ from moonpool.api.output_text.model_output import CallRules, ModelOutput
 from moonpool.api.output_text.reasoning import ALL_TAGS
 from moonpool.api.output_text.said import Said
 from moonpool.api.tools import together
-from moonpool.engine.tokenizer import ByteTextStream
-from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.text.tokenizer import ByteTextStream
+from moonpool.text.tokenizers.byte import ByteTokenizer
 
 FILE = Path(__file__).parent / "transcripts" / "transcripts.json"
 TRANSCRIPTS: dict[str, dict[str, Any]] = {e["family"]: e for e in json.loads(FILE.read_text())}

@@ -20,9 +20,9 @@ from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.listening import listen
 from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.frontend import ApiOptions, ModelCard, Output
-from moonpool.engine.tokenizer import Tokenizer
-from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.protocol.messages import ForwardedCall
+from moonpool.text.tokenizer import Tokenizer
+from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Slo, Token, TokenLogprobs
 
 Step = Output | Exception | float | threading.Event

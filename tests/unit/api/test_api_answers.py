@@ -17,7 +17,7 @@ from scripted_head import (
 )
 
 from moonpool.api.frontend import Output, RequestRefused
-from moonpool.engine.tokenizers.byte import EOS_ID
+from moonpool.text.tokenizers.byte import EOS_ID
 from moonpool.types import FinishReason, Request, Slo, Token
 
 

@@ -13,7 +13,7 @@ from scripted_head import ScriptedHead, call, chat, complete, one_by_one
 
 from moonpool.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from moonpool.api.frontend import ApiOptions
-from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.text.tokenizers.byte import ByteTokenizer
 
 USER = {"role": "user", "content": "Hi"}
 BODIES = {

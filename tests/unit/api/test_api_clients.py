@@ -16,11 +16,11 @@ from moonpool.api import body_process
 from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
 from moonpool.api.structured_output import grammar_of
-from moonpool.config_parse import parse_config
-from moonpool.engine.grammar import matches_grammar
-from moonpool.engine.tokenizers.byte import ByteTokenizer
-from moonpool.runtime.cluster_error import ClusterError
-from moonpool.runtime.models.model_loading import ApiModel, load_model, system_fingerprint
+from moonpool.config.parse import parse_config
+from moonpool.head.cluster_error import ClusterError
+from moonpool.head.models.model_loading import ApiModel, load_model, system_fingerprint
+from moonpool.text.grammar import matches_grammar
+from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Token, TokenLogprobs
 
 ORIGIN = {"origin": "https://page.example"}

@@ -14,10 +14,10 @@ from scripted_head import ScriptedHead, call, chat, complete, events_of, served,
 
 from moonpool.api.frontend import ApiOptions, Output
 from moonpool.api.output_text.model_output import ModelOutput
-from moonpool.engine.grammar import matches_grammar
-from moonpool.engine.tokenizer import ByteTextStream
-from moonpool.engine.tokenizers.byte import ByteTokenizer
-from moonpool.engine.tokenizers.chat_template import ChatTemplate
+from moonpool.text.grammar import matches_grammar
+from moonpool.text.tokenizer import ByteTextStream
+from moonpool.text.tokenizers.byte import ByteTokenizer
+from moonpool.text.tokenizers.chat_template import ChatTemplate
 from moonpool.types import FinishReason, Token
 
 KNOWS = "{{ messages[0].content }}{# <think></think> #}"

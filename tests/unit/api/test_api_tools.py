@@ -17,8 +17,8 @@ from moonpool.api.bodies import ChatBody
 from moonpool.api.errors import ApiError
 from moonpool.api.output_text.model_output import ModelOutput
 from moonpool.api.tools import Tools, together
-from moonpool.engine.tokenizers.byte import ByteTokenizer
-from moonpool.engine.tokenizers.chat_template import ChatTemplate
+from moonpool.text.tokenizers.byte import ByteTokenizer
+from moonpool.text.tokenizers.chat_template import ChatTemplate
 from moonpool.types import FinishReason
 
 TAGGED = "{% if tools %}Say <tool_call>{}</tool_call>. {% endif %}{{ messages[0].content }}"

@@ -16,9 +16,9 @@ from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard, Output, RequestRefused
 from moonpool.api.keys import TenantLimits
 from moonpool.api.models.forwarded_bodies import MEDIA_TOKENS, ForwardedReader, may_hold_media
-from moonpool.engine.tokenizers.byte import ByteTokenizer
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import MEDIA_PATHS
+from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, Token
 
 CHAT = "/v1/chat/completions"

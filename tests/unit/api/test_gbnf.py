@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from moonpool.api.grammars.gbnf import GbnfError, gbnf_to_lark, is_gbnf
-from moonpool.engine.grammar import first_error, matches_grammar
+from moonpool.text.grammar import first_error, matches_grammar
 
 JSON = r"""
 root   ::= object

@@ -12,14 +12,7 @@ import pytest
 from scripted_head import ScriptedHead, call
 
 from moonpool.api.frontend import ApiOptions
-from moonpool.api.keys import (
-    ApiKeys,
-    KeyFileError,
-    KeyRing,
-    TenantLimits,
-    collect_keys,
-    read_keys,
-)
+from moonpool.api.keys import ApiKeys, KeyFileError, KeyRing, TenantLimits, collect_keys, read_keys
 
 ROOT = Path(__file__).parents[3]
 KEYS_MODULE = ROOT / "src" / "moonpool" / "api" / "keys.py"

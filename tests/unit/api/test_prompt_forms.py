@@ -21,8 +21,8 @@ from moonpool.api.output_text.text_offsets import prompt_offsets
 from moonpool.api.preparation import Preparer
 from moonpool.api.prompt_text.truncation import Truncation
 from moonpool.api.prompts import PromptReader
-from moonpool.engine.tokenizers.byte import ByteTokenizer
-from moonpool.engine.tokenizers.huggingface import HfTokenizer
+from moonpool.text.tokenizers.byte import ByteTokenizer
+from moonpool.text.tokenizers.huggingface import HfTokenizer
 from moonpool.types import BadWord, FinishReason, Request, Token, TokenLogprobs
 
 CORPUS = ["The quick brown fox jumps over the lazy dog. " * 20, "été à Zürich, naïve coöperation"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from moonpool.head.attention_assignments import AttentionAssignments
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.runtime.attention_assignments import AttentionAssignments
 from moonpool.types import InstanceId
 
 ONE, OTHER = InstanceId("decode-0"), InstanceId("decode-1")

@@ -15,20 +15,20 @@ import msgspec
 import pytest
 import torch
 
-from moonpool.attention_offload.client import AttentionClient, AttentionError, connect
-from moonpool.attention_offload.partition import WorkerBlockRanges
-from moonpool.attention_offload.remote_ops import RemoteOps
-from moonpool.attention_offload.service import AttentionService
-from moonpool.attention_offload.worker_state import AttentionWorkerState
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import KvCache
-from moonpool.engine.runner import Engine, choose_split_ops
+from moonpool.link.tls import PeerTls
 from moonpool.protocol.messages import AttemptId
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.scheduler.actions import StepEntry
-from moonpool.transfer.arena import Arena
-from moonpool.transfer.tls import PeerTls
 from moonpool.types import BlockId, InstanceId, SamplingParams
+from moonpool_engine.attention_offload.client import AttentionClient, AttentionError, connect
+from moonpool_engine.attention_offload.partition import WorkerBlockRanges
+from moonpool_engine.attention_offload.remote_ops import RemoteOps
+from moonpool_engine.attention_offload.service import AttentionService
+from moonpool_engine.attention_offload.worker_state import AttentionWorkerState
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import KvCache
+from moonpool_engine.engine.runner import Engine, choose_split_ops
+from moonpool_engine.transfer.arena import Arena
 from tests.certificates import make_certificates
 from tests.unit.attention_offload.test_service import ME, NAME, SECRET, options
 

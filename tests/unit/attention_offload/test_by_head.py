@@ -11,25 +11,25 @@ import msgspec
 import pytest
 import torch
 
-from moonpool.attention_offload.channel import AttentionChannelError, SocketChannel
-from moonpool.attention_offload.executor import AttentionExecutor
-from moonpool.attention_offload.partition import (
+from moonpool.config.tables import ATTENTION_SEGMENT_TOKENS
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import BlockId, SamplingParams
+from moonpool_engine.attention_offload.channel import AttentionChannelError, SocketChannel
+from moonpool_engine.attention_offload.executor import AttentionExecutor
+from moonpool_engine.attention_offload.partition import (
     Partition,
     WorkerBlockRanges,
     segment_blocks,
     share_heads,
 )
-from moonpool.attention_offload.remote_ops import AttentionLostError, RemoteOps
-from moonpool.attention_offload.wire import KvHeadRange
-from moonpool.config import ATTENTION_SEGMENT_TOKENS
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import SEGMENT, HeadShape, KvCache, empty_cache
-from moonpool.engine.runner import Engine, choose_split_ops, make_layout
-from moonpool.engine.slices import cut_of_heads
-from moonpool.protocol.messages import AttemptId
-from moonpool.scheduler.actions import StepEntry
-from moonpool.transfer.reshard import NOWHERE
-from moonpool.types import BlockId, SamplingParams
+from moonpool_engine.attention_offload.remote_ops import AttentionLostError, RemoteOps
+from moonpool_engine.attention_offload.wire import KvHeadRange
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import SEGMENT, HeadShape, KvCache, empty_cache
+from moonpool_engine.engine.runner import Engine, choose_split_ops, make_layout
+from moonpool_engine.engine.slices import cut_of_heads
+from moonpool_engine.transfer.reshard import NOWHERE
 
 NAME = "random:hidden=128,layers=2,heads=8,kv_heads=4,head_dim=16,inter=96,vocab=300,context=4096"
 NUM_BLOCKS = 60

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.attention_offload.executor import AttentionExecutor
-from moonpool.attention_offload.partition import WorkerBlockRanges
-from moonpool.attention_offload.remote_ops import LocalPartition, RemoteOps
-from moonpool.engine.ops import SEGMENT, KvCache, empty_cache
-from moonpool.engine.runner import Engine
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool_engine.attention_offload.executor import AttentionExecutor
+from moonpool_engine.attention_offload.partition import WorkerBlockRanges
+from moonpool_engine.attention_offload.remote_ops import LocalPartition, RemoteOps
+from moonpool_engine.engine.ops import SEGMENT, KvCache, empty_cache
+from moonpool_engine.engine.runner import Engine
 from tests.unit.attention_offload.test_remote_ops import (
     BLOCKS_EACH,
     GREEDY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from moonpool.attention_offload.pools.partitions import PartitionedPool
+from moonpool.scheduler.attention_pools.partitions import PartitionedPool
 from moonpool.types import BlockId, BlockKey
 
 

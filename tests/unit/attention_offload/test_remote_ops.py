@@ -11,7 +11,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moonpool.attention_offload.channel import (
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import SamplingParams
+from moonpool_engine.attention_offload.channel import (
     AttentionChannel,
     AttentionChannelError,
     SocketChannel,
@@ -19,14 +22,18 @@ from moonpool.attention_offload.channel import (
     rings_available,
     take_rings,
 )
-from moonpool.attention_offload.executor import AttentionExecutor
-from moonpool.attention_offload.partition import PlacementError, WorkerBlockRanges, split_step
-from moonpool.attention_offload.remote_ops import AttentionLostError, RemoteOps
-from moonpool.attention_offload.tls_channel import TlsChannel
-from moonpool.attention_offload.wire import ECHO, FAILED, Header
-from moonpool.engine import native
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import (
+from moonpool_engine.attention_offload.executor import AttentionExecutor
+from moonpool_engine.attention_offload.partition import (
+    PlacementError,
+    WorkerBlockRanges,
+    split_step,
+)
+from moonpool_engine.attention_offload.remote_ops import AttentionLostError, RemoteOps
+from moonpool_engine.attention_offload.tls_channel import TlsChannel
+from moonpool_engine.attention_offload.wire import ECHO, FAILED, Header
+from moonpool_engine.engine import native
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import (
     SEGMENT,
     AttendArgs,
     HeadShape,
@@ -35,12 +42,9 @@ from moonpool.engine.ops import (
     StepMeta,
     empty_cache,
 )
-from moonpool.engine.reference import ReferenceSplitOps
-from moonpool.engine.runner import Engine, make_layout
-from moonpool.protocol.messages import AttemptId
-from moonpool.scheduler.actions import StepEntry
-from moonpool.transfer.tls_frames import accepted, connected
-from moonpool.types import SamplingParams
+from moonpool_engine.engine.reference import ReferenceSplitOps
+from moonpool_engine.engine.runner import Engine, make_layout
+from moonpool_engine.transfer.tls_frames import accepted, connected
 from tests.certificates import shared_tls
 
 NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,head_dim=16,inter=96,vocab=300,context=8192"
@@ -52,7 +56,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def make_ops() -> SplitOps:
     if native.available() is not None:
         return ReferenceSplitOps()
-    from moonpool.engine.native.split import NativeSplitOps
+    from moonpool_engine.engine.native.split import NativeSplitOps
 
     return NativeSplitOps()
 
@@ -199,7 +203,7 @@ def test_two_steps_take_turns() -> None:
         ops, cache, local = made.ops, empty_cache(made.layout, 1), make_ops()
         own = empty_cache(made.layout, 2 * BLOCKS_EACH)
         metas = [_decode_meta(0), _decode_meta(BLOCKS_EACH)]
-        from moonpool.engine.rope import rope_table
+        from moonpool_engine.engine.rope import rope_table
 
         rope = rope_table(made.model.spec.rope, 16, 100)
         qkvs = [torch.randn(1, 8 * 16, generator=torch.manual_seed(i)) for i in range(2)]

@@ -14,7 +14,10 @@ import msgspec
 import pytest
 import torch
 
-from moonpool.attention_offload.channel import (
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import BlockId, InstanceId, SamplingParams
+from moonpool_engine.attention_offload.channel import (
     AttentionChannel,
     AttentionChannelError,
     SocketChannel,
@@ -22,20 +25,17 @@ from moonpool.attention_offload.channel import (
     rings_available,
     take_rings,
 )
-from moonpool.attention_offload.client import AttachOptions
-from moonpool.attention_offload.partition import WorkerBlockRanges, share_heads
-from moonpool.attention_offload.remote_ops import RemoteOps
-from moonpool.attention_offload.wire import ENCODER, OPENING, Attach, KvHeadRange, LayerRule
-from moonpool.attention_offload.worker_state import AttachError, AttentionWorkerState
-from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.layers import attend_rules
-from moonpool.engine.model import head_shape
-from moonpool.engine.ops import SEGMENT, KvCache, block_dtype, empty_cache
-from moonpool.engine.runner import Engine, choose_split_ops, make_layout
-from moonpool.protocol.messages import AttemptId
-from moonpool.scheduler.actions import StepEntry
-from moonpool.transfer.arena import Arena
-from moonpool.types import BlockId, InstanceId, SamplingParams
+from moonpool_engine.attention_offload.client import AttachOptions
+from moonpool_engine.attention_offload.partition import WorkerBlockRanges, share_heads
+from moonpool_engine.attention_offload.remote_ops import RemoteOps
+from moonpool_engine.attention_offload.wire import ENCODER, OPENING, Attach, KvHeadRange, LayerRule
+from moonpool_engine.attention_offload.worker_state import AttachError, AttentionWorkerState
+from moonpool_engine.engine.builtin import LoadedModel, open_model
+from moonpool_engine.engine.layers import attend_rules
+from moonpool_engine.engine.model import head_shape
+from moonpool_engine.engine.ops import SEGMENT, KvCache, block_dtype, empty_cache
+from moonpool_engine.engine.runner import Engine, choose_split_ops, make_layout
+from moonpool_engine.transfer.arena import Arena
 from tests.differential.checkpoints import CASES, save
 
 BLOCK = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from moonpool.attention_offload.pools.segments import SegmentedPool
+from moonpool.scheduler.attention_pools.segments import SegmentedPool
 from moonpool.types import BlockId, BlockKey
 
 

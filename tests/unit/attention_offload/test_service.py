@@ -11,17 +11,21 @@ import msgspec
 import pytest
 import torch
 
-from moonpool.attention_offload import service
-from moonpool.attention_offload.client import (
+from moonpool.protocol.messages import AttemptId
+from moonpool.protocol.transfer_events import PeerAddress, ReceiveEnded
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import BlockId, BlockKey, InstanceId, SamplingParams
+from moonpool_engine.attention_offload import service
+from moonpool_engine.attention_offload.client import (
     AttachOptions,
     AttentionClient,
     AttentionError,
     connect,
 )
-from moonpool.attention_offload.partition import WorkerBlockRanges
-from moonpool.attention_offload.remote_ops import AttentionLostError, RemoteOps
-from moonpool.attention_offload.service import AttentionService
-from moonpool.attention_offload.wire import (
+from moonpool_engine.attention_offload.partition import WorkerBlockRanges
+from moonpool_engine.attention_offload.remote_ops import AttentionLostError, RemoteOps
+from moonpool_engine.attention_offload.service import AttentionService
+from moonpool_engine.attention_offload.wire import (
     AttentionEvent,
     Expect,
     FetchPrefix,
@@ -29,15 +33,11 @@ from moonpool.attention_offload.wire import (
     MarkCached,
     ReceivedBytes,
 )
-from moonpool.attention_offload.worker_state import AttentionWorkerState
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import HeadShape, KvCache
-from moonpool.engine.runner import Engine, choose_split_ops, make_layout
-from moonpool.protocol.messages import AttemptId
-from moonpool.protocol.transfer_events import PeerAddress, ReceiveEnded
-from moonpool.scheduler.actions import StepEntry
-from moonpool.transfer.arena import Arena
-from moonpool.types import BlockId, BlockKey, InstanceId, SamplingParams
+from moonpool_engine.attention_offload.worker_state import AttentionWorkerState
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import HeadShape, KvCache
+from moonpool_engine.engine.runner import Engine, choose_split_ops, make_layout
+from moonpool_engine.transfer.arena import Arena
 
 NAME = "random:hidden=32,layers=2,heads=2,kv_heads=1,head_dim=16,inter=32,vocab=300,context=512"
 SECRET = b"a secret of the tests"

@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moonpool.attention_offload.channel import AttentionChannelError, Payload, SocketChannel
-from moonpool.attention_offload.executor import AttentionExecutor
-from moonpool.attention_offload.partition import WorkerBlockRanges
-from moonpool.attention_offload.remote_ops import RemoteOps
-from moonpool.attention_offload.wire import ATTENDED, KEYS_VALUES, PLAN, Header, Q
-from moonpool.engine.builtin import BYTE_TOKENIZER, LoadedModel
-from moonpool.engine.ops import HeadShape, KvCache, empty_cache
-from moonpool.engine.random_weights import RandomWeights, random_spec
-from moonpool.engine.runner import Engine, choose_split_ops, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
+from moonpool_engine.attention_offload.channel import AttentionChannelError, Payload, SocketChannel
+from moonpool_engine.attention_offload.executor import AttentionExecutor
+from moonpool_engine.attention_offload.partition import WorkerBlockRanges
+from moonpool_engine.attention_offload.remote_ops import RemoteOps
+from moonpool_engine.attention_offload.wire import ATTENDED, KEYS_VALUES, PLAN, Header, Q
+from moonpool_engine.engine.builtin import BYTE_TOKENIZER, LoadedModel
+from moonpool_engine.engine.ops import HeadShape, KvCache, empty_cache
+from moonpool_engine.engine.random_weights import RandomWeights, random_spec
+from moonpool_engine.engine.runner import Engine, choose_split_ops, make_layout
 
 NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,head_dim=16,inter=96,vocab=300,context=512"
 GREEDY = SamplingParams(temperature=0.0)

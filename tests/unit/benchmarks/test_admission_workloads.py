@@ -18,10 +18,10 @@ from benchmarks.suite.cluster.admission_workloads import (
     summarise,
 )
 from moonpool.cli.main import cli
-from moonpool.oracle.cluster import limits_of
 from moonpool.sim.workload import make_arrivals
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceRow
+from moonpool_lab.oracle.cluster import limits_of
 
 
 def run(*arguments: str) -> str:

@@ -30,7 +30,7 @@ from benchmarks.suite.conversations.sessions import (
     reusable_share,
     trace_rows,
 )
-from moonpool.config import ConfigError
+from moonpool.config.tables import ConfigError
 from moonpool.request_record import RequestRecord
 from moonpool.trace.reader import open_trace
 from moonpool.types import RequestId, Slo

@@ -27,7 +27,7 @@ from benchmarks.suite.engine.engine_rows import (
     prefill_bytes,
     prefill_flops,
 )
-from moonpool.engine.random_weights import random_spec
+from moonpool_engine.engine.random_weights import random_spec
 
 TINY = "random:hidden=64,layers=2,heads=4,kv_heads=2,head_dim=16,inter=128,vocab=320"
 SPEC, _ = random_spec(TINY)

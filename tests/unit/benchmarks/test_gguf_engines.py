@@ -20,8 +20,8 @@ from benchmarks.suite.engine.gguf_engines import (
     weight_bytes,
 )
 from benchmarks.suite.engine.ik_peer import IkPrograms
-from moonpool.engine.builtin import open_model
-from moonpool.engine.gguf.reader import read_gguf
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.gguf.reader import read_gguf
 
 
 @pytest.fixture(scope="module")

@@ -16,15 +16,15 @@ from benchmarks.suite.live.peers_live import Start, peer_names, present, ratios
 from benchmarks.suite.live.vllm_client import client_figures
 from benchmarks.suite.live.vllm_shapes import VllmTarget, start_peer
 from moonpool.cost.fitted import FittedCost
-from moonpool.demo.local_server import ServerError
-from moonpool.profiling.live_cluster import (
+from moonpool.types import Slo
+from moonpool_lab.demo.local_server import ServerError
+from moonpool_lab.profiling.live_cluster import (
     LiveCluster,
     LiveWorkload,
     estimate_capacity,
     simulate_rows,
 )
-from moonpool.profiling.live_profile import LiveProfile
-from moonpool.types import Slo
+from moonpool_lab.profiling.live_profile import LiveProfile
 
 pytestmark = pytest.mark.long
 

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.suite.engine.pipeline import PARTS, bench_pipeline, grown, shape_of
 from benchmarks.suite.engine.pipelined_instance import PipelinedResult, made_up, simulate
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import open_model
-from moonpool.engine.runner import make_layout
 from moonpool.sim.hardware.parallel_cost import Nic, group_cost
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.runner import make_layout
 
 pytestmark = pytest.mark.long
 

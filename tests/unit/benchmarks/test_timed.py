@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.suite.engine.timed_instance import TimedJob, TimedResult, by_cost, serve
-from moonpool.config import Batching
+from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.scheduler.instance_config import InstanceConfig

@@ -18,8 +18,8 @@ from benchmarks.suite.live.trials import (
     bench_trials,
     connector_of,
 )
-from moonpool.profiling.live_cluster import run_on_uvloop
-from moonpool.trial.run import TrialPlan, run_trial
+from moonpool_lab.profiling.live_cluster import run_on_uvloop
+from moonpool_lab.trial.run import TrialPlan, run_trial
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 

@@ -17,9 +17,9 @@ from moonpool.cli.main import cli
 from moonpool.cli.options import POLICY_KEYS
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, SIMULATE_FLAGS
-from moonpool.config import Config
-from moonpool.config_parse import parse_config
-from moonpool.config_schema import schema_of
+from moonpool.config.parse import parse_config
+from moonpool.config.schema import schema_of
+from moonpool.config.tables import Config
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from moonpool.cli.logs import JsonFormatter, TextFormatter, choose_logging, set_up_logging
-from moonpool.config import TelemetryConfig
+from moonpool.config.tables import TelemetryConfig
 
 
 def a_record(message: str, *words: object, error: bool = False) -> logging.LogRecord:
@@ -64,7 +64,7 @@ def test_an_unknown_level_is_one_line(
 LOADS = """
 import logging, itertools
 from moonpool.cli.logs import set_up_logging
-from moonpool.engine.load_progress import reported
+from moonpool_engine.engine.load_progress import reported
 set_up_logging("decode-0")
 clock = itertools.count()
 list(reported(range(4), lambda: 2 * next(clock)))

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from moonpool.cli.main import COMMANDS as OWN_COMMANDS
 from moonpool.cli.main import cli
 from moonpool.cli.options import ConfigFlags, SectionedCommand
-from moonpool.config import Config
-from moonpool.config_schema import schema_of
+from moonpool.config.schema import schema_of
+from moonpool.config.tables import Config
 from moonpool.plugins.commands import added_commands
 
 GOLDEN = Path(__file__).parent / "golden_flags.json"

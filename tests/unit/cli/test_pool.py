@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from moonpool.cli.main import cli
+from moonpool.head.audit import audit_cluster
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.runtime.audit import audit_cluster
-from moonpool.storage.store import open_store
-from moonpool.transfer.arena import Arena
 from moonpool.types import BlockId, BlockKey
+from moonpool_engine.storage.store import open_store
+from moonpool_engine.transfer.arena import Arena
 
 LAYOUT = BlockLayout(
     model_fingerprint="m",

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from moonpool.cli import serve
 from moonpool.cli.main import cli
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS
-from moonpool.config import Config
-from moonpool.config_schema import schema_of
+from moonpool.config.schema import schema_of
+from moonpool.config.tables import Config
 from tests.certificates import make_certificates
 
 SECRET = "ab" * 32

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from moonpool.cli.main import cli
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.cost.fitted import FittedCost
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate

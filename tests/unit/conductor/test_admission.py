@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from conductor_instances import COST, info
 
-from moonpool.conductor.admission import admit
-from moonpool.conductor.admission_context import AdmissionContext, SloBudget
-from moonpool.conductor.decode_forecast import IntervalForecast
-from moonpool.conductor.placement import Placement, Rejection, place
-from moonpool.conductor.policies import RequestFootprint
+from moonpool.conductor.admission.context import AdmissionContext, SloBudget
+from moonpool.conductor.admission.policies import admit
+from moonpool.conductor.forecast.decode_forecast import IntervalForecast
+from moonpool.conductor.placement.choice import Placement, Rejection, place
+from moonpool.conductor.placement.policies import RequestFootprint
 from moonpool.conductor.reservations import Reservations
-from moonpool.config import ConductorConfig
+from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import Slo
 

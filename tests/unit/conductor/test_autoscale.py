@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from moonpool.conductor.autoscale import Autoscale
+from moonpool.conductor.roles.autoscale import Autoscale
 from tests.unit.conductor.test_role_balance import WINDOW_S, Hall
 
 

@@ -34,12 +34,7 @@ from moonpool.protocol.messages import (
     StreamBroken,
     TransferDone,
 )
-from moonpool.types import (
-    FinishReason,
-    InstanceId,
-    RequestId,
-    Token,
-)
+from moonpool.types import FinishReason, InstanceId, RequestId, Token
 
 
 def test_the_life_of_a_request() -> None:

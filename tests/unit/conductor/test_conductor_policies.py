@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 from conductor_desk import LAYOUT, Desk, of, sent
 
-from moonpool.conductor.actions import (
-    ConductorAction,
-    InstanceLost,
-    Refuse,
-    RequestEnded,
-)
-from moonpool.conductor.admission import UNLIMITED
+from moonpool.conductor.actions import ConductorAction, InstanceLost, Refuse, RequestEnded
+from moonpool.conductor.admission.policies import UNLIMITED
 from moonpool.protocol.messages import (
     AttemptFailed,
     AttemptId,
@@ -25,14 +20,7 @@ from moonpool.protocol.messages import (
     StartPrefill,
     StepTokens,
 )
-from moonpool.types import (
-    BlockKey,
-    FinishReason,
-    InstanceId,
-    RequestId,
-    Slo,
-    Token,
-)
+from moonpool.types import BlockKey, FinishReason, InstanceId, RequestId, Slo, Token
 
 
 class Unread(Sequence[int]):

@@ -7,7 +7,7 @@ import pytest
 from conductor_desk import COST, LAYOUT, Desk, of
 
 from moonpool.conductor.actions import ConductorAction, InstanceLost, Refuse, Send
-from moonpool.conductor.cost_estimator import PROBE_EVERY_S
+from moonpool.conductor.forecast.cost_estimator import PROBE_EVERY_S
 from moonpool.cost.online import MAX_FACTOR, MIN_SAMPLES, STEPS_PER_SAMPLE
 from moonpool.cost.recorded import parse_beliefs
 from moonpool.protocol.messages import (

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonpool.conductor.decode_forecast import (
+from moonpool.conductor.forecast.decode_forecast import (
     INTERVAL_BUCKET_S,
     NUM_INTERVAL_BUCKETS,
     DecodeInterval,

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 from conductor_desk import Desk, of, sent
 
-from moonpool.conductor import fair_share
 from moonpool.conductor.actions import Refuse, RequestCancelled, Tick
-from moonpool.conductor.fair_share import ACTIVE_S, MAX_OWED_WAITING, FairShare
+from moonpool.conductor.waiting import fair_share
+from moonpool.conductor.waiting.fair_share import ACTIVE_S, MAX_OWED_WAITING, FairShare
 from moonpool.protocol.messages import StartPrefill
 from moonpool.types import RequestId, payer_of
 

@@ -6,15 +6,22 @@ import msgspec
 import numpy as np
 from conductor_instances import info
 
-from moonpool.conductor.admission_context import AdmissionContext, SloBudget
-from moonpool.conductor.decode_forecast import IntervalForecast
-from moonpool.conductor.expected_goodput import LEAST_TTFT_CHANCE_ALONE, ExpectedGoodput
-from moonpool.conductor.goodput_admission import GoodputModel
-from moonpool.conductor.placement import Placement, place
-from moonpool.conductor.policies import RequestFootprint
+from moonpool.conductor.admission.context import AdmissionContext, SloBudget
+from moonpool.conductor.admission.expected_goodput import (
+    LEAST_TTFT_CHANCE_ALONE,
+    ExpectedGoodput,
+)
+from moonpool.conductor.admission.goodput import GoodputModel
+from moonpool.conductor.admission.resource_prices import (
+    ClusterCapacity,
+    RequestNeed,
+    ResourcePrices,
+)
+from moonpool.conductor.forecast.decode_forecast import IntervalForecast
+from moonpool.conductor.placement.choice import Placement, place
+from moonpool.conductor.placement.policies import RequestFootprint
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.resource_prices import ClusterCapacity, RequestNeed, ResourcePrices
-from moonpool.config import ConductorConfig
+from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import Slo
 

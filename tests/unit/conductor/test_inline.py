@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from conductor_instances import info
 
-from moonpool.conductor.decode_forecast import SurvivalForecast
-from moonpool.conductor.placement import Placement, place
-from moonpool.conductor.policies import RequestFootprint
+from moonpool.conductor.forecast.decode_forecast import SurvivalForecast
+from moonpool.conductor.placement.choice import Placement, place
+from moonpool.conductor.placement.policies import RequestFootprint
 from moonpool.conductor.reservations import Reservations
-from moonpool.config import ConductorConfig, Config, EngineConfig
+from moonpool.config.tables import ConductorConfig, Config, EngineConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 
 CHUNK_TOKENS = 200

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.conductor import estimators
-from moonpool.conductor.estimators import FIRST_GUESS_TOKENS, OutputLengths
+from moonpool.conductor.forecast import estimators
+from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS, OutputLengths
 from moonpool.types import BlockKey
 
 

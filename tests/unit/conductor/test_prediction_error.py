@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from moonpool.conductor.estimators import PredictionError
+from moonpool.conductor.forecast.estimators import PredictionError
 
 
 def test_errors_have_sign_and_size() -> None:

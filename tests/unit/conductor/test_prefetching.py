@@ -8,7 +8,7 @@ import pytest
 from conductor_desk import Desk, of
 
 from moonpool.conductor.actions import ConductorAction, Send, Tick
-from moonpool.conductor.turn_forecast import AGE_LIMITS_S, TurnForecast, session_class
+from moonpool.conductor.forecast.turn_forecast import AGE_LIMITS_S, TurnForecast, session_class
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.messages import (
     BlocksChanged,

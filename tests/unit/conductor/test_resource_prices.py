@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from moonpool.conductor.resource_prices import (
+from moonpool.conductor.admission.resource_prices import (
     MIN_ARRIVALS,
     ClusterCapacity,
     RequestNeed,

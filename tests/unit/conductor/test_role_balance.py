@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.conductor.role_balance import MARGIN, RoleAdvice, RoleBalance
+from moonpool.conductor.roles.role_balance import MARGIN, RoleAdvice, RoleBalance
 from moonpool.cost.fitted import FittedCost
 from moonpool.types import Role, Slo
 from tests.unit.conductor.conductor_instances import COST, info

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.conductor.actions import Refuse
-from moonpool.conductor.estimators import FIRST_GUESS_TOKENS
+from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS
 from moonpool.conductor.waiting.room_forecast import MEMORY_ANSWERS, RecentLengths
 from moonpool.types import RequestId
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moonpool.conductor.estimators import FIRST_GUESS_TOKENS
+from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS
 from moonpool.conductor.roles.running_lengths import LengthRange, RunningLengths, kind_of
 
 CHAT, DOCUMENT = kind_of(300, 0), kind_of(20_000, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.conductor.sharing_forecast import MAX_BLOCKS, SharingForecast
+from moonpool.conductor.admission.sharing_forecast import MAX_BLOCKS, SharingForecast
 from moonpool.types import BlockKey
 
 BLOCK_TOKENS = 512

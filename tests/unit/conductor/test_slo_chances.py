@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.conductor.slo_chances import TbtChances, TtftChances
+from moonpool.conductor.admission.slo_chances import TbtChances, TtftChances
 
 STEP_S, SLO_S = 0.03, 0.035
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonpool.conductor.decode_forecast import (
+from moonpool.conductor.forecast.decode_forecast import (
     NUM_SURVIVAL_BUCKETS,
     SURVIVAL_BUCKET_S,
     DecodeInterval,

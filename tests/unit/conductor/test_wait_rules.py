@@ -8,10 +8,10 @@ import pytest
 from conductor_desk import Desk, of, sent
 
 from moonpool.conductor.actions import ConductorAction, Refuse, RequestCancelled, Tick
-from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.request_lifecycle import ASSUMED_TIMES
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting import queue as waiting_module
+from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.cost.online import MIN_SAMPLES, STEPS_PER_SAMPLE
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StartPrefill

@@ -8,10 +8,10 @@ import pytest
 from conductor_desk import Desk
 
 from moonpool.conductor.actions import HotRequested
+from moonpool.head.watch.hot_list import MAX_CACHED_BLOCKS, WATCHED_EVERY_S
+from moonpool.head.watch.live_view import LiveView
+from moonpool.head.watch.moved_bytes import WINDOW_S, moved_bytes
 from moonpool.protocol.messages import BlocksSnapshot, HotPrefix, HotPrefixes, InstanceLoad
-from moonpool.runtime.watch.hot_list import MAX_CACHED_BLOCKS, WATCHED_EVERY_S
-from moonpool.runtime.watch.live_view import LiveView
-from moonpool.runtime.watch.moved_bytes import WINDOW_S, moved_bytes
 from moonpool.types import BlockKey
 
 KEYS = tuple(BlockKey(bytes([n]) * 16) for n in (1, 2, 3))

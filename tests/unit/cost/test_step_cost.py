@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.config import Parallelism
+from moonpool.config.tables import Parallelism
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s

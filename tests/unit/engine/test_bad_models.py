@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.engine.families.config import parse_config
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.random_weights import random_spec
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.families.config import parse_config
+from moonpool_engine.engine.random_weights import random_spec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -11,14 +11,14 @@ from functools import cache
 import pytest
 import torch
 
-from moonpool.engine.builtin import DEFAULT_MODEL, LoadedModel, open_model
-from moonpool.engine.induction import EOS, token_codes
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.runner import Engine, choose_ops, make_layout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
+from moonpool.text.model_error import ModelError
 from moonpool.types import SamplingParams
+from moonpool_engine.engine.builtin import DEFAULT_MODEL, LoadedModel, open_model
+from moonpool_engine.engine.induction import EOS, token_codes
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 
 GREEDY = SamplingParams(temperature=0.0)
 SMALL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=256"
@@ -122,7 +122,7 @@ def _first_bits(model: LoadedModel) -> bytes:
 
 def test_random_weights_are_the_same_in_every_process() -> None:
     script = (
-        "from moonpool.engine.builtin import open_model\n"
+        "from moonpool_engine.engine.builtin import open_model\n"
         f"m = open_model({SMALL!r}, 'float32')\n"
         "w = m.weights.load('model.layers.1.mlp.down_proj.weight')\n"
         "print(m.fingerprint, w[:2].numpy().tobytes().hex())\n"

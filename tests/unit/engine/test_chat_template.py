@@ -7,8 +7,8 @@ import tracemalloc
 
 import pytest
 
-from moonpool.engine.tokenizer import ChatTemplateError
-from moonpool.engine.tokenizers.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from moonpool.text.tokenizer import ChatTemplateError
+from moonpool.text.tokenizers.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 
 BIG = 10**8
 BOMBS = (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moonpool.engine.builtin import export_checkpoint, open_model
-from moonpool.engine.model_error import ModelError
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import export_checkpoint, open_model
 
 NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=256"
 UP = "model.layers.1.mlp.up_proj.weight"

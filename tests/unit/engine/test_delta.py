@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moonpool.engine.delta.reference import state_view
-from moonpool.engine.families.config import parse_config
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.native import available
-from moonpool.engine.ops import DeltaArgs, DeltaWeights, KvCache, Ops, StateError, StepMeta
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.spec import DeltaSpec
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.delta.reference import state_view
+from moonpool_engine.engine.families.config import parse_config
+from moonpool_engine.engine.native import available
+from moonpool_engine.engine.ops import DeltaArgs, DeltaWeights, KvCache, Ops, StateError, StepMeta
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.spec import DeltaSpec
 
 SPEC = DeltaSpec(key_heads=2, value_heads=4, key_dim=32, value_dim=48, taps=5)
 BLOCK = 16
@@ -33,7 +33,7 @@ def ops_of(name: str) -> Ops:
         return ReferenceOps()
     if reason := available():
         pytest.skip(reason)
-    from moonpool.engine.native.ops import NativeOps
+    from moonpool_engine.engine.native.ops import NativeOps
 
     return NativeOps()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.config_parse import parse_config
-from moonpool.engine.cuda.torch_ops import TorchOps
-from moonpool.engine.device import DeviceError, check_device, resolve_device, resolve_dtype
-from moonpool.engine.runner import choose_ops
-from moonpool.runtime.cluster import ClusterError, resolved
+from moonpool.config.parse import parse_config
+from moonpool.head.cluster import ClusterError, resolved
+from moonpool_engine.engine.cuda.torch_ops import TorchOps
+from moonpool_engine.engine.device import DeviceError, check_device, resolve_device, resolve_dtype
+from moonpool_engine.engine.runner import choose_ops
 
 
 def test_auto_takes_the_gpu_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:

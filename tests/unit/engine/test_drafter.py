@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.config import SpeculativeConfig
-from moonpool.engine.builtin import LoadedModel, open_model
-from moonpool.engine.drafting.drafter import Drafter
-from moonpool.engine.runner import choose_ops, make_layout
-from moonpool.engine.tokenizer import unlike
-from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.config.tables import SpeculativeConfig
 from moonpool.protocol.messages import AttemptId
-from moonpool.runtime.engine_boot import draft_blocks
-from moonpool.runtime.engine_thread import Drafting
 from moonpool.scheduler.actions import DraftTask, RunStep, StepEntry
+from moonpool.text.tokenizer import unlike
+from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import BlockId, SamplingParams
+from moonpool_engine.engine.builtin import LoadedModel, open_model
+from moonpool_engine.engine.drafting.drafter import Drafter
+from moonpool_engine.engine.runner import choose_ops, make_layout
+from moonpool_engine.worker.engine_boot import draft_blocks
+from moonpool_engine.worker.engine_thread import Drafting
 
 MODEL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300"
 GREEDY = SamplingParams(temperature=0.0)

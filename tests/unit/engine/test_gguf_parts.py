@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.engine.builtin import open_model, open_tokenizer
-from moonpool.engine.gguf.files import gguf_file
-from moonpool.engine.gguf.part_names import MAX_PARTS, part_names
-from moonpool.engine.gguf.reader import read_gguf
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.tensors import tensor_shapes
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import open_model, open_tokenizer
+from moonpool_engine.engine.gguf.files import gguf_file
+from moonpool_engine.engine.gguf.part_names import MAX_PARTS, part_names
+from moonpool_engine.engine.gguf.reader import read_gguf
+from moonpool_engine.engine.tensors import tensor_shapes
 from tests.unit.engine.gguf_files import GgufDraft, Stored, tiny_llama, write_parts
 
 KINDS = {"": "Q8_0", "ffn_up": "Q4_K", "attn_v": "F32"}

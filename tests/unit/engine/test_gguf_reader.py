@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.gguf.reader import read_gguf
-from moonpool.engine.gguf.tokenizer import gguf_tokenizer
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.tokenizer import TokenizerError
+from moonpool.text.model_error import ModelError
+from moonpool.text.tokenizer import TokenizerError
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.gguf.reader import read_gguf
+from moonpool_engine.engine.gguf.tokenizer import gguf_tokenizer
 from tests.unit.engine.gguf_files import GgufDraft, Stored, text, tiny_llama, value_bytes
 
 WHOLE = tiny_llama({"": "Q8_0"}).content()

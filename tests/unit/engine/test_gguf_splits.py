@@ -8,8 +8,8 @@ import random
 import pytest
 import tokenizers
 
-from moonpool.engine.gguf.splits import SPLITS, WordSplit, pre_tokenizer, split_of
-from moonpool.engine.tokenizer import TokenizerError
+from moonpool.text.tokenizer import TokenizerError
+from moonpool_engine.engine.gguf.splits import SPLITS, WordSplit, pre_tokenizer, split_of
 from tests.unit.engine.gguf_files import byte_vocabulary
 
 ALPHABET = {word: byte for byte, word in enumerate(byte_vocabulary()[:256])}

@@ -26,11 +26,11 @@ from tokenizers.decoders import ByteLevel
 from moonpool.api.bodies import CompletionBody as Body
 from moonpool.api.bodies import ResponseFormat, StructuredOutputs
 from moonpool.api.structured_output import grammar_of
-from moonpool.engine.grammar import MAX_KEPT, Grammars, matches_grammar
-from moonpool.engine.sampler import Draw, sample
-from moonpool.engine.tokenizers.byte import EOS_ID, ByteTokenizer
-from moonpool.engine.tokenizers.huggingface import HfTokenizer
+from moonpool.text.grammar import MAX_KEPT, Grammars, matches_grammar
+from moonpool.text.tokenizers.byte import EOS_ID, ByteTokenizer
+from moonpool.text.tokenizers.huggingface import HfTokenizer
 from moonpool.types import SamplingParams
+from moonpool_engine.engine.sampler import Draw, sample
 
 VOCAB = 300
 SCHEMA = {

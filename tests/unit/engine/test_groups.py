@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from moonpool.engine.parallel.tensor_gloo import create_store
-from moonpool.engine.parallel.tensor_group import (
+from moonpool_engine.engine.parallel.tensor_gloo import create_store
+from moonpool_engine.engine.parallel.tensor_group import (
     BUFFER_BYTES,
     Group,
     RankLostError,
     add_up,
     create_group_memory,
 )
-from moonpool.engine.parallel.tensor_ranks import join_group
+from moonpool_engine.engine.parallel.tensor_ranks import join_group
 
 NUM_RANKS = 4
 WAIT_S = 30.0

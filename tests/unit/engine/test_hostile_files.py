@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from moonpool.engine.builtin import export_checkpoint, open_model
-from moonpool.engine.families import shown
-from moonpool.engine.folder_info import read_model_info
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.model_folder import MAX_TEXT_BYTES, file_in, read_value
-from moonpool.engine.pooling import stored_pooling
-from moonpool.engine.tokenizer import TokenizerError
-from moonpool.engine.tokenizers.huggingface import HfTokenizer
+from moonpool.text import shown
+from moonpool.text.model_error import ModelError
+from moonpool.text.model_folder import MAX_TEXT_BYTES, file_in, read_value
+from moonpool.text.model_info import read_model_info
+from moonpool.text.tokenizer import TokenizerError
+from moonpool.text.tokenizers.huggingface import HfTokenizer
+from moonpool_engine.engine.builtin import export_checkpoint, open_model
+from moonpool_engine.engine.pooling import stored_pooling
 from tests.unit.engine.test_tokenizer_huggingface import byte_level, write_folder
 
 NAME = "random:hidden=64,layers=1,heads=4,kv_heads=2,inter=96,vocab=300,context=256"

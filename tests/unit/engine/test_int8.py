@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.engine.native import available
-from moonpool.engine.native.library import ISAS, NativeUnavailableError
-from moonpool.engine.native.ops import NativeOps
-from moonpool.engine.quantized.int8 import GROUP, Int8Linear, quantize
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.runner import choose_ops
+from moonpool_engine.engine.native import available
+from moonpool_engine.engine.native.library import ISAS, NativeUnavailableError
+from moonpool_engine.engine.native.ops import NativeOps
+from moonpool_engine.engine.quantized.int8 import GROUP, Int8Linear, quantize
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.runner import choose_ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from moonpool.engine.load_progress import reported
+from moonpool_engine.engine.load_progress import reported
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.folder_info import read_model_info
-from moonpool.engine.model_error import ModelError
+from moonpool.text.model_error import ModelError
+from moonpool.text.model_info import read_model_info
 
 
 def folder(path: Path, config: dict[str, Any], **others: dict[str, Any]) -> str:

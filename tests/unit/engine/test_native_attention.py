@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.engine.native import available
-from moonpool.engine.native.library import ISAS, NativeUnavailableError
-from moonpool.engine.native.ops import NativeOps
-from moonpool.engine.ops import (
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.engine.native import available
+from moonpool_engine.engine.native.library import ISAS, NativeUnavailableError
+from moonpool_engine.engine.native.ops import NativeOps
+from moonpool_engine.engine.ops import (
     PLAIN,
     AttendArgs,
     AttendRule,
@@ -23,9 +24,8 @@ from moonpool.engine.ops import (
     StepMeta,
     empty_cache,
 )
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.slices import INNER, LATENT_INNER, read_rows, write_rows
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.slices import INNER, LATENT_INNER, read_rows, write_rows
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

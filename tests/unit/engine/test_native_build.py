@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.engine.native import available, build
-from moonpool.engine.native import library as native_library
-from moonpool.engine.native.library import NativeUnavailableError, open_kernels
+from moonpool_engine.engine.native import available, build
+from moonpool_engine.engine.native import library as native_library
+from moonpool_engine.engine.native.library import NativeUnavailableError, open_kernels
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +30,7 @@ def sources_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_without_a_library_the_reason_says_how_to_build(sources_in: Path) -> None:
     reason = available()
     assert reason is not None
-    assert "python -m moonpool.engine.native.build" in reason
+    assert "python -m moonpool_engine.engine.native.build" in reason
     with pytest.raises(NativeUnavailableError, match="not built"):
         open_kernels()
 

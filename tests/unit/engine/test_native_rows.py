@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moonpool.engine.native import available
-from moonpool.engine.native.library import ISAS, NativeUnavailableError
-from moonpool.engine.native.ops import NativeOps
-from moonpool.engine.ops import Gate
-from moonpool.engine.reference import ReferenceOps
+from moonpool_engine.engine.native import available
+from moonpool_engine.engine.native.library import ISAS, NativeUnavailableError
+from moonpool_engine.engine.native.ops import NativeOps
+from moonpool_engine.engine.ops import Gate
+from moonpool_engine.engine.reference import ReferenceOps
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -7,11 +7,11 @@ import hashlib
 import pytest
 import torch
 
-from moonpool.engine import native
-from moonpool.engine.native.library import ISAS
-from moonpool.engine.quantized.formats import FORMATS, dequantize
-from moonpool.engine.quantized.linear import QuantizedLinear
-from moonpool.engine.quantized.matrix import QuantizedMatrix, StoredRows, lookup, stacked
+from moonpool_engine.engine import native
+from moonpool_engine.engine.native.library import ISAS
+from moonpool_engine.engine.quantized.formats import FORMATS, dequantize
+from moonpool_engine.engine.quantized.linear import QuantizedLinear
+from moonpool_engine.engine.quantized.matrix import QuantizedMatrix, StoredRows, lookup, stacked
 from tests.unit.engine.gguf_files import random_groups
 
 # SHA-256 of what the Python package `gguf` 0.19.0 dequantizes of `random_groups(format, 8)`
@@ -61,8 +61,8 @@ def test_the_reference_multiplies_with_the_dequantized_weights(name: str) -> Non
 def test_kernels_give_the_bits_of_the_reference_for_any_number_of_rows(
     isa: str, dtype: torch.dtype
 ) -> None:
-    from moonpool.engine.native.library import NativeUnavailableError
-    from moonpool.engine.native.ops import NativeOps
+    from moonpool_engine.engine.native.library import NativeUnavailableError
+    from moonpool_engine.engine.native.ops import NativeOps
 
     try:
         ops = NativeOps(isa)
@@ -82,7 +82,7 @@ def test_kernels_give_the_bits_of_the_reference_for_any_number_of_rows(
 
 @pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 def test_kernels_stack_matrices_of_several_formats() -> None:
-    from moonpool.engine.native.ops import NativeOps
+    from moonpool_engine.engine.native.ops import NativeOps
 
     parts = [matrix(name, 70, torch.float32) for name in ("Q4_K", "Q4_K", "Q6_K")]
     whole = stacked(parts)

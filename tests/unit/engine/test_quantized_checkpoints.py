@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moonpool.engine.builtin import export_checkpoint, open_model
-from moonpool.engine.model_error import ModelError
-from moonpool.engine.ops import Linear
-from moonpool.engine.quantized.matrix import QuantizedMatrix
-from moonpool.engine.quantized.rounding import rounded_to_int4
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.tensors import tensor_shapes
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.builtin import export_checkpoint, open_model
+from moonpool_engine.engine.ops import Linear
+from moonpool_engine.engine.quantized.matrix import QuantizedMatrix
+from moonpool_engine.engine.quantized.rounding import rounded_to_int4
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.tensors import tensor_shapes
 from tests.differential.checkpoints import Case, save
 
 NAME = "random:hidden=64,layers=1,heads=4,kv_heads=2,inter=96,vocab=300"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.engine import native
-from moonpool.engine.native.linear import PackedMemory
-from moonpool.engine.native.quantized import _REPACKED, _repacked, packed_rows
-from moonpool.engine.quantized.formats import FORMATS
-from moonpool.engine.quantized.matrix import StoredRows
+from moonpool_engine.engine import native
+from moonpool_engine.engine.native.linear import PackedMemory
+from moonpool_engine.engine.native.quantized import _REPACKED, _repacked, packed_rows
+from moonpool_engine.engine.quantized.formats import FORMATS
+from moonpool_engine.engine.quantized.matrix import StoredRows
 from tests.unit.engine.gguf_files import random_groups
 
 
@@ -19,7 +19,7 @@ def test_the_same_bytes(name: str, out: int) -> None:
     missing = native.available()
     if missing is not None:
         pytest.skip(missing)
-    from moonpool.engine.native.library import open_kernels
+    from moonpool_engine.engine.native.library import open_kernels
 
     repack = open_kernels()[1][torch.float32].repack
     format = FORMATS[name]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moonpool.engine.routing import route
-from moonpool.engine.spec import ExpertSpec
+from moonpool_engine.engine.routing import route
+from moonpool_engine.engine.spec import ExpertSpec
 
 
 def test_ties_go_to_the_lowest_expert() -> None:

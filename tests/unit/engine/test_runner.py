@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.calibrate import fit_samples, measure_samples
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.runner import Engine, make_layout
-from moonpool.engine.step import StepError
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.calibrate import fit_samples, measure_samples
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.runner import Engine, make_layout
+from moonpool_engine.engine.step import StepError
 
 NAME = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300,context=64"
 GREEDY = SamplingParams(temperature=0.0)

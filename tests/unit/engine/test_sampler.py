@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from moonpool.engine import sampler
-from moonpool.engine.sampler import Draw, NonFiniteLogitsError, uniform
 from moonpool.types import BadWord, SamplingParams, Token
+from moonpool_engine.engine import sampler
+from moonpool_engine.engine.sampler import Draw, NonFiniteLogitsError, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 

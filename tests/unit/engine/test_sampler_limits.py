@@ -18,10 +18,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moonpool.engine import sampler
-from moonpool.engine.grammar import Mask
-from moonpool.engine.sampler import Draw
+from moonpool.text.grammar import Mask
 from moonpool.types import BadWord, SamplingParams
+from moonpool_engine.engine import sampler
+from moonpool_engine.engine.sampler import Draw
 
 NUM_DRAWS = 200
 TINY = 5e-324

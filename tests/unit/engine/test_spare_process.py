@@ -12,8 +12,8 @@ from pathlib import Path
 PREPARE = """
 import os, socket, subprocess, sys, threading, types
 sys.modules["torch"] = types.ModuleType("torch")  # as if it were imported
-from moonpool.engine.parallel.spare_process import begin_spare, fork_spares
-from moonpool.transfer.parent import end_with
+from moonpool_engine.engine.parallel.spare_process import begin_spare, fork_spares
+from moonpool.link.parent import end_with
 
 def run_line(line):
     sock = socket.socket(fileno=int(line[-1]))
@@ -56,7 +56,7 @@ def test_each_spare_runs_one_line_with_its_descriptor_and_returns_its_status() -
 def test_a_spare_that_has_ended_is_passed_over_and_one_that_runs_can_be_killed() -> None:
     said = run("""
         fork_spares(2, end_with, run_line)
-        from moonpool.engine.parallel import spare_process
+        from moonpool_engine.engine.parallel import spare_process
         last = spare_process._spares[-1]
         last.kill()
         os.waitid(os.P_PID, last.pid, os.WEXITED | os.WNOWAIT)
@@ -85,7 +85,7 @@ def test_none_is_forked_beside_a_thread() -> None:
 def test_spares_end_with_the_process_that_forked_them() -> None:
     said = run("""
         fork_spares(2, end_with, run_line)
-        from moonpool.engine.parallel import spare_process
+        from moonpool_engine.engine.parallel import spare_process
         print(*(spare.pid for spare in spare_process._spares), flush=True)
         os._exit(0)
     """)

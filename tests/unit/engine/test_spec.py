@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.families.config import parse_config
-from moonpool.engine.model_error import ModelError
+from moonpool.text.model_error import ModelError
+from moonpool_engine.engine.families.config import parse_config
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.engine import native
-from moonpool.engine.ops import (
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.engine import native
+from moonpool_engine.engine.ops import (
     SEGMENT,
     AttendArgs,
     HeadShape,
@@ -20,9 +21,8 @@ from moonpool.engine.ops import (
     StepMeta,
     empty_cache,
 )
-from moonpool.engine.reference import ReferenceSplitOps
-from moonpool.engine.slices import read_rows
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.engine.reference import ReferenceSplitOps
+from moonpool_engine.engine.slices import read_rows
 
 HEADS = HeadShape(4, 2, 32)
 SCALE = 32**-0.5
@@ -33,7 +33,7 @@ def native_ops() -> SplitOps:
     missing = native.available()
     if missing is not None:
         pytest.skip(missing)
-    from moonpool.engine.native.split import NativeSplitOps
+    from moonpool_engine.engine.native.split import NativeSplitOps
 
     return NativeSplitOps()
 

@@ -16,25 +16,25 @@ import pytest
 import torch
 
 from benchmarks.suite.engine.pipelined_instance import PipelinedInstance, PipelinedJob
-from moonpool.config import Quantization
-from moonpool.demo.local_server import is_alive
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import KvCache, empty_cache
-from moonpool.engine.parallel import process_group
-from moonpool.engine.parallel.pipeline import (
+from moonpool.config.tables import Quantization
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import BadWord, SamplingParams
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import KvCache, empty_cache
+from moonpool_engine.engine.parallel import process_group
+from moonpool_engine.engine.parallel.pipeline import (
     PipelineEngine,
     StageOptions,
     StageStepError,
     split_layers,
 )
-from moonpool.engine.parallel.process_group import StageLostError
-from moonpool.engine.parallel.stage_ring import RingEnd, RingError, RingSize, create_ring
-from moonpool.engine.runner import Engine, choose_ops, make_layout
-from moonpool.engine.step import StepError
-from moonpool.protocol.messages import AttemptId
-from moonpool.scheduler.actions import StepEntry
-from moonpool.transfer.arena import Arena
-from moonpool.types import BadWord, SamplingParams
+from moonpool_engine.engine.parallel.process_group import StageLostError
+from moonpool_engine.engine.parallel.stage_ring import RingEnd, RingError, RingSize, create_ring
+from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
+from moonpool_engine.engine.step import StepError
+from moonpool_engine.transfer.arena import Arena
+from moonpool_lab.demo.local_server import is_alive
 from tests.forked.commands import begin_peer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

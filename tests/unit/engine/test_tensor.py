@@ -17,21 +17,26 @@ from typing import Any
 import pytest
 import torch
 
-from moonpool.config import Quantization
-from moonpool.demo.local_server import is_alive
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import KvCache, empty_cache
-from moonpool.engine.parallel import process_group
-from moonpool.engine.parallel.process_group import StageLostError
-from moonpool.engine.parallel.tensor_gloo import GlooGroup, create_store
-from moonpool.engine.parallel.tensor_group import RankLostError, ShmGroup, add_up
-from moonpool.engine.parallel.tensor_ranks import RankOptions, Ranks, check_ranks, sharded_engine
-from moonpool.engine.runner import choose_ops, make_layout
-from moonpool.engine.step import StepError
+from moonpool.config.tables import Quantization
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
-from moonpool.transfer.arena import Arena
 from moonpool.types import SamplingParams
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import KvCache, empty_cache
+from moonpool_engine.engine.parallel import process_group
+from moonpool_engine.engine.parallel.process_group import StageLostError
+from moonpool_engine.engine.parallel.tensor_gloo import GlooGroup, create_store
+from moonpool_engine.engine.parallel.tensor_group import RankLostError, ShmGroup, add_up
+from moonpool_engine.engine.parallel.tensor_ranks import (
+    RankOptions,
+    Ranks,
+    check_ranks,
+    sharded_engine,
+)
+from moonpool_engine.engine.runner import choose_ops, make_layout
+from moonpool_engine.engine.step import StepError
+from moonpool_engine.transfer.arena import Arena
+from moonpool_lab.demo.local_server import is_alive
 from tests.forked.commands import begin_peer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +85,7 @@ class Pair:
 
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "moonpool.engine.parallel.tensor_ranks.create_group_memory", lambda num_ranks: None
+        "moonpool_engine.engine.parallel.tensor_ranks.create_group_memory", lambda num_ranks: None
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.engine.tokenizers.byte import BOS_ID, EOS_ID, ByteTokenizer
+from moonpool.text.tokenizers.byte import BOS_ID, EOS_ID, ByteTokenizer
 
 
 @given(st.text())

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from moonpool.engine.tokenizer import ChatTemplateError, TokenizerError
-from moonpool.engine.tokenizers.huggingface import HfTokenizer
+from moonpool.text.tokenizer import ChatTemplateError, TokenizerError
+from moonpool.text.tokenizers.huggingface import HfTokenizer
 
 CORPUS = ["The quick brown fox jumps over the lazy dog. " * 20, "été à Zürich, naïve coöperation"]
 TEXTS = [

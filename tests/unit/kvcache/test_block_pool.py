@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moonpool.kvcache.block_pool import BlockPool
-from moonpool.kvcache.eviction import LruEviction
+from moonpool.kvcache.eviction.policies import LruEviction
 from moonpool.types import BlockId, BlockKey
 
 NUM_BLOCKS = 6

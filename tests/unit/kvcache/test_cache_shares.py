@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.kvcache.block_pool import BlockPool
-from moonpool.kvcache.cache_shares import CacheShareEviction
-from moonpool.kvcache.eviction import make_eviction
-from moonpool.kvcache.replica_aware import ReplicaAwareEviction
+from moonpool.kvcache.eviction.cache_shares import CacheShareEviction
+from moonpool.kvcache.eviction.policies import make_eviction
+from moonpool.kvcache.eviction.replica_aware import ReplicaAwareEviction
 from moonpool.types import BlockId, BlockKey
 
 POLICIES = ("lru", "lfu", "length-aware", "predictive")

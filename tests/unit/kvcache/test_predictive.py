@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from moonpool.kvcache.block_pool import BlockPool
-from moonpool.kvcache.eviction import make_eviction
-from moonpool.kvcache.predictive import GHOSTS_PER_BLOCK, PredictiveEviction
-from moonpool.kvcache.survival import AGE_LIMITS, NUM_AGES, ReuseModel
+from moonpool.kvcache.eviction.policies import make_eviction
+from moonpool.kvcache.eviction.predictive import GHOSTS_PER_BLOCK, PredictiveEviction
+from moonpool.kvcache.eviction.survival import AGE_LIMITS, NUM_AGES, ReuseModel
 from moonpool.types import BlockId, BlockKey
 
 Names = list[object]

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from moonpool.kvcache.block_pool import BlockPool
-from moonpool.kvcache.eviction import make_eviction
-from moonpool.kvcache.replica_aware import ReplicaAwareEviction
+from moonpool.kvcache.eviction.policies import make_eviction
+from moonpool.kvcache.eviction.replica_aware import ReplicaAwareEviction
 from moonpool.types import BlockId, BlockKey
 
 POLICIES = ("lru", "lfu", "length-aware", "predictive")

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
+from moonpool.kvcache.eviction.replicas import ReplicaOwners
 from moonpool.kvcache.prefix_index import PrefixIndex
-from moonpool.kvcache.replicas import ReplicaOwners
 from moonpool.types import BlockKey, InstanceId
 
 NAMES = [InstanceId(name) for name in ("a", "b", "c", "d")]

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from moonpool.config import ADMISSIONS, Config, ConfigError
-from moonpool.config_parse import parse_config
-from moonpool.oracle.bound import Bound, upper_bound
-from moonpool.oracle.cluster import limits_of
-from moonpool.oracle.search import Budget, Chosen, Runner, best_schedule
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import ADMISSIONS, Config, ConfigError
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
+from moonpool_lab.oracle.bound import Bound, upper_bound
+from moonpool_lab.oracle.cluster import limits_of
+from moonpool_lab.oracle.search import Budget, Chosen, Runner, best_schedule
 
 BLOCK = 256
 

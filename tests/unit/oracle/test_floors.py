@@ -8,12 +8,12 @@ import pytest
 
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk, StepCost
-from moonpool.oracle.floors import CostFloor, floor_of
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN
 from moonpool.sim.hardware.domain_cost import DomainCost
 from moonpool.sim.hardware.parallel_cost import Nic, group_cost
 from moonpool.sim.hardware.roofline import RooflineCost
+from moonpool_lab.oracle.floors import CostFloor, floor_of
 
 SEQUENCES, TOKENS = 96, 2048
 DEVICE, SHAPE = BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.config import Parallelism
+from moonpool.config.tables import Parallelism
 from moonpool.sim.hardware.calibrated import SHAPE
 from moonpool.sim.hardware.parallel_cost import group_nic_bytes
 from moonpool.trace.builtin import BUILT_IN

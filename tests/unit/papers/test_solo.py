@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.config import Batching
+from moonpool.config.tables import Batching
 from papers.constants import pipeline, roofline
 from papers.single_instance import SoloConfig, SoloRequest, SoloResult, all_at_once, serve
 

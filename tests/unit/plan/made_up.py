@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.plan.confidence import Attainment
 from moonpool.plan.trial import Outcome, StopRequestedError, Trial
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moonpool.config import Config
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Config
 from moonpool.plan.bounds import Bounds, _tokens_of_step
 from moonpool.plan.candidate import Candidate, NodeKind
 from moonpool.plan.demand import demand_of, truth_for

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moonpool.config import ConfigError
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import ConfigError
 from moonpool.plan.assess import Assessment
 from moonpool.plan.candidate import Candidate, NodeKind, Priced
 from moonpool.plan.confidence import Attainment

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moonpool.config import Config
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Config
 from moonpool.plan.advice import broken_by_fewer, sentence
 from moonpool.plan.arrangements import Failure, arrangements
 from moonpool.plan.assess import FRESH_SEEDS_FROM, Assessor, PlanGoal, check

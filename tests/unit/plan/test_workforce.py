@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.plan.trial import Outcome, Span, Trial, Workload
 from moonpool.plan.workforce import Workforce
 from moonpool.sim.defaults import DEFAULTS

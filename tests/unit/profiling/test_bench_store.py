@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moonpool.profiling.store_speed import OPERATION_BLOCKS, bench_store
+from moonpool_lab.profiling.store_speed import OPERATION_BLOCKS, bench_store
 
 
 def test_a_small_run_gives_every_figure(tmp_path: Path) -> None:

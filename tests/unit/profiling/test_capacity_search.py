@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.plan.confidence import Attainment, Verdict
-from moonpool.profiling.capacity import CapacityGoal, Measure, one_by_one, search_capacity
+from moonpool_lab.profiling.capacity import CapacityGoal, Measure, one_by_one, search_capacity
 
 NUM_REQUESTS = 20_000
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from moonpool.cost.fitted import FittedCost, Profile
-from moonpool.profiling.chunk_sizes import recommend
+from moonpool_lab.profiling.chunk_sizes import recommend
 
 COST = FittedCost(
     prefill=(0.01, 1e-3, 0.0, 0.0), decode=(0.02, 1e-3, 0.0), mixed=(2e-3, 0.0), tile_tokens=16

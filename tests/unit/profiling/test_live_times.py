@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.profiling.live_profile import (
+from moonpool.request_record import RequestRecord
+from moonpool.types import RequestId
+from moonpool_lab.profiling.live_profile import (
     DECODE_TOKENS,
     NO_SLO,
     _common_step_s,
     _prefill_s,
     _Timed,
 )
-from moonpool.request_record import RequestRecord
-from moonpool.types import RequestId
 
 
 def timed(instants_s: list[float]) -> _Timed:

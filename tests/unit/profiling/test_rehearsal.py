@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonpool.cost.fitted import FittedCost
-from moonpool.profiling.learned_decode_steps import RehearsedRequest, step_spread
+from moonpool_lab.profiling.learned_decode_steps import RehearsedRequest, step_spread
 
 COST = FittedCost(prefill=(0.0, 1e-4, 0.0, 0.0), decode=(0.008, 0.002, 0.0), contention=(1.0, 1.5))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.profiling import transfer_speed as transfer
-from moonpool.profiling.transfer_speed import TransferBenchError, bench_transfer
+from moonpool_lab.profiling import transfer_speed as transfer
+from moonpool_lab.profiling.transfer_speed import TransferBenchError, bench_transfer
 
 SIZE = 64 << 10
 

@@ -5,15 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moonpool.config import AttentionConfig, Config, PoolConfig
+from moonpool.config.tables import AttentionConfig, Config, PoolConfig
 from moonpool.protocol.frames import DownFrame, Joined, Setup, Stop
-from moonpool.protocol.messages import (
-    Abort,
-    AttemptId,
-    AttemptSpec,
-    AttemptTokens,
-    StartPrefill,
-)
+from moonpool.protocol.messages import Abort, AttemptId, AttemptSpec, AttemptTokens, StartPrefill
 from moonpool.protocol.sparse import without_defaults
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import InstanceId, SamplingParams, Slo, Token, TokenLogprobs

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from moonpool.cli.main import cli
-from moonpool.replay.comparison import averaged, chance_words, compare, different_inputs
+from moonpool.studies.run_inputs import different_inputs
+from moonpool_lab.replay.comparison import averaged, chance_words, compare
 
 SPREAD = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
 FIGURES: dict[str, Any] = {

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.protocol.block_hash import block_keys
-from moonpool.replay.prompts import PromptMaker
 from moonpool.trace.blocks import prompt_keys
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
 from moonpool.trace.row import TraceRow
 from moonpool.trace.transform import parse_share, scale_rows
+from moonpool_lab.replay.prompts import PromptMaker
 
 SHARE = Fraction(1, 32)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from scripted_server import Reply, models, scripted, stream, token_event, whole
 
-from moonpool.replay.player import HopelessError
-from moonpool.replay.run import ReplayPlan, run_replay
-from moonpool.replay.server import ServerUnfitError, parse_metrics
 from moonpool.trace.row import TraceRow
+from moonpool_lab.replay.player import HopelessError
+from moonpool_lab.replay.run import ReplayPlan, run_replay
+from moonpool_lab.replay.server import ServerUnfitError, parse_metrics
 
 USAGE = {
     "choices": [],

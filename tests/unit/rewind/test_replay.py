@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from moonpool.cli.main import cli
 from moonpool.conductor.actions import InstanceLost, Reported, Tick
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import ConductorConfig
-from moonpool.policy_loading import own_classes
+from moonpool.config.tables import ConductorConfig
+from moonpool.plugins.policies import own_classes
 from moonpool.protocol.messages import BlocksChanged
 from moonpool.rewind.event_log import (
     MAGIC,

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.conductor.conductor import Conductor
-from moonpool.conductor.estimators import RunningMean
-from moonpool.config import ConductorConfig
+from moonpool.conductor.forecast.estimators import RunningMean
+from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.rewind.snapshot import SnapshotError, dump, load
 from moonpool.types import InstanceId, Role, Slo
@@ -106,7 +106,7 @@ def test_strangers_are_refused() -> None:
     assert isinstance(load(data, extra=[Stranger])[0], Stranger)
 
 
-@pytest.mark.parametrize("name", ["os:system", "builtins:eval", "moonpool.config:sys"])
+@pytest.mark.parametrize("name", ["os:system", "builtins:eval", "moonpool.config.tables:sys"])
 def test_functions_from_elsewhere_are_never_called(name: str) -> None:
     for node in (["global", name], ["struct", name, {}], ["object", name, {}], ["enum", name, "x"]):
         with pytest.raises(SnapshotError):

@@ -16,12 +16,8 @@ from played_head import (
 )
 
 from moonpool.api.frontend import ApiOptions
-from moonpool.protocol.messages import (
-    AttemptSpec,
-)
-from moonpool.types import (
-    FinishReason,
-)
+from moonpool.protocol.messages import AttemptSpec
+from moonpool.types import FinishReason
 
 TIME = "time"
 """Stands for seconds, which differ from run to run."""

@@ -16,11 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from moonpool.api.app import make_app
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import open_model
-from moonpool.engine.runner import make_layout
-from moonpool.engine.tokenizers.byte import ByteTokenizer
+from moonpool.head.head import Head
+from moonpool.head.models.model_loading import ApiModel
+from moonpool.head.models.served_model import ServedModel
+from moonpool.head.worker_link import WorkerLink
+from moonpool.link.auth import Identity
 from moonpool.protocol.frames import Joined
 from moonpool.protocol.messages import (
     Abort,
@@ -37,12 +39,10 @@ from moonpool.protocol.messages import (
     SwitchRole,
 )
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.runtime.head import Head
-from moonpool.runtime.models.model_loading import ApiModel
-from moonpool.runtime.models.served_model import ServedModel
-from moonpool.runtime.worker_link import WorkerLink
-from moonpool.transfer.auth import Identity
+from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, InstanceId, Role, Token
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.runner import make_layout
 
 MODEL = open_model("random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300", "float32")
 SECRET = b"a secret of the test"

@@ -16,10 +16,10 @@ from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
 from moonpool.api.frontend import Output
+from moonpool.head.takeover import answer_copies, answer_feed
+from moonpool.head.takeover.answer_copies import AnswerCopies
+from moonpool.head.takeover.answer_feed import AnswerFeed
 from moonpool.protocol.frames import AnswersCopied, DownFrame
-from moonpool.runtime.takeover import answer_copies, answer_feed
-from moonpool.runtime.takeover.answer_copies import AnswerCopies
-from moonpool.runtime.takeover.answer_feed import AnswerFeed
 from moonpool.types import FinishReason, Token
 
 _DECODER = msgspec.msgpack.Decoder(DownFrame)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import uvloop
 
-from moonpool.runtime import channel as channel_module
-from moonpool.runtime.channel import Channel
-from moonpool.transfer.auth import ClientHandshake, Handshake, Identity, ServerHandshake
+from moonpool.link import channel as channel_module
+from moonpool.link.auth import ClientHandshake, Handshake, Identity, ServerHandshake
+from moonpool.link.channel import Channel
 from moonpool.types import InstanceId, Struct
 
 SECRET = b"a secret of the test"

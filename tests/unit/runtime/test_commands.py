@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from moonpool.cli import serve as serve_module
 from moonpool.cli.main import cli
-from moonpool.config import Config
+from moonpool.config.tables import Config
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_bench_that_cannot_run_says_so_in_one_line(
 ) -> None:
     from benchmarks.suite.engine import engine
     from benchmarks.suite.live import head
-    from moonpool.demo.local_server import ServerError
+    from moonpool_lab.demo.local_server import ServerError
 
     def no_server(_: object) -> None:
         raise ServerError("it did not start")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import cores
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.cores import (
     Core,
     CoreShare,
@@ -22,7 +22,7 @@ from moonpool.cores import (
     read_cores,
     share_cores,
 )
-from moonpool.runtime import cluster
+from moonpool.head import cluster
 
 
 def machine(nodes: int, cores_each: int, siblings: int = 1) -> list[Core]:

@@ -20,7 +20,10 @@ from moonpool.api.connection.poison import MAX_ENDED, MAX_REMEMBERED, REMEMBERED
 from moonpool.api.connection.resumption import accepted_bytes
 from moonpool.api.connection.work_mark import MarkedWork, WorkMark
 from moonpool.api.frontend import Output
-from moonpool.config import Config
+from moonpool.config.tables import Config
+from moonpool.head.supervisor_link import SupervisorLink
+from moonpool.head.watch.culprits import Culprits
+from moonpool.link.packets import PacketSocket, packet_pair
 from moonpool.protocol.supervision import (
     FromHead,
     HeadBegin,
@@ -30,9 +33,6 @@ from moonpool.protocol.supervision import (
     TakeNoMore,
     ToHead,
 )
-from moonpool.runtime.packets import PacketSocket, packet_pair
-from moonpool.runtime.supervisor_link import SupervisorLink
-from moonpool.runtime.watch.culprits import Culprits
 from moonpool.types import Token
 
 KILL, CRASH = -signal.SIGKILL, -signal.SIGSEGV

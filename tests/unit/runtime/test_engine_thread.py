@@ -8,10 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from moonpool.engine.step import StepResult
 from moonpool.protocol.messages import AttemptId
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.runtime.engine_thread import EngineThread, PipelineThread
 from moonpool.scheduler.actions import (
     ExpectStream,
     FetchBlocks,
@@ -20,8 +18,10 @@ from moonpool.scheduler.actions import (
     StepEnded,
     StepEntry,
 )
-from moonpool.transfer.messenger import Messenger
 from moonpool.types import BlockId, InstanceId, SamplingParams, Token
+from moonpool_engine.engine.step import StepResult
+from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.worker.engine_thread import EngineThread, PipelineThread
 
 STEP = [("writing", (3,), 0, 1), "step"]
 PEER = PeerAddress(InstanceId("p"), "host", "", "127.0.0.1", 1)

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from moonpool.demo.local_server import is_alive
-from moonpool.runtime.fork_server import open_fork_server
+from moonpool.head.fork_server import open_fork_server
+from moonpool_lab.demo.local_server import is_alive
 
 HEAD = """
 import asyncio, json, os, signal, sys, time
 import uvloop
-from moonpool.transfer.parent import end_with
-from moonpool.runtime.fork_server import ForkServerError, is_stopped, open_fork_server
+from moonpool.link.parent import end_with
+from moonpool.head.fork_server import ForkServerError, is_stopped, open_fork_server
 
 def work(line):
     match line:
@@ -169,7 +169,7 @@ def test_a_head_that_ends_without_the_last_answer_is_no_error() -> None:
     """Its unread answer resets the connection."""
     said = run_head("""
 import select
-from moonpool.runtime.fork_server import adopt_orphans
+from moonpool.head.fork_server import adopt_orphans
 adopt_orphans(True)
 fork_server._control.setblocking(True)
 fork_server._control.send(json.dumps(["end", "0"]).encode())
@@ -189,7 +189,7 @@ def test_serve_imports_nothing_that_starts_threads() -> None:
 
 RENEWING = """
 RENEWED = (
-    "import socket, sys; from moonpool.runtime.fork_server import serve_renewed; "
+    "import socket, sys; from moonpool.head.fork_server import serve_renewed; "
     "line = serve_renewed(socket.socket(fileno=int(sys.argv[1])), lambda: None); "
     "sys.exit(int(line[1]))"
 )

@@ -9,9 +9,9 @@ import pytest
 import uvloop
 
 from moonpool.api.connection.listening import listen
+from moonpool.head import head as head_module
+from moonpool.link.auth import ClientHandshake, Identity
 from moonpool.log_limit import MAX_LINES
-from moonpool.runtime import head as head_module
-from moonpool.transfer.auth import ClientHandshake, Identity
 from moonpool.types import InstanceId
 from tests.unit.runtime.test_rejoin import SECRET, make_head
 

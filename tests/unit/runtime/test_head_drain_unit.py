@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import uvloop
 
-from moonpool.runtime import head_drain
-from moonpool.runtime.head_drain import drain
+from moonpool.head import head_drain
+from moonpool.head.head_drain import drain
 
 
 class FakeHead:

@@ -12,12 +12,12 @@ import pytest
 from moonpool.api.connection.listening import listen
 from moonpool.conductor.actions import Tick
 from moonpool.conductor.conductor import Conductor
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.head.cluster import serve_cluster
+from moonpool.head.cluster_error import ClusterError
+from moonpool.head.supervisor_link import SupervisorLink
+from moonpool.link.packets import PacketSocket, packet_pair
 from moonpool.protocol.supervision import FromHead, HeadBegin, HeadUp, TakeNoMore, ToHead
-from moonpool.runtime.cluster import serve_cluster
-from moonpool.runtime.cluster_error import ClusterError
-from moonpool.runtime.packets import PacketSocket, packet_pair
-from moonpool.runtime.supervisor_link import SupervisorLink
 
 
 @pytest.mark.long

@@ -9,6 +9,10 @@ import msgspec
 import pytest
 import uvloop
 
+from moonpool.link import head_link
+from moonpool.link.auth import Identity, ServerHandshake
+from moonpool.link.channel import Channel
+from moonpool.link.head_link import HeadLink, WorkerError
 from moonpool.protocol.frames import (
     CONTROL_SERVICE,
     AttentionMoved,
@@ -21,10 +25,6 @@ from moonpool.protocol.frames import (
     WorkFrame,
 )
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.runtime import head_link
-from moonpool.runtime.channel import Channel
-from moonpool.runtime.head_link import HeadLink, WorkerError
-from moonpool.transfer.auth import Identity, ServerHandshake
 from moonpool.types import InstanceId
 
 SECRET = b"a secret of the test"

@@ -12,15 +12,15 @@ import pytest
 import uvloop
 
 from moonpool.api.connection.listening import listen
-from moonpool.config import ClusterConfig
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import ClusterConfig
 from moonpool.cores import CoreShare
-from moonpool.demo.local_server import is_alive
+from moonpool.head import launcher as launcher_module
+from moonpool.head.launcher import LocalLauncher
+from moonpool.head.supervisor import Supervisor
 from moonpool.protocol.supervision import HeadPrepared
-from moonpool.runtime import launcher as launcher_module
-from moonpool.runtime.launcher import LocalLauncher
-from moonpool.runtime.supervisor import Supervisor
 from moonpool.types import Role
+from moonpool_lab.demo.local_server import is_alive
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(60)")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import Config
+from moonpool.config.tables import Config
+from moonpool.head.watch import live_history
+from moonpool.head.watch.live_history import BIN_S, MAX_TENANTS, NUM_BINS, LiveHistory
 from moonpool.request_record import RequestRecord
-from moonpool.runtime.watch import live_history
-from moonpool.runtime.watch.live_history import BIN_S, MAX_TENANTS, NUM_BINS, LiveHistory
 from moonpool.types import RequestId, Slo
 
 SLO = Slo(ttft_s=1.0, tbt_s=0.1)

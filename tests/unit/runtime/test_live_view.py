@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from moonpool.conductor.conductor import Conductor
-from moonpool.config import Config
+from moonpool.config.tables import Config
+from moonpool.head.watch.live_view import NUM_LISTED, RECENT_S, describe_live, percentiles
 from moonpool.request_record import RequestRecord
-from moonpool.runtime.watch.live_view import NUM_LISTED, RECENT_S, describe_live, percentiles
 from moonpool.types import InstanceId, RequestId, Slo
 
 SLO = Slo(ttft_s=1.0, tbt_s=0.1)

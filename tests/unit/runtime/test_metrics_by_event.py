@@ -40,13 +40,7 @@ from moonpool.protocol.messages import (
     LeaveRequested,
     PrefillStarted,
 )
-from moonpool.types import (
-    FinishReason,
-    Request,
-    RequestId,
-    SamplingParams,
-    Slo,
-)
+from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
 
 
 def test_an_answer() -> None:

@@ -16,16 +16,8 @@ from played_head import (
 )
 
 from moonpool.conductor.actions import Tick
-from moonpool.protocol.messages import (
-    AttemptId,
-    CacheView,
-    InstanceLoad,
-    TransferDone,
-)
-from moonpool.types import (
-    InstanceId,
-    Role,
-)
+from moonpool.protocol.messages import AttemptId, CacheView, InstanceLoad, TransferDone
+from moonpool.types import InstanceId, Role
 
 
 def test_counters_of_heartbeats() -> None:

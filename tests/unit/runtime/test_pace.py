@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from moonpool.runtime import pace as pace_module
-from moonpool.runtime import silence
-from moonpool.runtime.pace import Pace
-from moonpool.runtime.silence import StopNotice
+from moonpool.link import pace as pace_module
+from moonpool.link import silence
+from moonpool.link.pace import Pace
+from moonpool.link.silence import StopNotice
 
 LONG_S = 600.0
 

@@ -11,8 +11,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moonpool.link.packets import PacketSocket, packet_pair
 from moonpool.protocol.supervision import DropAnswer, FromHead, HeadBeat, HeadFailed, KeepAnswer
-from moonpool.runtime.packets import PacketSocket, packet_pair
 
 DECODER: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead)
 

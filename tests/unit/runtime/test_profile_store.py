@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moonpool.engine.builtin import open_model
-from moonpool.engine.ops import empty_cache
-from moonpool.engine.reference import ReferenceOps
-from moonpool.engine.runner import Engine, make_layout
-from moonpool.engine.step import StepResult
-from moonpool.runtime.profile_store import (
+from moonpool.scheduler.actions import StepEntry
+from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.ops import empty_cache
+from moonpool_engine.engine.reference import ReferenceOps
+from moonpool_engine.engine.runner import Engine, make_layout
+from moonpool_engine.engine.step import StepResult
+from moonpool_engine.worker.profile_store import (
     KEPT_S,
     clear_profiles,
     kept_profiles,
@@ -23,7 +24,6 @@ from moonpool.runtime.profile_store import (
     profiles_folder,
     refine_profile,
 )
-from moonpool.scheduler.actions import StepEntry
 
 NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=512"
 

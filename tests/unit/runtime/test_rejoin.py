@@ -12,23 +12,23 @@ import pytest
 import uvloop
 
 from moonpool.api.frontend import ModelCard
-from moonpool.config import Config
+from moonpool.config.tables import Config
 from moonpool.cores import CoreShare
 from moonpool.cost.fitted import FittedCost
-from moonpool.engine.builtin import open_model, open_tokenizer
-from moonpool.engine.runner import make_layout
+from moonpool.head import head as head_module
+from moonpool.head.head import Head
+from moonpool.head.models.model_loading import ApiModel
+from moonpool.head.worker_link import WorkerLink
+from moonpool.link.auth import Identity
+from moonpool.link.silence import MAX_TURN_S
 from moonpool.protocol.frames import SILENCE_S, Joined, Setup, TurnedAway
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.runtime import head as head_module
-from moonpool.runtime import worker as worker_module
-from moonpool.runtime.head import Head
-from moonpool.runtime.models.model_loading import ApiModel
-from moonpool.runtime.silence import MAX_TURN_S
-from moonpool.runtime.worker import Worker
-from moonpool.runtime.worker_link import WorkerLink
-from moonpool.transfer.auth import Identity
 from moonpool.types import InstanceId, Role
+from moonpool_engine.engine.builtin import open_model, open_tokenizer
+from moonpool_engine.engine.runner import make_layout
+from moonpool_engine.worker import worker as worker_module
+from moonpool_engine.worker.worker import Worker
 
 MODEL = open_model("random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300", "float32")
 SECRET = b"a secret of the test"

@@ -11,13 +11,13 @@ import pytest
 
 from moonpool.api.frontend import AdapterCard, Output
 from moonpool.conductor.actions import InstancesExpected, RequestCancelled
-from moonpool.config import Config, ModelConfig, VllmConfig
+from moonpool.config.tables import Config, ModelConfig, VllmConfig
+from moonpool.head.cluster_error import ClusterError
+from moonpool.head.models.model_loading import load_offered, named_offer
+from moonpool.head.models.served_model import HeadSettings, ServedModel
+from moonpool.head.models.served_models import ServedModels
 from moonpool.protocol.model_offer import POOLING_PATHS, ModelOffer, OfferedAdapter
 from moonpool.request_record import RequestRecord
-from moonpool.runtime.cluster_error import ClusterError
-from moonpool.runtime.models.model_loading import load_offered, named_offer
-from moonpool.runtime.models.served_model import HeadSettings, ServedModel
-from moonpool.runtime.models.served_models import ServedModels
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
 
 ROOT = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
@@ -93,7 +93,7 @@ def test_the_same_name_joins_places_on_several_machines() -> None:
 
 
 def test_two_folders_of_one_name_on_this_machine_are_two_models(tmp_path: Path) -> None:
-    from moonpool.runtime.models.served_models import is_same_model
+    from moonpool.head.models.served_models import is_same_model
 
     for run in ("one", "two"):
         (tmp_path / run / "hf").mkdir(parents=True)

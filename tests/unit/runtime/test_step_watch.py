@@ -5,9 +5,9 @@ from __future__ import annotations
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptId
-from moonpool.runtime.engine_thread import SLOWER, DomainNotice, StepWatchdog
 from moonpool.scheduler.actions import RunStep, StepEntry
 from moonpool.types import BlockId, SamplingParams
+from moonpool_engine.worker.engine_thread import SLOWER, DomainNotice, StepWatchdog
 
 COST = FittedCost(prefill=(0.0, 0.01, 0.0, 0.0), decode=(0.01, 0.0, 0.0))
 GREEDY = SamplingParams(temperature=0.0)

@@ -15,11 +15,11 @@ from log_keeper import LogKeeper
 
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
-from moonpool.config import Config
+from moonpool.config.tables import Config
+from moonpool.head import supervisor_link
+from moonpool.head.supervisor_link import SupervisorLink
+from moonpool.link.packets import PacketSocket, packet_pair
 from moonpool.protocol.supervision import FromHead, HeadBegin, TakeAnswer, TakeNoMore, ToHead
-from moonpool.runtime import supervisor_link
-from moonpool.runtime.packets import PacketSocket, packet_pair
-from moonpool.runtime.supervisor_link import SupervisorLink
 
 
 def opening() -> Opening:

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-import moonpool.runtime.webhook as webhook_module
+import moonpool.head.webhook as webhook_module
 from moonpool.conductor.actions import InstancesWanted
-from moonpool.runtime.webhook import WantedWebhook
+from moonpool.head.webhook import WantedWebhook
 
 
 async def received(answers: list[str], wanted: list[InstancesWanted]) -> list[dict[str, object]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.scheduler.batch_policies import (
+from moonpool.scheduler.batching.policies import (
     AlternatingPlanner,
     plan_chunked,
     plan_prefill_first,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.config import SpeculativeConfig
+from moonpool.config.tables import SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import Abort, AttemptId
 from moonpool.scheduler.actions import DraftTask, RunStep, StepEntry, StepFailed
-from moonpool.scheduler.draft_model import DraftModelPlace
+from moonpool.scheduler.speculation.draft_model import DraftModelPlace
 from moonpool.types import FinishReason, Slo
 from tests.unit.scheduler.test_speculation import CHEAP_ROWS, EOS, SIZE, DraftBench, words
 

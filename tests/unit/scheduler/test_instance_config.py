@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from test_instance import COST, LAYOUT
 
-from moonpool.config_parse import parse_config
-from moonpool.runtime.head import Head
-from moonpool.runtime.instance_boot import live_config
+from moonpool.config.parse import parse_config
+from moonpool.head.head import Head
 from moonpool.scheduler.actions import WorkerEvent
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
@@ -19,6 +18,7 @@ from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role
+from moonpool_engine.worker.instance_boot import live_config
 
 DRIVERS_OWN = {
     "ssd_blocks",

@@ -10,7 +10,7 @@ from moonpool.protocol.transfer_events import LoadEnded, ReadRequested, StoreEnd
 from moonpool.scheduler.actions import LoadBlocks, StoreBlocks, WorkerAction
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.scheduler.prefetch import BATCH_BLOCKS, MAX_SHARE
+from moonpool.scheduler.loading.prefetch import BATCH_BLOCKS, MAX_SHARE
 from moonpool.types import BlockKey, Role
 
 NUM_BLOCKS = 256

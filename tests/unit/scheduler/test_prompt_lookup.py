@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.scheduler import prompt_lookup
-from moonpool.scheduler.prompt_lookup import PromptLookup
+from moonpool.scheduler.speculation import prompt_lookup
+from moonpool.scheduler.speculation.prompt_lookup import PromptLookup
 from moonpool.scheduler.tokens import Tokens
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, AttemptSpec, StartPrefill
-from moonpool.scheduler import queue_order
 from moonpool.scheduler.actions import RunStep, StepEnded, WorkerEvent
+from moonpool.scheduler.batching import queue_order
+from moonpool.scheduler.batching.queue_order import QueueOrder
+from moonpool.scheduler.batching.tenant_accounts import MAX_ABSENT, TenantAccounts
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.scheduler.queue_order import QueueOrder
-from moonpool.scheduler.tenant_accounts import MAX_ABSENT, TenantAccounts
 from moonpool.types import Role, SamplingParams, Slo, Token
 
 CHUNK = 16

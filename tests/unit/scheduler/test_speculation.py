@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.config import SpeculativeConfig
+from moonpool.config.tables import SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
@@ -22,9 +22,9 @@ from moonpool.protocol.messages import (
     StepTokens,
 )
 from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, StepEntry, StepFailed
-from moonpool.scheduler.draft_model import DraftModelPlace
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.speculation.draft_model import DraftModelPlace
 from moonpool.types import FinishReason, Role, SamplingParams, Slo, Token
 
 SIZE, EOS = 16, 1

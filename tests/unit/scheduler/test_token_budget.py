@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.cost.chunk_limits import LEAST_CHUNK_TOKENS
-from moonpool.scheduler.chunk_budget import token_budget
+from moonpool.scheduler.batching.chunk_budget import token_budget
 
 
 def linear(base_s: float, token_s: float) -> Callable[[int], float]:

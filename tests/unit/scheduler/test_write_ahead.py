@@ -12,13 +12,7 @@ from test_instance import COST, EOS, LAYOUT, SIZE, attempt, keys_of, of
 
 from moonpool.protocol.messages import Abort, AttemptId, StartPrefill
 from moonpool.protocol.transfer_events import LoadEnded, StoreEnded, StoreLost
-from moonpool.scheduler.actions import (
-    LoadBlocks,
-    StepEnded,
-    StoreBlocks,
-    WorkerAction,
-    WorkerEvent,
-)
+from moonpool.scheduler.actions import LoadBlocks, StepEnded, StoreBlocks, WorkerAction, WorkerEvent
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.types import BlockKey, Role, Token

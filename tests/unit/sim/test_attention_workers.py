@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonpool.config import ConfigError
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import ConfigError
 from moonpool.cost.fitted import FittedCost, OffloadParts
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.offload_cost import MeasuredOffload, OffloadCost

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.cost.fitted import FittedCost
 from moonpool.request_record import RequestRecord
 from moonpool.sim.hardware.build import build_hardware

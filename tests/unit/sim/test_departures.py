@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_simulation import BLOCK, assert_nothing_left, config
 
-from moonpool.config import ConfigError
+from moonpool.config.tables import ConfigError
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.simulation import Simulation

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.config import Config, ConfigError
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Config, ConfigError
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
 from moonpool.sim.defaults import DEFAULTS

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise

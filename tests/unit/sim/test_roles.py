@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from test_simulation import BLOCK, assert_nothing_left, run
 
-from moonpool.config import Config
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys

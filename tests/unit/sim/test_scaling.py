@@ -8,8 +8,8 @@ import pytest
 from test_roles import documents
 from test_simulation import assert_nothing_left, run
 
-from moonpool.config import Config, ConfigError
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Config, ConfigError
 from moonpool.sim.defaults import DEFAULTS
 
 

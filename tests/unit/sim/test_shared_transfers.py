@@ -17,13 +17,7 @@ from moonpool.protocol.transfer_events import (
     SendEnded,
     StoreEnded,
 )
-from moonpool.scheduler.actions import (
-    ExpectStream,
-    FetchBlocks,
-    LoadBlocks,
-    StepEntry,
-    StoreBlocks,
-)
+from moonpool.scheduler.actions import ExpectStream, FetchBlocks, LoadBlocks, StepEntry, StoreBlocks
 from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.network import Network
 from moonpool.sim.transfers import NodeLinks, SimMessenger

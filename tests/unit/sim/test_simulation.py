@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import moonpool.sim.simulation as simulation_module
-from moonpool.config import Admission, Config, Placement, choices
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Admission, Config, Placement, choices
 from moonpool.cost.model import prompt_s
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import CONTROL_LATENCY_S, build_hardware

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
 from moonpool.cost.model import Chunk
 from moonpool.request_record import RequestRecord
-from moonpool.scheduler import contended_chunks
-from moonpool.scheduler.contended_chunks import WINDOW_S
+from moonpool.scheduler.batching import contended_chunks
+from moonpool.scheduler.batching.contended_chunks import WINDOW_S
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.simulation import Simulation

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.config import Config, ConfigError
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Config, ConfigError
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import NodeHardware, build_hardware
 from moonpool.sim.report.page import describe_cluster

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import LoadEnded, MessengerEvent, StoreEnded
-from moonpool.storage.io_threads import HANG_S
-from moonpool.storage.store import BlockStore, open_store
-from moonpool.transfer.arena import Arena
 from moonpool.types import BlockId, BlockKey
+from moonpool_engine.storage.io_threads import HANG_S
+from moonpool_engine.storage.store import BlockStore, open_store
+from moonpool_engine.transfer.arena import Arena
 
 T = TypeVar("T")
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.head.memory_files import KeptMemoryFiles
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.runtime.memory_files import KeptMemoryFiles
-from moonpool.storage.block_ledger import BlockLedger
-from moonpool.storage.folder import StoreError
-from moonpool.storage.kept_memory import HEAD_BYTES, KeptMemory, open_in_folder
-from moonpool.transfer.arena import Arena, ArenaError, PeerArenas
 from moonpool.types import BlockId, BlockKey
+from moonpool_engine.storage.block_ledger import BlockLedger
+from moonpool_engine.storage.folder import StoreError
+from moonpool_engine.storage.kept_memory import HEAD_BYTES, KeptMemory, open_in_folder
+from moonpool_engine.transfer.arena import Arena, ArenaError, PeerArenas
 
 LAYOUT = BlockLayout("m", "float32", 16, 3, 2, 8)
 NUM_BLOCKS = 16
@@ -157,7 +157,7 @@ def test_the_number_of_blocks_is_found_again(folder: Path) -> None:
 
 
 def test_two_never_share_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moonpool.storage.kept_memory._LOCK_S", 0.1)
+    monkeypatch.setattr("moonpool_engine.storage.kept_memory._LOCK_S", 0.1)
     process = open_process(folder)
     with pytest.raises(StoreError, match="in use by another process"):
         open_in_folder(folder, "mixed-0")

@@ -14,11 +14,11 @@ import xxhash
 from store_harness import Bench, key_of, make_layout
 
 from moonpool.protocol.transfer_events import LoadEnded, StoreEnded, StoreLost
-from moonpool.storage import segments as segments_module
-from moonpool.storage import store as store_module
-from moonpool.storage.folder import segment_path, segments_in
-from moonpool.storage.verify import clear_folder, verify_folder
 from moonpool.types import BlockId
+from moonpool_engine.storage import segments as segments_module
+from moonpool_engine.storage import store as store_module
+from moonpool_engine.storage.folder import segment_path, segments_in
+from moonpool_engine.storage.verify import clear_folder, verify_folder
 
 
 @pytest.fixture(params=[256, 4096], ids=["buffered", "direct"])
@@ -156,7 +156,7 @@ def test_a_smaller_tier_keeps_what_fits(bench: Bench) -> None:
 
 
 def test_the_index_stays_small(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moonpool.storage.index._SPARE_RECORDS", 8)
+    monkeypatch.setattr("moonpool_engine.storage.index._SPARE_RECORDS", 8)
     for i in range(60):
         bench.put({i % 4: i})
         bench.get({i % 4: i})

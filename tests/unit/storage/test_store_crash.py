@@ -16,8 +16,9 @@ import pytest
 from store_harness import Bench, content_of, key_of, make_layout
 
 from moonpool.protocol.transfer_events import LoadEnded
-from moonpool.storage.folder import INDEX_NAME, segment_path
-from moonpool.storage.format import (
+from moonpool.types import BlockId, BlockKey
+from moonpool_engine.storage.folder import INDEX_NAME, segment_path
+from moonpool_engine.storage.format import (
     INDEX_HEAD_BYTES,
     RECORD_BYTES,
     FormatError,
@@ -25,9 +26,8 @@ from moonpool.storage.format import (
     decode_header,
     decode_index_head,
 )
-from moonpool.storage.index import open_index
-from moonpool.storage.verify import verify_folder
-from moonpool.types import BlockId, BlockKey
+from moonpool_engine.storage.index import open_index
+from moonpool_engine.storage.verify import verify_folder
 
 PAIRS = {0: 0, 1: 1, 2: 2}
 KILLED_WRITER = Path(__file__).with_name("store_writer.py")

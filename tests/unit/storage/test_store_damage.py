@@ -12,10 +12,10 @@ from store_harness import Bench, key_of, make_layout
 
 from moonpool.log_limit import LogLimit
 from moonpool.protocol.transfer_events import LoadEnded
-from moonpool.storage import store as store_module
-from moonpool.storage.folder import segments_in
-from moonpool.transfer.gate import LayerGate
 from moonpool.types import BlockId
+from moonpool_engine.storage import store as store_module
+from moonpool_engine.storage.folder import segments_in
+from moonpool_engine.transfer.gate import LayerGate
 
 LOGGER = store_module._log
 NUM_BLOCKS = 6
@@ -38,7 +38,7 @@ def bench(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Bench]:
     if request.param == "by layer":
-        monkeypatch.setattr("moonpool.storage.job.MIN_PART_BYTES", 4096)
+        monkeypatch.setattr("moonpool_engine.storage.job.MIN_PART_BYTES", 4096)
     kind = LayeredBench if request.param == "by layer" else Bench
     bench = kind(tmp_path / "ssd", make_layout(4096 if request.param == "by layer" else 256))
     yield bench

@@ -15,14 +15,9 @@ import pytest
 import xxhash
 from store_harness import Bench, make_layout
 
-from moonpool.storage import store as store_module
-from moonpool.storage.folder import (
-    StoreError,
-    explain,
-    instance_folder,
-    stores_below,
-)
-from moonpool.storage.verify import clear_folder, verify_folder
+from moonpool_engine.storage import store as store_module
+from moonpool_engine.storage.folder import StoreError, explain, instance_folder, stores_below
+from moonpool_engine.storage.verify import clear_folder, verify_folder
 
 NOBODY = 65534
 
@@ -94,7 +89,7 @@ def test_two_instances_cannot_share_a_folder(
     first = Bench(tmp_path)
     code = (
         "import sys; from pathlib import Path; from store_harness import Bench\n"
-        "from moonpool.storage.folder import StoreError\n"
+        "from moonpool_engine.storage.folder import StoreError\n"
         "try: Bench(Path(sys.argv[1]))\n"
         "except StoreError as error: print(error)\n"
     )

@@ -20,10 +20,10 @@ from moonpool.protocol.transfer_events import (
     TierPaused,
     TierResumed,
 )
-from moonpool.storage import io_threads
-from moonpool.storage.store import READ_THREADS
-from moonpool.storage.verify import verify_folder
 from moonpool.types import BlockId
+from moonpool_engine.storage import io_threads
+from moonpool_engine.storage.store import READ_THREADS
+from moonpool_engine.storage.verify import verify_folder
 
 HANG_S = 1.0
 

@@ -62,7 +62,7 @@ always-first = own_things:First
 [moonpool.admission]
 nobody = own_things:Nobody
 [moonpool.eviction]
-again-lru = moonpool.kvcache.eviction:LruEviction
+again-lru = moonpool.kvcache.eviction.policies:LruEviction
 [moonpool.trace_format]
 semicolons = own_things:Lines
 rows = own_things:Rows

@@ -15,8 +15,8 @@ from sample_traces import write
 
 from moonpool.cli.logs import JsonFormatter
 from moonpool.cli.main import cli
+from moonpool.head.watch.request_log import request_fields
 from moonpool.request_record import RequestRecord
-from moonpool.runtime.watch.request_log import request_fields
 from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.reader import MAX_OTHER_LINES, Trace, open_trace
 from moonpool.trace.row import OTHER_LINE, LineError, TraceError

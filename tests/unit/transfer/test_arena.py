@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.transfer.arena import Arena, ArenaError, PeerArenas, available_memory_bytes
-from moonpool.transfer.touch_ahead import AHEAD_BYTES, STEP_BYTES, may_touch_late
+from moonpool_engine.transfer.arena import Arena, ArenaError, PeerArenas, available_memory_bytes
+from moonpool_engine.transfer.touch_ahead import AHEAD_BYTES, STEP_BYTES, may_touch_late
 
 LAYOUT = BlockLayout(
     model_fingerprint="m",

@@ -6,8 +6,8 @@ import os
 import socket
 
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.transfer.connection_pool import PooledConnection
 from moonpool.types import InstanceId
+from moonpool_engine.transfer.connection_pool import PooledConnection
 
 
 class QueueingConnection:

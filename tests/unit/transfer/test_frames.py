@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from moonpool.transfer import tcp
-from moonpool.transfer.errors import DeadlineError, PeerGoneError, ProtocolError
-from moonpool.transfer.frame_socket import FrameSocket
-from moonpool.transfer.wire import MAX_FRAME_BYTES, Refused, Slices, SlicesEnd, pack_offers
+from moonpool_engine.transfer import tcp
+from moonpool_engine.transfer.errors import DeadlineError, PeerGoneError, ProtocolError
+from moonpool_engine.transfer.frame_socket import FrameSocket
+from moonpool_engine.transfer.wire import MAX_FRAME_BYTES, Refused, Slices, SlicesEnd, pack_offers
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import secrets
 import msgspec
 import pytest
 
-from moonpool.protocol.versions import OWN, UNSTATED, Agreed, VersionRange, Versions
-from moonpool.transfer.auth import (
+from moonpool.link.auth import (
     HELLO_FORM,
     AuthError,
     ClientHandshake,
@@ -18,6 +17,7 @@ from moonpool.transfer.auth import (
     Proof,
     ServerHandshake,
 )
+from moonpool.protocol.versions import OWN, UNSTATED, Agreed, VersionRange, Versions
 from moonpool.types import InstanceId
 
 SECRET = b"s3cret"

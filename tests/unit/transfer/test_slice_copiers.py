@@ -7,24 +7,24 @@ import random
 
 import pytest
 
-from moonpool.engine.native.library import ISAS
-from moonpool.engine.native.slices import open_slices
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.transfer import checksums as checksums_module
-from moonpool.transfer import slice_copier as copiers
-from moonpool.transfer.arena import Arena, PeerArena, PeerArenas
-from moonpool.transfer.checksums import DeferredChecksums, checksum_slice
-from moonpool.transfer.counters import Counters
-from moonpool.transfer.errors import ProtocolError
-from moonpool.transfer.slice_copier import (
+from moonpool.types import BlockId
+from moonpool_engine.engine.native.library import ISAS
+from moonpool_engine.engine.native.slices import open_slices
+from moonpool_engine.transfer import checksums as checksums_module
+from moonpool_engine.transfer import slice_copier as copiers
+from moonpool_engine.transfer.arena import Arena, PeerArena, PeerArenas
+from moonpool_engine.transfer.checksums import DeferredChecksums, checksum_slice
+from moonpool_engine.transfer.counters import Counters
+from moonpool_engine.transfer.errors import ProtocolError
+from moonpool_engine.transfer.slice_copier import (
     NativeSliceCopier,
     PlainSliceCopier,
     SliceCopier,
     supports_native,
 )
-from moonpool.transfer.slice_receiver import CORRUPT, VERIFIED, SliceReceiver
-from moonpool.transfer.wire import OFFER, pack_offers, unpack_offers
-from moonpool.types import BlockId
+from moonpool_engine.transfer.slice_receiver import CORRUPT, VERIFIED, SliceReceiver
+from moonpool_engine.transfer.wire import OFFER, pack_offers, unpack_offers
 
 NUM_BLOCKS = 6
 
@@ -57,7 +57,7 @@ def native(request: pytest.FixtureRequest) -> NativeSliceCopier:
     best = open_slices()
     if best is None:
         pytest.skip("the kernels are not built here")
-    from moonpool.engine.native.library import NativeUnavailableError, open_kernels
+    from moonpool_engine.engine.native.library import NativeUnavailableError, open_kernels
 
     try:
         open_kernels(request.param)

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from moonpool.transfer.errors import PeerGoneError
-from moonpool.transfer.tls_frames import TlsFrameSocket, accepted, connected
+from moonpool_engine.transfer.errors import PeerGoneError
+from moonpool_engine.transfer.tls_frames import TlsFrameSocket, accepted, connected
 from tests.certificates import shared_tls
 
 NUM_FRAMES = 300

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.trial.answer import Answer, TokenDetail
-from moonpool.trial.reference import Reference
+from moonpool_lab.trial.answer import Answer, TokenDetail
+from moonpool_lab.trial.reference import Reference
 
 TIE_NATS = 0.5
 

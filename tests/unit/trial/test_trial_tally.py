@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from moonpool.trial.answer import Answer
-from moonpool.trial.conversations import ConversationMaker, Question, groups_of
-from moonpool.trial.reference import Reference
-from moonpool.trial.tally import Phase, Tally
+from moonpool_lab.trial.answer import Answer
+from moonpool_lab.trial.conversations import ConversationMaker, Question, groups_of
+from moonpool_lab.trial.reference import Reference
+from moonpool_lab.trial.tally import Phase, Tally
 
 QUESTION = Question("q", "chat", (("user", "say"),), "ABCDEF-GHJKLM", 8)
 RIGHT = "it is ABCDEF-GHJKLM and that is all there is to say of it"

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.demo.local_server import free_port
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.types import BlockKey
 from moonpool.vllm.block_names import (
@@ -24,6 +23,7 @@ from moonpool.vllm.block_names import (
 )
 from moonpool.vllm.events import EventReader, EventsError, read_batch
 from moonpool.vllm.instance import CacheEventsReceived
+from moonpool_lab.demo.local_server import free_port
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "vllm_events.json").read_text())
 BATCHES = [bytes.fromhex(text) for text in GOLDEN["batches"]]

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from moonpool.api.openapi import openapi_document
 from moonpool.cli.main import cli
-from moonpool.config import Config
-from moonpool.config_parse import parse_config
-from moonpool.config_schema import schema_of
+from moonpool.config.parse import parse_config
+from moonpool.config.schema import schema_of
+from moonpool.config.tables import Config
 from website.__main__ import main
 from website.command_page import command_page
 from website.http_page import http_page, reference_routes

@@ -24,7 +24,7 @@ from benchmarks.suite.live.damage import REPORT_S, corrupt_slices
 from benchmarks.suite.live.kills.calls import calls
 from benchmarks.suite.live.kills.load import OUTCOMES, Load, Reply
 from benchmarks.suite.live.kills.processes import victims
-from moonpool.demo.local_server import LocalServer, is_alive
+from moonpool_lab.demo.local_server import LocalServer, is_alive
 
 MODEL = "random:hidden=64,layers=4,heads=4,kv_heads=2,inter=128,vocab=300"
 SIZES = ("--kv-tokens", "65536", "--block-size", "16", "--max-num-batched-tokens", "256")

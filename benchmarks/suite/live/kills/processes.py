@@ -12,7 +12,7 @@ KINDS = {  # a word of the command line -> kind; workers say their role
     "rank": "rank",
     "moonpool.api.grammars.check_process": "grammar check",
     "moonpool.api.body_process": "body reader",
-    "moonpool.transfer.nixl_agent_process": "NIXL agent",
+    "moonpool_engine.transfer.nixl_agent_process": "NIXL agent",
 }
 IMPORTING = " fork-server "
 SPARE = "moonpool spare fork server"

@@ -9,8 +9,8 @@ from functools import partial
 
 from moonpool.api.connection.tls import TlsError, TlsFiles
 from moonpool.api.keys import ApiKeys, KeyFileError, read_keys
-from moonpool.config import Config
-from moonpool.transfer.tls import PeerTls, PeerTlsError
+from moonpool.config.tables import Config
+from moonpool.link.tls import PeerTls, PeerTlsError
 
 UNPROTECTED = (KeyFileError, TlsError, PeerTlsError)
 """What these functions raise: each text is one line."""

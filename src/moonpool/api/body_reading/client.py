@@ -18,14 +18,7 @@ from typing import cast
 
 import msgspec
 
-from moonpool.api.body_process import (
-    LENGTH,
-    BodyReady,
-    BodyResult,
-    BodyStart,
-    BodyWork,
-    UseCard,
-)
+from moonpool.api.body_process import LENGTH, BodyReady, BodyResult, BodyStart, BodyWork, UseCard
 from moonpool.api.body_reading.limits import LOAD_BYTES, LOAD_S, ReadStage, StageNote, cpu_s
 from moonpool.api.frontend import ModelCard
 

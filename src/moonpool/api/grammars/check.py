@@ -18,12 +18,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.api.frontend import RequestRefused
-from moonpool.api.grammars.check_process import (
-    TOO_COMPLEX,
-    TOO_LONG,
-    read_frame,
-    write_frame,
-)
+from moonpool.api.grammars.check_process import TOO_COMPLEX, TOO_LONG, read_frame, write_frame
 from moonpool.api.sharing.shared_buffer import oldest_of_most
 from moonpool.api.structured_output import unusable
 from moonpool.api.turns import FairTurns

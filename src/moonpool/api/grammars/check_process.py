@@ -19,8 +19,8 @@ import threading
 import time
 from typing import IO
 
-from moonpool.engine.grammar import first_error
-from moonpool.transfer.parent import end_with
+from moonpool.link.parent import end_with
+from moonpool.text.grammar import first_error
 
 LENGTH = struct.Struct("<I")
 STACK_BYTES = 1 << 20

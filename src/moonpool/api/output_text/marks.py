@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from moonpool.engine.tokenizer import Vocabulary
+from moonpool.text.tokenizer import Vocabulary
 
 _FIRST_SIGN = 0xD800
 

@@ -26,7 +26,7 @@ from moonpool.api.output_text.marks import Marks, MarkSigns, is_special
 from moonpool.api.output_text.reasoning import ReasoningTags, read_reasoning
 from moonpool.api.output_text.said import Sink
 from moonpool.api.output_text.source import OutputReader, Script, Steps, TextSource
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.text.tokenizer import Tokenizer
 
 _LAST_TOKENS = 16
 """So many tokens of a prompt hold the opening tag at its end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.engine.tokenizer import Tokenizer
+from moonpool.text.tokenizer import Tokenizer
 from moonpool.types import Token
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from moonpool.conductor.placement import Rejection
+from moonpool.conductor.placement.choice import Rejection
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
 from moonpool.types import InstanceId, RequestId
 

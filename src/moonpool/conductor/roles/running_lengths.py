@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from moonpool.conductor.estimators import FIRST_GUESS_TOKENS
+from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS
 
 NUM_OCTAVES = 24
 NUM_KINDS = 2 * NUM_OCTAVES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 
-from moonpool.conductor.placement import Rejection
+from moonpool.conductor.placement.choice import Rejection
 from moonpool.conductor.state import AttemptStage, TrackedRequest
 from moonpool.types import RequestId
 

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.types import Request, payer_of
 
 _Queue = list[tuple[int, TrackedRequest]]  # by number

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import InstanceState, TrackedRequest
+from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.order import aged_s
 from moonpool.types import payer_of
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moonpool.conductor.fair_share import FairShare
 from moonpool.conductor.state import InstanceState, TrackedRequest
+from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.order import WaitingOrder
 from moonpool.types import InstanceId, RequestId, Role, payer_of
 

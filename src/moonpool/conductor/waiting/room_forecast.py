@@ -18,7 +18,7 @@ from collections import deque
 
 import numpy as np
 
-from moonpool.conductor.estimators import FIRST_GUESS_TOKENS
+from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS
 from moonpool.conductor.instance_table import Floats, InstanceTable
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest

@@ -19,11 +19,11 @@ from math import inf
 
 import msgspec
 
-from moonpool.conductor.fair_share import PATIENT_SHARE, FairShare
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.conductor.placement import LONG_QUEUE, NO_ROOM, Rejection
+from moonpool.conductor.placement.choice import LONG_QUEUE, NO_ROOM, Rejection
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.waiting.fair_share import PATIENT_SHARE, FairShare
 from moonpool.conductor.waiting.queue import WaitingRequests, WaitNeed
 from moonpool.conductor.waiting.room_forecast import RoomForecast
 from moonpool.types import Request, payer_of

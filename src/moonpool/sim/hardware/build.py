@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from moonpool.config import Config, ConfigError, HardwareConfig, ParallelConfig
+from moonpool.config.tables import Config, ConfigError, HardwareConfig, ParallelConfig
 from moonpool.cost.derived import fit_to_ground_truth, scaled
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import DecodeSpread, FittedCost

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from moonpool.config import ConfigError
-from moonpool.config_schema import BAD_TOML
+from moonpool.config.schema import BAD_TOML
+from moonpool.config.tables import ConfigError
 from moonpool.sim.hardware.devices import Device
 from moonpool.sim.hardware.matrix_product import soft_maximum
 from moonpool.sim.hardware.model_shapes import ModelShape

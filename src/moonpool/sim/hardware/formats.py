@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from moonpool.config import ModelConfig
+from moonpool.config.tables import ModelConfig
 from moonpool.protocol.block_layout import FP8
 from moonpool.sim.hardware.model_shapes import ModelShape
 

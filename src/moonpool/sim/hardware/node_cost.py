@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moonpool.config import ConfigError, HardwareConfig, ModelConfig
+from moonpool.config.tables import ConfigError, HardwareConfig, ModelConfig
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost

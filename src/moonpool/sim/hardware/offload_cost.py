@@ -30,7 +30,7 @@ from moonpool.sim.hardware.roofline import RooflineCost
 INFLATION = 0.2
 """The share by which Lamina lets the network lengthen a step (alpha in section 3.1)."""
 MIN_STAGGERED = 8
-"""Smaller batches are not split in two; engine/staggered.py has the same bound."""
+"""Smaller batches are not split in two; moonpool_engine/engine/staggered.py has the same bound."""
 STRAIGHT = 1e-12
 """Relative distance from a straight line up to which it is a rounding error."""
 

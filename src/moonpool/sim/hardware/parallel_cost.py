@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.config import Parallelism
+from moonpool.config.tables import Parallelism
 from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s
 from moonpool.sim.hardware.devices import Device
 from moonpool.sim.hardware.model_shapes import ModelShape

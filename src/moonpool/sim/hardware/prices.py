@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from moonpool.config import ConfigError
-from moonpool.config_schema import BAD_TOML
+from moonpool.config.schema import BAD_TOML
+from moonpool.config.tables import ConfigError
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue, nearest, package_text
 from moonpool.sim.hardware.devices import Price
 from moonpool.types import Struct

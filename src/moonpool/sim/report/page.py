@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from moonpool.config import Config
-from moonpool.config_parse import parse_config
+from moonpool.config.parse import parse_config
+from moonpool.config.tables import Config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
 from moonpool.sim.report.cluster_figures import busy_share, cluster_figures, kvcache_figures

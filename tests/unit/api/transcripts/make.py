@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from moonpool.api.output_text.formats import FORMATS
 from moonpool.api.output_text.reasoning import ALL_TAGS
 from moonpool.api.prompts import plain_messages
-from moonpool.engine.tokenizer import ChatTemplateError
-from moonpool.engine.tokenizers.chat_template import ChatTemplate
+from moonpool.text.tokenizer import ChatTemplateError
+from moonpool.text.tokenizers.chat_template import ChatTemplate
 
 FILE = Path(__file__).with_name("transcripts.json")
 LLAMA_CPP, VLLM = "llama.cpp models/templates", "vLLM examples"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from moonpool.config import ConfigError
+from moonpool.config.tables import ConfigError
 from moonpool.sim.hardware.catalogue import BUILT_IN, parse_catalogue
 from moonpool.sim.hardware.roofline import RooflineCost
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moonpool.config import Config, ConfigError, HardwareConfig, ModelConfig, Quantization
+from moonpool.config.tables import (
+    Config,
+    ConfigError,
+    HardwareConfig,
+    ModelConfig,
+    Quantization,
+)
 from moonpool.cost.model import Chunk
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.catalogue import BUILT_IN, parse_catalogue

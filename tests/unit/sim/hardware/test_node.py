@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.config import ConfigError, HardwareConfig
+from moonpool.config.tables import ConfigError, HardwareConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.config import Parallelism
+from moonpool.config.tables import Parallelism
 from moonpool.cost.model import Chunk, StepCost, prompt_chunks
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.config import ConfigError
+from moonpool.config.tables import ConfigError
 from moonpool.sim.hardware.prices import parse_prices
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.config import ModelConfig, Quantization
+from moonpool.config.tables import ModelConfig, Quantization
 from moonpool.sim.hardware.catalogue import BUILT_IN
 from moonpool.sim.hardware.formats import in_formats
 

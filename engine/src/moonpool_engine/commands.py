@@ -1,0 +1,8 @@
+"""The commands of this package, for `moonpool.commands`."""
+
+COMMANDS = {
+    "pool verify": ("moonpool_engine.cli.pool_disk", "verify", "Read an SSD folder and check it."),
+    "pool clear": ("moonpool_engine.cli.pool_disk", "clear", "Delete the blocks of an SSD folder."),
+    "stage": ("moonpool_engine.cli.engine_process", "stage", ""),
+    "rank": ("moonpool_engine.cli.engine_process", "rank", ""),
+}

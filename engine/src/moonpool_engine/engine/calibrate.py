@@ -1,0 +1,232 @@
+"""Measures step times of an engine, to fit its cost model.
+
+It runs for seconds before the first request is ever served, and overwrites blocks from number 0 on.
+Cached contexts are not computed first, since attention costs the same over any bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+from typing import Literal, Protocol
+
+import msgspec
+
+from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
+from moonpool.cost.step_curves import find_tile, tile_points
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import StepEntry
+from moonpool.types import BlockId, SamplingParams, Struct
+from moonpool_engine.engine.spec import ModelSpec
+from moonpool_engine.engine.step import StepResult
+
+# (new tokens, cached tokens) and (batch, context of each), cheap ones first: the time may run out.
+PREFILLS = (
+    (16, 0),
+    (64, 0),
+    (64, 512),
+    (32, 0),
+    (256, 0),
+    (256, 1024),
+    (512, 0),
+    (128, 4096),
+    (512, 1536),
+    (512, 7680),
+)
+DECODES = ((1, 64), (1, 1024), (4, 64), (4, 1024), (16, 64), (8, 2048), (32, 256), (16, 2048))
+# New and cached tokens of a chunk; batch and context of the decodes in the step. Smaller chunks are
+# left out: there decodes cost less than the arithmetic of their rows, unlike in service.
+MIXED = ((64, 0, 16, 64), (64, 0, 16, 1024), (32, 0, 8, 256), (64, 512, 16, 256), (256, 0, 32, 512))
+# Of a slow model at its start: three of each kind of the above would take half a minute. The times
+# of mixed steps then follow from the others.
+BRIEF_PREFILLS = ((4, 0), (32, 0), (32, 256))
+SLOW_S = 0.1
+"""A model is slow if a prefill of `SLOW_TOKENS` takes longer."""
+SLOW_TOKENS = 4
+CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+ALWAYS = 3  # steps of each kind are measured even if slow: the fit needs them
+REPEATS = 3
+Kind = Literal["prefill", "decode", "mixed", "curve"]
+Point = tuple[Kind, int, int, int]  # kind, batch, new, context of each
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+class MeasuredEngine(Protocol):
+    """The part of an engine that is measured: one process or several stages."""
+
+    spec: ModelSpec
+    layout: BlockLayout
+    num_blocks: int
+    ops_name: str
+
+    def step(self, entries: Sequence[StepEntry]) -> StepResult: ...
+
+
+class StepSample(Struct, frozen=True):
+    """The time of one step.
+
+    `context_tokens` are the cached tokens, summed over the batch. A mixed step is one chunk, with
+    `new_tokens` and `context_tokens`, and `batch` decodes with `decode_context_tokens` in all. A
+    "curve" sample is the time of a chunk by its size and is not part of the fit.
+    """
+
+    kind: Kind
+    new_tokens: int
+    context_tokens: int
+    batch: int
+    seconds: float
+    decode_context_tokens: int = 0
+
+
+def fit_samples(samples: Iterable[StepSample]) -> FittedCost:
+    """Fits the cost model to the samples."""
+    samples = list(samples)
+    prefills = [
+        PrefillSample(
+            num_tokens=s.new_tokens + s.context_tokens,
+            cached_tokens=s.context_tokens,
+            seconds=s.seconds,
+        )
+        for s in samples
+        if s.kind == "prefill"
+    ]
+    decodes = [
+        DecodeSample(batch=s.batch, context_tokens=s.context_tokens, seconds=s.seconds)
+        for s in samples
+        if s.kind == "decode"
+    ]
+    alone_s = {(s.new_tokens, s.context_tokens): s.seconds for s in samples if s.kind == "prefill"}
+    mixed = [
+        MixedSample(
+            num_tokens=s.new_tokens + s.context_tokens,
+            cached_tokens=s.context_tokens,
+            batch=s.batch,
+            context_tokens=s.decode_context_tokens,
+            seconds=s.seconds,
+            chunk_s=alone_s.get((s.new_tokens, s.context_tokens)),
+        )
+        for s in samples
+        if s.kind == "mixed"
+    ]
+    cost = fit_cost(prefills, decodes, mixed, single_steps=True)
+    return msgspec.structs.replace(cost, tile_tokens=find_tile(curve_of(samples)))
+
+
+def curve_of(samples: Iterable[StepSample]) -> dict[int, float]:
+    """Seconds of a step by the size of its only chunk, from the "curve" samples."""
+    return {s.new_tokens: s.seconds for s in samples if s.kind == "curve"}
+
+
+def measure_samples(
+    engine: MeasuredEngine, budget_s: float = 1.5, thorough: bool = True
+) -> list[StepSample]:
+    """Takes the best of a few runs of each step: two fifths of the time for prefills, two fifths
+    for decodes, the rest for mixed steps.
+
+    Measures at least `ALWAYS` steps of each kind, also of a slow model. If not `thorough`, it
+    measures only a few short steps of a slow model.
+    """
+    _run(engine, _step(engine, 1, 1, 0))  # touches all weights once
+    brief = not thorough and _run(engine, _step(engine, 1, SLOW_TOKENS, 0)) > SLOW_S
+    chunks = BRIEF_PREFILLS if brief else PREFILLS
+    prefills: list[Point] = [("prefill", 1, new, cached) for new, cached in chunks]
+    decodes: list[Point] = [("decode", batch, 1, context) for batch, context in DECODES]
+    found = [*_within(engine, 0.4 * budget_s, prefills), *_within(engine, 0.4 * budget_s, decodes)]
+    return found if brief else [*found, *_mixed_within(engine, 0.2 * budget_s)]
+
+
+def measure_curve(
+    engine: MeasuredEngine, budget_s: float, say: Callable[[StepSample], None]
+) -> list[StepSample]:
+    """Measures steps of one chunk by the chunk's size, small ones first, within `budget_s`.
+
+    The curve shows the machine's tile size and its saturation. `say` is called with each sample.
+    """
+    _run(engine, _step(engine, 1, 16, 0))
+    points: list[Point] = [("curve", 1, new, 0) for new in sorted({*CURVE, *tile_points()})]
+    samples = []
+    for sample in _within(engine, budget_s, points):
+        say(sample)
+        samples.append(sample)
+    return samples
+
+
+def _mixed_within(engine: MeasuredEngine, budget_s: float) -> Iterator[StepSample]:
+    ends_s = time.perf_counter() + budget_s
+    per_token_s = 0.0
+    for i, (new, cached, batch, context) in enumerate(MIXED):
+        _, _, new, cached = _fitted(engine, ("mixed", 1, new, cached))
+        _, _, _, context = _fitted(engine, ("mixed", 1, 1, context))
+        if i >= ALWAYS and time.perf_counter() + per_token_s * (new + batch) > ends_s:
+            return
+        step = _step(engine, 1, new, cached) + _step(engine, batch, 1, context)
+        seconds = _best_s(engine, step, ends_s)
+        per_token_s = seconds / (new + batch)
+        yield StepSample(
+            kind="mixed",
+            new_tokens=new,
+            context_tokens=cached,
+            batch=batch,
+            decode_context_tokens=batch * context,
+            seconds=seconds,
+        )
+
+
+def _within(
+    engine: MeasuredEngine, budget_s: float, points: Iterable[Point]
+) -> Iterator[StepSample]:
+    ends_s = time.perf_counter() + budget_s
+    fitting = dict.fromkeys(_fitted(engine, point) for point in points)
+    per_token_s = 0.0
+    for i, (kind, batch, new, context) in enumerate(fitting):
+        if i >= ALWAYS and time.perf_counter() + per_token_s * batch * new > ends_s:
+            return
+        seconds = _best_s(engine, _step(engine, batch, new, context), ends_s)
+        per_token_s = seconds / (batch * new)
+        yield StepSample(
+            kind=kind,
+            new_tokens=batch * new,
+            context_tokens=batch * context,
+            batch=batch,
+            seconds=seconds,
+        )
+
+
+def _fitted(engine: MeasuredEngine, point: Point) -> Point:
+    """The point, limited to the model's context and the size of the arena."""
+    kind, batch, new, context = point
+    most = min(engine.spec.max_positions, engine.num_blocks * engine.layout.block_tokens)
+    new = min(new, most)
+    return kind, batch, new, min(context, most - new)
+
+
+def _step(engine: MeasuredEngine, batch: int, new: int, context: int) -> list[StepEntry]:
+    """Sequences in disjoint blocks, as far as the arena is large enough."""
+    blocks = engine.layout.blocks_for(new + context)
+    ids = count()
+    return [
+        StepEntry(
+            attempt_id=AttemptId(f"calibration-{i}"),
+            new_token_ids=[(i + 7 * t) % 256 for t in range(new)],
+            start=context,
+            block_ids=[BlockId(next(ids) % engine.num_blocks) for _ in range(blocks)],
+            draw=_GREEDY,
+            any_content=True,
+        )
+        for i in range(batch)
+    ]
+
+
+def _best_s(engine: MeasuredEngine, step: list[StepEntry], ends_s: float) -> float:
+    best_s = _run(engine, step)
+    for _ in range(REPEATS - 1):
+        if time.perf_counter() + best_s > ends_s:
+            break
+        best_s = min(best_s, _run(engine, step))
+    return best_s
+
+
+def _run(engine: MeasuredEngine, step: list[StepEntry]) -> float:
+    return engine.step(step).seconds

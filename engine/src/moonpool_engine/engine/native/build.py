@@ -1,0 +1,206 @@
+"""Compiles the kernels into one shared library: `python -m moonpool_engine.engine.native.build`.
+
+The library's name carries a hash of sources and flags, so a stale library is never loaded. That
+name is also part of the block names: an edit of a source, even of a comment, makes other blocks.
+
+The module imports only the standard library, because `setup.py` uses it. Without a compiler it
+prints one line, and the engine runs on plain torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCES = (
+    "linear.cpp",
+    "linear_int8.cpp",
+    "linear_quantized.cpp",
+    "rowwise.cpp",
+    "attention.cpp",
+    "slices.cpp",
+    "delta.cpp",
+)
+# Compiled once for all instruction sets. hand.cpp is the attention executor, meeting.cpp the
+# all-gather of ranks, repack.cpp the loading of quantized weights.
+PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp", "meeting.cpp", "repack.cpp")
+HEADERS = (
+    "simd.h",
+    "simd_x86.h",
+    "simd_avx2.h",
+    "simd_avx512.h",
+    "simd_neon.h",
+    "panels.h",
+    "rounded.h",
+    "quantized.h",
+    "quantized_row.h",
+    "calls.h",
+    "ring.h",
+    "fp8.h",
+    "xxh3.h",
+)
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+ARCHITECTURES: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx2": AVX2,
+        "avx512": AVX512,
+        "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+    },
+    "aarch64": {
+        "neon": ("-march=armv8-a",),
+        "neonbf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
+    },
+}
+"""The flags of each instruction set, in rising order."""
+_MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+
+
+def architecture() -> str | None:
+    """This machine's key in `ARCHITECTURES`, None if the kernels do not know it."""
+    return _MACHINES.get(platform.machine().lower())
+
+
+ISA_FLAGS: dict[str, tuple[str, ...]] = ARCHITECTURES.get(architecture() or "", {})
+"""Of this machine."""
+# No contraction: the source decides whether a * b + c is fused, not the compiler.
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
+STEM = "_kernels-"
+
+
+def library_name() -> str:
+    """The file name of the library that is built from the current sources."""
+    state = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
+    for name in (*HEADERS, *PLAIN_SOURCES, *SOURCES):
+        state.update((HERE / name).read_bytes())
+    return f"{STEM}{state.hexdigest()[:16]}.so"
+
+
+def cache_folder() -> Path:
+    """The folder for the library if the package folder is not writable."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "moonpool" / "native"
+
+
+def find_library() -> Path | None:
+    """The path of the library for the current sources; None if it is not built."""
+    name = library_name()
+    places = (HERE / name, cache_folder() / name)
+    return next((place for place in places if place.is_file()), None)
+
+
+def open_library() -> ctypes.CDLL | None:
+    """The loaded library; None if it is not built or does not load."""
+    path = find_library()
+    if path is None:
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+COMPILERS = ("g++", "c++", "clang++")
+
+
+class BuildError(RuntimeError):
+    """The library could not be built; the message is one line."""
+
+
+def build(folder: Path | None = None) -> Path:
+    """Compiles the library unless it exists, and removes older ones. Raises BuildError.
+
+    The default `folder` is the package's, or the user's cache if that is not writable.
+    """
+    if architecture() is None:
+        raise BuildError(
+            f"the kernels need an x86-64 or 64-bit Arm CPU, this is {platform.machine()}"
+        )
+    target = (folder or _writable_folder()) / library_name()
+    _remove_older(target)
+    if target.is_file():
+        return target
+    found = (shutil.which(name) for name in COMPILERS)
+    compiler = next((path for path in found if path), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
+        built = compile_library(compiler, ISA_FLAGS, Path(work))
+        os.replace(built, target)
+    return target
+
+
+def _remove_older(target: Path) -> None:
+    for old in target.parent.glob(f"{STEM}*.so"):
+        if old != target:
+            old.unlink(missing_ok=True)
+
+
+def _writable_folder() -> Path:
+    return HERE if os.access(HERE, os.W_OK) else cache_folder()
+
+
+def compile_library(compiler: str, isas: Mapping[str, Sequence[str]], work: Path) -> Path:
+    """Compiles every source for each of `isas`, the plain ones once, and links them, in `work`.
+
+    `isas` has the flags of each instruction set. Raises BuildError.
+    """
+    flags = (*FLAGS, "-fopenmp") if _accepts_openmp(compiler, work) else FLAGS
+    units: list[tuple[str, str, tuple[str, ...]]] = []
+    units += [(name, "any", ("-O2", "-std=c++17", "-fPIC")) for name in PLAIN_SOURCES]
+    for isa, machine in isas.items():
+        units += [(name, isa, (*flags, *machine, f"-DMP_ISA_{isa}=1")) for name in SOURCES]
+
+    def compile_unit(unit: tuple[str, str, tuple[str, ...]]) -> str:
+        name, isa, options = unit
+        result = str(work / f"{Path(name).stem}-{isa}.o")
+        _run([compiler, *options, "-c", str(HERE / name), "-o", result])
+        return result
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_unit, units))
+    library = work / "library.so"
+    _run([compiler, "-shared", *flags, *objects, "-o", str(library)])
+    return library
+
+
+def _accepts_openmp(compiler: str, work: Path) -> bool:
+    probe = work / "probe.cpp"
+    probe.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n")
+    try:
+        _run([compiler, "-fopenmp", str(probe), "-o", str(work / "probe")])
+    except BuildError:
+        return False
+    return True
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        said = next((line for line in lines if "error" in line), lines[0])
+        raise BuildError(f"{Path(command[0]).name} failed: {said}")
+
+
+def main() -> int:
+    """Builds the library and prints its path, or the reason why not. Always returns 0."""
+    try:
+        print(f"moonpool kernels built: {build()}")
+    except (BuildError, OSError) as error:
+        print(f"moonpool kernels not built, the engine will run on plain torch: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""The memory of KVCache blocks: this instance's own arena, and peers' arenas mapped read-only.
+
+An arena holds `num_blocks` blocks in one memory file, by default an anonymous memfd. A memfd has no
+name, so nothing is left behind when the process is killed. It is mapped once, then sealed: its size
+is fixed, and a process that gets the descriptor cannot write through it. Its pages are touched at
+the start, or shortly before their first use (`transfer.touch_ahead`). The arena also stores the
+checksums of its slices. `kvcache` decides which request owns a block, and `engine` what a slice
+contains.
+
+A memory file that outlives the process (`storage.kept_memory`) cannot be sealed against writing,
+because the next process must write it. Peers get a descriptor that is open for reading only.
+
+A peer's arena on the same host is mapped once and stays mapped while any connection to the peer
+lives. A copy from a mapping costs what memcpy costs; a read through the descriptor pays the kernel
+for each page, and a new mapping for each transfer would cost more than either. The seals make the
+mapping safe: the file can neither shrink nor be written through it, so an invalid offer of a peer
+is rejected by its offset and never raises SIGBUS. A file without seals is mapped only if it belongs
+to our own user and is closed to others: such a process could also kill us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import stat
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.transfer.checksums import SliceChecksums
+from moonpool_engine.transfer.reshard import ShardView
+from moonpool_engine.transfer.touch_ahead import MADV_POPULATE_WRITE, TouchAhead
+from moonpool_engine.transfer.wire import SliceOffer
+
+_F_SEAL_FUTURE_WRITE = 0x10
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+_PREFAULT_STEP_BYTES = 64 << 20  # a step holds the GIL, so it must stay short
+_GIB = float(1 << 30)
+
+
+class ArenaError(Exception):
+    """An arena cannot be created, mapped or read; the text is one line."""
+
+
+class Arena:
+    """Writable blocks of this process. Slice (block, layer) starts at
+    `block * layout.block_bytes + layer * layout.slice_bytes`.
+
+    If other processes of the instance write the arena too, create it with `sealed` false and seal
+    it once they have mapped it. Do not give a peer the descriptor before that."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        num_blocks: int,
+        shard_view: ShardView | None = None,
+        sealed: bool = True,
+        kept_fd: int | None = None,
+        late: bool = False,
+    ) -> None:
+        """With a `shard_view`, the arena stores that part of each slice of whole blocks, and
+        `layout` describes the stored part. `kept_fd`: a memory file that is large enough and
+        outlives the arena, which uses its content and closes the descriptor at its end. `late`:
+        take the memory of blocks only when `reach` announces them."""
+        if num_blocks < 1:
+            raise ArenaError(f"an arena needs at least 1 block, got {num_blocks}")
+        assert shard_view is None or shard_view.num_bytes == layout.slice_bytes
+        self.layout = layout
+        self.shard_view = shard_view
+        self.num_blocks = num_blocks
+        self.num_bytes = num_blocks * layout.block_bytes
+        self.slice_bytes = layout.slice_bytes  # read too often to compute each time
+        self.block_bytes = layout.block_bytes
+        self._kept = kept_fd is not None
+        self.fd = _anonymous_file(self.num_bytes) if kept_fd is None else kept_fd
+        self.peer_fd = self.fd
+        """The descriptor for peers, which cannot write through it once the arena is sealed."""
+        try:
+            if kept_fd is None:
+                os.ftruncate(self.fd, self.num_bytes)
+            else:
+                self.peer_fd = os.open(f"/proc/self/fd/{kept_fd}", os.O_RDONLY | os.O_CLOEXEC)
+            mapping = mmap.mmap(self.fd, self.num_bytes)
+            if sealed:
+                self.seal()
+            if not late:
+                _prefault(mapping, self.num_bytes)
+        except OSError as error:
+            self._close_files()
+            raise ArenaError(
+                f"cannot set up an arena of {self.num_bytes / _GIB:.2f} GiB: {error}"
+            ) from error
+        self._mapping: mmap.mmap | None = mapping
+        self._ahead = TouchAhead(mapping, self.num_bytes) if late else None
+        self.buffer = memoryview(mapping)
+        self.checksums = SliceChecksums(num_blocks, layout.num_layers)
+
+    def seal(self) -> None:
+        """Fixes the size, and prevents new writable mappings by other processes. Does nothing to a
+        kept file, of which peers have a read-only descriptor."""
+        if not self._kept:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+
+    def reach(self, num_blocks: int) -> None:
+        """The first `num_blocks` blocks are or will soon be in use. Takes their memory in another
+        thread, unless the arena already has it."""
+        if self._ahead is not None:
+            self._ahead.reach(num_blocks * self.block_bytes)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether memory is taken only when blocks are reached."""
+        return self._ahead is not None
+
+    def forget_content(self) -> None:
+        """Gives the memory of all blocks back, which then contain zeros. Does nothing to a sealed
+        arena, which the kernel keeps whole, or to one that has taken its memory at the start."""
+        if self._ahead is not None and self._mapping is not None:
+            with contextlib.suppress(PermissionError):
+                self._mapping.madvise(mmap.MADV_REMOVE)
+
+    def slice(self, block_id: int, layer: int) -> memoryview:
+        """Returns the slice's bytes, writable. The caller has checked both numbers."""
+        start = block_id * self.block_bytes + layer * self.slice_bytes
+        return self.buffer[start : start + self.slice_bytes]
+
+    def holds(self, block_id: int) -> bool:
+        """Whether the block id is valid."""
+        return 0 <= block_id < self.num_blocks
+
+    def close(self) -> None:
+        """Frees the memory, at once or with the last tensor or view over it."""
+        if self.fd < 0:
+            return
+        self._close_files()
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = self._mapping = None
+        # No forced unmap: torch.frombuffer keeps a reference but does not lock the buffer, so a
+        # tensor that outlives the arena would read unmapped memory.
+        self.buffer = memoryview(b"")
+
+    def _close_files(self) -> None:
+        for fd in {self.fd, self.peer_fd}:
+            os.close(fd)
+        self.fd = self.peer_fd = -1
+
+
+def available_memory_bytes(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Returns the bytes this process can still allocate, by the limits of the machine and of its
+    cgroups (v2)."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.M)
+    available = int(match.group(1)) * 1024 if match else 0
+    try:
+        own = re.search(r"^0::/(.*)$", (proc / "self/cgroup").read_text(), re.M)
+    except OSError:
+        own = None
+    group = cgroup / own.group(1) if own else cgroup
+    for folder in (group, *group.parents):
+        left = _cgroup_left_bytes(folder)
+        if left is not None:
+            available = min(available, left)
+        if folder == cgroup:
+            break
+    return available
+
+
+def _cgroup_left_bytes(folder: Path) -> int | None:
+    """Returns None where the folder sets no limit. Cached file pages count as free."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        stat = (folder / "memory.stat").read_text()
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    cached = re.search(r"^inactive_file (\d+)$", stat, re.M)
+    return max(0, int(limit) - used + (int(cached.group(1)) if cached else 0))
+
+
+def _anonymous_file(num_bytes: int) -> int:
+    check_memory(num_bytes)
+    return os.memfd_create("moonpool-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def check_memory(needed_bytes: int) -> None:
+    """Raises ArenaError if the machine cannot give an arena this much more memory."""
+    available = available_memory_bytes()
+    if needed_bytes > available:
+        raise ArenaError(
+            f"the KVCache arena needs {needed_bytes / _GIB:.2f} GiB but only"
+            f" {available / _GIB:.2f} GiB of memory are available;"
+            " lower pool.dram_tokens_per_instance or start fewer instances"
+        )
+
+
+def _prefault(mapping: mmap.mmap, num_bytes: int) -> None:
+    """Touches all pages: a first touch during a transfer is ten times slower than the copy."""
+    for start in range(0, num_bytes, _PREFAULT_STEP_BYTES):
+        length = min(_PREFAULT_STEP_BYTES, num_bytes - start)
+        try:
+            mapping.madvise(MADV_POPULATE_WRITE, start, length)
+        except OSError:  # kernels before 5.14
+            for page in range(start, start + length, mmap.PAGESIZE):
+                mapping[page] = mapping[page]
+
+
+class PeerArena:
+    """A peer's arena, mapped read-only. `PeerArenas.adopt` creates it."""
+
+    def __init__(self, mapping: mmap.mmap, layout: BlockLayout) -> None:
+        self._bytes = np.frombuffer(mapping, np.uint8)
+        self.address: int = self._bytes.ctypes.data
+        """The start address of the mapping, which lasts as long as this object."""
+        self._num_layers = layout.num_layers
+        self._slice_bytes = layout.slice_bytes
+        self.num_blocks = len(self._bytes) // layout.block_bytes
+
+    def offsets(self, offers: Sequence[SliceOffer], slice_bytes: int | None = None) -> list[int]:
+        """Returns each slice's offset in the peer's arena. `slice_bytes`: the peer's slice size if
+        it differs from ours. Raises ArenaError if a slice does not exist."""
+        layers, size = self._num_layers, slice_bytes or self._slice_bytes
+        block_bytes = layers * size
+        num_blocks = len(self._bytes) // block_bytes
+        offsets = []
+        for _, layer, block_id, _ in offers:
+            if not (0 <= block_id < num_blocks and 0 <= layer < layers):
+                raise ArenaError(f"the peer offered block {block_id} layer {layer}, which it lacks")
+            offsets.append(block_id * block_bytes + layer * size)
+        return offsets
+
+    def copy(self, start: int, arena: Arena, offset: int, num_bytes: int) -> None:
+        """Copies from `start` in the peer's arena to `offset` in ours, without the GIL."""
+        target = np.frombuffer(arena.buffer[offset : offset + num_bytes], np.uint8)
+        np.copyto(target, self._bytes[start : start + num_bytes])
+
+
+class PeerArenas:
+    """The peers' arenas in use, each mapped once for all connections. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[tuple[int, int], int] = {}
+        self._arenas: dict[tuple[int, int], PeerArena] = {}
+
+    def adopt(self, fd: int, layout: BlockLayout) -> tuple[PeerArena, tuple[int, int]]:
+        """Maps the arena behind `fd` and closes `fd`. Returns it with the name to `release` it by.
+        Raises ArenaError if `fd` is neither a sealed memfd nor a closed file of our own user."""
+        try:
+            num_bytes, name = _check_safe(fd)
+            with self._lock:
+                arena = self._arenas.get(name)
+                if arena is None:
+                    arena = PeerArena(mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ), layout)
+                    self._arenas[name] = arena
+                self._users[name] = self._users.get(name, 0) + 1
+            return arena, name
+        except OSError as error:
+            raise ArenaError(f"the peer's arena cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+
+    def release(self, name: tuple[int, int]) -> None:
+        """Ends one use. The arena is unmapped after its last use, once no copy from it runs."""
+        with self._lock:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name], self._arenas[name]
+
+    def __len__(self) -> int:
+        return len(self._arenas)
+
+
+def _check_safe(fd: int) -> tuple[int, tuple[int, int]]:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise ArenaError("the peer's arena is not a memory file")
+    own = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    if not found.st_size or not (own or _is_sealed(fd)):
+        raise ArenaError("the peer's arena is empty or not sealed")
+    return found.st_size, (found.st_dev, found.st_ino)
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return bool(seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW)

@@ -1,0 +1,346 @@
+"""Starts an instance: engine, cost estimates, messenger, SSD tier and state machine."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from moonpool.config.tables import ConfigError
+from moonpool.cores import pin_thread
+from moonpool.cost.fitted import FittedCost
+from moonpool.plugins.policies import load_eviction
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.frames import Setup
+from moonpool.protocol.messages import InstanceInfo, InstanceLoad, TierLoad
+from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
+from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceConfig, instance_config
+from moonpool.scheduler.speculation.draft_model import DraftModelPlace
+from moonpool.types import BlockId, BlockKey, InstanceId, Role
+from moonpool_engine.attention_offload.boot import OffloadedParts
+from moonpool_engine.attention_offload.offload import Event, Offload
+from moonpool_engine.engine.drafting.drafter import Drafter
+from moonpool_engine.engine.native.slices import open_slices
+from moonpool_engine.engine.parallel.pipeline import PipelineEngine
+from moonpool_engine.engine.parallel.tensor_ranks import Ranks
+from moonpool_engine.engine.runner import Engine
+from moonpool_engine.storage.block_ledger import BlockLedger
+from moonpool_engine.storage.folder import StoreError, default_folder
+from moonpool_engine.storage.mooncake import MooncakeStore
+from moonpool_engine.storage.store import BlockStore, open_store
+from moonpool_engine.storage.tier_store import TierStore
+from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.transfer.nixl_agent import NixlAgent, NixlAgentError
+from moonpool_engine.worker.engine_boot import (
+    BootError,
+    InstancePlace,
+    boot_draft,
+    build_engine,
+    measure_cost,
+)
+
+log = logging.getLogger("moonpool.worker")
+
+
+@dataclass(slots=True)
+class BootedInstance:
+    """Everything one instance consists of, except the threads that drive it."""
+
+    instance_id: InstanceId
+    incarnation: int
+    layout: BlockLayout
+    arena: Arena
+    engine: Engine | PipelineEngine
+    messenger: Messenger | Offload
+    address: PeerAddress
+    cost: FittedCost
+    instance: Instance
+    threads: int
+    store: TierStore | None = None
+    store_error: str = ""  # why the configured tier is missing
+    store_name: str = ""  # of the configured tier
+    ranks: Ranks | None = None  # the other tensor-parallel ranks
+    ledger: BlockLedger | None = None  # of memory that outlives this process
+    adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters
+    drafter: Drafter | None = None  # guesses tokens that steps verify
+
+    @property
+    def part_pids(self) -> list[int]:
+        """The processes of the stages or ranks after the first."""
+        if self.ranks is not None:
+            return self.ranks.pids
+        return self.engine.pids if isinstance(self.engine, PipelineEngine) else []
+
+    def info(self, host: str, pid: int) -> InstanceInfo:
+        return InstanceInfo(
+            instance_id=self.instance_id,
+            role=self.instance.role,  # it may have switched since the start
+            incarnation=self.incarnation,
+            address=self.address,
+            layout=self.layout,
+            num_blocks=self.instance.num_blocks,
+            cost=self.cost,
+            pid=pid,
+            host=host,
+            chunk_tokens=self.instance.config.chunk_tokens,
+            num_stages=self.instance.config.micro_batches,
+            num_ranks=1 if self.ranks is None else 1 + len(self.ranks.pids),
+            adapters=self.adapters,
+            largest_blocks=min(self.instance.max_sequence_blocks, self.instance.num_blocks),
+        )
+
+    def load(self) -> InstanceLoad:
+        """Returns the instance's gauges and counters, with those of messenger and store."""
+        load = self.instance.load()
+        moved = self.messenger.counts()
+        counters = load.counters | {
+            f"{transport}_received_bytes": float(count)
+            for transport, count in moved.received_bytes.items()
+        }
+        ssd = load.ssd
+        if self.store is not None:
+            found = msgspec.structs.asdict(self.store.counts())
+            counters |= {f"ssd_{name}": float(count) for name, count in found.items()}
+            if ssd is not None:
+                ssd = msgspec.structs.replace(ssd, name=self.store.name)
+        elif self.store_error:
+            ssd = _missing_tier(self.store_name, self.store_error)
+        return msgspec.structs.replace(load, counters=counters, ssd=ssd)
+
+    def close(self) -> None:
+        if isinstance(self.engine, PipelineEngine):
+            self.engine.close()
+        if self.ranks is not None:
+            self.ranks.close()
+        self.messenger.close()
+        if self.store is not None:
+            self.store.close()
+        if self.ledger is not None:
+            self.ledger.close()
+        self.arena.close()
+
+
+def boot_instance(
+    setup: Setup,
+    place: InstancePlace,
+    post: Callable[[Event], None],
+    on_lost: Callable[[str], None],
+) -> BootedInstance:
+    """Starts an instance, which takes seconds. Raises BootError.
+
+    `on_lost` is called from a thread if one of the instance's processes ends: the instance cannot
+    continue then.
+    """
+    try:
+        load_eviction(setup.pool.eviction)
+    except ConfigError as error:
+        raise BootError(str(error)) from None
+    built = build_engine(setup, place, on_lost)
+    arena, num_stages, parts = built.arena, place.degree.num_stages, built.parts
+    cost = measure_cost(built, num_stages)
+    draft = boot_draft(setup, place.role, built)
+    pin_thread(place.share.others)  # also pins all threads that are started from here on
+    messenger = _open_messenger(setup, place, arena, post)
+    store, store_error = _open_store(setup, place.instance_id, place.listen_host, arena, post)
+    if store is not None:
+        cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=store.read_bytes_per_s)
+    kept = _recover(built.ledger, arena)
+    arena.reach(0)  # the pages of the first request
+    address = messenger.start()
+    if parts is not None:
+        parts.offload.run(messenger, post)
+    eos = built.model.spec.eos_token_ids
+    return BootedInstance(
+        instance_id=place.instance_id,
+        incarnation=secrets.randbits(62),
+        layout=arena.layout,
+        arena=arena,
+        engine=built.engine,
+        messenger=messenger if parts is None else parts.offload,
+        address=address,
+        cost=cost,
+        instance=_state_machine(
+            setup,
+            arena,
+            place.role,
+            cost,
+            eos,
+            store,
+            num_stages,
+            built.engine,
+            parts,
+            kept,
+            None if draft is None else draft.place,
+        ),
+        threads=built.threads,
+        store=store,
+        store_error=store_error,
+        store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
+        ranks=built.ranks,
+        ledger=built.ledger,
+        adapters=tuple(built.model.adapter_numbers),
+        drafter=None if draft is None else draft.drafter,
+    )
+
+
+def _recover(ledger: BlockLedger | None, arena: Arena) -> list[tuple[BlockId, BlockKey]]:
+    """Returns the blocks that an earlier process left in the arena, as far as they are right."""
+    if ledger is None or not ledger.names_any:
+        return []
+    began_s = time.monotonic()
+    kept, num_damaged = ledger.recover()
+    seconds = time.monotonic() - began_s
+    text = "kept memory: found %d of %d blocks in %.2f s; %d more were overwritten or damaged"
+    log.info(text, len(kept), arena.num_blocks, seconds, num_damaged)
+    return kept
+
+
+def _open_messenger(
+    setup: Setup, place: InstancePlace, arena: Arena, post: Callable[[Event], None]
+) -> Messenger:
+    return Messenger(
+        arena,
+        arena.layout,
+        place.instance_id,
+        place.secret,
+        post,
+        tcp_host=place.listen_host,
+        use_shared_memory=setup.network.use_shared_memory,
+        nixl_agent=_open_nixl_agent(setup, arena, place.listen_host),
+        native=open_slices(),
+        tls=place.tls,
+    )
+
+
+def _open_nixl_agent(setup: Setup, arena: Arena, listen_host: str) -> NixlAgent | None:
+    """Opens the NIXL agent. Returns None if NIXL is off or fails: blocks go over TCP then."""
+    if setup.attention or not setup.network.nixl:
+        return None  # the blocks are in the attention workers' arenas
+    try:
+        return NixlAgent(arena, listen_host)
+    except NixlAgentError as error:
+        log.warning("NIXL is not available, blocks go over TCP: %s", error)
+        return None
+
+
+def _open_store(
+    setup: Setup,
+    instance_id: InstanceId,
+    listen_host: str,
+    arena: Arena,
+    post: Callable[[MessengerEvent], None],
+) -> tuple[TierStore | None, str]:
+    """Opens the tier below DRAM. Returns it, or None and why the configured tier failed.
+
+    The instance serves without the tier after such a failure.
+    """
+    pool = setup.pool
+    if setup.attention:
+        return None, ""  # the blocks are at the attention workers, which have no such tier
+    if not (pool.ssd_tokens_per_instance or _wants_mooncake(setup)) or not pool.prefix_caching:
+        return None, ""
+    began_s = time.monotonic()
+    store: TierStore
+    try:
+        if _wants_mooncake(setup):
+            store = MooncakeStore(arena, setup.mooncake, listen_host, post)
+        else:
+            root = Path(pool.ssd_folder).expanduser() if pool.ssd_folder else default_folder()
+            num_slots = arena.layout.blocks_for(pool.ssd_tokens_per_instance)
+            store = open_store(root, instance_id, arena, num_slots, post)
+    except StoreError as error:
+        tier = "Mooncake Store" if _wants_mooncake(setup) else "SSD tier"
+        log.warning("serving without the %s: %s", tier, error)
+        return None, str(error)
+    log.info(
+        "%s tier at %s: recovered %d of %d blocks in %.2f s",
+        store.name,
+        store.describe(),
+        len(store.stored),
+        store.num_slots,
+        time.monotonic() - began_s,
+    )
+    return store, ""
+
+
+def _wants_mooncake(setup: Setup) -> bool:
+    return bool(setup.mooncake.master_server_address)
+
+
+def live_config(
+    setup: Setup,
+    num_stages: int,
+    store: TierStore | None,
+    layer_wise_load: bool,
+    kept_tokens: int = 0,
+) -> InstanceConfig:
+    """The settings of a live instance's state machine."""
+    return instance_config(
+        setup.engine,
+        setup.pool,
+        setup.slo,
+        setup.learning,
+        num_stages,
+        ssd_blocks=0 if store is None else store.num_slots,
+        store_shared=store is not None and store.shared,
+        engine_tokens=0,  # the engine computes in the pool's own memory, or in a copy of it
+        layer_wise_load=layer_wise_load,
+        max_repeats=1,  # the live engine reports every step
+        kept_tokens=kept_tokens,
+    )
+
+
+def _state_machine(
+    setup: Setup,
+    arena: Arena,
+    role: Role,
+    cost: FittedCost,
+    eos_token_ids: tuple[int, ...],
+    store: TierStore | None,
+    num_stages: int,
+    engine: Engine | PipelineEngine,
+    parts: OffloadedParts | None,
+    kept: Sequence[tuple[BlockId, BlockKey]],
+    draft_model: DraftModelPlace | None,
+) -> Instance:
+    # An engine with host-GPU sync, stages and attention workers do not wait for single layers.
+    layer_wise = parts is None and isinstance(engine, Engine) and engine.host_sync is None
+    config = live_config(setup, num_stages, store, layer_wise, engine.spec.kept_tokens)
+    stored = () if store is None else store.stored
+    if parts is not None:
+        return Instance(
+            config,
+            arena.layout,
+            sum(parts.group.sizes),
+            role,
+            cost,
+            eos_token_ids,
+            arenas=parts.group.sizes,
+            kept=parts.group.cached,
+            segment_blocks=parts.segment_blocks,
+            draft_model=draft_model,
+        )
+    instance = Instance(
+        config,
+        arena.layout,
+        arena.num_blocks,
+        role,
+        cost,
+        eos_token_ids,
+        stored,
+        kept=kept,
+        draft_model=draft_model,
+    )
+    instance.pool.watch_keys()
+    return instance
+
+
+def _missing_tier(name: str, error: str) -> TierLoad:
+    return TierLoad(blocks=0, held=0, available=0, cached=0, owners={}, error=error, name=name)

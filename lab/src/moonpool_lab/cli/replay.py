@@ -1,0 +1,221 @@
+"""`moonpool replay` and `moonpool compare`: measures a live server, compares with a simulation."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+import uvloop
+
+from moonpool.cli.figures import replay_lines
+from moonpool.cli.inputs import read_text
+from moonpool.cli.options import (
+    COUNT,
+    POSITIVE,
+    json_option,
+    requests_option,
+    scale_option,
+    trace_format_option,
+    trace_option,
+)
+from moonpool.cli.output import check_folders, fail, write_json
+from moonpool.cli.progress import progress
+from moonpool.cli.server.address import Server, asks_server
+from moonpool.studies.trace_rows import named_trace
+from moonpool.types import MALFORMED
+
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+    from moonpool_lab.replay.run import ReplayPlan
+
+
+@click.command()
+@trace_option
+@trace_format_option
+@asks_server(former_flag="--url")
+@click.option(
+    "--speed",
+    type=POSITIVE,
+    default=1.0,
+    show_default=True,
+    help="Replay the trace this many times faster.",
+)
+@requests_option
+@scale_option
+@click.option("--model", help="Model to request; the server's first unless given.")
+@click.option(
+    "--vocab",
+    type=click.IntRange(min=2),
+    help="Draw token ids below this number; the server's vocabulary unless given.",
+)
+@click.option(
+    "--prompts",
+    type=click.Choice(["ids", "text"]),
+    default="ids",
+    show_default=True,
+    help="Send token ids, or words to a server that takes no ids.",
+)
+@click.option(
+    "--slo-ttft",
+    type=POSITIVE,
+    help="Service level for the time to first token, in seconds; the server's unless given.",
+)
+@click.option(
+    "--slo-tbt",
+    type=POSITIVE,
+    help="Service level for the time between tokens, in seconds; the server's unless given.",
+)
+@click.option(
+    "--retries",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Send a rejected request again after Retry-After, at most this many times.",
+)
+@click.option(
+    "--concurrency",
+    type=COUNT,
+    default=1024,
+    show_default=True,
+    help="Most requests in flight.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=POSITIVE,
+    default=600.0,
+    show_default=True,
+    help="Most seconds for one answer.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the tokens of the prompts."
+)
+@json_option
+def replay(
+    trace_file: str,
+    trace_format: str,
+    server: Server,
+    speed: float,
+    requests: int | None,
+    scale: Fraction,
+    model: str | None,
+    vocab: int | None,
+    prompts: str,
+    slo_ttft: float | None,
+    slo_tbt: float | None,
+    retries: int,
+    concurrency: int,
+    timeout_s: float,
+    seed: int,
+    json_file: str | None,
+) -> None:
+    """Send a trace to a live OpenAI-compatible server: moonpool, vLLM or another.
+
+    Requests leave at the trace's times, however slow the answers are. Prompts share prefixes
+    exactly as the trace's hash ids do. SLOs are the server's own unless given; given ones are also
+    sent to a moonpool server. Ctrl-C ends the run and prints the figures so far.
+    """
+    from moonpool_lab.replay.run import ReplayPlan
+
+    check_folders(json_file)
+    plan = ReplayPlan(
+        trace_file=trace_file,
+        trace_format=trace_format,
+        url=server.url,
+        speed=speed,
+        requests=requests,
+        scale=scale,
+        model=model,
+        vocab_size=vocab,
+        as_text=prompts == "text",
+        slo_ttft_s=slo_ttft,
+        slo_tbt_s=slo_tbt,
+        retries=retries,
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        api_key=server.api_key,
+        ca_file=server.ca_file,
+        seed=seed,
+    )
+    figures = _run(plan)
+    figures["run"] = named_trace(trace_file) | {
+        "speed": speed,
+        "requests": requests,
+        "scale_tokens": str(scale),
+        "retries": retries,
+    }
+    write_json(json_file, figures)
+    for name, text in replay_lines(figures):
+        click.echo(f"{name:<12} {text}")
+    if figures["failed"] and not figures["completed"]:
+        fail(f"no request succeeded; {next(iter(figures['errors']), 'none was sent')}")
+
+
+def _run(plan: ReplayPlan) -> dict[str, Any]:
+    from moonpool.trace.row import TraceError
+    from moonpool_lab.replay.player import HopelessError
+    from moonpool_lab.replay.run import run_replay
+    from moonpool_lab.replay.server import ServerUnfitError
+
+    async def main() -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+
+        def on_ready(stop: Callable[[], None]) -> None:
+            loop.add_signal_handler(signal.SIGINT, stop)
+
+        with progress("replaying") as show:
+            return await run_replay(plan, on_ready, show)
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main())
+    except (ServerUnfitError, HopelessError, TraceError, ValueError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@click.command()
+@click.argument("simulated_file", type=click.Path())
+@click.argument("live_file", type=click.Path())
+@json_option
+def compare(simulated_file: str, live_file: str, json_file: str | None) -> None:
+    """Compare the figures of `simulate --json` with those of `replay --json`.
+
+    Both must have served the same requests of the same trace, at the same speed, with the same
+    SLOs and seed. Mean and P90 of TTFT and TBT must lie within 15 % of each other, rejections
+    within 10 %. Ends with status 1 if they do not.
+    """
+    from moonpool.studies.run_inputs import different_inputs
+    from moonpool_lab.replay.comparison import compare as compared
+
+    check_folders(json_file)
+    simulated, live = _read_figures(simulated_file), _read_figures(live_file)
+    try:
+        differing = different_inputs(simulated, live)
+        if differing:
+            fail(f"these runs are not comparable: {', '.join(differing)}")
+        comparison = compared(simulated, live)
+    except (KeyError, TypeError) as error:
+        fail(f"one of the files is no result of `simulate --json` or `replay --json`: no {error}")
+    for line in comparison.lines():
+        click.echo(line)
+    write_json(json_file, msgspec.to_builtins(comparison) | {"passes": comparison.passes})
+    if not comparison.passes:
+        raise SystemExit(1)
+
+
+def _read_figures(path: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(read_text(path, "the figures"))
+    except MALFORMED as error:
+        fail(f"{path} is not JSON: {error}; give a file of `simulate --json` or `replay --json`")
+    if not isinstance(found, dict):
+        fail(f"{path} holds no figures; give a file of `simulate --json` or `replay --json`")
+    return found

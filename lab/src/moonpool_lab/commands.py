@@ -1,0 +1,20 @@
+"""The commands of this package, for `moonpool.commands`."""
+
+COMMANDS = {
+    "demo": ("moonpool_lab.cli.demo", "demo", "Show the main job end to end on a local cluster."),
+    "replay": ("moonpool_lab.cli.replay", "replay", "Send a trace to a live server."),
+    "compare": ("moonpool_lab.cli.replay", "compare", "Compare a simulation with a replay."),
+    "trial": ("moonpool_lab.cli.trial", "trial", "Look for wrong answers of any OpenAI server."),
+    "oracle": ("moonpool_lab.cli.oracle", "oracle", "Compare policies with knowing the future."),
+    "reproduce": (
+        "moonpool_lab.cli.reproduce",
+        "reproduce",
+        "Reproduce a table or figure of the papers.",
+    ),
+    "profile": (
+        "moonpool_lab.cli.profile",
+        "profile",
+        "Measure this machine and fit the cost model.",
+    ),
+    "bench": ("moonpool_lab.cli.bench", "bench", "Run a benchmark against a limit or a peer."),
+}

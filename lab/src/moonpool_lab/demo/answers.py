@@ -1,0 +1,107 @@
+"""What the demo records: the answered turns of one cluster, and their sums."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool_lab.demo.client import ClientResponse
+
+
+@dataclass(slots=True)
+class AnsweredTurn:
+    """The answer to one turn of one user."""
+
+    turn: int
+    user: str
+    what: str
+    answer: ClientResponse
+    right: bool
+    explained: dict[str, Any]
+
+    @property
+    def tbt_s(self) -> float:
+        """Mean gap between tokens as they left the decode instance.
+
+        The client cannot see it: the text of a token that may begin the stop string is held back.
+        """
+        return float(self.explained["observed"]["tpot_s"] or 0.0)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The turn as a row of the table with the header `COLUMNS`."""
+        answer, explained = self.answer, self.explained
+        return (
+            str(self.turn),
+            self.user,
+            self.what,
+            "yes" if self.right else "NO",
+            f"{1e3 * answer.ttft_s:.1f}",
+            f"{1e3 * self.tbt_s:.2f}",
+            str(answer.prompt_tokens),
+            str(answer.cached_tokens),
+            str(explained["fetched_tokens"]),
+            str(explained["loaded_tokens"]),
+            str(explained["prefill_instance"]),
+            str(explained["decode_instance"]),
+        )
+
+
+COLUMNS = (
+    *("turn", "user", "asked", "right", "TTFT ms", "TBT ms", "prompt", "cached", "fetched"),
+    *("SSD", "prefill on", "decode on"),
+)
+
+
+@dataclass(slots=True)
+class Event:
+    """Something that the demo made happen, and how it went."""
+
+    title: str
+    text: str
+
+
+@dataclass(slots=True)
+class DemoRun:
+    """All turns of one cluster, and its times."""
+
+    cached: bool
+    start_s: float = 0.0
+    wall_s: float = 0.0
+    rows: list[AnsweredTurn] = field(default_factory=list)
+    after: list[AnsweredTurn] = field(default_factory=list)  # turns of the events
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[AnsweredTurn]:
+        return [row for row in self.rows + self.after if not row.right]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(row.answer.prompt_tokens for row in self.rows)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(row.answer.cached_tokens for row in self.rows)
+
+    @property
+    def fetched_tokens(self) -> int:
+        """Tokens that came from another instance, those of the events included."""
+        return sum(row.explained["fetched_tokens"] for row in self.rows + self.after)
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Tokens that came from an SSD, those of the events included."""
+        return sum(row.explained["loaded_tokens"] for row in self.rows + self.after)
+
+    @property
+    def mean_ttft_s(self) -> float:
+        return statistics.fmean(row.answer.ttft_s for row in self.rows)
+
+    @property
+    def mean_tbt_s(self) -> float:
+        return statistics.fmean(row.tbt_s for row in self.rows)
+
+    def mean_stage_s(self, stage: str) -> float:
+        return statistics.fmean(row.explained["stages_s"].get(stage, 0.0) for row in self.rows)

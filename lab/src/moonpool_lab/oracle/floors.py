@@ -1,0 +1,181 @@
+"""The least time that a step can take, in a form that adds up over requests.
+
+A bound on what a cluster can serve needs costs from below that are linear: so much for a prompt,
+for a token of it, for a pair of tokens that attend to each other, for a decode, for a token of its
+context. `floor_of` derives them from the cost model that the simulation runs on. For every step,
+
+    time >= prompt_s * long prompts that begin + token_s * chunk tokens + pair_s * pairs
+            + beside_sequence_s * decodes + context_s * their context tokens
+            + departures of the prompts
+    time >= alone_s[decodes - 1] + context_s * their context tokens
+
+where a token at position q of its prompt has q pairs. The second line holds with and without
+chunks in the step. A departure is what a measured cost takes away from a roofline's for a prompt as
+a whole (`DomainCost`); what it adds does not count, because prompts may share it. Nor does the
+constant of a fitted cost for prompts that fit into a step together; of longer ones, only one can
+begin in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.config.tables import ConfigError
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.model import Chunk, StepCost
+from moonpool.sim.hardware.domain_cost import DomainCost
+from moonpool.sim.hardware.parallel_cost import PipelineCost
+from moonpool.sim.hardware.roofline import RooflineCost
+
+Floats = npt.NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
+
+LONG_CHUNK_TOKENS = 1 << 22
+"""A chunk of this length is limited by compute on every device: its time gives that of a pair."""
+GRID_GROWTH = 1.002
+"""Ratio between the step sizes at which the time per token is evaluated. Between two of them, the
+time of the smaller and the tokens of the larger one count."""
+
+
+def none_s(num_tokens: int, cached_tokens: int) -> float:
+    """The departure of a cost without any."""
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostFloor:
+    """Least times of an instance's steps, in seconds; of one stage if it is a pipeline.
+
+    `departure`: seconds, at most 0, of a prompt by its length and its cached tokens.
+    """
+
+    prompt_s: float
+    token_s: float
+    pair_s: float
+    alone_s: Floats  # by number of decodes - 1, up to the most that a step has; never falls
+    context_s: float
+    beside_sequence_s: float
+    num_stages: int = 1
+    departure: Callable[[int, int], float] = none_s
+
+    def scaled(self, factor: float) -> CostFloor:
+        """All times multiplied by `factor`."""
+        departure = self.departure
+        return replace(
+            self,
+            departure=lambda num_tokens, cached: factor * departure(num_tokens, cached),
+            prompt_s=self.prompt_s * factor,
+            token_s=self.token_s * factor,
+            pair_s=self.pair_s * factor,
+            alone_s=self.alone_s * factor,
+            context_s=self.context_s * factor,
+            beside_sequence_s=self.beside_sequence_s * factor,
+        )
+
+    def prefill_s(self, start: Number, end: Number) -> Number:
+        """Least time to compute tokens `start` to `end` of a prompt, without `prompt_s`."""
+        return (end - start) * (self.token_s + 0.5 * self.pair_s * (end + start))
+
+    def support(self, batch: float) -> tuple[float, float]:
+        """Returns (e, f) with e + f B <= alone_s[B - 1] for all B, as near as can be at `batch`."""
+        sizes = np.arange(1.0, len(self.alone_s) + 1.0)
+        at = int(np.clip(round(batch), 1, len(sizes))) - 1
+        others = sizes != sizes[at]
+        slopes = (self.alone_s - self.alone_s[at])[others] / (sizes - sizes[at])[others]
+        left, right = slopes[:at], slopes[at:]
+        least = min(
+            float(left.max(initial=0.0)) if at else np.inf, float(right.min(initial=np.inf))
+        )
+        slope = min(least, float((self.alone_s / sizes).min()))  # so that e is not negative
+        return float((self.alone_s - slope * sizes).min()), slope
+
+
+def floor_of(cost: StepCost, max_sequences: int, max_step_tokens: int) -> CostFloor:
+    """The floor of a cost model for steps of at most so many requests and tokens.
+
+    Raises ConfigError for a cost model whose floor is not known.
+    """
+    if isinstance(cost, FittedCost):
+        return _of_fit(cost, max_sequences)
+    if isinstance(cost, RooflineCost):
+        return _of_roofline(cost, max_sequences, max_step_tokens)
+    if isinstance(cost, DomainCost):
+        return _of_domain(cost, max_sequences, max_step_tokens)
+    if isinstance(cost, PipelineCost):
+        stage = floor_of(cost.stage, max_sequences, max_step_tokens).scaled(cost.share)
+        return replace(stage, num_stages=cost.num_stages)
+    raise ConfigError(
+        f"there is no bound for instances with {type(cost).__name__}: use single nodes or pipelines"
+        " without attention devices"
+    )
+
+
+def _of_fit(cost: FittedCost, max_sequences: int) -> CostFloor:
+    """A later chunk costs c (2 done + new) new + d cached new, so with min(c, d / 2) no division
+    of a prompt into cached and computed tokens costs less."""
+    a, b, c, d = cost.prefill
+    e, f, g = cost.decode
+    mixed_f, mixed_g = cost.mixed or (f, g)
+    sizes = np.arange(1, max_sequences + 1)
+    alone_s = np.array([cost.decode_step_s(int(size), 0) for size in sizes])
+    per_sequence_s = min(mixed_f, float((alone_s / sizes).min()))
+    alone_s = np.minimum(alone_s, e + mixed_f * sizes)
+    return CostFloor(
+        prompt_s=a,
+        token_s=b,
+        pair_s=2.0 * min(c, d / 2.0),
+        alone_s=_never_falling(alone_s),
+        context_s=min(g, mixed_g),
+        beside_sequence_s=per_sequence_s,
+    )
+
+
+def _of_roofline(cost: RooflineCost, max_sequences: int, max_step_tokens: int) -> CostFloor:
+    """Rows of a step share its overhead; how many there can be limits how little each pays."""
+    constant_s = cost.engine_overhead_s + cost.attention_launch_s
+    sizes = _grid(max_step_tokens)
+    row_s = min(
+        (constant_s + cost.dense_s(before + 1)) / size
+        for before, size in zip([0, *sizes[:-1]], sizes, strict=True)
+    )
+    alone_s = np.array(
+        [constant_s + cost.dense_s(n) + cost.head_s(n) for n in range(1, max_sequences + 1)]
+    )
+    long = LONG_CHUNK_TOKENS
+    long_s = cost.chunk_attention_s(Chunk(long, 0, 0, False))
+    return CostFloor(
+        prompt_s=0.0,
+        token_s=row_s,
+        pair_s=long_s / (long * (0.5 * (long + 1))),
+        alone_s=_never_falling(alone_s),
+        context_s=cost.decode_attention_s(1),
+        beside_sequence_s=row_s,
+    )
+
+
+def _of_domain(cost: DomainCost, max_sequences: int, max_step_tokens: int) -> CostFloor:
+    """Of several departures that lengthen a step only one counts, so only decodes alone have it."""
+    floor = _of_roofline(cost.roofline, max_sequences, max_step_tokens)
+    added_s = np.array([cost.decode_departure_s(n) for n in range(1, max_sequences + 1)])
+    return replace(
+        floor,
+        alone_s=_never_falling(floor.alone_s + added_s),
+        departure=lambda num_tokens, cached: min(cost.prompt_departure_s(num_tokens, cached), 0.0),
+    )
+
+
+def _grid(largest: int) -> list[int]:
+    sizes = [1]
+    while sizes[-1] < largest:
+        sizes.append(min(max(sizes[-1] + 1, int(sizes[-1] * GRID_GROWTH)), largest))
+    return sizes
+
+
+def _never_falling(seconds: Floats) -> Floats:
+    """A step with more decodes than those that count must not take less."""
+    return np.asarray(np.minimum.accumulate(seconds[::-1])[::-1])

@@ -1,0 +1,224 @@
+"""The best schedule that a clairvoyant admission finds: a lower bound of what can be served.
+
+Every schedule is a run of the simulator. The clairvoyant admission refuses requests at the door,
+by a list; the Conductor admits all others and places and serves them as ever. What is found is
+therefore always a valid run, and only the list comes from knowing the future.
+
+The search starts from the effective requests of the policies' runs and from what the relaxed
+optimum (`bound`) serves on a cluster with somewhat less capacity. It drops the requests that miss
+their SLOs until none does, then adds requests in batches, most promising first. Of a batch that
+does not pay as a whole, it tries those parts again that did.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from moonpool.config.tables import Config
+from moonpool.request_record import RequestRecord
+from moonpool.sim.hardware.build import Hardware
+from moonpool.sim.metrics import Collector
+from moonpool.sim.simulation import Simulation
+from moonpool.sim.workload import Arrival
+from moonpool_lab.oracle.bound import Bound, Resource, upper_bound
+from moonpool_lab.oracle.least_work import LeastWork
+
+SAMPLE_S = 3600.0  # of the simulation's own series, which nothing here uses
+CAPACITIES = (0.98, 0.94, 0.9, 0.86, 0.8, 0.7)
+"""Shares of the capacity for whose relaxed optimum the search begins with."""
+FIRST_SHARE = 0.25
+"""Share of the requests left out that the first batch adds."""
+LEAST_BATCH = 4
+SPREAD = 0.2
+"""How far the order of candidates is shuffled, as a share of the differences in promise."""
+
+Chosen = frozenset[int]
+
+
+class EffectiveCollector(Collector):
+    """Also notes which requests were effective, by the number of their arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.effective: set[int] = set()
+
+    def note_ended(self, record: RequestRecord) -> None:
+        if record.effective:
+            self.effective.add(int(record.request_id))
+        super().note_ended(record)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs the simulator on some of the requests. `options` are further ones of `Simulation`."""
+
+    config: Config
+    hardware: Hardware
+    arrivals: Sequence[Arrival]
+    options: dict[str, Any]
+
+    def policy(self, name: str) -> Chosen:
+        """The effective requests with this admission policy."""
+        return self._run(name, range(len(self.arrivals)))
+
+    def clairvoyant(self, chosen: Chosen) -> Chosen:
+        """The effective requests if exactly the chosen ones are admitted."""
+        return self._run("none", sorted(chosen))
+
+    def _run(self, admission: str, numbers: Sequence[int]) -> Chosen:
+        conductor = msgspec.structs.replace(self.config.conductor, admission=admission)
+        simulation = Simulation(
+            msgspec.structs.replace(self.config, conductor=conductor),
+            self.hardware,
+            self.config.conductor.seed,
+            sample_s=SAMPLE_S,
+            **self.options,
+        )
+        collector = EffectiveCollector()
+        simulation.collector = collector
+        simulation.run(self.arrivals[number] for number in numbers)
+        return frozenset(numbers[place] for place in collector.effective)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The requests that the clairvoyant admission admits, and those that are effective then."""
+
+    admitted: Chosen
+    effective: Chosen
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The search ends after this many runs or seconds of the machine's clock."""
+
+    runs: int
+    seconds: float = float("inf")
+
+
+def best_schedule(
+    runner: Runner,
+    demand: LeastWork,
+    resources: Sequence[Resource],
+    starts: Sequence[Chosen],
+    budget: Budget,
+    tell: Callable[[int, int], None] = lambda runs, effective: None,
+) -> Schedule:
+    """Searches within the budget. `starts`: effective requests of policies' runs. `tell` gets the
+    number of runs and the best figure after each run."""
+    relaxed = [upper_bound(demand, resources, capacity) for capacity in CAPACITIES]
+    search = _Search(runner, demand, relaxed, budget, tell)
+    search.polish(max(starts, key=len, default=frozenset()))
+    before = 0
+    for bound in relaxed:
+        found = search.polish(frozenset(np.flatnonzero(bound.shares > 0.5).tolist()))
+        if found < before:
+            break  # less capacity only serves less
+        before = found
+    search.climb()
+    return Schedule(search.admitted, search.effective, search.runs)
+
+
+class _Search:
+    def __init__(
+        self,
+        runner: Runner,
+        demand: LeastWork,
+        relaxed: Sequence[Bound],
+        budget: Budget,
+        tell: Callable[[int, int], None],
+    ) -> None:
+        self.admitted: Chosen = frozenset()
+        self.effective: Chosen = frozenset()
+        self.runs = 0
+        self._runner = runner
+        self._demand = demand
+        self._budget = budget
+        self._tell = tell
+        self._rng = Random(0)
+        self._promise = _promise(demand, relaxed)
+        self._until_s = time.perf_counter() + budget.seconds
+        # Long enough that a request's effects mostly end in the part in which it arrives.
+        span_s = float((demand.decode_until_s - demand.arrived_s).mean()) if len(demand) else 1.0
+        self._part = (demand.arrived_s // max(span_s, 1e-9)).astype(int)
+
+    @property
+    def over(self) -> bool:
+        return self.runs >= self._budget.runs or time.perf_counter() >= self._until_s
+
+    def _try(self, chosen: Chosen) -> Chosen:
+        """Runs with these admitted, and keeps the run if it is the best."""
+        effective = self._runner.clairvoyant(chosen)
+        self.runs += 1
+        if len(effective) > len(self.effective):
+            self.admitted, self.effective = chosen, effective
+        self._tell(self.runs, len(self.effective))
+        return effective
+
+    def polish(self, chosen: Chosen) -> int:
+        """Drops what misses its SLOs, until nothing does or it no longer pays. Returns the most
+        effective requests of any run."""
+        most = 0
+        while chosen and not self.over:
+            effective = self._try(chosen)
+            more, most = len(effective) > most, max(most, len(effective))
+            if len(effective) == len(chosen) or not more:
+                break
+            chosen = effective
+        return most
+
+    def climb(self) -> None:
+        """Adds batches of requests to the best set, of the size that has paid lately."""
+        size = int(FIRST_SHARE * (len(self._demand) - len(self.effective)))
+        while not self.over:
+            kept = self.effective
+            batch = self._candidates(max(size, LEAST_BATCH))
+            if not batch:
+                return
+            found = self._try(kept | batch)
+            if len(found) > len(kept):
+                size = int(size * 1.5)
+                continue
+            paying = batch & self._paying(kept, found)
+            if paying and paying != batch and not self.over:
+                found = self._try(kept | paying)
+            if len(found) <= len(kept):
+                if size <= LEAST_BATCH:
+                    size = len(self._demand) // 8
+                size //= 2
+
+    def _candidates(self, size: int) -> Chosen:
+        """The most promising of the requests that are not effective, somewhat shuffled."""
+        outside = [
+            number
+            for number in np.flatnonzero(self._demand.possible).tolist()
+            if number not in self.effective
+        ]
+        spread = SPREAD * (self.runs + 1)
+        order = sorted(
+            outside, key=lambda n: self._promise[n] + spread * self._rng.random(), reverse=True
+        )
+        return frozenset(order[:size])
+
+    def _paying(self, before: Chosen, after: Chosen) -> Chosen:
+        """Requests of the parts of the trace in which more are effective than before."""
+        num_parts = int(self._part.max(initial=0)) + 1
+        gain = np.zeros(num_parts)
+        np.add.at(gain, self._part[list(after - before)], 1.0)
+        np.subtract.at(gain, self._part[list(before - after)], 1.0)
+        return frozenset(np.flatnonzero(gain[self._part] > 0).tolist())
+
+
+def _promise(demand: LeastWork, relaxed: Sequence[Bound]) -> list[float]:
+    """Higher for requests that the relaxed optima serve, then for those with less work."""
+    work_s = demand.prefill_s + demand.decode_s.max(axis=0)
+    rank = np.argsort(np.argsort(-work_s)) / max(len(work_s), 1)
+    return [float(value) for value in sum(bound.shares for bound in relaxed) + rank]

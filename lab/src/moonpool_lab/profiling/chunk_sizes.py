@@ -1,0 +1,58 @@
+"""Recommends chunk sizes for a measured machine: by saturation, and by the TBT SLO with decodes.
+
+SARATHI section 4.3 profiles chunk sizes for their tiles and their saturation; Sarathi-Serve section
+4.3 takes the largest budget whose step meets the SLO. Instances do the latter for every step
+(`scheduler.chunk_budget`); this is the same calculation in advance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
+from moonpool.cost.fitted import ChunkChoice, FittedCost, Profile
+from moonpool.cost.model import Chunk
+from moonpool.cost.step_curves import saturation_tokens
+from moonpool.scheduler.batching.chunk_budget import token_budget
+
+
+def recommend(
+    cost: FittedCost,
+    curve: Mapping[int, float],
+    slos_s: Iterable[float],
+    decodes: int,
+    context_tokens: int,
+) -> Profile:
+    """Returns the profile. `curve`: seconds of a step by its only chunk's size; not empty."""
+    saturated = saturation_tokens(curve, cost.tile_tokens)
+    most = max(curve)
+    chunks = tuple(_choose(cost, tbt_s, decodes, context_tokens, most) for tbt_s in slos_s)
+    return Profile(
+        **msgspec.structs.asdict(cost),
+        step_s_by_tokens=dict(curve),
+        saturation_tokens=saturated,
+        chunks=chunks,
+    )
+
+
+def _choose(
+    cost: FittedCost, tbt_s: float, decodes: int, context_tokens: int, most_tokens: int
+) -> ChunkChoice:
+    def step_s(num_tokens: int) -> float:
+        chunk = Chunk(num_tokens=num_tokens, start=0, cached_tokens=0, last=False)
+        return cost.step_s((chunk,), decodes, decodes * context_tokens)
+
+    limit_s = tbt_s * CHUNKED_STEP_SHARE
+    budget = token_budget(step_s, decodes, limit_s, cost.tile_tokens, most_tokens + decodes)
+    chunk_tokens = budget - decodes
+    seconds = step_s(chunk_tokens)
+    return ChunkChoice(
+        tbt_s=tbt_s,
+        decodes=decodes,
+        context_tokens=context_tokens,
+        chunk_tokens=chunk_tokens,
+        step_s=seconds,
+        holds=seconds <= tbt_s,
+    )

@@ -1,0 +1,237 @@
+"""Plays a trace to a live server in an open loop: at the trace's times, however slow the answers.
+
+Times count from a request's arrival in the trace. A client that cannot keep up therefore makes its
+own figures worse and reports it (`late_s`, `num_delayed`); it does not hide the server's queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import monotonic
+
+import msgspec
+
+from moonpool.request_record import RequestRecord
+from moonpool.sim.metrics import Collector, Histogram
+from moonpool.trace.row import TraceRow
+from moonpool.types import RequestId, Slo
+from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
+from moonpool_lab.replay.prompts import PromptMaker
+from moonpool_lab.replay.stream import CompletionReceiver
+
+TURNED_AWAY = (422, 429, 503)
+WORTH_RETRYING = (429, 503)
+HOPELESS = (401, 403, 404, 405)
+"""Status codes that every other request would get, too."""
+
+
+class HopelessError(Exception):
+    """No request can succeed; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayOptions:
+    """How to play. `send_slo` sends the SLO to a moonpool server with each request. `retries`: how
+    often to send a rejected request again, each time after the server's Retry-After."""
+
+    model: str
+    slo: Slo
+    send_slo: bool = False
+    concurrency: int = 1024
+    retries: int = 0
+    timeout_s: float = 600.0
+
+
+class Player:
+    """One run: call `play` once, then read the attributes."""
+
+    def __init__(self, client: HttpClient, prompts: PromptMaker, options: PlayOptions) -> None:
+        self.collector = Collector()
+        self.late_s = Histogram()
+        self.errors: Counter[str] = Counter()
+        self.num_delayed = 0
+        self.num_resent = 0
+        self.num_unfinished = 0
+        self.peak_in_flight = 0
+        self.prompt_tokens = 0
+        self.last_arrival_s = 0.0
+        self.last_end_s = 0.0
+        self.interrupted = False
+        self._client = client
+        self._prompts = prompts
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._gate = asyncio.Semaphore(options.concurrency)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = asyncio.Event()
+        self._hopeless: str | None = None
+        self._head = _body_head(options.model)
+        self._headers = _slo_headers(options.slo) if options.send_slo else b""
+
+    async def play(self, rows: Iterable[TraceRow], on_end: Callable[[], None]) -> None:
+        """Sends all requests and waits for their ends; calls `on_end` at each.
+
+        After `stop`, requests in flight are cancelled. Raises HopelessError.
+        """
+        began_s = monotonic()
+        for number, row in enumerate(rows):
+            body = self._body(row, number)
+            if await self._stopped_before(began_s + row.arrived_s):
+                break
+            if self._gate.locked():
+                self.num_delayed += 1
+            await self._gate.acquire()
+            if self._stopped.is_set():
+                break
+            self._send(number, body, row, began_s, on_end)
+            self.last_arrival_s = row.arrived_s
+        stopping = asyncio.create_task(self._stopped.wait())
+        while self._tasks and not self._stopped.is_set():
+            await asyncio.wait([*self._tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        given_up = [*self._tasks]
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        if self._hopeless is not None:
+            raise HopelessError(self._hopeless)
+
+    def stop(self) -> None:
+        """Ends the run; the figures so far remain."""
+        self.interrupted = True
+        self._stopped.set()
+
+    async def _stopped_before(self, at_s: float) -> bool:
+        left_s = at_s - monotonic()
+        if left_s <= 0:
+            await asyncio.sleep(0)
+            return self._stopped.is_set()
+        try:
+            async with asyncio.timeout(left_s):
+                await self._stopped.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _send(
+        self,
+        number: int,
+        body: bytes,
+        row: TraceRow,
+        began_s: float,
+        on_end: Callable[[], None],
+    ) -> None:
+        now_s = monotonic()
+        self.late_s.add(max(now_s - began_s - row.arrived_s, 0.0))
+        record = RequestRecord(
+            RequestId(str(number)), row.input_tokens, self._options.slo, began_s + row.arrived_s
+        )
+        task = self._loop.create_task(self._one(record, body))
+        self._tasks.add(task)
+        self.peak_in_flight = max(self.peak_in_flight, len(self._tasks))
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._gate.release()
+            self.last_end_s = monotonic() - began_s
+            if task.cancelled():
+                self.num_unfinished += 1
+            on_end()
+
+        task.add_done_callback(end)
+
+    async def _one(self, record: RequestRecord, body: bytes) -> None:
+        options = self._options
+        for attempt in range(options.retries + 1):
+            receiver = CompletionReceiver(record)
+            status, reason = await self._request(receiver, body)
+            if status not in WORTH_RETRYING or attempt == options.retries or record.gap_runs:
+                break
+            self.num_resent += 1
+            await asyncio.sleep(receiver.retry_after_s or 1.0)
+        record.finished_s = monotonic()
+        record.outcome = reason
+        if status in HOPELESS and not self.collector.num_completed:
+            self._hopeless = f"the server answers {status}: {receiver.error_message or reason}"
+            self._stopped.set()
+        self._note(record, receiver, status, reason)
+
+    async def _request(self, receiver: CompletionReceiver, body: bytes) -> tuple[int, str]:
+        """Returns the HTTP status and the finish reason, or the error code where there is none."""
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                await self._client.post("/v1/completions", body, receiver, self._headers)
+        except TimeoutError:
+            receiver.error_message = f"no complete answer within {self._options.timeout_s:g} s"
+            return 0, "timeout"
+        except ConnectionFailedError as error:
+            receiver.error_message = str(error)
+            return 0, "connection"
+        receiver.on_end()
+        if receiver.error_code:
+            # An error in the middle of a stream has no status of its own.
+            return receiver.status if receiver.status != 200 else 0, receiver.error_code
+        if not receiver.finish_reason:
+            receiver.error_message = "the stream ended without a finish reason"
+            return 0, "broken_off"
+        return 200, receiver.finish_reason
+
+    def _note(
+        self, record: RequestRecord, receiver: CompletionReceiver, status: int, reason: str
+    ) -> None:
+        collector = self.collector
+        if status == 200 and record.first_token_s is not None:
+            record.num_generated_tokens = receiver.completion_tokens or record.num_generated_tokens
+            self.prompt_tokens += receiver.prompt_tokens or record.num_prompt_tokens
+            _note_stages(record, receiver.timings_s)
+            if "prefill" in receiver.timings_s:
+                collector.note_prefill(record.request_id, receiver.timings_s["prefill"])
+        elif status == 200:
+            record.outcome = "no_tokens"
+        if status in TURNED_AWAY:
+            collector.note_refused(record.request_id, status, reason)
+        elif record.outcome not in ("stop", "length"):
+            self.errors[f"{record.outcome}: {receiver.error_message}"] += 1
+        collector.note_ended(record)
+
+    def _body(self, row: TraceRow, number: int) -> bytes:
+        prompt = self._prompts.json(row, number)
+        priority = b',"priority":%d' % row.priority if row.priority else b""
+        return b'%b%b,"max_tokens":%d%b}' % (self._head, prompt, row.output_tokens, priority)
+
+
+def _body_head(model: str) -> bytes:
+    """Returns fields that vLLM and moonpool share; `return_token_ids` makes every token count."""
+    fields = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return msgspec.json.encode(fields)[:-1] + b',"prompt":'
+
+
+def _slo_headers(slo: Slo) -> bytes:
+    return b"X-SLO-TTFT-ms: %g\r\nX-SLO-TPOT-ms: %g\r\n" % (slo.ttft_s * 1e3, slo.tbt_s * 1e3)
+
+
+def _note_stages(record: RequestRecord, timings_s: dict[str, float]) -> None:
+    """Sets the record's stage times from the durations that the server reports.
+
+    Time of network and client counts as handover and decoding.
+    """
+    at_s = record.arrived_s
+    for stage, name in (
+        ("placement", "placed_s"),
+        ("queue_and_fetch", "prefill_started_s"),
+        ("prefill", "prefill_done_s"),
+    ):
+        if stage not in timings_s:
+            return
+        at_s += timings_s[stage]
+        setattr(record, name, at_s)

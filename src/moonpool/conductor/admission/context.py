@@ -1,0 +1,43 @@
+"""What an admission policy is told of a request."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.conductor.admission.expected_goodput import ExpectedGoodput
+from moonpool.conductor.forecast.decode_forecast import Forecast
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.conductor.placement.choice import Placement
+from moonpool.conductor.placement.policies import RequestFootprint
+from moonpool.config.tables import ConductorConfig
+from moonpool.types import Slo
+
+
+class SloBudget(msgspec.Struct, frozen=True):
+    """A request's SLO, and how long it has waited already.
+
+    `slo` is infinite where nobody has stated one. `assumed` has what is assumed there, as a measure
+    of load; None: all was stated.
+    """
+
+    slo: Slo
+    waited_s: float
+    assumed: Slo | None = None
+
+    @property
+    def yardstick(self) -> Slo:
+        """The SLO, stated or assumed."""
+        return self.slo if self.assumed is None else self.assumed
+
+
+class AdmissionContext(msgspec.Struct, frozen=True):
+    """The input of an admission policy: the request and its placement, which is not booked yet."""
+
+    footprint: RequestFootprint
+    placement: Placement  # with the predicted `ttft_s`, `tbt_s`, `queue_s` and `prefill_s`
+    budget: SloBudget
+    table: InstanceTable
+    forecast: Forecast
+    config: ConductorConfig
+    now: float
+    expected: ExpectedGoodput | None = None  # for the policy "goodput" only

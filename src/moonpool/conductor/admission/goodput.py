@@ -1,0 +1,388 @@
+"""Admission by expected goodput: a request is admitted if it adds more effective requests than it
+costs.
+
+It adds its own chance to meet both SLOs: the chance of its TTFT, given the queue, times the chance
+of its TBT, given the decode load at the end of its prefill and through its answer. It costs
+* the requests that could have used the same seconds of prefill and of decode, and those that come
+  too late because they wait for its prefill (`resource_prices`);
+* on a mixed instance, chances of the others that decode there: one more lengthens all steps.
+
+On a decode instance an admitted request waits after its prefill, with its KVCache there, until the
+batch has room for it (`AttemptSpec.max_step_s`). So bursts wait within the TTFT SLO instead of
+being rejected, and a batch is full without exceeding the step time that serves most requests.
+
+The chances are learned from the answers that have ended (`slo_chances`). Nothing here books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import msgspec
+
+from moonpool.conductor.admission.context import AdmissionContext
+from moonpool.conductor.admission.expected_goodput import LEAST_CHANCE, ExpectedGoodput
+from moonpool.conductor.admission.resource_prices import (
+    ClusterCapacity,
+    RequestNeed,
+    ResourcePrices,
+)
+from moonpool.conductor.admission.sharing_forecast import SharingForecast
+from moonpool.conductor.admission.slo_chances import TbtChances, TtftChances
+from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS, RunningMean, length_bucket
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.conductor.placement.choice import Rejection
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
+from moonpool.request_record import RequestRecord
+from moonpool.types import BlockKey
+
+LONGEST_FIRST_GAP = 2.0
+"""Steps that the first gap of an answer lasts if it joins at any time. Where so many steps meet the
+TBT SLO, requests join at once."""
+MIN_SIMILAR = 8
+"""Answers to prompts of one length, from which on their mean is used."""
+TIGHT_TTFT, TIGHT_TBT = "ttft_slo", "decode_load_predicted"
+OUT_OF_PREFILL, OUT_OF_DECODE = "goodput_prefill", "goodput_decode"
+"""The reasons of a rejection in favour of requests that need less of that resource."""
+
+
+class AnswerLengths:
+    """Mean lengths of answers, by the length of the prompt."""
+
+    def __init__(self) -> None:
+        self._mean = RunningMean(FIRST_GUESS_TOKENS)
+        self._by_prompt: dict[int, RunningMean] = {}  # by half octaves of the prompt's length
+
+    def note_answer(self, num_prompt_tokens: int, num_tokens: int) -> None:
+        self._mean.add(num_tokens)
+        half_octave = length_bucket(num_prompt_tokens)
+        self._by_prompt.setdefault(half_octave, RunningMean(0.0)).add(num_tokens)
+
+    def relative(self, num_prompt_tokens: int) -> float:
+        """The mean length of the answers to prompts of about this length, over that of all."""
+        similar = self._by_prompt.get(length_bucket(num_prompt_tokens))
+        if similar is None or similar.count < MIN_SIMILAR:
+            return 1.0
+        return max(similar.value, 1.0) / max(self._mean.value, 1.0)
+
+
+class DecodeLoad(msgspec.Struct, frozen=True):
+    """The decode pool at the time when an answer can begin."""
+
+    others: float  # decodes beside it on its instance
+    without_s: float  # predicted step time without it
+    with_s: float
+    wait_s: float  # from the end of the prefill until then
+    max_step_s: float | None
+    lasts: bool = False  # the instance remains as full as that
+
+
+class GoodputModel:
+    """What the Conductor has learned for this admission. One per Conductor. With `learning` off,
+    the first guesses of the chances remain in use; the prices follow the arrivals in any case."""
+
+    def __init__(self, learning: bool = True) -> None:
+        self._learning = learning
+        self.ttft = TtftChances()
+        self.tbt_decode, self.tbt_mixed = TbtChances(joins_between=True), TbtChances()
+        self.prices = ResourcePrices()
+        self.lengths = AnswerLengths()
+        self.sharing = SharingForecast()
+        self._sharer_s = RunningMean(0.0)  # prefill of a prompt whose known blocks are cached
+        # Of requests that could meet their SLOs on idle instances.
+        self._usual_prefill_s, self._usual_step_s = RunningMean(0.0), RunningMean(0.0)
+
+    def note_answer(self, record: RequestRecord, predicted_step_s: float, mixed: bool) -> None:
+        """Learns from an answer. `predicted_step_s`: as of `expect`; 0 if nothing was predicted
+        that lasts. A request with several attempts says nothing about its first placement, and is
+        ignored."""
+        if not self._learning or record.attempts != 1:
+            return
+        longest_s = record.tbt_top10_mean_s or 0.0
+        chances = self.tbt_mixed if mixed else self.tbt_decode
+        chances.note_answer(record.num_generated_tokens, longest_s, predicted_step_s)
+        self.lengths.note_answer(record.num_prompt_tokens, record.num_generated_tokens)
+
+    def note_first_token(self, record: RequestRecord) -> None:
+        """Learns from the first token of a request; not if it had several attempts."""
+        ttft_s, predicted_s = record.placed_ttft_s, record.predicted_ttft_s
+        if self._learning and record.attempts == 1 and ttft_s is not None and predicted_s:
+            self.ttft.note_first_token(ttft_s, predicted_s, record.slo.ttft_s)
+
+    def note_placed(self, context: AdmissionContext) -> None:
+        """A request is placed as the context says."""
+        placement, table = context.placement, context.table
+        on_decode = placement.decode is None and not table.prefills[placement.decoder_row]
+        self.prices.note_placed(self._pool_prefill_s(context), on_decode, context.now)
+
+    def _pool_prefill_s(self, context: AdmissionContext) -> float:
+        """The prefill's time, on a prefill instance where a decode instance computes the prompt:
+        beside decodes it lasts longer, but takes no more work."""
+        placement, table = context.placement, context.table
+        if placement.decode is not None or table.prefills[placement.decoder_row]:
+            return placement.prefill_s
+        alone_s = table.prefill_s(context.footprint.num_tokens, float(placement.hit_tokens))
+        alone_s = alone_s[table.prefills]
+        return min(float(alone_s.min(initial=placement.prefill_s)), placement.prefill_s)
+
+    def expect(
+        self, context: AdmissionContext, keys: Sequence[BlockKey], first: bool
+    ) -> ExpectedGoodput:
+        """Must be asked before the request is booked. `keys`: of the prompt's blocks. `first`: the
+        request has just arrived, so it counts as demand (mutates)."""
+        budget, placement = context.budget, context.placement
+        ttft_stated, tbt_stated = budget.slo.ttft_s < inf, budget.slo.tbt_s < inf
+        left_s = budget.slo.ttft_s - budget.waited_s
+        load = self._decode_load(context)
+        chances, slo_s = self._tbt(context), budget.slo.tbt_s
+        tbt_chance = chances.chance(load.with_s, slo_s)
+        worth = tbt_chance * self.ttft.chance(placement.prefill_s, budget.slo.ttft_s)
+        if first:
+            self._note_sharing(context, keys)
+        own_prefill_s = self._own_prefill_s(context, keys)
+        need = self._need(context, own_prefill_s, worth)
+        if first:
+            self.prices.note_arrival(need)
+            self._note_usual(context, worth)
+        capacity = self._capacity(context, load.max_step_s)
+        prefill_cost, decode_cost = self.prices.cost(need, capacity, context.now)
+        # A request whose TTFT nobody has stated may wait. So it takes nobody's place.
+        return ExpectedGoodput(
+            worth,
+            self.ttft.chance(placement.ttft_s + load.wait_s, left_s),
+            tbt_chance,
+            load.others * (chances.chance(load.without_s, slo_s) - tbt_chance),
+            prefill_cost if ttft_stated else 0.0,
+            decode_cost if ttft_stated and tbt_stated else 0.0,
+            load.with_s,
+            load.wait_s,
+            load.max_step_s,
+            (placement.queue_s + load.wait_s) / max(placement.ttft_s + load.wait_s, 1e-9),
+            load.lasts,
+            self._delay(context, own_prefill_s) if ttft_stated else 0.0,
+        )
+
+    def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
+        """The step time beyond which a decode instance serves fewer effective requests."""
+        chances = self.tbt_mixed if _is_mixed(table, row) else self.tbt_decode
+        return chances.best_step_s(table.decode_base_s.item(row), slo_tbt_s)
+
+    def _tbt(self, context: AdmissionContext) -> TbtChances:
+        mixed = _is_mixed(context.table, context.placement.decoder_row)
+        return self.tbt_mixed if mixed else self.tbt_decode
+
+    def _decode_load(self, context: AdmissionContext) -> DecodeLoad:
+        """The load of the decode instance when the answer can begin."""
+        table, row, slo_s = context.table, context.placement.decoder_row, context.budget.slo.tbt_s
+        if not context.footprint.decodes:
+            return DecodeLoad(0.0, 0.0, 0.0, 0.0, None)  # a step of 0 s meets any SLO
+        own_s = added_step_s(table, row, context.footprint.expected_tokens)
+        ready_s = context.now + context.placement.ttft_s
+        batch, tokens = context.forecast.project(ready_s, context.now)
+        context.forecast.note_projection(ready_s, batch)
+        batch, tokens = table.without_remainders(batch, tokens)
+        others = batch / table.num_decodes
+        if table.decodes_alike:
+            without_s = table.tbt_s(row, others, tokens / table.num_decodes)
+        else:
+            without_s = max(table.level_tbt_s(batch, tokens), table.decode_base_s.item(row))
+        if _is_mixed(table, row):
+            planned_s = CHUNKED_STEP_SHARE * context.budget.yardstick.tbt_s
+            with_s = max(without_s + own_s, planned_s)
+            return DecodeLoad(others, max(without_s, planned_s), with_s, 0.0, None, lasts=True)
+        if (without_s + own_s) * LONGEST_FIRST_GAP <= slo_s:
+            return DecodeLoad(0.0, without_s, without_s + own_s, 0.0, None)
+        # A request joins only when there is room, so it harms nobody.
+        limit_s = self.limit_step_s(table, row, slo_s)
+        ttft_s = context.placement.ttft_s
+        wait_s = max(self._room_s(context, limit_s, own_s, ttft_s) - ttft_s, 0.0)
+        with_s = limit_s if wait_s else min(without_s + own_s, max(limit_s, own_s))
+        # Without a wait, the load grows after the answer has begun: it tells nothing about a step
+        # as long as the limit.
+        return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
+
+    def _room_s(
+        self, context: AdmissionContext, limit_s: float, own_s: float, ttft_s: float
+    ) -> float:
+        """Time until the batch has room for a request, behind all that are booked before it. At
+        full load, so much of the load ends in each second as one lifetime has seconds. The request
+        adds `own_s` to each step, and its prefill ends in `ttft_s`."""
+        table, row = context.table, context.placement.decoder_row
+        per_sequence_s = table.decode_s_per_sequence.item(row)
+        per_token_s = table.decode_s_per_context_token.item(row)
+        booked_s = per_sequence_s * table.booked_batch.item(row)
+        booked_s += per_token_s * table.booked_context.item(row)
+        room_s = limit_s - table.decode_base_s.item(row)
+        room_s = max(room_s, own_s, 1e-12)
+        lacking_s = booked_s + own_s - room_s
+        if lacking_s <= 0.0 or not table.booked_batch.item(row):
+            return 0.0
+        used_s = per_sequence_s * table.decoding_batch.item(row)
+        used_s += per_token_s * table.decoding_context.item(row)
+        # Until the prefills under way have filled the batch, less than that ends.
+        empty = max(1.0 - used_s / room_s, 0.0)
+        filled = min(empty * room_s / max(booked_s - used_s, 1e-12), 1.0)
+        lost_s = 0.5 * empty * filled * ttft_s
+        lifetime_s = context.forecast.lifetime_s or context.footprint.answer_s
+        return lacking_s / room_s * lifetime_s + lost_s
+
+    def _need(self, context: AdmissionContext, own_prefill_s: float, worth: float) -> RequestNeed:
+        footprint, table = context.footprint, context.table
+        prefill_s = context.placement.prefill_s
+        # On a mixed instance a long prompt delays the decodes, whoever shares it later.
+        if not _is_mixed(table, context.placement.decoder_row):
+            prefill_s = own_prefill_s
+        decode = 0.0
+        if footprint.decodes:
+            decode = added_step_s(table, context.placement.decoder_row, footprint.expected_tokens)
+            decode *= self.lengths.relative(footprint.num_tokens)
+        return RequestNeed(context.now, worth, prefill_s, decode, context.placement.prefill_s)
+
+    def _own_prefill_s(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> float:
+        """The prefill without what is expected to be computed for later requests."""
+        footprint, prefill_s = context.footprint, self._pool_prefill_s(context)
+        num_cached = context.placement.hit_tokens // footprint.block_tokens
+        share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
+        return share * prefill_s + (1.0 - share) * min(self._sharer_s.value, prefill_s)
+
+    def _delay(self, context: AdmissionContext, own_prefill_s: float) -> float:
+        """Who rejects the first prompt over a document only leaves the delay to the next one, so
+        that this delay is shared out, too."""
+        table, placement = context.table, context.placement
+        if placement.decode is None and not table.prefills[placement.decoder_row]:
+            return 0.0  # a decode instance computes the prompt
+        slo_ttft_s = context.budget.yardstick.ttft_s
+        return self.prices.delay(placement.queue_s, own_prefill_s, table.num_prefills, slo_ttft_s)
+
+    def _note_sharing(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> None:
+        """Counts the demand for the prompt's blocks, and learns what a prompt costs whose known
+        blocks are all cached."""
+        footprint, placement = context.footprint, context.placement
+        known = self.sharing.note_arrival(keys, footprint.block_tokens, context.now)
+        if known:
+            computed = max(footprint.num_tokens - placement.hit_tokens, 1)
+            new = max(footprint.num_tokens - known * footprint.block_tokens, 1)
+            self._sharer_s.add(placement.prefill_s * min(new / computed, 1.0))
+
+    def _note_usual(self, context: AdmissionContext, worth: float) -> None:
+        if worth < LEAST_CHANCE:
+            return
+        self._usual_prefill_s.add(context.placement.prefill_s)
+        if context.footprint.decodes:
+            row, tokens = context.placement.decoder_row, context.footprint.expected_tokens
+            self._usual_step_s.add(added_step_s(context.table, row, tokens))
+
+    def _capacity(self, context: AdmissionContext, max_step_s: float | None) -> ClusterCapacity:
+        """Waits are those of a usual request: one with a very long prompt waits for itself, which
+        says nothing about the pools."""
+        table, slo = context.table, context.budget.yardstick
+        row = context.placement.decoder_row
+        base_s = table.decode_base_s.item(row)
+        ttft_s = wait_s = context.placement.queue_s + self._usual_prefill_s.value
+        if max_step_s is not None:
+            own_s = self._usual_step_s.value
+            if not self._usual_step_s.count:
+                own_s = added_step_s(table, row, context.footprint.expected_tokens)
+            wait_s = max(self._room_s(context, max_step_s, own_s, ttft_s), ttft_s)
+        room_s = max(self.limit_step_s(table, row, slo.tbt_s) - base_s, 0.0)
+        num = table.num_decodes
+        decoding = table.without_remainders(table.total_decoding, table.total_decoding_context)
+        step_s = table.tbt_s(row, *(each / max(num, 1) for each in decoding))
+        return ClusterCapacity(
+            table.num_prefills,
+            context.placement.queue_s,
+            wait_s,
+            slo.ttft_s,
+            room_s * num,
+            (step_s - base_s) * num,
+            context.forecast.lifetime_s or context.footprint.answer_s,
+        )
+
+
+def added_step_s(table: InstanceTable, row: int, num_tokens: int) -> float:
+    """What one more decode of `num_tokens` adds to each step of an instance."""
+    per_token_s = table.decode_s_per_context_token.item(row)
+    return table.decode_s_per_sequence.item(row) + per_token_s * num_tokens
+
+
+def _is_mixed(table: InstanceTable, row: int) -> bool:
+    return table.mixed is not None and bool(table.mixed.item(row))
+
+
+def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | None:
+    """None if the request adds more than it costs."""
+    if expected.adds_more:
+        return None
+    placement, numbers = context.placement, _numbers(context, expected)
+    if expected.ttft_chance < expected.least_ttft_chance:
+        if placement.prefill_s > context.budget.slo.ttft_s:
+            text = f"{_ttft_text(context, expected)}, also on an idle instance: shorten the prompt"
+            return Rejection(422, TIGHT_TTFT, f"{text} or raise the SLO", inf, numbers)
+        wait_s = placement.queue_s + expected.wait_s
+        return Rejection(429, TIGHT_TTFT, _ttft_text(context, expected), wait_s, numbers)
+    if expected.tbt_chance < LEAST_CHANCE:
+        text = _tbt_text(context, expected)
+        if _alone_s(context) > context.budget.slo.tbt_s:
+            text += ", also on an idle instance: raise the SLO"
+            return Rejection(422, TIGHT_TBT, text, inf, numbers)
+        return Rejection(429, TIGHT_TBT, text, context.footprint.answer_s, numbers)
+    crowding = {
+        OUT_OF_PREFILL: max(expected.prefill_cost, expected.delay),
+        OUT_OF_DECODE: expected.decode_cost,
+        TIGHT_TBT: expected.harm,
+    }
+    reason = max(crowding, key=lambda name: crowding[name])
+    wait_s = max(placement.queue_s + expected.wait_s, 1.0)
+    return Rejection(429, reason, _cost_text(expected), wait_s, numbers)
+
+
+def _numbers(context: AdmissionContext, expected: ExpectedGoodput) -> dict[str, float]:
+    """The decision for machines."""
+    numbers = {
+        "ttft_chance": expected.ttft_chance,
+        "tbt_chance": expected.tbt_chance,
+        "expected_gain": expected.gain,
+        "expected_cost": expected.cost,
+        "predicted_ttft_s": context.placement.ttft_s + expected.wait_s,
+        "limit_ttft_s": context.budget.slo.ttft_s,
+        "predicted_tbt_s": expected.step_s,
+        "limit_tbt_s": context.budget.slo.tbt_s,
+    }
+    return {name: number for name, number in numbers.items() if number < inf}
+
+
+def _alone_s(context: AdmissionContext) -> float:
+    """Step time of the request alone on its decode instance."""
+    table, row = context.table, context.placement.decoder_row
+    own_s = added_step_s(table, row, context.footprint.expected_tokens)
+    return table.decode_base_s.item(row) + own_s
+
+
+def _ttft_text(context: AdmissionContext, expected: ExpectedGoodput) -> str:
+    placement, budget = context.placement, context.budget
+    return (
+        f"predicted TTFT {budget.waited_s + placement.ttft_s + expected.wait_s:.2f} s meets the SLO"
+        f" of {budget.slo.ttft_s:g} s with a chance of {expected.ttft_chance:.0%}"
+    )
+
+
+def _tbt_text(context: AdmissionContext, expected: ExpectedGoodput) -> str:
+    return (
+        f"predicted time between tokens {expected.step_s:.3f} s meets the SLO of"
+        f" {context.budget.slo.tbt_s:g} s with a chance of {expected.tbt_chance:.0%}"
+    )
+
+
+def _cost_text(expected: ExpectedGoodput) -> str:
+    parts = {
+        "its prefill takes the place of": expected.prefill_cost,
+        "its decode takes the place of": expected.decode_cost,
+        "others would wait for it, which costs": expected.delay,
+        "it slows down others, which costs": expected.harm,
+    }
+    what = max(parts, key=lambda name: parts[name])
+    return (
+        f"the request would meet its SLOs with a chance of {expected.gain:.0%}, and"
+        f" {what} {parts[what]:.2f} requests that would meet theirs"
+    )

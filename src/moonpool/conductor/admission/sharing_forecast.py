@@ -1,0 +1,108 @@
+"""Predicts how many later requests will share the blocks that a request computes.
+
+The first request over a long document computes it for all that follow. Its prefill is expensive,
+and rejecting it saves nothing: the next request over the document has to compute it then. So the
+price of a prefill is shared out over the requests that are expected to use its blocks.
+
+The forecast counts how often a block that has been asked for `n` times is asked for again. Requests
+count whether they are admitted or not: it is the demand for a prefix, not its hits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from moonpool.conductor.forecast.estimators import RunningMean
+from moonpool.types import BlockKey
+
+SAMPLE_TOKENS = 512
+"""One block of so many tokens is counted. The sampled positions are the same in all prompts."""
+HORIZON_S = 300.0
+"""No later request is waited for longer than this."""
+LONG_PAUSE = 4.0
+"""A block that nobody asks for during so many times the mean pause counts as not asked for again,
+until somebody does."""
+MAX_BLOCKS = 65_536
+MAX_ASKED = 8
+"""Blocks that were asked for this often or more are one class."""
+PRIOR_BLOCKS = 16.0
+"""Blocks that nobody asked for again, as the history of a class that has none."""
+MAX_SHARE = 0.98
+MAX_HISTORY = 4096.0
+"""Counts of a class are halved when they reach this: old demand fades."""
+
+
+class SharingForecast:
+    """Learns from the blocks of every arrival, admitted or not. Bounded by `MAX_BLOCKS`."""
+
+    def __init__(self) -> None:
+        self._asked: dict[BlockKey, tuple[int, float]] = {}  # how often, and when last; by time
+        self._waiting: deque[tuple[float, BlockKey]] = deque()  # by time, not yet expired
+        self._again = [0.0] * (MAX_ASKED + 1)
+        self._never = [PRIOR_BLOCKS] * (MAX_ASKED + 1)
+        self._pause_s = RunningMean(HORIZON_S / LONG_PAUSE)
+        self._expired_s = float("-inf")  # of the last block that expired
+
+    def note_arrival(self, keys: Sequence[BlockKey], block_tokens: int, now: float) -> int:
+        """Counts the blocks of a prompt (mutates). Returns how many of the first ones, to a sample,
+        were asked for before: all that a cache could have held."""
+        self._expire(now)
+        known = 0
+        for key in keys[:: _stride(block_tokens)]:
+            times, last_s = self._asked.pop(key, (0, now))
+            if times:
+                known += 1
+                if last_s <= self._expired_s:
+                    self._never[times] = max(self._never[times] - 1.0, 0.0)
+                self._count(self._again, times)
+                self._pause_s.add(now - last_s)
+            self._asked[key] = min(times + 1, MAX_ASKED), now
+            self._waiting.append((now, key))
+        while len(self._asked) > MAX_BLOCKS:
+            del self._asked[next(iter(self._asked))]
+        return min(known * _stride(block_tokens), len(keys))
+
+    def own_share(self, keys: Sequence[BlockKey], num_cached: int, block_tokens: int) -> float:
+        """The share of the prefill of the blocks from `num_cached` on that is the request's own: 1
+        if no later request is expected to use them, 1/3 if two are."""
+        stride = _stride(block_tokens)
+        first = -(-num_cached // stride) * stride
+        computed = keys[first::stride]
+        if not computed:
+            return 1.0
+        later = self._later()
+        shares = (1.0 / (1.0 + later[self._asked.get(key, (1, 0.0))[0]]) for key in computed)
+        return sum(shares) / len(computed)
+
+    def _later(self) -> list[float]:
+        """Expected later requests for a block, by how often it has been asked for."""
+        chances = [
+            min(again / (again + never), MAX_SHARE)
+            for again, never in zip(self._again, self._never, strict=True)
+        ]
+        later = [0.0] * (MAX_ASKED + 1)
+        later[MAX_ASKED] = chances[MAX_ASKED] / (1.0 - chances[MAX_ASKED])
+        for times in range(MAX_ASKED - 1, -1, -1):
+            later[times] = chances[times] * (1.0 + later[times + 1])
+        return later
+
+    def _expire(self, now: float) -> None:
+        """Whoever has not come after several times the usual pause is not expected any more."""
+        before_s = now - min(LONG_PAUSE * self._pause_s.value, HORIZON_S)
+        while self._waiting and (self._waiting[0][0] < before_s or len(self._waiting) > MAX_BLOCKS):
+            at_s, key = self._waiting.popleft()
+            times, last_s = self._asked.get(key, (0, at_s))
+            if times and last_s == at_s:  # not asked for since
+                self._count(self._never, times)
+            self._expired_s = at_s
+
+    def _count(self, counts: list[float], times: int) -> None:
+        counts[times] += 1.0
+        if self._again[times] + self._never[times] > MAX_HISTORY:
+            self._again[times] /= 2.0
+            self._never[times] /= 2.0
+
+
+def _stride(block_tokens: int) -> int:
+    return max(SAMPLE_TOKENS // block_tokens, 1)

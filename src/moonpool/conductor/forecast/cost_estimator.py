@@ -1,0 +1,218 @@
+"""Calibrates the cost coefficients of instances online, and measures prediction errors.
+
+An instance joins with its profile. Its measured prefills, steps and fetches yield one factor each,
+by which the coefficients of the instance table are multiplied (`cost.online`). A new incarnation
+starts from its own profile.
+
+The coefficients predict mean steps, but SLOs are judged by the longest tenth of a request's token
+gaps. The ratio of the two is learned from the answers of all instances together. So is the lateness
+of the latest tenth of first tokens, because an overloaded cluster admits requests that should just
+meet their SLO. Prefills are timed by the Conductor's clock, which includes delays outside the
+engine. Steps are timed by the engine's clock, because tokens reach a busy head in bursts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import structs
+
+from moonpool.conductor.admission.context import SloBudget
+from moonpool.conductor.forecast.estimators import PredictionError
+from moonpool.conductor.placement.choice import Placement
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
+from moonpool.cost.derived import scaled
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.online import MAX_FACTOR, LearnedFactor
+from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
+from moonpool.protocol.messages import AttemptId, PrefillStarted, StepTokens
+from moonpool.request_record import RequestRecord
+
+PROBE_EVERY_S = 5.0
+"""Least time between two requests that test the cost estimate of an idle instance."""
+TBT_SHARE = 0.7
+"""Share of the requests at the limit that should meet the TBT SLO with their longest gaps. A higher
+share would reject requests that meet it."""
+TTFT_SHARE = 0.9
+"""The same for TTFT. A higher share costs nothing here: the next request in the queue takes the
+place of a rejected one."""
+
+
+class CostEstimator:
+    """One per Conductor. With `learning` off, the profiles remain in use; the factors are still
+    measured and reported."""
+
+    def __init__(
+        self, reservations: Reservations, learning: bool, decoding_error: PredictionError
+    ) -> None:
+        self.ttft_s = PredictionError()
+        self.tbt_s = PredictionError()
+        self.decoding = decoding_error  # of the number of decodes
+        self.tbt_tail = LearnedFactor(TBT_SHARE, summed=1)
+        self.ttft_tail = LearnedFactor(TTFT_SHARE, summed=1)
+        self._reservations, self._table = reservations, reservations.instance_table
+        self._learning = learning
+
+    def start_prefill(
+        self,
+        state: InstanceState,
+        source: InstanceState | None,
+        attempt: Attempt,
+        report: PrefillStarted,
+    ) -> None:
+        """The first chunk is computed now, and a fetch has ended (mutates `attempt`)."""
+        cost = state.info.cost
+        attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
+        if report.early or attempt.in_chunks or self._table.decodes_remain(state.row):
+            # Its begin is unknown, or it shares the steps of answers: it is no sample.
+            attempt.expected_s = 0.0
+        elif state.row in self._table.beside_decodes:
+            new_tokens = attempt.num_tokens - report.cached_tokens
+            row, alone_s = np.array([state.row]), np.array([attempt.expected_s])
+            beside_s = self._table.mixed_prefill_s(row, alone_s, new_tokens, now=True)
+            attempt.expected_s = beside_s.item()
+        if source is None or not report.fetched_tokens or not report.fetch_s:
+            return
+        host = state.info.address.host_id
+        num_bytes = report.fetched_tokens * state.info.layout.token_bytes
+        sharing = self._table.num_serving.item(source.row)
+        expected_s = cost.transfer_s(
+            num_bytes, bool(host) and host == source.info.address.host_id, int(sharing)
+        )
+        self._learn(state, state.transfer_factor, report.fetch_s, expected_s)
+
+    def end_prefill(self, state: InstanceState | None, attempt: Attempt, now: float) -> None:
+        """Must be called while the prefill is still booked. Prefills run one after another: the
+        oldest has had all the time since its predecessor ended; one out of turn counts as 0."""
+        if state is None or attempt.started_s is None or attempt.attempt_id not in state.started:
+            return
+        seconds = 0.0
+        if next(iter(state.started)) == attempt.attempt_id:
+            seconds = now - max(attempt.started_s, state.freed_s)
+        self._learn(state, state.prefill_factor, seconds, attempt.expected_s)
+
+    def learn_steps(
+        self, state: InstanceState, report: StepTokens, works: Mapping[AttemptId, TrackedRequest]
+    ) -> None:
+        """Learns from steps of decodes only. Must be called before their tokens are added."""
+        if not report.gap_s:
+            return
+        batch, num_steps = len(report.works), len(report.works[0].tokens)
+        context_tokens = 0
+        for item in report.works:
+            tracked = works.get(item.attempt_id)
+            if tracked is None or tracked.attempt is None:
+                return  # the context of an ended attempt is unknown
+            context_tokens += tracked.attempt.num_tokens
+        mean_context = context_tokens + batch * (num_steps - 1) // 2
+        info = state.info
+        expected_s = info.cost.decode_step_s(
+            batch * info.num_stages, mean_context * info.num_stages
+        )
+        self._learn(state, state.decode_factor, report.gap_s, expected_s)
+
+    def note_first_token(self, record: RequestRecord) -> None:
+        """Learns from the first token of a request; not if it had several attempts."""
+        ttft_s, predicted_s = record.placed_ttft_s, record.predicted_ttft_s
+        if record.attempts != 1 or ttft_s is None or predicted_s is None:
+            return
+        self.ttft_s.note(predicted_s, ttft_s)
+        if self.ttft_tail.observe(ttft_s, predicted_s) and self._learning:
+            self._table.ttft_tail = max(self.ttft_tail.value, 1.0)
+
+    def note_answer(self, record: RequestRecord, decodes_only: bool) -> None:
+        """Learns from an answered request. `decodes_only`: its decode instance has no other role. A
+        request with several attempts says nothing about its first placement, and is ignored."""
+        if record.attempts != 1:
+            return
+        tpot_s, longest_s = record.tpot_s, record.tbt_top10_mean_s
+        if tpot_s is not None and record.predicted_tbt_s:
+            self.tbt_s.note(record.predicted_tbt_s, tpot_s)
+        # A gap in which a prompt was computed is as long as its chunk, at any load.
+        alone = decodes_only and not record.shared_steps
+        if alone and tpot_s is not None and longest_s is not None:
+            changed = self.tbt_tail.observe(longest_s, tpot_s)
+            if changed and self._learning:
+                self._table.tbt_tail = self.tbt_tail.value
+
+    def take_profile(self, state: InstanceState, cost: FittedCost) -> None:
+        """The instance has measured its times, and joined with assumed ones. What was learned is
+        about those."""
+        state.info = structs.replace(state.info, cost=cost)
+        state.prefill_factor, state.decode_factor = LearnedFactor(), LearnedFactor()
+        state.transfer_factor = LearnedFactor()
+        self._table.set_cost(state.row, cost)
+
+    def may_probe(
+        self, placement: Placement, prefill_row: int, budget: SloBudget, limit: float, now: float
+    ) -> bool:
+        """Whether to admit a request that the cost estimate rejects. An estimate that rejects
+        everything would never be corrected. Only idle instances are probed, at most every
+        `PROBE_EVERY_S`, and only if the largest possible correction would admit the request."""
+        table, row = self._table, placement.decoder_row
+        if not self._learning or placement.queue_s > 0.0 or table.booked_batch.item(row):
+            return False
+        slo = budget.slo
+        late_s = budget.waited_s + placement.ttft_s
+        if (
+            late_s > MAX_FACTOR * limit * slo.ttft_s
+            or placement.tbt_s > MAX_FACTOR * limit * slo.tbt_s
+        ):
+            return False
+        last_s = max(table.last_placed_s.item(row), table.last_placed_s.item(prefill_row))
+        return now - last_s >= PROBE_EVERY_S
+
+    @property
+    def errors(self) -> dict[str, PredictionError]:
+        return {"ttft_s": self.ttft_s, "tbt_s": self.tbt_s, "decoding": self.decoding}
+
+    def record(self, states: list[InstanceState]) -> CostEstimatorRecord:
+        """All that was learned, for `/beliefs`."""
+        return CostEstimatorRecord(
+            tuple(_recorded(state) for state in states),
+            {name: error.summary() for name, error in self.errors.items()},
+        )
+
+    def _learn(
+        self, state: InstanceState, factor: LearnedFactor, seconds: float, expected_s: float
+    ) -> None:
+        before = factor.value
+        if not factor.observe(seconds, expected_s) or not self._learning:
+            return
+        self._table.set_cost(state.row, calibrated_cost(state), state.prefill_factor.value)
+        if factor is state.prefill_factor:
+            self._reservations.rescale_prefills(state, factor.value / before)
+
+
+def calibrated_cost(state: InstanceState) -> FittedCost:
+    """The profile multiplied by the learned factors."""
+    return scaled(
+        state.info.cost,
+        state.prefill_factor.value,
+        state.decode_factor.value,
+        state.transfer_factor.value,
+    )
+
+
+def learned_factors(state: InstanceState) -> dict[str, float]:
+    """The learned factor of each kind of work."""
+    return {
+        "prefill": state.prefill_factor.value,
+        "decode": state.decode_factor.value,
+        "transfer": state.transfer_factor.value,
+    }
+
+
+def _recorded(state: InstanceState) -> InstanceRecord:
+    info = state.info
+    return InstanceRecord(
+        instance_id=info.instance_id,
+        role=info.role,
+        profile=info.cost,
+        prefill=state.prefill_factor.samples,
+        decode=state.decode_factor.samples,
+        transfer=state.transfer_factor.samples,
+        factors=learned_factors(state),
+    )

@@ -1,0 +1,429 @@
+"""Chooses where a request is prefilled and decoded, without side effects.
+
+`place` determines which instances can take the request, has the policy (`policies`) rank them for
+the prefill, and chooses the decode instance: the smallest predicted TBT among those with room (the
+papers do not specify `SelectDecodingInstance`), among near equals the one that already holds most
+of the prompt, then the one that has been idle longest.
+
+A decode instance holds blocks from the moment of the booking, because the KVCache streams in while
+the prefill runs, so it must have room at once. On a mixed instance a prefill takes room, too.
+
+A short prompt may be computed within a decode batch (`InlinePrefill`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from moonpool.conductor.instance_table import Bools, Floats, InstanceTable
+from moonpool.conductor.placement.policies import (
+    POLICIES,
+    CustomPlacement,
+    RequestFootprint,
+    SelectionContext,
+    WorkerScores,
+    source_load_s,
+)
+from moonpool.config.tables import ConductorConfig
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
+from moonpool.kvcache.prefix_index import PrefixMatch
+from moonpool.types import InstanceId
+
+TBT_TIE = 1.05
+"""Predicted TBTs within 5 % are equal: below the estimate's own error."""
+CHUNKED_TTFT_SHARE = 0.5
+"""A decode instance takes a prompt in chunks if its first token comes within this share of the
+prefill pool's time: chunks beside decodes take more of a device's time than those of their own."""
+NUM_EXPLAINED = 4
+
+PlacementFunction = Callable[[SelectionContext], WorkerScores]
+
+
+class PlacementCandidate(NamedTuple):
+    """The predictions for one instance that was considered for a prefill."""
+
+    instance_id: InstanceId
+    queue_s: float
+    hit_tokens: int  # the fetched ones included
+    fetch_from: InstanceId | None
+    prefill_s: float
+    ttft_s: float
+    load_tokens: int = 0  # of the hit, from the instance's own SSD
+    source_load_s: float = 0.0  # time of the fetch's source to read from its SSD
+
+    def __str__(self) -> str:
+        how = f"fetches from {self.fetch_from}" if self.fetch_from else "computes the rest"
+        ssd = f" ({self.load_tokens} of them on its SSD)" if self.load_tokens else ""
+        return (
+            f"{self.instance_id}: queue {self.queue_s:.3f} s, hit {self.hit_tokens} tokens{ssd},"
+            f" {how},"
+            f" prefill {self.prefill_s:.3f} s, TTFT {self.ttft_s:.3f} s"
+        )
+
+
+class ChosenPlacement(NamedTuple):
+    """Why a request was placed as it was: the best candidates, the chosen one first."""
+
+    candidates: tuple[PlacementCandidate, ...]
+    num_others: int
+    prefill: InstanceId
+    decode: InstanceId | None
+    fetch_tokens: int
+    tbt_s: float
+
+    def lines(self) -> list[str]:
+        lines = [str(candidate) for candidate in self.candidates]
+        if self.num_others:
+            what = "instance was" if self.num_others == 1 else "instances were"
+            lines.append(f"{self.num_others} other {what} considered")
+        best = self.candidates[0]
+        text = f"prefill on {self.prefill}"
+        if self.decode is not None:
+            text += f", decode on {self.decode}"
+        if best.fetch_from is not None:
+            text += f", fetching {self.fetch_tokens} tokens from {best.fetch_from}"
+        lines.append(f"{text}; predicted TTFT {best.ttft_s:.3f} s, TBT {self.tbt_s:.4f} s")
+        return lines
+
+
+class Explanation:
+    """The decisions about one request and its faults, in order. Kept as numbers; `lines` formats
+    them when `/explain` needs them."""
+
+    __slots__ = ("_notes",)
+
+    def __init__(self) -> None:
+        self._notes: list[ChosenPlacement | str] = []
+
+    def add(self, note: ChosenPlacement | str) -> None:
+        self._notes.append(note)
+
+    def lines(self) -> tuple[str, ...]:
+        lines: list[str] = []
+        for note in self._notes:
+            lines += [note] if isinstance(note, str) else note.lines()
+        return tuple(lines)
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Prefill and decode instance of a request, chosen together, before any work."""
+
+    prefill: InstanceId
+    decode: InstanceId | None  # None: the prefill instance goes on (mixed), or nothing is left
+    fetch_from: InstanceId | None
+    fetch_tokens: int
+    hit_tokens: int  # usable at the prefill instance, the fetched ones included
+    held_blocks: int  # of the prompt, held in the prefill instance's DRAM now
+    source_load_s: float  # time of the fetch's source to read from its SSD
+    decoder_row: int
+    queue_s: float
+    prefill_s: float
+    ttft_s: float  # with `decode_wait_s`
+    tbt_s: float
+    chosen: ChosenPlacement
+    decode_wait_s: float = 0.0  # from the end of the prefill until the decode pool has room
+    max_step_s: float | None = None  # as in `AttemptSpec`
+    in_chunks: bool = False  # the decode instance computes the prompt in chunks beside its decodes
+
+
+NO_ROOM = "no_decode_capacity"
+"""The reason of a rejection because others hold the KVCache that the request needs."""
+
+
+LONG_QUEUE = "long_queue"
+"""The reason of a rejection because the prompts before a request take long."""
+
+
+class Rejection(msgspec.Struct, frozen=True):
+    """Why a request is not served."""
+
+    status: int  # of HTTP
+    reason: str  # for machines
+    message: str  # for people
+    retry_after_s: float  # at least; infinite if waiting cannot help
+    projection: dict[str, float] | None = None  # the numbers behind it, by name and unit
+    room_tokens: int = 0  # of KVCache that the request needs where it decodes
+    prefill_s: float = 0.0  # predicted from its placement to its first token, without queues
+
+
+def place(
+    footprint: RequestFootprint,
+    table: InstanceTable,
+    match: PrefixMatch,
+    config: ConductorConfig,
+    now: float,
+    avoid: Sequence[int] = (),
+    policy: PlacementFunction | None = None,
+) -> Placement | Rejection:
+    """Chooses prefill and decode instance, leaving out the rows in `avoid`. SLOs are checked by
+    `admission`. `policy`: None for the built-in one that the config names.
+
+    Raises PolicyError if a policy from outside the package fails.
+    """
+    if not table.num_prefills:
+        return Rejection(503, "no_prefill_instance", "no prefill instance is up", 5.0)
+    if footprint.decodes and not table.num_decodes:
+        return Rejection(503, "no_decode_instance", "no decode instance is up", 5.0)
+    has_room: Bools = table.room_tokens >= footprint.expected_tokens
+    if footprint.num_tokens > table.least_capacity_tokens:
+        possible = table.prefills & (table.capacity_tokens >= footprint.num_tokens)
+        if not np.count_nonzero(possible):
+            return _too_long(footprint, table)
+    else:
+        possible = table.prefills
+    if table.mixed is not None:
+        possible = possible & (has_room | ~table.mixed)
+    if table.remainders:
+        possible = possible.copy()
+        possible[table.remainders] &= has_room[table.remainders]
+        possible = _spares_last_answers(table, possible)
+    able: Bools = table.decodes & has_room
+    if avoid:
+        possible = possible.copy()
+        possible[list(avoid)] = able[list(avoid)] = False
+    # Counting is numpy's fastest test for so few elements.
+    num_possible = np.count_nonzero(possible)
+    if not num_possible or (footprint.decodes and not np.count_nonzero(able)):
+        return _no_room(footprint, table)
+    context = SelectionContext(footprint, table, match, config, table.queue_s(now), possible, able)
+    policy = policy or POLICIES[config.placement]  # type: ignore[index]
+    scores = policy(context)
+    rank = table.infinite.copy()
+    np.copyto(rank, scores.rank, where=possible)
+    best = _first(rank, context.queue_s, table.last_placed_s)
+    tbt_s, inline = 0.0, None
+    decoder = best
+    if footprint.decodes:
+        if config.inline_prefill and not table.decodes[best]:
+            inline = best_inline(context, scores.ttft_s.item(best))
+            if inline is not None:
+                best = decoder = inline.row
+                scores.ttft_s[best], scores.prefill_s[best] = inline.ttft_s, inline.prefill_s
+        tbts_s = table.booked_tbt_s(footprint.expected_tokens)
+        if not table.decodes[best]:
+            decoder = _select_decode(context, tbts_s, policy)
+        tbt_s = tbts_s.item(decoder)
+    in_chunks = inline is not None and inline.in_chunks
+    return _describe(context, scores, rank, best, decoder, tbt_s, int(num_possible), in_chunks)
+
+
+def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
+    """Leaves out instances whose last answers, from their time as decode instances, would break the
+    TBT SLO beside a prompt; not if there are no others."""
+    rows = np.array(table.remainders)
+    free: Bools = possible.copy()
+    free[rows] &= (table.booked_batch[rows] == 0) | table.chunk_fits(rows)
+    return free if np.count_nonzero(free) else possible
+
+
+def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:
+    """The lowest rank; among equals the shortest queue, then the longest idle time."""
+    ties = (rank == rank.item(rank.argmin())).nonzero()[0]
+    if len(ties) > 1:
+        queues_s = queue_s[ties]
+        ties = ties[queues_s == queues_s.item(queues_s.argmin())]
+        return int(ties[last_placed_s[ties].argmin()])
+    return int(ties[0])
+
+
+def _select_decode(context: SelectionContext, tbts_s: Floats, policy: PlacementFunction) -> int:
+    table, able = context.table, context.decode_possible
+    able_s = table.infinite.copy()
+    if isinstance(policy, CustomPlacement):
+        scores = policy.decode_scores(context, tbts_s)
+        if scores is not None:
+            np.copyto(able_s, scores, where=able)
+            return _first(able_s, tbts_s, table.last_placed_s)
+    np.copyto(able_s, tbts_s, where=able)
+    near = (able_s <= able_s.item(able_s.argmin()) * TBT_TIE).nonzero()[0]
+    if len(near) > 1 and context.match.deepest:
+        held = np.minimum(context.match.hits[near], context.footprint.usable_blocks)
+        near = near[held == held.item(held.argmax())]
+    return int(near[table.last_placed_s[near].argmin()])
+
+
+class InlinePrefill(NamedTuple):
+    """A prompt that a decode instance computes itself, beside its decodes."""
+
+    row: int
+    prefill_s: float
+    ttft_s: float
+    in_chunks: bool = False
+
+
+def best_inline(context: SelectionContext, separate_ttft_s: float) -> InlinePrefill | None:
+    """The decode instance that computes the prompt itself, or None. `separate_ttft_s`: TTFT by the
+    prefill pool.
+
+    Where tenants compete, no prompt runs in chunks on a decode instance: the prompts of one that
+    sends without pause would be in the steps of all others.
+    """
+    hit_tokens = context.hit_tokens()
+    prefill_s = context.table.prefill_s(context.footprint.num_tokens, hit_tokens)
+    whole = _best_whole(context, hit_tokens, prefill_s, separate_ttft_s)
+    if whole is not None or not context.config.inline_chunks or context.footprint.competes:
+        return whole
+    limit_s = CHUNKED_TTFT_SHARE * separate_ttft_s
+    return _best_in_chunks(context, hit_tokens, prefill_s, limit_s)
+
+
+def _best_whole(
+    context: SelectionContext, hit_tokens: Floats, prefill_s: Floats, separate_ttft_s: float
+) -> InlinePrefill | None:
+    """The decode instance that gives the first token soonest in a single step, if it does so
+    before the prefill pool: in an idle cluster the pools stay apart.
+
+    Mooncake's inline rule: "a prefill is put into a decode batch only if it needs no chunking and
+    does not break the TBT SLO; otherwise it goes to the separate pool" (v3 section 5). A cached
+    prefix needs no computing, so the next turn of a conversation often qualifies on the instance
+    that holds its last answer.
+
+    All prompts that are booked inline and have not ended share one step with this one, and must fit
+    the SLO together. The instance sizes its chunks by the SLO anyway (`scheduler.chunk_budget`), so
+    a wrong estimate here delays the prompt, but not the decodes.
+    """
+    footprint, table = context.footprint, context.table
+    new = footprint.num_tokens - hit_tokens
+    rows = (context.decode_possible & ~table.prefills & (new <= table.chunk_tokens)).nonzero()[0]
+    if not len(rows):
+        return None
+    base_s, decodes_s = table.decode_base_s[rows], table.decodes_s(rows)
+    prefill_s = prefill_s[rows]
+    step_s = np.maximum(base_s, context.queue_s[rows] + prefill_s) + decodes_s
+    # A step is under way when the prompt arrives, unless the instance decodes nothing.
+    under_way_s = np.where(table.booked_batch[rows] > 0, base_s + decodes_s, 0.0)
+    ttft_s = under_way_s + step_s
+    fits = step_s <= footprint.tbt_s
+    fits &= table.booked_context[rows] + footprint.num_tokens <= table.engine_tokens[rows]
+    fits &= ttft_s < separate_ttft_s
+    if not np.count_nonzero(fits):
+        return None
+    best = int(np.where(fits, ttft_s, np.inf).argmin())
+    return InlinePrefill(int(rows[best]), prefill_s.item(best), ttft_s.item(best))
+
+
+def _best_in_chunks(
+    context: SelectionContext, hit_tokens: Floats, prefill_s: Floats, limit_s: float
+) -> InlinePrefill | None:
+    """The decode instance that gives the first token soonest by computing the prompt in chunks
+    beside its decodes, if that takes at most `limit_s`.
+
+    So decode instances help a prefill pool with a queue. They do so only while a chunk fits into
+    their steps, and their decodes are booked with that chunk (`InstanceTable.num_chunked`).
+    """
+    footprint, table = context.footprint, context.table
+    fits = context.decode_possible & ~table.prefills & (table.chunk_tokens > 0)
+    fits &= context.queue_s + prefill_s <= limit_s
+    rows = fits.nonzero()[0]
+    if not len(rows):
+        return None
+    step_s = table.decode_base_s[rows] + table.decodes_s(rows)
+    fits = step_s + table.shared_chunk_s[rows] <= CHUNKED_STEP_SHARE * footprint.tbt_s
+    fits &= table.booked_context[rows] + footprint.num_tokens <= table.engine_tokens[rows]
+    new_tokens = footprint.num_tokens - hit_tokens[rows]
+    prefill_s = table.chunked_prefill_s(rows, prefill_s[rows], new_tokens)
+    under_way_s = np.where(table.booked_batch[rows] > 0, step_s, 0.0)
+    ttft_s = under_way_s + context.queue_s[rows] + prefill_s
+    fits &= ttft_s <= limit_s
+    if not np.count_nonzero(fits):
+        return None
+    best = int(np.where(fits, ttft_s, np.inf).argmin())
+    return InlinePrefill(int(rows[best]), prefill_s.item(best), ttft_s.item(best), True)
+
+
+def _describe(
+    context: SelectionContext,
+    scores: WorkerScores,
+    rank: Floats,
+    best: int,
+    decoder: int,
+    tbt_s: float,
+    num_possible: int,
+    in_chunks: bool,
+) -> Placement:
+    """Overwrites `rank`."""
+    ids, footprint = context.table.ids, context.footprint
+    candidates = [_candidate(context, scores, best)]
+    # A decode instance that computes the prompt is listed, but not one of the possible ones.
+    num_others = num_possible - int(context.possible[best])
+    rank[best] = np.inf
+    for _ in range(NUM_EXPLAINED - 1):
+        row = int(rank.argmin())
+        if rank.item(row) == np.inf:
+            break
+        candidates.append(_candidate(context, scores, row))
+        num_others -= 1
+        rank[row] = np.inf
+    chosen = candidates[0]
+    decode = ids[decoder] if footprint.decodes and decoder != best else None
+    fetch_tokens = chosen.hit_tokens if chosen.fetch_from is not None else 0
+    return Placement(
+        prefill=ids[best],
+        decode=decode,
+        fetch_from=chosen.fetch_from,
+        fetch_tokens=fetch_tokens,
+        hit_tokens=chosen.hit_tokens,
+        held_blocks=int(_in_dram(context).item(best)),
+        source_load_s=chosen.source_load_s,
+        decoder_row=decoder,
+        queue_s=chosen.queue_s,
+        prefill_s=chosen.prefill_s,
+        ttft_s=chosen.ttft_s,
+        tbt_s=tbt_s,
+        chosen=ChosenPlacement(
+            tuple(candidates), num_others, ids[best], decode, fetch_tokens, tbt_s
+        ),
+        in_chunks=in_chunks,
+    )
+
+
+def _in_dram(context: SelectionContext) -> Floats:
+    match = context.match
+    return match.held if match.held_in_dram is None else match.held_in_dram
+
+
+def _candidate(context: SelectionContext, scores: WorkerScores, row: int) -> PlacementCandidate:
+    ids, local = context.table.ids, scores.local
+    hit_tokens = int(local.hit_tokens.item(row))
+    load_tokens = 0
+    if local.near_tokens is not None:
+        load_tokens = hit_tokens - int(local.near_tokens.item(row))
+    source = -1 if scores.sources is None else scores.sources.item(row)
+    load_s = 0.0
+    if source >= 0:
+        load_s = source_load_s(context, source, hit_tokens)
+        hit_tokens = int(context.usable_tokens(context.match.held.item(source)))
+    return PlacementCandidate(
+        instance_id=ids[row],
+        queue_s=context.queue_s.item(row),
+        hit_tokens=hit_tokens,
+        fetch_from=ids[source] if source >= 0 else None,
+        prefill_s=scores.prefill_s.item(row),
+        ttft_s=scores.ttft_s.item(row),
+        load_tokens=load_tokens,
+        source_load_s=load_s,
+    )
+
+
+def _too_long(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
+    most = int(table.capacity_tokens[table.prefills].max())
+    text = (
+        f"the prompt of {footprint.num_tokens} tokens is longer than the {most} tokens of KVCache"
+        f" of any prefill instance: shorten it"
+    )
+    return Rejection(422, "no_prefill_capacity", text, float("inf"))
+
+
+def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
+    """The caller adds when there will be room (`waiting.room_forecast`)."""
+    wanted = footprint.expected_tokens
+    text = f"no decode instance has room for {wanted} more tokens of KVCache"
+    rows = table.decodes if footprint.decodes else table.prefills
+    if int(table.capacity_tokens[rows].max(initial=0)) < wanted:
+        text += ", not even an idle one: ask for fewer tokens"
+        return Rejection(422, NO_ROOM, text, float("inf"))
+    return Rejection(503, NO_ROOM, text, 0.0, room_tokens=wanted)

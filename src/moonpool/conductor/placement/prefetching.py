@@ -1,0 +1,167 @@
+"""Brings the blocks of a session from an SSD to DRAM before its next turn is due.
+
+A session waits from the end of an answer until a prompt arrives that continues it: one that
+contains the last full block of the session's prompt. `TurnForecast` learns how long that takes.
+
+A waiting session that is on an SSD only belongs in DRAM if its next turn is expected sooner than
+that of the sessions which leave DRAM now. So the Conductor notes at which expected rate of return
+sessions are demoted, and prefetches a session once its own rate is well above that. The rate of a
+session changes only where a range of ages begins, so each session is examined a few times.
+
+The instance decides when it has the room, and loads nothing while a request's load runs
+(`scheduler.prefetch`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from moonpool.conductor.forecast.estimators import RunningMean
+from moonpool.conductor.forecast.turn_forecast import (
+    AGE_LIMITS_S,
+    SessionClass,
+    TurnForecast,
+    session_class,
+)
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.state import TrackedRequest
+from moonpool.protocol.messages import PrefetchBlocks
+from moonpool.types import BlockKey, InstanceId
+
+MAX_WAITING_BLOCKS = 1 << 19
+"""Blocks of all waiting sessions that are remembered; the oldest sessions are given up first."""
+RATE_FACTOR = 1.5
+"""A session must be expected this many times sooner than those that are demoted."""
+MIN_CHANCE = 0.3
+"""Smallest probability that the next turn comes before the blocks would leave DRAM again."""
+MAX_PREFETCHES = 2
+"""Prefetches of one session in one pause."""
+MAX_EXAMINED = 32
+"""Sessions that one tick examines at most."""
+MAX_TO_EXAMINE = 1024
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    keys: Sequence[BlockKey]
+    since_s: float  # the end of its last answer
+    num_turns: int
+    of: SessionClass
+    num_prefetches: int = 0
+    demoted: bool = False  # its last block left the DRAM of some instance
+    waiting: bool = True
+
+
+class Prefetching:
+    """The waiting sessions, and which of them are due."""
+
+    def __init__(self, reservations: Reservations) -> None:
+        self.forecast = TurnForecast()
+        self._index, self._table = reservations.index, reservations.instance_table
+        self._instances = reservations.instances
+        self._waiting: OrderedDict[BlockKey, _Session] = OrderedDict()  # by its last full block
+        self._num_blocks = 0
+        # By range of ages, in the order in which they reach its end; some wait no more.
+        self._by_age: list[deque[_Session]] = [deque() for _ in AGE_LIMITS_S]
+        self._to_examine: deque[_Session] = deque(maxlen=MAX_TO_EXAMINE)
+        self._demoted_rate = RunningMean(0.0)
+        self._demoted_age_s = RunningMean(0.0)
+
+    def arrive(self, tracked: TrackedRequest, now: float) -> None:
+        """A prompt arrived: a session that it continues waits no more (mutates both)."""
+        keys = tracked.keys
+        if not keys or self._waiting.keys().isdisjoint(keys):
+            return
+        for key in reversed(keys):
+            session = self._waiting.get(key)
+            if session is not None:
+                self._forget(key)
+                pause_s = now - session.since_s
+                self.forecast.note_returned(session.of, pause_s)
+                tracked.num_turns, tracked.pause_s = session.num_turns, pause_s
+                return
+
+    def end(self, tracked: TrackedRequest, now: float) -> None:
+        """A request was answered: its session waits from now on (mutates)."""
+        keys = tracked.keys
+        if not keys:
+            return
+        leaf, num_turns = keys[-1], tracked.num_turns + 1
+        if leaf in self._waiting:
+            self._forget(leaf)
+        session = _Session(keys, now, num_turns, session_class(num_turns, tracked.pause_s))
+        self._waiting[leaf] = session
+        self._by_age[0].append(session)
+        self._num_blocks += len(keys)
+        while self._num_blocks > MAX_WAITING_BLOCKS:
+            self._forget(next(iter(self._waiting)))
+
+    def on_demoted(self, keys: Iterable[BlockKey], now: float) -> None:
+        """These blocks left the DRAM of an instance for its SSD (mutates)."""
+        waiting = self._waiting
+        for key in keys:
+            session = waiting.get(key)
+            if session is not None:
+                age_s = now - session.since_s
+                self._demoted_rate.add(self.forecast.rate_per_s(session.of, age_s))
+                self._demoted_age_s.add(age_s)
+                session.demoted = True
+
+    def tick(self, now: float) -> Iterator[tuple[InstanceId, PrefetchBlocks]]:
+        """Yields the commands for sessions that are due (mutates)."""
+        self._age(now)
+        for _ in range(min(len(self._to_examine), MAX_EXAMINED)):
+            session = self._to_examine.popleft()
+            if session.waiting and self._is_due(session, now - session.since_s):
+                command = self._command(session)
+                if command is not None:
+                    session.num_prefetches += 1
+                    yield command
+
+    def _age(self, now: float) -> None:
+        """Moves sessions to their present ranges of ages. Where a range begins, the rate of a
+        session changes, so those that are on an SSD are examined then."""
+        for number, limit_s in enumerate(AGE_LIMITS_S):
+            sessions = self._by_age[number]
+            while sessions and sessions[0].since_s + limit_s <= now:
+                session = sessions.popleft()
+                if not session.waiting:
+                    continue
+                self.forecast.note_passed(session.of, number)
+                if number + 1 < len(AGE_LIMITS_S):
+                    self._by_age[number + 1].append(session)
+                if session.demoted and session.num_prefetches < MAX_PREFETCHES:
+                    self._to_examine.append(session)
+
+    def _is_due(self, session: _Session, age_s: float) -> bool:
+        rate = self.forecast.rate_per_s(session.of, age_s)
+        if rate < RATE_FACTOR * self._demoted_rate.value:
+            return False
+        stay_s = self._demoted_age_s.value
+        return self.forecast.chance(session.of, age_s, stay_s) >= MIN_CHANCE
+
+    def _command(self, session: _Session) -> tuple[InstanceId, PrefetchBlocks] | None:
+        """The command for the instance that holds most of the session, preferably one that
+        prefills; None if some instance has as much in DRAM."""
+        match, table = self._index.match(session.keys), self._table
+        near = match.held_in_dram
+        if not match.deepest or near is None or near.max() == match.deepest:
+            return None
+        rows = [int(row) for row in (match.held == match.deepest).nonzero()[0]]
+        row = max(rows, key=lambda row: (bool(table.prefills[row]), near.item(row)))
+        instance_id = table.ids[row]
+        if self._instances[instance_id].drain is not None:
+            return None
+        return instance_id, PrefetchBlocks(keys=tuple(session.keys[: match.deepest]))
+
+    def _forget(self, leaf: BlockKey) -> None:
+        session = self._waiting.pop(leaf)
+        session.waiting = False
+        self._num_blocks -= len(session.keys)
+
+    def validate(self) -> None:
+        """Asserts that the number of blocks is right and within its bound."""
+        assert self._num_blocks == sum(len(one.keys) for one in self._waiting.values())
+        assert self._num_blocks <= MAX_WAITING_BLOCKS

@@ -1,0 +1,69 @@
+"""How many instances of each role the load wants. Pure.
+
+Wanted is the demand of a pool (`role_balance`), in instances, over the share of their time that
+they should be busy. More are wanted as soon as the demand of the short or of the long window says
+so, for a new instance takes minutes to boot. Fewer are wanted only after the demand has been lower
+for a whole window, and then as many as the highest demand in it asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import ceil, isfinite
+
+from moonpool.conductor.actions import InstancesWanted
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.conductor.roles.role_balance import RoleBalance
+
+CHECK_S = 2.0
+SLACK = 0.02
+"""By this share of an instance, demand may exceed what fewer instances should serve."""
+MOST_WANTED = 10_000
+
+
+class Autoscale:
+    """The numbers wanted over time. At least one instance of each role is wanted."""
+
+    def __init__(self, balance: RoleBalance, target_load: float, window_s: float) -> None:
+        """`target_load`: share of its time that an instance should be busy."""
+        self.wanted: InstancesWanted | None = None  # None: not enough was seen yet
+        self._balance = balance
+        self._target_load = target_load
+        self._prefill, self._decode = _Pool(window_s), _Pool(window_s)
+        self._next_check_s = 0.0
+
+    def tick(self, table: InstanceTable, now: float) -> list[InstancesWanted]:
+        """Checks the demand now and then; returns what is wanted if that has changed."""
+        if now < self._next_check_s:
+            return []
+        self._next_check_s = now + CHECK_S
+        demand = self._balance.demand(table, now)
+        if demand is None or not all(map(isfinite, demand)):
+            return []
+        before, self.wanted = self.wanted, self._want(demand, now)
+        return [self.wanted] if self.wanted != before else []
+
+    def _want(self, demand: tuple[float, float], now: float) -> InstancesWanted:
+        prefill, decode = (
+            pool.most(min(max(ceil(each / self._target_load - SLACK), 1), MOST_WANTED), now)
+            for pool, each in zip((self._prefill, self._decode), demand, strict=True)
+        )
+        return InstancesWanted(prefill, decode)
+
+
+class _Pool:
+    """The highest number asked for within the window: a queue of falling numbers."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._asked: deque[tuple[float, int]] = deque()
+
+    def most(self, count: int, now: float) -> int:
+        """Adds a number; returns the highest one of the window (mutates)."""
+        asked = self._asked
+        while asked and asked[-1][1] <= count:
+            asked.pop()
+        asked.append((now, count))
+        while asked[0][0] < now - self._window_s:
+            asked.popleft()
+        return asked[0][1]

@@ -1,0 +1,59 @@
+"""Reads a configuration: TOML text and what command lines lay over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moonpool.config.rules import check_values
+from moonpool.config.schema import Values, convert_tables, load_toml, name_problems
+from moonpool.config.tables import POLICY_KEYS, Config
+
+
+def parse_config(
+    text: str,
+    overrides: Values | None = None,
+    defaults: Values | None = None,
+    own_name: Callable[[str, str], str] = lambda key, name: name,
+) -> Config:
+    """Reads TOML text, lays `overrides` (table -> key -> value) over it, and checks the result.
+    A key in neither has its value from `defaults`, else that of the tables above. `own_name`
+    returns the "module:Class" of a policy that a package installed under a name, by key.
+
+    Raises ConfigError: bad TOML; else all unknown names, wrong types and values out of range; else
+    all values that contradict each other.
+    """
+    tables = load_toml(text)
+    problems = name_problems(tables, Config)
+    for table, values in (overrides or {}).items():
+        tables.setdefault(table, {}).update(values)
+    problems += name_problems(tables, Config)
+    for table, values in (defaults or {}).items():
+        tables[table] = values | tables.get(table, {})
+    for table, key in POLICY_KEYS:
+        name = tables.get(table, {}).get(key)
+        if isinstance(name, str):
+            tables[table] = tables[table] | {key: own_name(f"{table}.{key}", name)}
+    _settle_vllms(tables)
+    config = convert_tables(tables, Config, problems)
+    check_values(config)
+    return config
+
+
+def _settle_vllms(tables: dict[str, Any]) -> None:
+    """Sets the numbers of instances to those of the named vLLM servers, and their models as the
+    ones to serve unless one is named (mutates)."""
+    named = tables.get("vllm")
+    roles = ("prefill", "decode", "mixed")
+    names_any = isinstance(named, dict) and any(named.get(role) for role in roles)
+    if names_any:
+        tables.setdefault("engine", {}).setdefault("kind", "vllm")
+    if tables.get("engine", {}).get("kind") == "vllm":
+        tables.setdefault("model", {}).setdefault("name", "")
+    if not isinstance(named, dict) or not names_any:
+        return
+    counts = tables.setdefault("cluster", {})
+    for role in roles:
+        places = named.get(role, ())
+        if isinstance(places, list | tuple):
+            counts.setdefault(role, len(places))

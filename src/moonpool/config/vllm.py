@@ -1,0 +1,71 @@
+"""The configuration of the vLLM servers that a cluster stands in front of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from moonpool.config.schema import about
+from moonpool.types import Struct
+
+
+class VllmAddress(Struct, frozen=True):
+    """Addresses of a vLLM: its HTTP server, its KV events and their replay. "": it has none."""
+
+    url: str
+    events: str = ""
+    replay: str = ""
+
+
+Parsers = Literal["vllm", "moonpool"]
+
+
+class VllmConfig(Struct, frozen=True):
+    """The vLLM servers that serve as instances, by role, each as "URL", "URL,EVENTS" or
+    "URL,EVENTS,REPLAY" (see `vllm_place`), and what is left to them."""
+
+    prefill: Annotated[
+        tuple[str, ...],
+        about(
+            "A running vLLM server as prefill instance; repeat the flag for more.",
+            "--vllm-prefill",
+            metavar="URL...",
+        ),
+    ] = ()
+    decode: Annotated[
+        tuple[str, ...],
+        about(
+            "A running vLLM server as decode instance; repeat the flag for more.",
+            "--vllm-decode",
+            metavar="URL...",
+        ),
+    ] = ()
+    mixed: Annotated[
+        tuple[str, ...],
+        about(
+            "A running vLLM server as mixed instance; EVENTS sends KV events, REPLAY repeats them.",
+            "--vllm",
+            metavar="URL[,EVENTS[,REPLAY]]",
+        ),
+    ] = ()
+    parsers: Annotated[
+        Parsers,
+        about(
+            "Who finds tool calls and reasoning in answers: vllm (where it parses them, from the"
+            " client's own body), or moonpool (the answer then outlives its server).",
+            "--vllm-parsers",
+        ),
+    ] = "vllm"
+
+    @property
+    def places(self) -> dict[str, tuple[str, ...]]:
+        """The servers by role."""
+        return {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
+
+    @property
+    def first(self) -> str:
+        """The instance of the first server; "": none is named."""
+        return next((f"{role}-0" for role, named in self.places.items() if named), "")
+
+    @property
+    def names_any(self) -> bool:
+        return any(self.places.values())

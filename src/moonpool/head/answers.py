@@ -1,0 +1,93 @@
+"""The answers that clients of a head wait for, and the requests that have ended."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
+from moonpool.head.response_stream import ResponseStream, WorkWatch
+from moonpool.head.watch.ended_requests import EndedRequests, RequestObserver
+from moonpool.protocol.messages import Command, ForwardedCall, StartPrefill, request_of
+from moonpool.types import FinishReason, RequestId
+
+
+class Answers:
+    """`ended`: told once when the outcome of a request is final. `work` marks the call that is
+    worked on."""
+
+    def __init__(self, ended: EndedRequests) -> None:
+        self.ended = ended
+        self._streams: dict[RequestId, ResponseStream] = {}
+        self._calls: dict[RequestId, ForwardedCall] = {}  # of forwarded requests
+        self.work = WorkWatch(self._streams)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def find(self, request_id: RequestId) -> ResponseStream | None:
+        return self._streams.get(request_id)
+
+    def all(self) -> list[tuple[RequestId, ResponseStream]]:
+        return list(self._streams.items())
+
+    def open(self, request_id: RequestId, call: ForwardedCall | None) -> ResponseStream:
+        """A client waits from now on. `call`: of a forwarded request."""
+        assert request_id not in self._streams
+        answer = self._streams[request_id] = ResponseStream(self.work.number)
+        if call is not None:
+            self._calls[request_id] = call
+        return answer
+
+    def close(self, request_id: RequestId) -> bool:
+        """Nobody waits any more. Returns whether the request had ended."""
+        answer = self._streams.pop(request_id)
+        self._calls.pop(request_id, None)
+        if answer.ended is None:
+            return False
+        self.ended.settle(answer.ended.record)
+        return True
+
+    def judge(self, request_id: RequestId, reason: str, num_tokens: int | None = None) -> bool:
+        """Its reader ends the answer: after so many tokens, or otherwise than as a whole one.
+        Returns whether the request had ended: then this counts, and no Conductor need hear it."""
+        answer = self._streams.get(request_id)
+        if answer is None or answer.ended is None:
+            return False
+        record = answer.ended.record
+        if num_tokens is not None:
+            record.end_at(num_tokens)
+        record.outcome = reason
+        return True
+
+    def with_call(self, command: Command) -> Command:
+        """The Conductor does not have the bodies of forwarded requests."""
+        if not self._calls or not isinstance(command, StartPrefill):
+            return command
+        call = self._calls.get(request_of(command.work.attempt_id))
+        if call is None:
+            return command
+        work = msgspec.structs.replace(command.work, call=call)
+        return msgspec.structs.replace(command, work=work)
+
+    def deliver(self, action: Deliver) -> None:
+        answer = self._streams.get(action.request_id)
+        if answer is not None:
+            answer.deliver(action)
+
+    def refuse(self, action: Refuse) -> None:
+        answer = self._streams.get(action.request_id)
+        if answer is not None:
+            answer.refuse(action)
+
+    def on_ended(self, ended: RequestEnded, own: RequestObserver) -> None:
+        """The Conductor has ended a request. `own`: the observer of its model."""
+        record = ended.record
+        self.ended.keep(ended, own)
+        answer = self._streams.get(record.request_id)
+        if answer is None:
+            self.ended.settle(record)
+            return
+        answer.ended = ended  # settled when its reader has judged the last output
+        answer.timings_s = record.stages_s()  # read only after this turn of the loop
+        if record.outcome == FinishReason.ABORT and not answer.refused:
+            answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))

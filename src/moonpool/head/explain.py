@@ -1,0 +1,259 @@
+"""Describes requests, instances and hot prefixes as plain JSON values, for the HTTP endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import msgspec
+
+from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.forecast.cost_estimator import learned_factors
+from moonpool.conductor.roles.role_balance import Pools
+from moonpool.conductor.state import InstanceState
+from moonpool.config.tables import Config
+from moonpool.request_record import RequestRecord
+from moonpool.types import BlockKey, Slo, payer_of
+
+_NO_INSTANTS = (
+    "arrived_s",
+    "expected_ttft_s",
+    "gap_runs",
+    "kept_tbt_top10_mean_s",
+    "predicted_tbt_s",
+    "predicted_ttft_s",
+    "prefills_took_s",
+    "wasted_prefills_took_s",
+)
+
+
+def stage_of(record: RequestRecord | None) -> str:
+    """What a request does now, in a few words; "" if it is not placed yet."""
+    if record is None or record.placed_s is None:
+        return ""
+    if record.prefill_started_s is None:
+        return "queue"
+    if record.prefill_done_s is None:
+        tokens = f"{record.num_prompt_tokens} tokens, {record.cached_tokens} of them cached"
+        return f"prefill of {tokens}"
+    return "handover" if record.first_token_s is None else "decode"
+
+
+def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict[str, Any]:
+    """Describes a request: its placement with the reasons, and the time of each stage."""
+    since_arrival_s = {
+        name.removesuffix("_s"): round(value - record.arrived_s, 6)
+        for name in record.__slots__
+        if name.endswith("_s")
+        and name not in _NO_INSTANTS
+        and (value := getattr(record, name)) is not None
+    }
+    return {
+        "request_id": record.request_id,
+        "tenant": record.tenant,
+        "outcome": record.outcome or "running",
+        "attempts": record.attempts,
+        "prefill_instance": record.prefill_instance,
+        "decode_instance": record.decode_instance,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "fetched_tokens": record.fetched_tokens,
+        "loaded_tokens": record.loaded_tokens,
+        "corrupt_slices": record.corrupt_slices,
+        "generated_tokens": record.answer_tokens,
+        "slo": describe_slo(record.slo),
+        "predicted": {"ttft_s": record.expected_ttft_s, "tbt_s": record.predicted_tbt_s},
+        "refused_by": record.projection,
+        "observed": {
+            "ttft_s": record.ttft_s,
+            "tpot_s": record.tpot_s,
+            "tbt_top10_mean_s": record.tbt_top10_mean_s,
+        },
+        "since_arrival_s": since_arrival_s,
+        "stages_s": record.stages_s(),
+        "why": list(explanation),
+    }
+
+
+def describe_slo(slo: Slo) -> dict[str, Any]:
+    """The service levels, and which of them nobody has stated: nothing is refused for those."""
+    return {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s, "assumed": list(slo.assumed)}
+
+
+def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
+    """Describes the instances with their pools and reservations, and the cluster's totals."""
+    instances = [
+        _describe_instance(conductor, state, now) for state in conductor.instances.values()
+    ]
+    return {
+        "instances": instances,
+        "slo": describe_slo(conductor.default_slo),
+        "lack": conductor.lack or None,
+        "answers_paused": conductor.num_pauses,
+        "requests_under_way": len(conductor.requests),
+        "requests_waiting": conductor.num_waiting,
+        "indexed_blocks": len(conductor.index),
+        "role_balance": _describe_roles(conductor, now),
+        "drains": {
+            "left": conductor.drains.num_left,
+            "handed_over_blocks": conductor.drains.num_handed_blocks,
+        },
+        "predictions": {
+            name: error.summary() for name, error in conductor.cost_estimator.errors.items()
+        },
+        "longest_gaps_over_mean": conductor.instance_table.tbt_tail,
+        "late_ttft_over_predicted": conductor.instance_table.ttft_tail,
+    }
+
+
+def describe_server(config: Config) -> dict[str, Any]:
+    """Describes the configuration without its secrets, and which service levels are assumed."""
+    tables = msgspec.to_builtins(config)
+    tables["api"]["api_keys"] = len(config.api.api_keys)
+    tables["vllm"] |= {role: len(places) for role, places in config.vllm.places.items()}
+    slo = config.slo.usual
+    tables["slo"] = {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s}
+    return {"config": tables, "assumed_slos": list(slo.assumed)}
+
+
+def describe_to_tenant(conductor: Conductor, tenant: str) -> dict[str, Any]:
+    """Describes what a tenant may know: which instances there are, and its own requests."""
+    own = [
+        tracked
+        for tracked in conductor.requests.values()
+        if payer_of(tracked.request.tenant) == tenant
+    ]
+    return {
+        "instances": [
+            {
+                "instance_id": state.info.instance_id,
+                "role": state.role.value,
+                "draining": None if state.drain is None else state.drain.reason,
+            }
+            for state in conductor.instances.values()
+        ],
+        "requests_under_way": len(own),
+        "requests_waiting": sum(tracked.attempt is None for tracked in own),
+    }
+
+
+def _describe_roles(conductor: Conductor, now: float) -> dict[str, Any]:
+    """Describes the role balance: the load of both pools, its advice and its switches."""
+    report, instance_table = conductor.roles.report(now), conductor.instance_table
+    advice = report.advice
+    return {
+        "mode": report.mode,
+        "load": None if report.mode == "off" else _loads(report.loads),
+        "advice": None
+        if advice is None
+        else advice.describe(instance_table.num_prefills, instance_table.num_decodes),
+        "switches": {role.value: number for role, number in report.num_switches.items()},
+        "given_up": report.num_given_up,
+    }
+
+
+def _loads(loads: Pools) -> dict[str, float | None]:
+    """Returns the loads by pool; None for a pool without instances."""
+    return {
+        name: round(load, 4) if isfinite(load) else None for name, load in loads._asdict().items()
+    }
+
+
+def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -> dict[str, Any]:
+    info, load = state.info, state.load
+    described: dict[str, Any] = {
+        "instance_id": info.instance_id,
+        "role": state.role.value,
+        "draining": None if state.drain is None else state.drain.reason,
+        "handed_over_blocks": conductor.drains.num_handed(info.instance_id),
+        "host": info.host,
+        "pid": info.pid,
+        "stages": info.num_stages,
+        "ranks": info.num_ranks,
+        "incarnation": str(info.incarnation),
+        "address": f"{info.address.tcp_host}:{info.address.tcp_port}",
+        "queued_prefills": len(state.prefills),
+        "queue_s": round(float(conductor.instance_table.queue_s(now)[state.row]), 4),
+        "booked_decodes": len(state.decodes),
+        "serving_fetches": len(state.serving),
+        "indexed_blocks": conductor.index.num_blocks(info.instance_id),
+        "pool": {
+            "dtype": info.layout.dtype,
+            "arithmetic": info.layout.arithmetic,
+            "block_tokens": info.layout.block_tokens,
+            "block_bytes": info.layout.block_bytes,
+            "blocks": info.num_blocks,
+            "promised": info.num_blocks,
+        },
+        "cost": msgspec.to_builtins(info.cost),
+        "learned": learned_factors(state),
+    }
+    if load is not None:
+        described["pool"] |= {
+            "blocks": load.num_blocks,
+            "held": load.held_blocks,
+            "available": load.free_blocks,
+            "cached": load.cached_blocks,
+            "owners": load.owners,
+        }
+        if load.ssd is not None:
+            described["ssd"] = msgspec.to_builtins(load.ssd)
+        if load.cache_view is not None:
+            described["cache_view"] = msgspec.to_builtins(load.cache_view)
+        described["running"] = load.num_running
+        described["waiting"] = load.num_waiting
+        described["counters"] = load.counters
+    return described
+
+
+MAX_LISTED_BLOCKS = 16_384
+"""The most blocks that one instance may list for `/cluster/hot`."""
+
+
+@dataclass(slots=True)
+class _Prefix:
+    num_uses: int
+    num_tokens: int
+    num_bytes: int
+
+
+def describe_hot(conductors: Sequence[Conductor], num_prefixes: int) -> list[dict[str, Any]]:
+    """Describes the most used prefixes of all models first.
+
+    Uses are summed over the instances that list the prefix. The index gives the location of its
+    last block.
+    """
+    found = [(p, c, key) for c in conductors for key, p in _hot_prefixes(c).items()]
+    found.sort(key=lambda item: (-item[0].num_uses, -item[0].num_tokens))
+    return [_describe(conductor, key, prefix) for prefix, conductor, key in found[:num_prefixes]]
+
+
+def _hot_prefixes(conductor: Conductor) -> dict[BlockKey, _Prefix]:
+    found: dict[BlockKey, _Prefix] = {}
+    for state in conductor.instances.values():
+        if state.hot is None:
+            continue
+        layout = state.info.layout
+        for prefix in state.hot.prefixes:
+            size = len(prefix.keys)
+            one = found.setdefault(
+                prefix.keys[-1],
+                _Prefix(0, size * layout.block_tokens, size * layout.block_bytes),
+            )
+            one.num_uses += prefix.num_uses
+    return found
+
+
+def _describe(conductor: Conductor, key: BlockKey, prefix: _Prefix) -> dict[str, Any]:
+    holders = conductor.index.holders_of(key)
+    return {
+        "key": key.hex(),
+        "tokens": prefix.num_tokens,
+        "bytes": prefix.num_bytes,
+        "hits": prefix.num_uses,
+        "replicas": len(holders),
+        "dram": [name for name, on_ssd in holders if not on_ssd],
+        "ssd": [name for name, on_ssd in holders if on_ssd],
+    }

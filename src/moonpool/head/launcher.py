@@ -1,0 +1,273 @@
+"""Starts a cluster's workers as processes of this machine, and ends them with the supervisor.
+
+A worker receives the cluster's secret through its environment, never on its command line. It runs
+in a session of its own, so that Ctrl-C reaches only the supervisor; the head then ends the workers
+in order. If the head dies, they stay and wait for the next one. If the supervisor dies, the kernel
+ends them (`PR_SET_PDEATHSIG`). Arenas are anonymous memory, so nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from moonpool.config.tables import ClusterConfig, EngineConfig, VllmConfig
+from moonpool.cores import CoreShare, format_cores
+from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError
+from moonpool.head.memory_files import KeptMemoryFiles
+from moonpool.head.watch.culprits import OomKills, is_crash
+from moonpool.types import InstanceId, Role
+
+log = logging.getLogger("moonpool.launcher")
+
+SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+ATTENTION = "attention"  # on the command line; not an instance for the Conductor
+MAX_RESTARTS = 5
+"""More of one worker end the start of the cluster. Later, none is given up."""
+RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Delay after the first, second, ... death in short succession."""
+STEADY_S = 60.0
+"""A worker that lived this long had started well, so its restart count is reset."""
+SERVING_STEADY_S = 10.0
+"""The same once the cluster is up. Most deaths are then no fault of the start."""
+STOP_S = 3.0
+
+WorkerProcess = ForkedProcess | asyncio.subprocess.Process
+
+
+def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
+    """Returns the variables that a worker's environment has in addition to its parent's."""
+    return {SECRET_VARIABLE: secret.hex()} | dict.fromkeys(THREAD_VARIABLES, str(threads))
+
+
+def _num_parts(engine: EngineConfig) -> dict[str, int]:
+    """The stages or ranks of an instance after the first, by role."""
+    return {role.value: engine.degree(role).num_processes - 1 for role in Role}
+
+
+def local_instances(cluster: ClusterConfig) -> list[tuple[Role, InstanceId]]:
+    """The instances that a local cluster starts, in their order."""
+    counts: Counter[Role] = Counter()
+    found = []
+    for role in cluster.roles:
+        found.append((role, InstanceId(f"{role.value}-{counts[role]}")))
+        counts[role] += 1
+    return found
+
+
+class LocalLauncher:
+    """The worker processes of one local cluster. It restarts a worker that dies."""
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        head_port: int,
+        secret: bytes,
+        threads: int,
+        shares: Sequence[CoreShare] = (),
+        fork_server: ForkServer | None = None,
+        vllm: VllmConfig | None = None,
+        flags: Sequence[str] = (),
+        engine: EngineConfig | None = None,
+    ) -> None:
+        """`shares` has the cores of each worker of `cluster.roles`; if empty, none is pinned.
+
+        Workers are forked from `fork_server`, or start as new interpreters without it. `vllm` has
+        the servers of workers with vLLM, and `flags` further options of every worker. `engine` says
+        how many processes an instance has.
+        """
+        self._head = f"127.0.0.1:{head_port}"
+        self._environment = os.environ | worker_environment(secret, threads)
+        self._fork_server = fork_server
+        self._flags = flags
+        counts: Counter[Role] = Counter()
+        self._wanted: list[tuple[str, str]] = []
+        self._places: dict[str, tuple[str, ...]] = {}
+        for role, name in local_instances(cluster):
+            instance_id = str(name)
+            self._wanted.append((role.value, instance_id))
+            places = () if vllm is None else getattr(vllm, role.value)
+            if places:
+                self._places[instance_id] = ("--vllm", places[counts[role]])
+            counts[role] += 1
+        self.num_instances = len(self._wanted)
+        self._cores: dict[str, tuple[str, ...]] = {}
+        if shares:
+            for (_, instance_id), share in zip(self._wanted, shares, strict=True):
+                own, other = format_cores(share.engine), format_cores(share.others)
+                self._cores[instance_id] = ("--cores", own, "--other-cores", other)
+        self._wanted += [(ATTENTION, f"{ATTENTION}-{i}") for i in range(cluster.attention)]
+        self._num_parts = {} if engine is None else _num_parts(engine)
+        self._memory: dict[str, KeptMemoryFiles] = {}
+        self._processes: dict[str, WorkerProcess] = {}
+        self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
+        self._stopping = False
+        self._started = False
+        self._returning: set[str] = set()
+        self._oom_kills = OomKills()
+        self.on_crash: Callable[[str], None] = lambda instance_id: None
+        """Called with a worker that has ended by itself."""
+
+    def start(self) -> None:
+        """Begins to start all workers. One keeper task per worker restarts it."""
+        for role, instance_id in self._wanted:
+            name = f"keeper of {instance_id}"
+            self.keepers.append(asyncio.create_task(self._keep(role, instance_id), name=name))
+
+    def adopt(self, workers: Mapping[str, int], memory: Mapping[str, tuple[int, int]]) -> None:
+        """Goes on with the workers of an earlier program of this process, in place of `start`."""
+        self._started = True
+        self._memory = {name: KeptMemoryFiles(fds) for name, fds in memory.items()}
+        for name, pid in workers.items():
+            if pid:
+                self._processes[name] = ForkedProcess(pid)
+        self._wanted = [pair for pair in self._wanted if pair[1] in workers]
+        self.start()
+
+    def workers(self) -> dict[str, int]:
+        """The process ids of all workers that have not left; 0 for one that does not run."""
+        left = {keeper.get_name() for keeper in self.keepers if keeper.done()}
+        found = {}
+        for _, name in self._wanted:
+            process = self._processes.get(name)
+            runs = process is not None and process.returncode is None
+            if f"keeper of {name}" not in left:
+                found[name] = process.pid if runs and process is not None else 0
+        return found
+
+    def memory(self) -> dict[str, tuple[int, int]]:
+        """The memory files of the workers."""
+        return {name: files.fds for name, files in self._memory.items()}
+
+    def expect_return(self, instance_id: str, from_disk: bool = True) -> None:
+        """The worker is about to leave, and another one takes its place. If that is one of the code
+        on disk, none is forked from a process of the former code from now on."""
+        if from_disk:
+            self._fork_server = None
+        self._returning.add(instance_id)
+
+    @property
+    def is_ending(self) -> bool:
+        return self._stopping
+
+    def expect_end(self) -> None:
+        """The head stops the workers: no further one is started."""
+        self._stopping = True
+
+    def note_started(self) -> None:
+        """The cluster is up: from now on no worker is given up."""
+        self._started = True
+
+    def kill(self, instance_id: str, why: str = "does not respond") -> None:
+        """Kills a worker. Its keeper restarts it."""
+        process = self._processes.get(instance_id)
+        if process is not None and process.returncode is None:
+            log.warning("%s %s; killing it", instance_id, why)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    async def stop(self) -> None:
+        """Waits for the workers to end, and kills those that do not.
+
+        The head has sent them a stop, but a worker that is still starting has not joined yet.
+        """
+        self._stopping = True
+        # First, so that no further process starts: this kills one that is being spawned.
+        for keeper in self.keepers:
+            keeper.cancel()
+        await asyncio.gather(*self.keepers, return_exceptions=True)
+        processes = list(self._processes.values())
+        waits = [asyncio.ensure_future(process.wait()) for process in processes]
+        if waits:
+            await asyncio.wait(waits, timeout=STOP_S)
+        for process in processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+        await asyncio.gather(*waits)
+        for instance_id in list(self._memory):
+            self._forget_memory(instance_id)
+
+    async def _keep(self, role: str, instance_id: str) -> None:
+        restarts = 0
+        while not self._stopping:
+            began_s = time.monotonic()
+            code = await self._run_once(role, instance_id)
+            if self._stopping:
+                return
+            if is_crash(code, self._oom_kills.is_new()):
+                self.on_crash(instance_id)
+            if code == 0 and instance_id in self._returning:
+                self._returning.discard(instance_id)
+                log.info("%s has left; another one starts in its place", instance_id)
+                continue
+            if code == 0:
+                log.info("%s has left the cluster", instance_id)
+                self._forget_memory(instance_id)
+                return
+            steady_s = SERVING_STEADY_S if self._started else STEADY_S
+            if time.monotonic() - began_s > steady_s:
+                restarts = 0
+            if restarts >= MAX_RESTARTS and not self._started:
+                log.error("%s ended with code %s too often; giving up on it", instance_id, code)
+                return
+            delay_s = RESTART_DELAYS_S[min(restarts, len(RESTART_DELAYS_S) - 1)]
+            restarts += 1
+            log.warning("%s ended with code %s; restarting it in %g s", instance_id, code, delay_s)
+            await asyncio.sleep(delay_s)
+
+    def _kept_memory(self, role: str, instance_id: str) -> tuple[str, ...]:
+        """The flags that name the memory of this worker's predecessor, if it had any."""
+        if role == ATTENTION or instance_id in self._places:
+            return ()
+        if instance_id not in self._memory:
+            self._memory[instance_id] = KeptMemoryFiles()
+        return ("--kept-memory", *self._memory[instance_id].paths)
+
+    def _forget_memory(self, instance_id: str) -> None:
+        memory = self._memory.pop(instance_id, None)
+        if memory is not None:
+            memory.close()
+
+    async def _run_once(self, role: str, instance_id: str) -> int | None:
+        """Starts a worker, and returns its status when it has ended; None: none could start."""
+        process = self._processes.get(instance_id)
+        if process is None or process.returncode is not None:
+            try:
+                process = await self._spawn(role, instance_id)
+            except OSError as error:
+                if not self._started:
+                    raise
+                log.warning("cannot start %s: %s", instance_id, error)
+                return None
+        self._processes[instance_id] = process
+        return await process.wait()
+
+    async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
+        line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
+        line += ["--exit-with-parent", *self._cores.get(instance_id, ())]
+        line += [*self._flags, *self._places.get(instance_id, ())]
+        line += self._kept_memory(role, instance_id)
+        if self._fork_server is not None:
+            num_parts = 0 if instance_id in self._places else self._num_parts.get(role, 0)
+            parts = ("--parts", str(num_parts)) if num_parts else ()
+            try:
+                return await self._fork_server.fork([*line, *parts])
+            except ForkServerError as error:
+                log.debug("%s starts as a new interpreter: %s", instance_id, error)
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "moonpool",
+            *line,
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )

@@ -1,0 +1,289 @@
+"""One model that the head serves: its card and tokenizer, its Conductor, its metrics and its event
+log. A model's instances serve no other model, so no decision is about two of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, get_args
+
+import msgspec
+from prometheus_client.registry import Collector
+
+from moonpool import __version__
+from moonpool.api.body_reading.client import BodyClient
+from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard, Output
+from moonpool.api.metrics.labels import FAILURES, REFUSALS
+from moonpool.api.metrics.server_metrics import ServerMetrics
+from moonpool.api.models.engine_caches import EngineCaches
+from moonpool.conductor.actions import ConductorAction, ConductorEvent
+from moonpool.conductor.conductor import Conductor
+from moonpool.config.tables import Config
+from moonpool.head.checkpoint import Checkpoints
+from moonpool.head.explain import stage_of
+from moonpool.head.models.model_loading import UNKNOWN_TOKENS, ApiModel
+from moonpool.head.watch.metrics_collector import MetricsCollector
+from moonpool.log_limit import limited_logger
+from moonpool.plugins.policies import load_policies, own_classes
+from moonpool.protocol.messages import ForwardedCall, InstanceInfo
+from moonpool.protocol.model_offer import MEDIA_PATHS, POOLING_PATHS, ModelOffer, Parsing
+from moonpool.request_record import RequestRecord
+from moonpool.rewind.event_log import EventLog, write_file
+from moonpool.text.tokenizer import Tokenizer
+from moonpool.types import FinishReason, Request, RequestId, Role, Slo
+
+log = limited_logger("moonpool.head")
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What all models of a head share."""
+
+    config: Config
+    life: str
+    tenant_shares: Mapping[str, float]
+    tenant_caches: Mapping[str, float]
+
+    @property
+    def default_slo(self) -> Slo:
+        return self.config.slo.usual
+
+
+class ModelHost(Protocol):
+    """The head as its models see it."""
+
+    def now(self) -> float: ...
+
+    def submit(
+        self,
+        model: ServedModel,
+        request: Request,
+        delivered: tuple[int, ...] | None,
+        call: ForwardedCall | None = None,
+    ) -> AsyncGenerator[Output, None]: ...
+
+    def abort(self, request_id: RequestId, reason: str, model: ServedModel) -> None: ...
+
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int, model: ServedModel
+    ) -> dict[str, float] | None: ...
+
+    def unsettled(self, model: ServedModel) -> list[RequestRecord]:
+        """Of the model's requests that have ended and are not counted yet."""
+        ...
+
+    def on_new_model(self, model: ServedModel) -> None:
+        """It is served from now on."""
+        ...
+
+
+class ServedModel:
+    """As `ModelFrontend` for the HTTP layer. `key` names the model to its instances."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        settings: HeadSettings,
+        key: str,
+        loaded: ApiModel,
+    ) -> None:
+        """Raises ConfigError."""
+        config = settings.config
+        self.key = key
+        self.card: ModelCard = loaded.card
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.default_slo = settings.default_slo
+        self.request_timeout_s = config.api.request_timeout_s
+        self.metrics = ServerMetrics(loaded.card.model_id)
+        self.observer = MetricsCollector(self.metrics)
+        self._engine_caches = EngineCaches()
+        policies = load_policies(config.conductor)
+        self.conductor = Conductor(
+            config.for_conductor(),
+            life=settings.life,
+            default_slo=self.default_slo,
+            policies=policies,
+            tenant_weights=settings.tenant_shares,
+            tenant_caches=settings.tenant_caches,
+        )
+        self._events = EventLog(config.api.event_log_bytes)
+        self.checkpoints = Checkpoints(self._events, self.conductor, own_classes(policies))
+        self._host = host
+        self._settings = settings
+        self._loaded = loaded
+        self._reader = loaded.reader
+        self.has_offers = False  # else it is known by the configuration alone
+
+    def is_named(self, name: str) -> bool:
+        return name in (self.key, self.card.model_id, *self.card.other_names)
+
+    def now(self) -> float:
+        return self._host.now()
+
+    def options(self, shared: ApiOptions) -> ApiOptions:
+        loaded = self._loaded
+        return replace(
+            shared,
+            tokenizer=loaded.source,
+            tokenizer_parts=loaded.parts,
+            chat_template=loaded.chat_template,
+        )
+
+    def take_reader(self) -> BodyClient | None:
+        reader, self._reader = self._reader, None
+        return reader
+
+    def submit(
+        self, request: Request, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
+        return self._host.submit(self, request, delivered)
+
+    def forward(
+        self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
+    ) -> AsyncGenerator[Output, None]:
+        return self._host.submit(self, request, delivered, call)
+
+    def why_not_forwarded(self) -> str:
+        states = self.conductor.instances.values()
+        if any(state.info.role is not Role.MIXED for state in states):
+            return "prefill and decode run on separate vLLM servers, which take token ids only"
+        return ""
+
+    def abort(self, request_id: RequestId, reason: str = FinishReason.ABORT.value) -> None:
+        self._host.abort(request_id, reason, self)
+
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int
+    ) -> dict[str, float] | None:
+        return self._host.finish(request_id, reason, num_tokens, self)
+
+    def stage(self, request_id: RequestId) -> str:
+        tracked = self.conductor.requests.get(request_id)
+        return stage_of(None if tracked is None else tracked.record)
+
+    def note_refused(self, reason: str) -> None:
+        if reason in REFUSALS or reason not in FAILURES:
+            self.observer.note_refused(reason)
+        else:
+            self.observer.note_failed(reason)
+
+    def note_answered(self, lengths: Sequence[int]) -> None:
+        self.observer.prompt_answered(lengths)
+
+    def collectors(self) -> list[Collector]:
+        """What `metrics_text` takes, with the present gauges."""
+        conductor = self.conductor
+        unsettled = self._host.unsettled(self)
+        self.observer.gauges(conductor, unsettled, self.card.max_model_tokens, self.now())
+        loads = {name: state.load for name, state in conductor.instances.items()}
+        views = {
+            name: load.cache_view
+            for name, load in loads.items()
+            if load is not None and load.cache_view is not None
+        }
+        self._engine_caches.set(self.card.model_id, views)
+        return [self.metrics, self._engine_caches]
+
+    # Decisions
+
+    def handle(self, event: ConductorEvent) -> list[ConductorAction]:
+        """Passes an event to the Conductor, and notes it."""
+        now = self.now()
+        actions: list[ConductorAction] = []
+        try:
+            actions = self.conductor.handle(event, now)
+        finally:  # an event that raises is the most wanted one
+            self._events.note(event, now, actions)
+        return actions
+
+    def event_log(self) -> bytes:
+        return write_file(
+            self._events,
+            __version__,
+            self._settings.life,
+            self._settings.config.for_conductor(),
+            self.default_slo,
+            dict(self._settings.tenant_shares),
+            time.time() - self.now(),
+        )
+
+    def beliefs(self) -> dict[str, Any]:
+        conductor = self.conductor
+        record = conductor.cost_estimator.record(list(conductor.instances.values()))
+        described: dict[str, Any] = msgspec.to_builtins(record)
+        return described
+
+    @property
+    def lack(self) -> str:
+        """Why requests are not served now; "" if they are."""
+        roles = [state.role for state in self.conductor.instances.values()]
+        if not self.card.generates and any(role.prefills for role in roles):
+            return ""
+        return self.conductor.lack
+
+    # Its vLLM servers
+
+    def take_offer(self, offer: ModelOffer) -> None:
+        """A vLLM server of this model has come: its names, adapters and endpoints are the model's,
+        too."""
+        card = self.card
+        if card.model_id == self._settings.config.model.served_name:
+            names: tuple[str, ...] = ()
+        elif self.has_offers:
+            names = (*card.other_names, *offer.names)
+        else:  # until then it is known by what the configuration says
+            card = msgspec.structs.replace(card, model_id=offer.names[0])
+            names = offer.names
+        others = dict.fromkeys(name for name in names if name != card.model_id)
+        adapters = {one.name: one for one in card.adapters}
+        for one in offer.adapters:
+            found = AdapterCard(name=one.name, adapter=one.name, root=one.root)
+            adapters.setdefault(one.name, found)
+        aliases = dict.fromkeys((*card.aliases, self.key, offer.root))
+        taken = {card.model_id, *others, *adapters}
+        self.card = msgspec.structs.replace(
+            card,
+            other_names=tuple(others),
+            aliases=tuple(alias for alias in aliases if alias not in taken),
+            adapters=tuple(adapters.values()),
+            generates=offer.generates,
+            scores_prompts=offer.generates,
+            forwards=self._forwards(offer),
+        )
+        self.metrics.rename(self.card.model_id)
+        self.has_offers = True
+
+    def _forwards(self, offer: ModelOffer) -> tuple[str, ...]:
+        known = self.card.forwards if self.has_offers else ()
+        return tuple(
+            path for path in (*MEDIA_PATHS, *POOLING_PATHS) if path in known or path in offer.paths
+        )
+
+    def set_parsing(self, offers: Iterable[ModelOffer]) -> None:
+        """What all these servers find in their answers is left to them."""
+        shared: set[Parsing] = set(get_args(Parsing))
+        for offer in offers:
+            shared &= set(offer.parses)
+        if not self.has_offers or self._settings.config.vllm.parsers == "moonpool":
+            shared = set()
+        parses = tuple(one for one in get_args(Parsing) if one in shared)
+        if parses != self.card.parses:
+            self.card = msgspec.structs.replace(self.card, parses=parses)
+
+    def limit_context_to(self, info: InstanceInfo, offer: ModelOffer | None) -> None:
+        """An instance joins. `offer`: of a vLLM server."""
+        room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
+        if offer is not None and offer.max_model_tokens <= room_tokens:
+            why = f"the max_model_len of the vLLM server at {info.instance_id}"
+            self.limit_context(offer.max_model_tokens, why)
+        else:
+            self.limit_context(room_tokens, f"the size of the pool of {info.instance_id}")
+
+    def limit_context(self, num_tokens: int, why: str) -> None:
+        """No prompt and output may be longer: each instance must have room for it."""
+        if num_tokens >= self.card.max_model_tokens:
+            return
+        if self.card.max_model_tokens < UNKNOWN_TOKENS:
+            log.warning("the context length is limited to %d tokens, %s", num_tokens, why)
+        self.card = msgspec.structs.replace(self.card, max_model_tokens=num_tokens)

@@ -1,0 +1,220 @@
+"""The models that one head serves, and which instance serves which.
+
+Moonpool's own engine has one model. In front of vLLM servers there are as many as these serve; each
+is read when the first server that offers it comes, and stays when its last server goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from moonpool.conductor.actions import ConductorEvent, DrainRequested, InstanceCrashed, Reported
+from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.state import InstanceState
+from moonpool.head.cluster_error import ClusterError
+from moonpool.head.models.model_loading import ApiModel, load_offered
+from moonpool.head.models.served_model import HeadSettings, ModelHost, ServedModel
+from moonpool.log_limit import limited_logger
+from moonpool.protocol.model_offer import ModelOffer
+from moonpool.text.model_folder import GGUF_SUFFIX
+from moonpool.types import InstanceId, Role
+
+log = limited_logger("moonpool.head")
+MAX_MODELS = 64
+NO_SERVER = "no vLLM server has joined yet"
+FIRST_S = 30.0
+"""How long other servers wait for the first one."""
+
+
+class ServedModels:
+    """`settings.config.model.name` is the only model that is taken, unless it is empty."""
+
+    def __init__(self, host: ModelHost, settings: HeadSettings) -> None:
+        self._host = host
+        self._settings = settings
+        self._models: list[ServedModel] = []
+        self.conductors: list[Conductor] = []
+        self._of: dict[InstanceId, ServedModel] = {}
+        self._offers: dict[InstanceId, ModelOffer] = {}
+        self._loading = asyncio.Lock()
+        self._has_first = asyncio.Event()
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @property
+    def all(self) -> Sequence[ServedModel]:
+        return self._models
+
+    @property
+    def default(self) -> ServedModel | None:
+        """The first one, which a call without a model means."""
+        return self._models[0] if self._models else None
+
+    @property
+    def is_busy(self) -> bool:
+        return any(model.conductor.is_busy for model in self._models)
+
+    def of(self, instance_id: InstanceId) -> ServedModel | None:
+        return self._of.get(instance_id, self.default)
+
+    def offer(self, instance_id: InstanceId) -> ModelOffer | None:
+        """What an instance offers, if it is a vLLM server."""
+        return self._offers.get(instance_id)
+
+    def state(self, instance_id: InstanceId) -> InstanceState | None:
+        """The instance, if it is up."""
+        model = self.of(instance_id)
+        return None if model is None else model.conductor.instances.get(instance_id)
+
+    @property
+    def num_instances(self) -> int:
+        return sum(len(model.conductor.instances) for model in self._models)
+
+    @property
+    def expected(self) -> dict[InstanceId, Role]:
+        """The instances that are up or should soon be."""
+        return {
+            name: role for model in self._models for name, role in model.conductor.expected.items()
+        }
+
+    @property
+    def offers(self) -> dict[InstanceId, ModelOffer]:
+        """What the expected instances offer, with the key of their model as its root."""
+        expected = self.expected
+        return {name: offer for name, offer in self._offers.items() if name in expected}
+
+    def route(self, event: ConductorEvent) -> Sequence[ServedModel]:
+        """Whose event it is. One about a request or a lost instance goes to all: those that do not
+        know it do nothing."""
+        if isinstance(event, Reported | DrainRequested | InstanceCrashed):
+            model = self.of(event.instance_id)
+            return [] if model is None else [model]
+        return self._models
+
+    def add(self, key: str, loaded: ApiModel) -> ServedModel:
+        """Raises ConfigError."""
+        model = ServedModel(self._host, self._settings, key, loaded)
+        self._models.append(model)
+        self.conductors.append(model.conductor)
+        self._host.on_new_model(model)
+        return model
+
+    def named(self, name: str | None) -> ServedModel | None:
+        """The model of this name; None: the default."""
+        if name is None:
+            return self.default
+        return next((model for model in self if model.is_named(name)), None)
+
+    @property
+    def lack(self) -> str:
+        """Why requests for some model are not served now; "" if all are."""
+        if not self._models:
+            return NO_SERVER
+        found = next((model for model in self._models if model.lack), None)
+        if found is None:
+            return ""
+        return found.lack if len(self._models) == 1 else f"{found.card.model_id}: {found.lack}"
+
+    # vLLM servers
+
+    async def of_offer(self, instance_id: InstanceId, offer: ModelOffer) -> ServedModel:
+        """The model that the server offers, which is read if it is new. Raises ClusterError, also
+        for one that this head does not take, and ConfigError."""
+        await self._let_first_come(instance_id)
+        async with self._loading:
+            model = self._known(offer)
+            if model is None:
+                self._check_wanted(offer)
+                model = await self._load(offer, is_new=True)
+                if len(self._models) > 1:
+                    log.info("a further model: %s, at %s", ", ".join(offer.names), instance_id)
+            self._bind(instance_id, model, offer)
+            return model
+
+    async def _load(self, offer: ModelOffer, is_new: bool) -> ServedModel:
+        """Raises ClusterError and ConfigError."""
+        config = self._settings.config
+        loaded = await load_offered(config, offer, is_first=not self._models, is_new=is_new)
+        return self.add(offer.root, loaded)
+
+    async def _let_first_come(self, instance_id: InstanceId) -> None:
+        """The model of the first named server is the default, whichever server answers first."""
+        if self._settings.config.vllm.first in ("", instance_id):
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_first.wait(), FIRST_S)
+
+    async def expect_offer(self, instance_id: InstanceId, offer: ModelOffer) -> ServedModel:
+        """As `of_offer`, for what an earlier head has left; before any server joins."""
+        model = self._known(offer)
+        if model is None:
+            model = await self._load(offer, is_new=False)
+        self._bind(instance_id, model, offer)
+        return model
+
+    def _bind(self, instance_id: InstanceId, model: ServedModel, offer: ModelOffer) -> None:
+        self._has_first.set()
+        model.take_offer(offer)
+        self._of[instance_id] = model
+        self._offers[instance_id] = msgspec.structs.replace(offer, root=model.key)
+        self.note_present(instance_id)
+
+    def note_present(self, instance_id: InstanceId) -> None:
+        """A vLLM server is about to serve: what it does not parse is left to none of its model's
+        servers."""
+        model = self._of.get(instance_id)
+        if model is not None:
+            present = {*model.conductor.expected, instance_id}
+            offers = self._offers.items()
+            model.set_parsing(offer for name, offer in offers if name in present)
+
+    def _known(self, offer: ModelOffer) -> ServedModel | None:
+        if self._settings.config.model.name and offer.root.endswith(GGUF_SUFFIX):
+            return self.default  # the named folder has what the file's name does not tell
+        return next((model for model in self._models if is_same_model(model, offer)), None)
+
+    def _check_wanted(self, offer: ModelOffer) -> None:
+        wanted = self._settings.config.model.name
+        if wanted:
+            raise ClusterError(
+                f"vLLM serves {offer.root}, but the head serves {wanted}; start both with the same"
+                " model, or the head without a model: it then serves those of its vLLM servers"
+            )
+        if len(self._models) >= MAX_MODELS:
+            raise ClusterError(f"this head serves {MAX_MODELS} models already, the most it can")
+
+
+def is_same_model(model: ServedModel, offer: ModelOffer) -> bool:
+    """Whether the server may answer for the model: by what it computes, and by the model's name,
+    its place, or the name of its folder, which may lie elsewhere on another machine."""
+    card = model.card
+    if model.has_offers and card.generates != offer.generates:
+        return False
+    names = {model.key, card.model_id, *card.other_names, *card.aliases}
+    if names & {offer.root, *offer.names}:
+        return True
+    return _folder_name(model.key) == _folder_name(offer.root) and not _are_two(
+        model.key, offer.root
+    )
+
+
+def _folder_name(root: str) -> str:
+    return root.rstrip("/").rpartition("/")[2]
+
+
+def _are_two(one: str, other: str) -> bool:
+    """Whether both are folders of this machine, and not the same."""
+    first, second = Path(one), Path(other)
+    try:
+        return first.is_dir() and second.is_dir() and not first.samefile(second)
+    except OSError:
+        return False

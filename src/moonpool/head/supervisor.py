@@ -1,0 +1,529 @@
+"""The supervisor: a small process that outlives the head.
+
+It owns the listening sockets, so that connections wait while there is no head, and the workers. It
+holds the sockets and the logs of answers under way, and gives them to the next head. It decides
+nothing about requests, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+import setproctitle
+
+from moonpool.config.tables import Config
+from moonpool.cores import CoreShare
+from moonpool.head.cluster_error import ClusterError
+from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
+from moonpool.head.launcher import LocalLauncher, WorkerProcess, worker_environment
+from moonpool.head.succession import NextHead, SuccessionError, become_next, load_head, try_state
+from moonpool.head.takeover.standby import Takeover
+from moonpool.head.watch.culprits import Culprits
+from moonpool.link.packets import PacketSocket, packet_pair
+from moonpool.link.silence import ListeningClock, StopNotice, StoppedProcesses
+from moonpool.protocol.model_offer import ModelOffer
+from moonpool.protocol.supervision import (
+    CutAnswer,
+    DropAnswer,
+    FinishHead,
+    FromHead,
+    HandOver,
+    HeadBeat,
+    HeadBegin,
+    HeadEnding,
+    HeadFailed,
+    HeadLoaded,
+    HeadPrepared,
+    HeadsEnded,
+    HeadUp,
+    InstancesKnown,
+    KeepAnswer,
+    KeepCutAnswer,
+    KillWorker,
+    NoteWork,
+    PassConnection,
+    ReplaceWorker,
+    SupervisorState,
+    TakeAnswer,
+    TakeConnection,
+    TakeCutAnswer,
+    TakeNoMore,
+    ToHead,
+    UpgradeFailed,
+    UpgradeWanted,
+    WorkerCrashed,
+)
+from moonpool.types import InstanceId, Role
+
+log = logging.getLogger("moonpool.supervisor")
+
+RESTART_DELAYS_S = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0)
+"""Delay after the first, second, ... death of a head in short succession."""
+STEADY_S = 10.0
+"""A head that served this long had started well."""
+HUNG_S = 30.0
+"""A head whose loop does not turn for this long is killed. One that is stopped is not hung: it
+is replaced at once, or left alone for its TLS connections."""
+WATCH_S = 5.0
+FINISH_S = 30.0
+"""How long a head may take to end, in addition to its drain."""
+LAST_PACKETS_S = 5.0
+MAX_FILES = 20_480
+
+
+class Supervisor:
+    """`run` serves until `stop` is set. Made before the loop runs; owns the listening sockets."""
+
+    def __init__(
+        self,
+        config: Config,
+        secret: bytes,
+        launch: bool,
+        http: socket.socket,
+        control: socket.socket,
+        fork_server: ForkServer | None,
+        state: SupervisorState | None = None,
+        taken: Takeover | None = None,
+    ) -> None:
+        """`launch`: start the workers of the configuration. Without `fork_server`, head and workers
+        start as new interpreters. `state`: what an earlier program of this process has left.
+        `taken`: what a lost head on another machine has left."""
+        self._config = config
+        self._secret = secret
+        self._launch = launch
+        self._http = http
+        self._control = control
+        self._fork_server = fork_server
+        self._launcher: LocalLauncher | None = None
+        self._packets: PacketSocket[FromHead, ToHead] | None = None
+        self._head: WorkerProcess | None = None
+        self._answers: dict[int, tuple[int, int]] = {}  # number -> socket, log
+        self._cut_answers = {} if taken is None else dict(enumerate(taken.answers))  # -> log
+        self._next_number = len(self._cut_answers)
+        self._expected: dict[InstanceId, Role] = {} if taken is None else taken.instances
+        self._offers: dict[InstanceId, ModelOffer] = {} if taken is None else taken.offers
+        self._epoch = 1 if taken is None else taken.epoch
+        self._num_restarts = self._num_upgrades = 0
+        self._connections: list[int] = []  # clients without a call, for the next head
+        self._prepared: HeadPrepared | None = None
+        self._state = state
+        self._next_head: NextHead | None = None
+        self._upgrade: asyncio.Task[None] | None = None
+        self._was_up = False
+        self._up_s: float | None = None  # when the present head began to serve
+        self._fatal = ""
+        self._clock = ListeningClock(time.monotonic(), 2 * WATCH_S)
+        self._stopped = StoppedProcesses()
+        self._culprits = Culprits(None if state is None else state.ended)
+        self._heard_s: float | None = None  # on the clock of listening
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Raises ClusterError if the cluster cannot start."""
+        _raise_file_limit()
+        watches = [asyncio.create_task(self._watch()), asyncio.create_task(self._look())]
+        try:
+            if self._state is not None:
+                self._adopt(self._state)
+            await self._keep_head(stop)
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await self._end()
+
+    async def _keep_head(self, stop: asyncio.Event) -> None:
+        num_deaths = 0
+        while not stop.is_set():
+            code = await self._run_head(stop)
+            if self._fatal:
+                raise ClusterError(self._fatal)
+            if stop.is_set():
+                return
+            if self._next_head is not None:
+                await self._succeed(self._next_head)
+                continue  # only if that failed
+            if not self._was_up:
+                text = f"the head ended with code {code} while it started; see the log above"
+                raise ClusterError(text)
+            if self._up_s is not None and time.monotonic() - self._up_s > STEADY_S:
+                num_deaths = 0
+            delay_s = RESTART_DELAYS_S[min(num_deaths, len(RESTART_DELAYS_S) - 1)]
+            num_deaths += 1
+            self._num_restarts += 1
+            log.warning(
+                "the head ended with code %s; the next one starts in %g s, and goes on with %d"
+                " answers",
+                code,
+                delay_s,
+                len(self._answers),
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), delay_s)
+
+    async def _run_head(self, stop: asyncio.Event) -> int | None:
+        """Runs one head to its end. Returns its exit status; None: it could not be started."""
+        waiting, self._state = self._state, None
+        ours, theirs = packet_pair()
+        if waiting is not None:  # an earlier program of this process has started the head
+            ours.close()
+            ours = socket.socket(fileno=waiting.head_fd)
+        silent = asyncio.Event()
+        decoder = msgspec.msgpack.Decoder(FromHead)
+        packets: PacketSocket[FromHead, ToHead] = PacketSocket(
+            ours, decoder, self._on_packet, silent.set
+        )
+        self._packets, self._up_s, self._heard_s = packets, None, None
+        self._bequeath(packets)
+        stopped = asyncio.create_task(stop.wait())
+        spawned = asyncio.create_task(self._spawn(theirs, waiting))
+        try:
+            await asyncio.wait({spawned, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not spawned.done():
+                return None
+            head = self._head = spawned.result()
+            theirs.close()  # so that ours ends with the head
+            ended = asyncio.create_task(head.wait())
+            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                packets.send(FinishHead())
+                limit_s = self._config.api.drain_seconds + FINISH_S
+                await asyncio.wait({ended}, timeout=limit_s)
+                _kill(head)
+            code = await ended
+            with contextlib.suppress(TimeoutError):  # what it has still sent
+                await asyncio.wait_for(silent.wait(), LAST_PACKETS_S)
+            number = self._culprits.judge(code, self._answers.keys() | self._cut_answers.keys())
+            if number is not None:
+                log.warning("the head ended while it worked on call %d", number)
+            return code
+        except OSError as error:
+            log.error("cannot start a head: %s", error)
+            return None
+        finally:
+            theirs.close()
+            packets.close()
+            self._head = None
+            for task in (spawned, stopped):
+                task.cancel()
+            await asyncio.gather(spawned, stopped, return_exceptions=True)
+
+    def _bequeath(self, packets: PacketSocket[FromHead, ToHead]) -> None:
+        begin = HeadBegin(
+            config=self._config,
+            secret=self._secret,
+            launch=self._launch,
+            num_restarts=self._num_restarts,
+            num_upgrades=self._num_upgrades,
+            expected=self._expected,
+            epoch=self._epoch,
+            ended=tuple(self._culprits.alike),
+            offers=self._offers,
+        )
+        packets.send(begin, (self._http.fileno(), self._control.fileno()))
+        for fd in self._connections:
+            packets.send(TakeConnection(), (fd,))
+            os.close(fd)
+        self._connections.clear()
+        self._let_go()
+        for number, fds in self._answers.items():
+            num_ended, num_killed = self._culprits.of(number)
+            take = TakeAnswer(number=number, num_ended=num_ended, num_killed=num_killed)
+            packets.send(take, fds)
+        for number, fd in self._cut_answers.items():
+            num_ended, _ = self._culprits.of(number)
+            packets.send(TakeCutAnswer(number=number, num_ended=num_ended), (fd,))
+        packets.send(TakeNoMore(next_number=self._next_number))
+
+    def _let_go(self) -> None:
+        """Holds no more connections whose clients have left."""
+        poller, numbers = select.poll(), {}
+        for number, (client, _) in self._answers.items():
+            poller.register(client, select.POLLRDHUP)
+            numbers[client] = number
+        for client, _ in poller.poll(0):
+            self._cut(numbers[client])
+
+    def _cut(self, number: int) -> None:
+        """The connection of an answer has ended: its log alone is held."""
+        if number in self._answers:
+            client, self._cut_answers[number] = self._answers.pop(number)
+            os.close(client)
+
+    async def _spawn(self, theirs: socket.socket, waiting: SupervisorState | None) -> WorkerProcess:
+        if waiting is not None:
+            return ForkedProcess(waiting.head_pid)
+        line, fd = ["head-process", "--fd"], theirs.fileno()
+        if self._fork_server is not None:
+            try:
+                return await self._fork_server.fork(line, fd)
+            except ForkServerError as error:
+                log.debug("the head starts as a new interpreter: %s", error)
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "moonpool",
+            *line,
+            str(fd),
+            env=self._environment(),
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(fd,),
+        )
+
+    # Packets of the head
+
+    def _on_packet(self, packet: FromHead, fds: Sequence[int]) -> None:
+        match packet:
+            case KeepAnswer():
+                self._answers[packet.number] = (fds[0], fds[1])
+                self._next_number = packet.number + 1
+            case KeepCutAnswer():
+                self._cut_answers[packet.number] = fds[0]
+                self._next_number = packet.number + 1
+            case CutAnswer():
+                self._cut(packet.number)
+            case NoteWork():
+                self._culprits.watch(fds[0])
+            case HeadsEnded():
+                self._culprits.alike.append(packet)
+            case DropAnswer():
+                self._culprits.forget(packet.number)
+                for fd in self._answers.pop(packet.number, ()):
+                    os.close(fd)
+                if packet.number in self._cut_answers:
+                    os.close(self._cut_answers.pop(packet.number))
+            case HeadBeat():
+                self._heard_s = self._clock.listened_s
+            case InstancesKnown():
+                self._expected, self._offers = packet.roles, packet.offers
+            case PassConnection():
+                self._connections.append(fds[0])
+            case ReplaceWorker():
+                if self._launcher is not None:
+                    self._launcher.expect_return(packet.instance_id, packet.from_disk)
+            case UpgradeWanted():
+                if self._upgrade is None or self._upgrade.done():
+                    self._upgrade = asyncio.create_task(self._prepare_upgrade())
+            case HeadLoaded():
+                pass  # only the one who prepares an upgrade waits for it
+            case KillWorker():
+                if self._launcher is not None:
+                    self._launcher.kill(packet.instance_id)
+            case HeadPrepared():
+                self._prepared = packet
+                if self._launch and self._launcher is None:
+                    self._start_workers(packet)
+            case HeadUp():
+                self._was_up = True
+                self._up_s = time.monotonic()
+                if self._launcher is not None:
+                    self._launcher.note_started()
+            case HeadFailed():
+                self._on_failed(packet.message)
+            case HeadEnding():
+                if self._launcher is not None:
+                    self._launcher.expect_end()
+
+    def _on_failed(self, message: str) -> None:
+        if self._was_up:
+            log.error("%s", message)
+        else:
+            self._fatal = self._fatal or message
+
+    def _start_workers(self, prepared: HeadPrepared) -> None:
+        self._launcher = self._new_launcher(prepared)
+        self._launcher.start()
+        self._watch_keepers(self._launcher)
+
+    def _watch_keepers(self, launcher: LocalLauncher) -> None:
+        for keeper in launcher.keepers:
+            keeper.add_done_callback(self._on_given_up)
+
+    def _new_launcher(self, prepared: HeadPrepared) -> LocalLauncher:
+        launcher = LocalLauncher(
+            self._config.cluster,
+            self._control.getsockname()[1],
+            self._secret,
+            prepared.threads,
+            [CoreShare(engine, others) for engine, others in prepared.cores],
+            self._fork_server,
+            self._config.vllm,
+            self._config.tls.flags(),
+            self._config.engine,
+        )
+        launcher.on_crash = self._on_crash
+        return launcher
+
+    def _on_crash(self, instance_id: str) -> None:
+        if self._packets is not None:
+            self._packets.send(WorkerCrashed(instance_id=InstanceId(instance_id)))
+
+    def _on_given_up(self, keeper: asyncio.Task[None]) -> None:
+        """A worker has ended for good, which is right only once the cluster is up."""
+        if self._was_up or keeper.cancelled() or self._launcher is None or self._launcher.is_ending:
+            return
+        error = keeper.exception()
+        text = f"cannot start a worker: {error}" if error else "a worker ended too often"
+        self._fatal = self._fatal or f"{text}; see the log above"
+        if self._head is not None:
+            _kill(self._head)
+
+    # An upgrade: the next program of this process, and the next head
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | worker_environment(self._secret, self._config.engine.threads or 1)
+
+    async def _prepare_upgrade(self) -> None:
+        """Loads the next head and tries the next program; then lets the present head hand over."""
+        head, packets = self._head, self._packets
+        assert head is not None
+        assert packets is not None
+        try:
+            found = await load_head(self._environment(), self._config.engine.kind != "vllm")
+            try:
+                await try_state(self._leave(found))
+            except SuccessionError:
+                found.end()
+                raise
+        except SuccessionError as error:
+            log.error("the upgrade is called off: %s", error)
+            packets.send(UpgradeFailed(message=str(error)))
+            return
+        self._next_head = found
+        packets.send(HandOver())
+        await asyncio.sleep(self._config.api.drain_seconds + FINISH_S)
+        self._culprits.spare()
+        _kill(head)
+
+    async def _succeed(self, head: NextHead) -> None:
+        """Becomes the next program. Returns only if that fails."""
+        log.info("the code on disk takes over, and goes on with %d answers", len(self._answers))
+        if self._upgrade is not None:
+            self._upgrade.cancel()
+        if self._fork_server is not None:
+            await self._fork_server.close()
+            self._fork_server = None
+        try:
+            become_next(self._leave(head))
+        except OSError as error:
+            log.error("the upgrade is called off: cannot start %s: %s", sys.executable, error)
+        self._next_head = None
+        head.end()
+
+    def _leave(self, head: NextHead) -> SupervisorState:
+        """What the next program gets."""
+        launcher = self._launcher
+        return SupervisorState(
+            title=setproctitle.getproctitle(),
+            config=self._config,
+            secret=self._secret,
+            launch=self._launch,
+            http=self._http.fileno(),
+            control=self._control.fileno(),
+            answers=self._answers,
+            cut_answers=self._cut_answers,
+            ended=self._culprits.ended,
+            connections=tuple(self._connections),
+            next_number=self._next_number,
+            expected=self._expected,
+            num_restarts=self._num_restarts,
+            num_upgrades=self._num_upgrades + 1,
+            head_pid=head.process.pid,
+            head_fd=head.packets.fileno(),
+            prepared=self._prepared,
+            workers={} if launcher is None else launcher.workers(),
+            memory={} if launcher is None else launcher.memory(),
+            epoch=self._epoch,
+            offers=self._offers,
+        )
+
+    def _adopt(self, state: SupervisorState) -> None:
+        """Goes on with what an earlier program of this process has left."""
+        self._answers, self._connections = dict(state.answers), list(state.connections)
+        self._next_number = state.next_number
+        self._expected, self._offers = state.expected, state.offers
+        self._cut_answers = dict(state.cut_answers)
+        self._num_restarts, self._num_upgrades = state.num_restarts, state.num_upgrades
+        self._prepared, self._epoch = state.prepared, state.epoch
+        self._was_up = True
+        if state.launch and state.prepared is not None:
+            self._launcher = self._new_launcher(state.prepared)
+            self._launcher.adopt(state.workers, state.memory)
+            self._watch_keepers(self._launcher)
+
+    # The head's health, and the end
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            self._clock.tick(time.monotonic())
+            if self._head is None or self._heard_s is None:
+                continue
+            if is_stopped(self._head.pid):
+                self._heard_s = self._clock.listened_s
+            elif self._clock.listened_s - self._heard_s > HUNG_S:
+                log.error("the head has not responded for %.0f s; killing it", HUNG_S)
+                self._culprits.note_hang()
+                self._heard_s = None
+                _kill(self._head)
+
+    async def _look(self) -> None:
+        """Replaces workers that a signal has stopped, and a head without TLS connections, which
+        would end with it."""
+        notice = StopNotice()
+        while True:
+            await notice.wait(self._stopped.any_stopped)
+            workers = {} if self._launcher is None else self._launcher.workers()
+            watched = {pid: name for name, pid in workers.items() if pid}
+            head = self._head
+            if head is not None and self._heard_s is not None and not self._config.api.ssl_certfile:
+                watched[head.pid] = ""
+            for pid in self._stopped.look(watched):
+                if head is not None and pid == head.pid:
+                    log.warning("the head is stopped by a signal (SIGSTOP); killing it")
+                    self._culprits.spare()
+                    _kill(head)
+                elif self._launcher is not None:
+                    self._launcher.kill(watched[pid], "is stopped by a signal (SIGSTOP)")
+
+    async def _end(self) -> None:
+        if self._upgrade is not None:
+            self._upgrade.cancel()
+        if self._next_head is not None:
+            self._next_head.end()
+        if self._launcher is not None:
+            await self._launcher.stop()
+        if self._fork_server is not None:
+            await self._fork_server.close()
+        for fds in [*self._answers.values(), self._cut_answers.values(), self._connections]:
+            for fd in fds:
+                os.close(fd)
+        self._answers.clear()
+        self._cut_answers.clear()
+        self._connections.clear()
+        self._http.close()
+        self._control.close()
+
+
+def _kill(process: WorkerProcess) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+
+
+def _raise_file_limit() -> None:
+    """Each answer takes two file descriptors, and two more while the next head is given it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

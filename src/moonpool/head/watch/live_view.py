@@ -1,0 +1,268 @@
+"""Describes a running cluster for the live page: one frame of plain JSON values a second.
+
+A frame is computed only when somebody looks. Its sums come from the records of ended requests,
+which the head keeps anyway, so they reach back no further than those do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from math import ceil, isfinite
+from typing import Any
+
+from moonpool.conductor.actions import HotRequested
+from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
+from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
+from moonpool.head.watch.hot_list import HotList
+from moonpool.head.watch.live_history import ANSWERED, LiveHistory, most_loaded
+from moonpool.head.watch.moved_bytes import MovedBytes
+from moonpool.request_record import RequestRecord
+from moonpool.types import Slo, payer_of
+
+RECENT_S = 600.0
+NUM_LISTED = 40
+"""Most requests that a frame lists, those under way included."""
+PERCENTILES = (0.5, 0.9, 0.99)
+
+
+class LiveView:
+    """What the frames of one cluster are made of, beside its records."""
+
+    def __init__(
+        self,
+        conductors: Sequence[Conductor],
+        post: Callable[[HotRequested], None],
+        now: Callable[[], float],
+    ) -> None:
+        """`conductors`, one for each model, may grow."""
+        self._conductors = conductors
+        self._now = now
+        self.hot = HotList(conductors, post, now)
+        self.history = LiveHistory(conductors)
+        self._moved = MovedBytes()
+
+    def frame(self, newest: Iterable[RequestRecord], tenant: str | None) -> dict[str, Any]:
+        """Returns one frame. Hot prefixes and transfers are the operator's: the key of a block does
+        not tell whose it is."""
+        now = self._now()
+        described = describe_live(self._conductors, newest, now, tenant)
+        described["history"] = self.history.describe(now, tenant)
+        if tenant is None:
+            described["hot"] = self.hot.watched()
+            states = [state for each in self._conductors for state in each.instances.values()]
+            described["moved"] = self._moved.describe(states, now)
+        return described
+
+
+def describe_live(
+    conductors: Sequence[Conductor], newest: Iterable[RequestRecord], now: float, tenant: str | None
+) -> dict[str, Any]:
+    """Returns the present state, the sums of the last ten minutes and the last requests.
+
+    `newest`: records of ended requests, the last ended first. `tenant`: only its own requests, and
+    no loads; None: everything.
+    """
+    own = [
+        tracked
+        for conductor in conductors
+        for tracked in conductor.requests.values()
+        if tenant is None or payer_of(tracked.request.tenant) == tenant
+    ]
+    recent = _recent(newest, now, tenant)
+    running = [_describe_running(tracked, now) for tracked in own[-NUM_LISTED // 2 :][::-1]]
+    ended = [_describe_ended(record, now) for record in recent[: NUM_LISTED - len(running)]]
+    loads = most_loaded(conductors, now)
+    slo = conductors[0].default_slo if conductors else DEFAULT_SLO
+    return {
+        "tenant": tenant,
+        "slo": {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s, "assumed": list(slo.assumed)},
+        "instances": [
+            _describe_instance(conductor, state, now, with_load=tenant is None)
+            for conductor in conductors
+            for state in conductor.instances.values()
+        ],
+        "loads": None if tenant is not None else _finite(loads._asdict()),
+        "under_way": len(own),
+        "stages": dict(Counter(_stage_of(tracked) for tracked in own)),
+        "totals": _totals(recent),
+        "requests": running + ended,
+    }
+
+
+def _recent(newest: Iterable[RequestRecord], now: float, tenant: str | None) -> list[RequestRecord]:
+    """Returns the records of the last ten minutes, the last ended first."""
+    found: list[RequestRecord] = []
+    for record in newest:
+        if record.finished_s is None:
+            continue
+        if record.finished_s < now - RECENT_S:
+            break
+        if tenant is None or payer_of(record.tenant) == tenant:
+            found.append(record)
+    return found
+
+
+# Requests
+
+
+def _stage_of(tracked: TrackedRequest) -> str:
+    attempt = tracked.attempt
+    if attempt is None:
+        return "waiting"
+    if attempt.stage is AttemptStage.PREFILL and attempt.started_s is None:
+        return "queue_and_fetch"
+    return attempt.stage.value
+
+
+def _describe_running(tracked: TrackedRequest, now: float) -> dict[str, Any]:
+    record = tracked.record
+    described = _describe(record, now - record.arrived_s)
+    return described | {
+        "outcome": "",
+        "stage": _stage_of(tracked),
+        "ended_s_ago": None,
+    }
+
+
+def _describe_ended(record: RequestRecord, now: float) -> dict[str, Any]:
+    assert record.finished_s is not None
+    described = _describe(record, record.finished_s - record.arrived_s)
+    return described | {
+        "outcome": record.outcome,
+        "stage": "",
+        "ended_s_ago": round(now - record.finished_s, 1),
+    }
+
+
+def _describe(record: RequestRecord, seconds: float) -> dict[str, Any]:
+    tenant = payer_of(record.tenant)
+    request_id = str(record.request_id)
+    return {
+        "id": request_id.removeprefix(f"{tenant}/") if tenant else request_id,
+        "tenant": tenant,
+        "prefill": record.prefill_instance,
+        "decode": record.decode_instance,
+        "seconds": round(seconds, 4),
+        "ttft_s": record.ttft_s,
+        "tbt_s": record.tbt_top10_mean_s,
+        "effective": record.effective,
+        "generated_tokens": record.answer_tokens,
+        "tokens": _tokens_by_tier([record]),
+        "stages_s": {name: round(spent_s, 5) for name, spent_s in record.stages_s().items()},
+    }
+
+
+def _tokens_by_tier(records: Iterable[RequestRecord]) -> dict[str, int]:
+    """Splits prompt tokens by where their KVCache came from."""
+    tokens = {"dram": 0, "fetched": 0, "ssd": 0, "computed": 0}
+    for record in records:
+        if record.prefill_done_s is None and record.first_token_s is None:
+            continue
+        fetched = min(record.fetched_tokens, record.cached_tokens)
+        loaded = min(record.loaded_tokens, record.cached_tokens - fetched)
+        tokens["fetched"] += fetched
+        tokens["ssd"] += loaded
+        tokens["dram"] += record.cached_tokens - fetched - loaded
+        tokens["computed"] += max(record.num_prompt_tokens - record.cached_tokens, 0)
+    return tokens
+
+
+# Sums
+
+
+def _totals(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    answered = [record for record in records if record.outcome in ANSWERED]
+    ended_early = Counter(record.outcome for record in records if record.outcome not in ANSWERED)
+    return {
+        "ended": len(records),
+        "answered": len(answered),
+        "effective": sum(record.effective for record in answered),
+        "generated_tokens": sum(record.num_generated_tokens for record in records),
+        "ttft_s": percentiles([r.ttft_s for r in answered if r.ttft_s is not None]),
+        "tbt_s": percentiles(
+            [tbt_s for r in answered if (tbt_s := r.tbt_top10_mean_s) is not None]
+        ),
+        "tokens": _tokens_by_tier(records),
+        "not_answered": dict(ended_early.most_common()),
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Returns nearest-rank percentiles; None without values."""
+    if not values:
+        return None
+    ranked = sorted(values)
+    return {
+        f"p{round(100 * share)}": ranked[max(ceil(share * len(ranked)) - 1, 0)]
+        for share in PERCENTILES
+    }
+
+
+# Instances
+
+
+def _describe_instance(
+    conductor: Conductor, state: InstanceState, now: float, *, with_load: bool
+) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "instance_id": state.info.instance_id,
+        "role": state.role.value,
+        "draining": None if state.drain is None else state.drain.reason,
+    }
+    if not with_load:
+        return described
+    present, projected = _loads(conductor, state, now, conductor.default_slo)
+    described |= {
+        "host": state.info.host,
+        "load": present,
+        "projected": projected,
+        "prefills": len(state.prefills),
+        "decodes": len(state.decodes),
+        "serving_fetches": len(state.serving),
+        "blocks": state.info.num_blocks,
+        "held": 0,
+        "cached": 0,
+    }
+    if (load := state.load) is not None:
+        described |= {
+            "blocks": load.num_blocks or state.info.num_blocks,
+            "held": load.held_blocks,
+            "cached": load.cached_blocks,
+        }
+        if load.cache_view is not None and load.cache_view.note:
+            described["note"] = load.cache_view.note
+        if load.ssd is not None:
+            described["ssd"] = {
+                "blocks": load.ssd.blocks,
+                "cached": load.ssd.cached,
+                "damaged": int(load.counters.get("ssd_damaged_blocks", 0)),
+                "error": load.ssd.error,
+            }
+    return described
+
+
+def _loads(conductor: Conductor, state: InstanceState, now: float, slo: Slo) -> tuple[float, float]:
+    """Returns the predicted latency over its SLO: of what runs, and with all that is booked.
+
+    The larger of both on an instance that prefills and decodes.
+    """
+    table, row, role = conductor.instance_table, state.row, state.role
+    present = projected = 0.0
+    if role.prefills:
+        busy_s = max(table.busy_until_s.item(row) - now, 0.0)
+        present = busy_s / slo.ttft_s
+        projected = table.queue_s(now).item(row) / slo.ttft_s
+    if role.decodes:
+        batch, booked = table.decoding_batch.item(row), table.booked_batch.item(row)
+        if batch:
+            step_s = table.tbt_s(row, batch, table.decoding_context.item(row))
+            present = max(present, step_s / slo.tbt_s)
+        if booked:
+            step_s = table.tbt_s(row, booked, table.booked_context.item(row))
+            projected = max(projected, step_s / slo.tbt_s)
+    return round(present, 4), round(projected, 4)
+
+
+def _finite(loads: dict[str, float]) -> dict[str, float | None]:
+    return {name: round(load, 4) if isfinite(load) else None for name, load in loads.items()}

@@ -1,0 +1,39 @@
+"""What eviction policies around another one have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from moonpool.kvcache.eviction.policies import EvictionPolicy
+from moonpool.types import BlockId
+
+
+class WrappedEviction(ABC):
+    """An `EvictionPolicy` that asks another one for all that it does not decide itself."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+
+    def touch(self, block_ids: Sequence[BlockId]) -> None:
+        self._policy.touch(block_ids)
+
+    def evict(self, block_id: BlockId) -> bool:
+        gone = self._policy.evict(block_id)
+        if gone:
+            self._end(block_id)
+        return gone
+
+    def forget(self, block_id: BlockId) -> None:
+        self._policy.forget(block_id)
+        self._end(block_id)
+
+    def __len__(self) -> int:
+        return len(self._policy)
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._policy
+
+    @abstractmethod
+    def _end(self, block_id: BlockId) -> None:
+        """Ends what is kept of a block that lost its key."""

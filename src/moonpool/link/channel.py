@@ -1,0 +1,187 @@
+"""The control connection: a handshake, then typed frames of 4 length bytes and msgpack.
+
+It is an asyncio protocol rather than a stream: the callback that brings a frame's bytes also
+handles the frame, which halves the head's cost per token. Writes never wait but are bounded: a peer
+that does not read is disconnected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import struct
+from typing import Generic, Protocol, TypeVar, cast
+
+import msgspec
+
+from moonpool.link.auth import MAX_HANDSHAKE_FRAME_BYTES, AuthError, Handshake, Identity
+from moonpool.link.tls import NO_TLS_HERE, PLAIN_ANSWER, TLS_STARTS, is_refusal, tls_text
+from moonpool.protocol.sparse import without_defaults
+from moonpool.protocol.versions import NEWEST_PROTOCOL
+from moonpool.types import MALFORMED
+
+In = TypeVar("In")
+In_contra = TypeVar("In_contra", contravariant=True)
+Out = TypeVar("Out")
+
+_HEADER = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 << 20
+MAX_UNSENT_BYTES = 256 << 20
+HANDSHAKE_S = 10.0
+
+
+class Listener(Protocol[In_contra]):
+    """The user of a channel. Called on the event loop.
+
+    `on_closed` is called exactly once after `on_connected`, also after a failed handshake.
+    """
+
+    def on_connected(self) -> None:
+        """The connection is there, and the handshake begins."""
+        ...
+
+    def on_open(self, peer: Identity) -> None: ...
+
+    def on_frame(self, frame: In_contra) -> None: ...
+
+    def on_closed(self, reason: str) -> None: ...
+
+
+class Channel(asyncio.Protocol, Generic[In, Out]):
+    """Receives `In`, sends `Out` (both unions of tagged structs)."""
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        incoming: msgspec.msgpack.Decoder[In],
+        listener: Listener[In],
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        self._handshake: Handshake | None = handshake
+        self._decoder = incoming
+        self._encoder = msgspec.msgpack.Encoder()
+        self._listener = listener
+        self._handshake_s = handshake_s
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._reason = ""
+        self.protocol = 0  # as agreed on; 0 before `on_open`
+        self.refused = False  # the handshake failed: a retry would not help
+        self._patience: asyncio.TimerHandle | None = None
+
+    def send(self, *frames: Out) -> None:
+        """Queues frames in one write. Does nothing before `on_open` or on a closed connection."""
+        transport = self._transport
+        if transport is None or self._handshake is not None or transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._fail("the peer does not read its messages")
+            return
+        whole = self.protocol == NEWEST_PROTOCOL
+        bodies = [
+            self._encoder.encode(frame if whole else without_defaults(frame)) for frame in frames
+        ]
+        transport.write(b"".join(_HEADER.pack(len(body)) + body for body in bodies))
+
+    def close(self, reason: str = "closed on this side") -> None:
+        """Ends the connection after everything is sent."""
+        self._reason = self._reason or reason
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Ends the connection at once. `close` would wait for a peer that does not read."""
+        self._fail(reason)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    @property
+    def local_host(self) -> str:
+        """This side's address as the peer sees it."""
+        assert self._transport is not None
+        return str(self._transport.get_extra_info("sockname")[0])
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert self._handshake is not None
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class has another base
+        self._listener.on_connected()
+        loop = asyncio.get_running_loop()
+        self._patience = loop.call_later(
+            self._handshake_s, self._fail, "the handshake took too long"
+        )
+        self._write_body(self._handshake.start())
+
+    def data_received(self, data: bytes) -> None:
+        buffer: bytes | bytearray = data
+        if self._buffer:
+            self._buffer += data
+            buffer = self._buffer
+        if self._handshake is not None and buffer[:2] in TLS_STARTS:
+            self.refused = True
+            if self._transport is not None:
+                self._transport.write(PLAIN_ANSWER)
+            self.close(NO_TLS_HERE)
+            return
+        offset = 0
+        while len(buffer) - offset >= _HEADER.size and not self._reason:
+            (length,) = _HEADER.unpack_from(buffer, offset)
+            limit = MAX_HANDSHAKE_FRAME_BYTES if self._handshake else MAX_FRAME_BYTES
+            if length > limit:
+                self._fail(f"a frame of {length} bytes exceeds {limit}")
+                return
+            end = offset + _HEADER.size + length
+            if len(buffer) < end:
+                break
+            body = bytes(buffer[offset + _HEADER.size : end])
+            offset = end
+            if self._handshake is not None:
+                self._shake_hands(self._handshake, body)
+            else:
+                self._take(body)
+        if buffer is data:
+            self._buffer += data[offset:]
+        else:
+            del self._buffer[:offset]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        if isinstance(exc, ssl.SSLError):
+            self.refused = self.refused or is_refusal(exc)
+            self._reason = self._reason or tls_text(exc)
+        self._listener.on_closed(self._reason or (str(exc) if exc else "closed by the peer"))
+
+    def _take(self, body: bytes) -> None:
+        try:
+            frame = self._decoder.decode(body)
+        except MALFORMED as error:
+            self._fail(f"a malformed frame: {error}")
+            return
+        self._listener.on_frame(frame)
+
+    def _shake_hands(self, handshake: Handshake, body: bytes) -> None:
+        try:
+            self._write_body(handshake.feed(body))
+        except AuthError as error:
+            self.refused = True
+            self._write_body(error.reply)
+            self.close(str(error))
+            return
+        if handshake.done and handshake.peer is not None and handshake.agreed is not None:
+            self._handshake, self.protocol = None, handshake.agreed.protocol
+            if self._patience is not None:
+                self._patience.cancel()
+            self._listener.on_open(handshake.peer)
+
+    def _write_body(self, body: bytes) -> None:
+        if body and self._transport is not None:
+            self._transport.write(_HEADER.pack(len(body)) + body)
+
+    def _fail(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        if self._transport is not None:
+            self._transport.abort()

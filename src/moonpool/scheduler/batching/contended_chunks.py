@@ -1,0 +1,126 @@
+"""Shorter chunks while another tenant's prompt may come that would go first.
+
+A prompt that comes waits for the step under way, for half of it on average. So a step of one tenant
+takes at most a share of the time that the other's last prompts take alone. The one that comes does
+not share its step with more of the others' tokens than that either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from moonpool.cost.model import Chunk, CostModel
+from moonpool.scheduler.batching.chunk_budget import token_budget
+from moonpool.scheduler.batching.policies import Share
+from moonpool.scheduler.batching.queue_order import QueueOrder
+from moonpool.scheduler.request_state import RequestState
+from moonpool.types import payer_of
+
+WINDOW_S = 15.0
+"""A tenant without a prompt for so long is not waited for."""
+STEP_SHARE = 0.35
+"""Longest step of others over the time of a tenant's prompt alone: half of it is its mean delay."""
+FLOOD = 4
+"""Prompts of others that together are at most so many times as long are computed as if alone: they
+are no flood, and each step more delays them."""
+LEAST_TOKENS = 32
+"""A chunk in any case: shorter ones would make all tenants wait for the fixed time of steps."""
+MAX_TENANTS = 256
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The prompts of one tenant."""
+
+    tokens: int  # of the shortest one lately, without what was cached
+    shortest_s: float
+    last_s: float
+    priority: int
+
+
+class ContendedChunks:
+    """Limits the tokens of a step by who else sends prompts to this instance."""
+
+    def __init__(self, chunk_tokens: int, cost: CostModel) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._cost = cost
+        self._seen: dict[str, _Seen] = {}  # the one seen longest ago first
+
+    def budget(
+        self,
+        prefills: Sequence[Share[RequestState]],
+        waiting: Iterable[RequestState],
+        num_decodes: int,
+        order: QueueOrder,
+        most: int,
+    ) -> int:
+        """Tokens of a step with some of these prefills, in their order: `most` or less. `waiting`:
+        requests that wait for blocks."""
+        self._note(prefills, order.now_s)
+        if len(self._seen) < 2:
+            return most
+        num_first = 0
+        for place, (request, num_tokens) in enumerate(prefills):
+            shortest = self._shortest(request, order)
+            if shortest:
+                num_left = sum(num for _, num in prefills[place:])
+                num_left += sum(late.tokens.size for late in islice(waiting, FLOOD))
+                if num_left <= FLOOD * shortest:
+                    return most
+                limit_s = STEP_SHARE * self._alone_s(shortest)
+                allowed = self._tokens_within(request, limit_s, num_decodes, most)
+                return min(most, max(num_first + num_decodes, allowed))
+            num_first += num_tokens
+        return most
+
+    def _note(self, prefills: Sequence[Share[RequestState]], now: float) -> None:
+        for request, num_tokens in prefills:
+            if request.num_scheduled > request.num_reused:
+                continue  # it was noted when it began
+            tenant = payer_of(request.attempt.tenant)
+            seen = self._seen.pop(tenant, None)
+            if seen is None or num_tokens <= seen.tokens or now - seen.shortest_s > WINDOW_S:
+                seen = _Seen(num_tokens, now, now, request.attempt.priority)
+            seen.last_s, seen.priority = now, request.attempt.priority
+            self._seen[tenant] = seen
+        while self._seen:
+            tenant, seen = next(iter(self._seen.items()))
+            if now - seen.last_s <= WINDOW_S and len(self._seen) <= MAX_TENANTS:
+                return
+            del self._seen[tenant]
+
+    def _shortest(self, request: RequestState, order: QueueOrder) -> int:
+        """Tokens of the shortest prompt that would go before this request; 0: there is none."""
+        assert request.account is not None
+        tenant, priority = payer_of(request.attempt.tenant), order.priority(request)
+        return min(
+            (
+                seen.tokens
+                for name, seen in self._seen.items()
+                if name != tenant
+                and seen.priority <= priority
+                and order.served(name) < request.account.served
+            ),
+            default=0,
+        )
+
+    def _alone_s(self, num_tokens: int) -> float:
+        seconds = 0.0
+        for start in range(0, num_tokens, self._chunk_tokens):
+            num = min(self._chunk_tokens, num_tokens - start)
+            chunk = Chunk(num, start, 0, start + num == num_tokens)
+            seconds += self._cost.step_s([chunk], 0, 0)
+        return seconds
+
+    def _tokens_within(
+        self, request: RequestState, limit_s: float, num_decodes: int, most: int
+    ) -> int:
+        start = request.num_scheduled
+
+        def step_s(num_tokens: int) -> float:
+            return self._cost.step_s([Chunk(num_tokens, start, 0, False)], 0, 0)
+
+        tile = self._cost.tile_tokens
+        return token_budget(step_s, num_decodes, limit_s, tile, most, LEAST_TOKENS)

@@ -1,0 +1,96 @@
+"""Which of an instance's requests is served before which.
+
+The lower priority value is first; within a priority, the tenant with the least tokens served
+(`tenant_accounts`); within a tenant, the older request. After half of its time a request counts as
+one of the best priority here, so none waits for ever.
+
+With one tenant and one priority, the order is that of arrival. `is_plain` says so, and spares the
+scheduler the comparisons.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from moonpool.protocol.messages import AttemptSpec
+from moonpool.scheduler.batching.tenant_accounts import TenantAccounts
+from moonpool.scheduler.request_state import RequestState
+from moonpool.types import payer_of
+
+CREDIT_TOKENS = 16_384
+"""A tenant that was idle is at most so many tokens ahead of, or behind, those that were not: its
+next prompts of this length in all do not wait for those of others."""
+
+
+class QueueOrder:
+    """The order of the requests that have entered and not left. Callers keep requests that are
+    equal in this order by their arrival."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._accounts = TenantAccounts(CREDIT_TOKENS)
+        self._priorities: Counter[int] = Counter()
+
+    def enter(self, request: RequestState) -> None:
+        attempt = request.attempt
+        request.account = self._accounts.enter(payer_of(attempt.tenant), attempt.share)
+        request.aged_s = self.now_s + attempt.timeout_s / 2
+        self._priorities[attempt.priority] += 1
+
+    def leave(self, request: RequestState) -> None:
+        """Takes a request out; it may have left before."""
+        if request.account is None:
+            return
+        request.account = None
+        self._accounts.leave(payer_of(request.attempt.tenant))
+        priority = request.attempt.priority
+        self._priorities[priority] -= 1
+        if not self._priorities[priority]:
+            del self._priorities[priority]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the order is that of arrival."""
+        return len(self._priorities) <= 1 and self._accounts.num_present <= 1
+
+    def priority(self, request: RequestState) -> int:
+        """Returns the request's priority, or the best one here if it has waited for long."""
+        if self.now_s >= request.aged_s:
+            return min(self._priorities)
+        return request.attempt.priority
+
+    def is_present(self, attempt: AttemptSpec) -> bool:
+        """Whether the tenant of an attempt has other requests here."""
+        return self._accounts.is_present(payer_of(attempt.tenant))
+
+    def served(self, tenant: str) -> float:
+        """Returns the tokens served to a tenant that has requests here, or had some lately."""
+        return self._accounts.served(tenant)
+
+    def key(self, request: RequestState) -> tuple[int, float]:
+        """Returns what to sort by; a request with the lower key is served first."""
+        assert request.account is not None
+        return self.priority(request), request.account.served
+
+    def is_behind(self, attempt: AttemptSpec, other: RequestState) -> bool:
+        """Whether the tenant of an attempt that needs room was served so much less than that of
+        another request, no more urgent, that this one should give way to it: by more than both have
+        tokens, so that two tenants do not take the room from each other in turn."""
+        if self.priority(other) < attempt.priority or other.account is None:
+            return False
+        lead = other.account.served - self.served(payer_of(attempt.tenant))
+        cost = other.tokens.size / other.attempt.share + len(attempt.token_ids) / attempt.share
+        return lead > cost
+
+    def charge(self, request: RequestState, num_tokens: int) -> None:
+        """Steps compute so many tokens of a request; it may have left meanwhile."""
+        if request.account is not None:
+            request.account.charge(num_tokens)
+
+    def victim(self, requests: Iterable[RequestState]) -> RequestState | None:
+        """Returns the one to preempt of requests with the youngest first: of the worst priority and
+        the tenant with the most tokens served, the first one. None if there are no requests."""
+        if self.is_plain:
+            return next(iter(requests), None)
+        return max(requests, key=self.key, default=None)

@@ -1,0 +1,193 @@
+"""A draft model beside an instance's model: which requests it keeps KVCache of, and at what price.
+
+It runs in the instance's own process, before the step that verifies its guesses. Its KVCache is its
+own, of a fixed size and in blocks that no other instance sees. A request that comes from a prefill
+instance, that was preempted, or whose blocks were taken, lacks part of it. The draft model then
+computes it from the request's tokens, in chunks that share steps with decodes, if the answer is
+expected to gain more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from moonpool.cost.model import Chunk, CostModel
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import DraftTask
+from moonpool.scheduler.request_state import RequestState
+from moonpool.scheduler.speculation.drafts import DraftState
+
+KVCACHE_SHARE = 1 / 8
+"""The KVCache of a draft model takes at most this share of the memory for KVCache, unless a size is
+set."""
+READY_TOKENS = 8
+"""A draft model that lacks so few tokens computes them together with its first guess."""
+EXPECTED_TOKENS = 64
+"""An answer is expected to go on for as many tokens as it has, and at least for so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelPlace:
+    """What an instance knows of its draft model: step times, and the blocks of its KVCache."""
+
+    cost: CostModel
+    num_blocks: int
+    block_tokens: int
+    max_positions: int  # longer texts get no drafts
+
+
+class DraftModel:
+    """The draft model's KVCache, and the work that it is given."""
+
+    def __init__(self, place: DraftModelPlace, chunk_tokens: int) -> None:
+        """`chunk_tokens`: most tokens that one step computes into its KVCache."""
+        self.cost = place.cost
+        self.failed = False  # it has answered with an error, and gets no more work
+        self._place = place
+        self._chunk_tokens = chunk_tokens
+        self._free = list(range(place.num_blocks - 1, -1, -1))
+        self._holders: dict[AttemptId, RequestState] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that requests hold."""
+        return self._place.num_blocks - len(self._free)
+
+    def takes(self, request: RequestState, num_drafts: int) -> bool:
+        """Whether the request and its drafts fit the draft model's context and its KVCache."""
+        place, size = self._place, request.tokens.size + num_drafts
+        most = min(place.max_positions, place.num_blocks * place.block_tokens)
+        return not self.failed and size <= most
+
+    def num_lacking(self, request: RequestState) -> int:
+        """Tokens of which it has no KVCache; the newest is always one of them."""
+        return request.tokens.size - _state(request).num_computed
+
+    def is_ready(self, request: RequestState) -> bool:
+        """Whether it can guess at once."""
+        return self.num_lacking(request) <= READY_TOKENS
+
+    def chunk_s(self, request: RequestState, num_tokens: int) -> float:
+        """Time to compute the next `num_tokens` tokens that it lacks."""
+        start = _state(request).num_computed
+        return self.cost.step_s([Chunk(num_tokens, start, start, True)], 0, 0)
+
+    def pays(self, request: RequestState, saved_s: float) -> bool:
+        """Whether computing what it lacks costs less than drafts will bring. `saved_s`: what they
+        save per token."""
+        left = request.attempt.sampling.max_tokens - request.tokens.num_generated
+        expected = min(left, max(EXPECTED_TOKENS, request.tokens.num_generated))
+        return self.lacking_s(request) < expected * saved_s
+
+    def lacking_s(self, request: RequestState) -> float:
+        """Time to compute all tokens that it lacks, in chunks."""
+        start, end = _state(request).num_computed, request.tokens.size
+        seconds = 0.0
+        for begin in range(start, end, self._chunk_tokens):
+            number = min(self._chunk_tokens, end - begin)
+            seconds += self.cost.step_s([Chunk(number, begin, start, True)], 0, 0)
+        return seconds
+
+    def prepare(
+        self,
+        requests: Sequence[tuple[RequestState, int]],
+        wanted: Collection[AttemptId],
+        limit_s: float,
+    ) -> tuple[dict[AttemptId, int], float]:
+        """Chooses whose KVCache it computes further. `requests`: with the most drafts that each may
+        have. Of those, the ones that are not ready are served if they are `wanted`, as far as the
+        step's time `limit_s` allows.
+
+        Returns the requests that can have drafts in this step or get at least a chunk, each with
+        the position up to which its KVCache will then be complete, and the time for the chunks.
+        """
+        until: dict[AttemptId, int] = {}
+        spent_s, left_tokens = 0.0, self._chunk_tokens
+        for request, num_drafts in requests:
+            size = request.tokens.size
+            if self.is_ready(request):
+                if self._extend(request, size + num_drafts, until):
+                    until[request.attempt_id] = size
+                continue
+            if request.attempt_id not in wanted:
+                continue
+            number = min(self.num_lacking(request), left_tokens)
+            while number >= READY_TOKENS:
+                seconds = self.chunk_s(request, number)
+                if spent_s + seconds <= limit_s:
+                    break
+                number //= 2
+            else:
+                continue
+            if not self._extend(request, size + num_drafts, until):
+                continue
+            spent_s += seconds
+            left_tokens -= number
+            until[request.attempt_id] = _state(request).num_computed + number
+        return until, spent_s
+
+    def task(
+        self, request: RequestState, until: int, num_drafts: int, ends: frozenset[int]
+    ) -> DraftTask:
+        """Its work for a request in the next step. The request must be one that `prepare` chose."""
+        state = _state(request)
+        tokens = request.tokens.between(state.num_computed, until)
+        return DraftTask(tokens, state.num_computed, state.block_ids, num_drafts, ends)
+
+    def end(
+        self, request: RequestState, task: DraftTask, drafted: Sequence[int] | None, num_right: int
+    ) -> None:
+        """Enters the end of a task. `num_right` of the `drafted` tokens were right."""
+        if drafted is None:
+            self.failed = True
+            return
+        guessed = min(num_right, max(len(drafted) - 1, 0))  # the last one was not computed
+        _state(request).num_computed = task.start + len(task.token_ids) + guessed
+
+    def forget(self, request: RequestState) -> None:
+        """Gives the request's blocks back."""
+        if self._holders.pop(request.attempt_id, None) is not None:
+            state = _state(request)
+            self._free += state.block_ids
+            state.block_ids, state.num_computed = [], 0
+
+    def _extend(self, request: RequestState, num_tokens: int, keep: Collection[AttemptId]) -> bool:
+        """Gives the request blocks for `num_tokens`, at the cost of requests that have fallen
+        behind, but not of those to `keep`."""
+        state = _state(request)
+        lacking = -(-num_tokens // self._place.block_tokens) - len(state.block_ids)
+        if lacking <= 0:
+            return True
+        if len(self._free) < lacking and not self._take_from_others(request, lacking, keep):
+            return False
+        self._holders[request.attempt_id] = request
+        # A new list: the task of a step in progress has the old one.
+        state.block_ids = [*state.block_ids, *(self._free.pop() for _ in range(lacking))]
+        return True
+
+    def _take_from_others(
+        self, request: RequestState, num_blocks: int, keep: Collection[AttemptId]
+    ) -> bool:
+        """Makes `num_blocks` free. Takes them from requests that lack more than this one, so that
+        no two take from each other in turn. Returns False, having taken nothing, if they have too
+        few."""
+        least = max(READY_TOKENS, self.num_lacking(request))
+        others = [
+            other
+            for other in self._holders.values()
+            if self.num_lacking(other) > least
+            and not other.steps_pending
+            and other.attempt_id not in keep
+        ]
+        others.sort(key=self.num_lacking)
+        if len(self._free) + sum(len(_state(o).block_ids) for o in others) < num_blocks:
+            return False
+        while len(self._free) < num_blocks:
+            self.forget(others.pop())
+        return True
+
+
+def _state(request: RequestState) -> DraftState:
+    assert request.speculation is not None, "it was never offered a draft"
+    return request.speculation

@@ -1,0 +1,403 @@
+"""Drafts: guessed tokens that a step computes after a decode's newest token, to verify them.
+
+A decode with k drafts is a chunk of 1 + k tokens. The engine draws a token from each of its rows
+and keeps those up to the first that is not the draft after it. Rows depend neither on their batch
+nor on chunks, and a draw is keyed by (seed, position): the tokens are those of plain decoding, and
+right drafts only bring them earlier.
+
+Drafts come from what other requests' cached blocks say came next after this very text, else from an
+earlier place of the request's own text. A draft model (`draft_model`) guesses where these find
+nothing, or are right less often than it is; its own time counts as that of the step. Drafts run
+where they pay: where the tokens that they should bring, by the share of earlier drafts that were
+right, save more decoding than their rows cost by the cost model. A full step has no room for them.
+Found drafts that do not run are still compared with the token that comes, so a request whose text
+becomes predictable gets drafts again. A draft model that is off is tried out rarely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from types import MappingProxyType
+from typing import NamedTuple
+
+from moonpool.config.tables import SpeculativeConfig
+from moonpool.cost.model import CostModel
+from moonpool.cost.online import LearnedFactor
+from moonpool.protocol.messages import AttemptId
+from moonpool.scheduler.actions import Effects
+from moonpool.scheduler.batching.policies import Share
+from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.kv_cache_manager import KVCacheManager
+from moonpool.scheduler.request_state import RequestState
+from moonpool.scheduler.speculation.draft_model import DraftModel
+from moonpool.scheduler.speculation.drafts import (
+    FIRST_RATE,
+    UNKNOWN,
+    AcceptanceRate,
+    DraftState,
+    Source,
+)
+from moonpool.scheduler.speculation.prompt_lookup import PromptLookup
+from moonpool.scheduler.speculation.step_times import DraftingTimes, StepTimes
+
+LEAST_GAIN = 1.05
+"""A step with drafts must promise this many times the tokens per second of one without: what they
+cost beside the engine's time is not in the cost model."""
+TRIAL_STEPS = 200
+"""After so many steps for which only the learned factor spoke against drafts, one step has them:
+the factor may stem from a time when the machine was busy."""
+FIRST_MODEL_RATE = 0.7
+"""A draft model's guesses are expected to be right so often, before any is known."""
+TRIAL_SHARE = 0.05
+"""A trial of a draft model may first compute what it lacks, for this share of the time between two
+trials."""
+TBT_SHARE = 0.85
+"""A step with drafts is planned for at most this share of the SLO on the time between tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A request's draft, and the expected number of tokens that each of its tokens brings."""
+
+    request: RequestState
+    draft: tuple[int, ...]
+    gains: tuple[float, ...]
+    by_model: bool = False
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        return self.request.attempt_id
+
+
+class DraftedStep(NamedTuple):
+    """A step with drafts, its predicted seconds, and how many of these its draft model takes."""
+
+    step: list[Share[RequestState]]
+    seconds: float
+    drafting_s: float
+
+
+class _Choice(NamedTuple):
+    """How many drafts each attempt gets, the draft model's time for them, and how many times the
+    work per second of a plain step this does."""
+
+    counts: dict[AttemptId, int]
+    drafting_s: float = 0.0
+    rate: float = 1.0
+
+
+class _Prepared(NamedTuple):
+    """Offers after the draft model was asked, the positions up to which its KVCache will be
+    complete, the time for that, and an offer to try out."""
+
+    offers: list[_Offer]
+    until: Mapping[AttemptId, int] = MappingProxyType({})
+    seconds: float = 0.0
+    trial: _Offer | None = None
+
+
+class Speculation:
+    """The drafts of one instance's steps."""
+
+    def __init__(
+        self,
+        settings: SpeculativeConfig,
+        config: InstanceConfig,
+        kv_cache: KVCacheManager,
+        effects: Effects,
+        cost: CostModel,
+        eos_token_ids: frozenset[int],
+        model: DraftModel | None = None,
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self._kv_cache = kv_cache
+        self._effects = effects
+        self._cost = cost
+        self._eos = eos_token_ids
+        self._model = model
+        self._factor = LearnedFactor()  # of steps with drafts, beyond that of decodes
+        self._pooled = [
+            AcceptanceRate(FIRST_MODEL_RATE if source is Source.MODEL else FIRST_RATE, keep=0.99)
+            for source in Source
+        ]
+        self._steps_without = 0  # because of the factor alone
+        self._tried: AttemptId | None = None  # whose guesses were not expected to pay
+        self._steps_without_model = TRIAL_STEPS  # because its guesses do not pay
+
+    def add_drafts(self, step: list[Share[RequestState]], budget_tokens: int) -> DraftedStep | None:
+        """Returns the step with drafts within the budget; None if it has none. Sets `drafts` and
+        `draft_task` of the requests that have some."""
+        spare = budget_tokens - sum(num_tokens for _, num_tokens in step)
+        decodes = [request for request, _ in step if request.decoding]
+        if not decodes or spare <= 0:
+            return None
+        times = StepTimes(self._cost, step, decodes)
+        if times.rate(1, 1.0) <= 1.0:
+            return None  # not even a certain draft would pay
+        offers, limit_s = [self._offer(request) for request in decodes], self._limit_s(decodes)
+        prepared = _Prepared(offers)
+        if self._model is not None and any(offer.by_model for offer in offers):
+            prepared = self._prepare(self._model, offers, times, spare, limit_s)
+        limit_s -= prepared.seconds
+        choice = self._choose(prepared.offers, times, spare, limit_s)
+        if prepared.trial is not None and not choice.counts:
+            choice = self._try_out(prepared.trial, times, spare, limit_s)
+        if not choice.counts and not prepared.until:
+            return None
+        for offer in prepared.offers:
+            self._give(offer, choice.counts.get(offer.attempt_id, 0), prepared.until)
+        if not any(request.drafts or request.draft_task for request in decodes):
+            return None
+        extended = [(request, number + len(request.drafts)) for request, number in step]
+        num_drafts = sum(len(request.drafts) for request in decodes)
+        drafting_s = choice.drafting_s + prepared.seconds
+        return DraftedStep(extended, times.seconds(num_drafts) + drafting_s, drafting_s)
+
+    def end_draft_task(
+        self, request: RequestState, drafted: Sequence[int] | None, num_right: int
+    ) -> None:
+        """Takes what the draft model guessed for a request; None: it has failed. Must be called
+        before `judge`."""
+        task, request.draft_task = request.draft_task, None
+        if task is None or self._model is None:
+            return
+        self._model.end(request, task, drafted, num_right)
+        if self._tried == request.attempt_id:
+            self._tried = None
+            if drafted and num_right == len(drafted):
+                self._steps_without_model = TRIAL_STEPS  # it goes on until a guess is wrong
+        request.drafts = tuple(drafted or ())
+
+    def forget(self, request: RequestState) -> None:
+        """Gives back what the draft model holds for a request that ends or is preempted."""
+        if self._model is not None:
+            self._model.forget(request)
+
+    def judge(self, request: RequestState, token_ids: Sequence[int]) -> None:
+        """Learns from the tokens that a step drew for a request. Must be called before its drafts
+        are forgotten."""
+        state, num_drafts = request.speculation, len(request.drafts)
+        if state is None or not state.offered:
+            return
+        num_right = len(token_ids) - 1
+        wrong = num_right < num_drafts
+        if state.passed_over is not None:
+            source, first = state.passed_over
+            self._observe(state, source, int(first == token_ids[0]), first != token_ids[0])
+        if not num_drafts and state.source is Source.MODEL:
+            state.offered = ()
+            return
+        if not num_drafts:  # they did not run, so only the first can be compared
+            num_right = int(state.offered[0] == token_ids[0])
+            wrong = not num_right
+        else:
+            self._effects.count("drafts")
+            self._effects.count("draft_tokens", num_drafts)
+            self._effects.count("accepted_draft_tokens", num_right)
+        self._observe(state, state.source, num_right, wrong)
+        state.offered = ()
+
+    def _observe(self, state: DraftState, source: Source, num_right: int, wrong: bool) -> None:
+        state.rates[source].observe(num_right, wrong)
+        self._pooled[source].observe(num_right, wrong)
+
+    def learn(self, expected_s: float, seconds: float) -> None:
+        """Learns from a step with drafts that took `seconds` of which `expected_s` were predicted,
+        both without what slows all decodes."""
+        if self._config.learning and self._config.micro_batches == 1:
+            self._factor.observe(seconds, expected_s)
+
+    def _offer(self, request: RequestState) -> _Offer:
+        state = request.speculation
+        if state is None:
+            settings = self._settings
+            lookup = PromptLookup(settings.prompt_lookup_min, settings.prompt_lookup_max)
+            rates = [AcceptanceRate(pooled.value) for pooled in self._pooled]
+            state = request.speculation = DraftState(lookup, rates)
+        sampling, tokens = request.attempt.sampling, request.tokens
+        most = min(
+            self._settings.num_speculative_tokens, sampling.max_tokens - tokens.num_generated - 1
+        )
+        state.offered, state.passed_over = (), None
+        if most <= 0:
+            return _Offer(request, (), ())
+        draft = self._look_up(request, state, most)
+        by_model = self._model is not None and self._model.takes(request, most)
+        if by_model and draft:  # a draft that costs nothing is taken if it is right as often
+            by_model = state.rates[state.source].value < state.rates[Source.MODEL].value
+            if by_model:
+                state.passed_over = state.source, draft[0]
+        if by_model:
+            state.source, draft = Source.MODEL, (UNKNOWN,) * most
+        state.offered = draft
+        rate = state.rates[state.source].value
+        gains = tuple([rate ** (i + 1) for i in range(len(draft))])
+        return _Offer(request, draft, gains, by_model)
+
+    def _look_up(self, request: RequestState, state: DraftState, most: int) -> tuple[int, ...]:
+        """The draft from cached blocks, else from the request's own text; sets its source."""
+        state.source, tokens = Source.OWN_TEXT, request.tokens
+        if request.attempt.keys is not None:  # no tokens in a simulation: its engine knows
+            return () if self._settings.method == "draft_model" else (0,) * most
+        known = self._kv_cache.continuations
+        if known is not None and self._kv_cache.caches(request):
+            found = self._before_end(request, known.draft(request.keys, tokens, most))
+            if found:
+                state.source = Source.CACHED_BLOCKS
+                return found
+        return self._before_end(request, state.lookup.draft(tokens, most))
+
+    def _before_end(self, request: RequestState, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """The draft without tokens that may end the answer: nothing comes after them."""
+        ends = self._ends(request)
+        for index, token_id in enumerate(draft):
+            if token_id in ends:
+                return draft[:index]
+        return draft
+
+    def _ends(self, request: RequestState) -> frozenset[int]:
+        """The tokens that may end the answer."""
+        sampling = request.attempt.sampling
+        eos: frozenset[int] = frozenset() if sampling.ignore_eos else self._eos
+        return eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos
+
+    # The draft model
+
+    def _prepare(
+        self,
+        model: DraftModel,
+        offers: list[_Offer],
+        times: StepTimes,
+        spare: int,
+        limit_s: float,
+    ) -> _Prepared:
+        """Lets the draft model compute what it lacks, where its guesses will pay for that."""
+        by_model = [offer for offer in offers if offer.by_model]
+        aim = self._best(offers, times, spare, limit_s, self._factor.value)
+        saved_s = times.saved_s * (1.0 - 1.0 / aim.rate)
+        wanted = {
+            offer.attempt_id
+            for offer in by_model
+            if aim.counts.get(offer.attempt_id) and model.pays(offer.request, saved_s)
+        }
+        trial: _Offer | None = None
+        if any(aim.counts.get(offer.attempt_id) for offer in by_model):
+            self._steps_without_model = 0
+        else:
+            self._steps_without_model += 1
+            if self._steps_without_model > TRIAL_STEPS:
+                nearest = min(by_model, key=lambda offer: model.num_lacking(offer.request))
+                most_s = TRIAL_SHARE * TRIAL_STEPS * times.seconds(0)
+                certain = replace(nearest, gains=(1.0,) * len(nearest.draft))
+                might_pay = self._best([certain], times, spare, limit_s, self._factor.value).counts
+                if might_pay and model.lacking_s(nearest.request) <= most_s:
+                    trial = nearest
+                    wanted = {nearest.attempt_id}
+        requests = [(offer.request, len(offer.draft)) for offer in by_model]
+        until, seconds = model.prepare(requests, wanted, limit_s - times.seconds(0))
+        settled: list[_Offer] = []
+        for offer in offers:
+            if offer.by_model and until.get(offer.attempt_id) != offer.request.tokens.size:
+                offer = replace(offer, gains=())  # it lacks more than this step can compute
+            settled.append(offer)
+            if trial is not None and trial.attempt_id == offer.attempt_id:
+                trial = offer if offer.gains else None
+        return _Prepared(settled, until, seconds, trial)
+
+    def _try_out(self, offer: _Offer, times: StepTimes, spare: int, limit_s: float) -> _Choice:
+        """Drafts of a request although they are not expected to pay: the model's guesses are only
+        known when it has made them."""
+        number = min(len(offer.draft), spare)
+        while number:
+            drafting = self._drafting([(offer, i) for i in range(number)])
+            if times.seconds(number) + drafting.seconds <= limit_s:
+                self._steps_without_model, self._tried = 0, offer.attempt_id
+                return _Choice({offer.attempt_id: number}, drafting.seconds)
+            number -= 1
+        return _Choice({})
+
+    def _drafting(self, guesses: Sequence[tuple[_Offer, int]] = ()) -> DraftingTimes:
+        times = DraftingTimes(None if self._model is None else self._model.cost)
+        for offer, number in guesses:
+            self._add_guess(times, offer, number)
+        return times
+
+    def _add_guess(self, times: DraftingTimes, offer: _Offer, number: int) -> None:
+        if self._model is not None and offer.by_model:
+            # Without its KVCache, it computes what it lacks in a chunk of its own before.
+            ready = self._model.is_ready(offer.request)
+            lacking = self._model.num_lacking(offer.request) if ready else 1
+            times.add(offer.request, number, lacking)
+
+    # How many
+
+    def _choose(
+        self, offers: Sequence[_Offer], times: StepTimes, spare: int, limit_s: float
+    ) -> _Choice:
+        """How many drafts each attempt gets, so that the step yields the most tokens per second."""
+        best = self._best(offers, times, spare, limit_s, self._factor.value)
+        if best.counts:
+            self._steps_without = 0
+            return best
+        plain = self._best(offers, times, spare, limit_s, 1.0)
+        if plain.counts:
+            self._steps_without += 1
+            if self._steps_without >= TRIAL_STEPS:
+                self._steps_without = 0
+                return plain
+        return best
+
+    def _best(
+        self,
+        offers: Sequence[_Offer],
+        times: StepTimes,
+        spare: int,
+        limit_s: float,
+        slower: float,
+    ) -> _Choice:
+        """The best choice, if steps with drafts take `slower` times as long as predicted."""
+        guesses = [
+            (gain, offer, number) for offer in offers for number, gain in enumerate(offer.gains)
+        ]
+        guesses.sort(key=lambda each: -each[0])  # of one request, the first draft comes first
+        best, best_rate, best_s, gained = 0, LEAST_GAIN, 0.0, 0.0
+        drafting = self._drafting()
+        for number, (gain, offer, place) in enumerate(guesses[:spare], 1):
+            self._add_guess(drafting, offer, place)
+            if times.seconds(number) + drafting.seconds > limit_s:
+                break
+            gained += gain
+            rate = times.rate(number, gained, drafting.seconds) / slower
+            if rate > best_rate:
+                best, best_rate, best_s = number, rate, drafting.seconds
+        counts: dict[AttemptId, int] = {}
+        for _, offer, _ in guesses[:best]:
+            counts[offer.attempt_id] = counts.get(offer.attempt_id, 0) + 1
+        return _Choice(counts, best_s, best_rate)
+
+    def _give(self, offer: _Offer, number: int, until: Mapping[AttemptId, int]) -> None:
+        """Sets a request's drafts, and its task of the draft model."""
+        request, draft = offer.request, offer.draft[:number]
+        request.drafts = draft[: self._room(request, len(draft))]
+        end = until.get(offer.attempt_id)
+        if self._model is None or not offer.by_model or end is None:
+            return
+        if request.drafts or not self._model.is_ready(request):
+            request.draft_task = self._model.task(
+                request, end, len(request.drafts), self._ends(request)
+            )
+
+    def _limit_s(self, decodes: Sequence[RequestState]) -> float:
+        own = (request.attempt.slo.tbt_s for request in decodes)
+        return TBT_SHARE * min(self._config.tbt_slo_s if tbt_s == inf else tbt_s for tbt_s in own)
+
+    def _room(self, request: RequestState, num_drafts: int) -> int:
+        """How many drafts the request's blocks have room for; takes more blocks if there are."""
+        size = request.tokens.size
+        if num_drafts and not self._kv_cache.grow(request, size + num_drafts):
+            held = len(request.block_ids) * self._kv_cache.layout.block_tokens
+            return min(num_drafts, held - size)
+        return num_drafts
