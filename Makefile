@@ -12,13 +12,13 @@ HAS_CPU_TORCH = found=$$($(PIP) install -q --dry-run --ignore-installed --no-dep
   $$(grep -o '^torch==[^ ]*' requirements.lock) | grep -o '"sha256": "[^"]*' | cut -d '"' -f 4); \
   grep -q "$$found" requirements.lock
 
-.PHONY: setup setup-dev demo test lint types check long docs lock wheel swarm soak bench peer-tests clean
+.PHONY: setup setup-dev demo test lint types check long docs lock wheel swarm soak bench house peer-tests clean
 
 setup: $(VENV)/.installed
 
 setup-dev: $(VENV)/.installed-dev
 
-$(VENV)/.installed: $(LOCKS) pyproject.toml engine/pyproject.toml engine/setup.py lab/pyproject.toml $(SOURCES)
+$(VENV)/.installed: $(LOCKS) pyproject.toml setup.py engine/pyproject.toml engine/setup.py lab/pyproject.toml $(SOURCES)
 	@test -n "$(PYTHON)" || { echo "moonpool needs Python 3.11 or newer on the PATH"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "moonpool needs Python 3.11 or newer, not $$($(PYTHON) --version)"; exit 1; }
@@ -82,7 +82,7 @@ lock: setup-dev
 DIST ?= dist
 wheel: setup-dev
 	rm -rf $(DIST)
-	$(BIN)/python -m build --no-isolation --outdir $(DIST) .
+	MOONPOOL_RELEASE=1 $(BIN)/python -m build --no-isolation --outdir $(DIST) .
 	$(BIN)/python -m build --no-isolation --outdir $(DIST) lab
 	$(BIN)/python -m build --no-isolation --outdir $(DIST)/unrepaired engine
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 \
@@ -95,6 +95,10 @@ swarm: setup-dev
 
 soak: setup-dev
 	$(BIN)/python -m tests.soak --operations 200000
+
+# Lines of each package, imports across their borders, circles of imports.
+house: setup
+	$(BIN)/python -m benchmarks.house
 
 # The server tests of vLLM and llama.cpp against live servers: fetched, not of this repository.
 # FILES are parts of file names; OPTIONS such as --with-skipped go to the command.

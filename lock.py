@@ -42,6 +42,9 @@ CPU_TORCH = (
 """Its builds for CPUs, which PyPI does not have: `pip hash FILE` prints such a line."""
 _OF_CUDA = re.compile(r"(?:nvidia|cuda)-|(?:torch|triton)$")
 
+PROJECTS = ("pyproject.toml", "engine/pyproject.toml", "lab/pyproject.toml")
+OWN = ("moonpool", "moonpool-engine", "moonpool-lab")
+
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 DOCS_PYTHON = "3.11.5"
 """The oldest on which the documentation's packages install."""
@@ -75,11 +78,11 @@ def main() -> None:
         for path in (RUNS, CUDA, DEV):
             pins |= read_lock(path)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    builds = project["build-system"]["requires"]  # setup.py runs in the environment itself
-    runs = _resolve(pins, "--extra", "all", also=builds)
+    builds = project["build-system"]["requires"]  # the packages are built in the environment itself
+    runs = _resolve(pins, "--extra", "plan", also=builds)
     cuda = {name: runs.pop(name) for name in list(runs) if _OF_CUDA.match(name)}
     runs["torch"] = (Requirement(TORCH), CPU_TORCH)
-    dev = _resolve(pins | runs | cuda, "--extra", "all", "--group", "dev", also=builds)
+    dev = _resolve(pins | runs | cuda, "--extra", "plan", "--group", "dev", also=builds)
     _write(RUNS, runs)
     _write(CUDA, cuda)
     _write(DEV, {name: each for name, each in dev.items() if name not in runs | cuda})
@@ -95,12 +98,13 @@ def _resolve(pins: Lock, *options: str, also: Iterable[str] = (), only: str = ""
         kept = [f"{each.name}{each.specifier}" for each, _ in pins.values()]
         limits.write_text("\n".join([*kept, TORCH]))
         wanted.write_text("\n".join(also))
-        sources = ["--group", only] if only else ["pyproject.toml", str(wanted)]
+        sources = ["--group", only] if only else [*PROJECTS, str(wanted)]
         done = subprocess.run(  # noqa: S603 - fixed arguments
             [
                 *("uv", "pip", "compile", "--quiet", "--universal", "--python-version", python),
                 *("--generate-hashes", "--no-header", "--no-annotate", "--constraints"),
                 *(str(limits), *options, *sources),
+                *(word for name in OWN for word in ("--no-emit-package", name)),
             ],
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -20,14 +20,18 @@ import msgspec
 from moonpool.types import MALFORMED
 
 NAME = "moonpool"
+FOLDERS = {"engine": "engine", "lab": "lab"}
+"""Extras that are packages of this repository, moonpool-engine and moonpool-lab, with the folders
+in which their sources are."""
 
 
 def install_command(extra: str) -> str:
     """Returns the command that adds `extra` to this installation, for a shell."""
     checkout = checkout_of(Path(__file__).resolve())
     if checkout is not None:
-        return f"{_installer()} -e {quote(f'{checkout}[{extra}]')}"
-    return f"{_installer()} {_source(extra)}"
+        return f"{_installer()} -e {_of_folder(checkout, extra)}"
+    source = _package_source(extra) if extra in FOLDERS else _source(extra)
+    return f"{_installer()} {source}"
 
 
 def checkout_of(module: Path) -> Path | None:
@@ -48,6 +52,32 @@ def _installer() -> str:
     return "pip install" if is_ours else f"{quote(python)} -m pip install"
 
 
+def _of_folder(checkout: Path, extra: str) -> str:
+    """What pip installs of a checkout."""
+    if extra in FOLDERS:
+        return quote(str(checkout / FOLDERS[extra]))
+    return quote(f"{checkout}[{extra}]")
+
+
+def _package_source(extra: str) -> str:
+    """Where the package of this extra is, given where `moonpool` came from: an argument of pip."""
+    origin = _direct_url()
+    url, package, folder = str(origin.get("url", "")), f"{NAME}-{extra}", FOLDERS[extra]
+    if not url:
+        return quote(f"{NAME}[{extra}]")
+    if origin.get("vcs_info"):
+        return quote(f"{package} @ {_with_revision(url, origin, folder)}")
+    if not url.startswith("file:"):
+        return f"--find-links {quote(url.rpartition('/')[0])} {package}"
+    path = Path(unquote(urlsplit(url).path))
+    directory = origin.get("dir_info")
+    if directory is None:
+        return f"--find-links {quote(str(path.parent))} {package}"
+    if not path.exists():
+        return f"./{folder} in a checkout of {NAME}"
+    return f"{'-e ' if directory.get('editable', False) else ''}{quote(str(path / folder))}"
+
+
 def _source(extra: str) -> str:
     """Where the package came from, with the extra, as an argument of pip."""
     origin = _direct_url()
@@ -65,11 +95,11 @@ def _source(extra: str) -> str:
     return f"{quote(f'{path.name}[{extra}]')} where that file is"
 
 
-def _with_revision(url: str, origin: dict[str, Any]) -> str:
+def _with_revision(url: str, origin: dict[str, Any], inner: str = "") -> str:
     version_control = origin.get("vcs_info", {})
     if version_control:
         url = f"{version_control.get('vcs', 'git')}+{url}@{version_control.get('commit_id', '')}"
-    folder = origin.get("subdirectory", "")
+    folder = "/".join(filter(None, (origin.get("subdirectory", ""), inner)))
     return f"{url}#subdirectory={folder}" if folder else url
 
 

@@ -117,7 +117,7 @@ class SamplingParams(Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
-    grammar: str = ""  # the answer must match it (see `engine.grammar`); "": no constraint
+    grammar: str = ""  # the answer must match it (see `text.grammar`); "": no constraint
     pooling: Pooling = "none"  # the prompt's embedding takes the place of the first token
     allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; (): all
     bad_words: tuple[BadWord, ...] = ()

@@ -59,7 +59,7 @@ class Pauses:
         self._heard_s[instance_id] = self._clock.listened_s
 
     def tick(self) -> None:
-        """One turn of the head's ticker (`runtime.head`)."""
+        """One turn of the head's ticker (`head.head`)."""
         world = self._world
         if not self.total_s or not world.head_is_up:
             self._clock.tick(world.clock.now)

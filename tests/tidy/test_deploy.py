@@ -128,7 +128,7 @@ def test_the_image_runs_moonpool_without_root_and_without_a_compiler() -> None:
     assert entry == ["moonpool"]
     parse(default)
     assert not any("g++" in rest for _, rest in final)
-    assert any("[engine" in rest for word, rest in final if word == "RUN")
+    assert any("moonpool_engine-" in rest for word, rest in final if word == "RUN")
     for word, rest in steps:
         if word == "COPY" and not rest.startswith("--from"):
             for source in rest.split()[:-1]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
+from benchmarks.house import PACKAGES
 from moonpool_engine.engine.families.table import FAMILIES
 
-SRC = Path(__file__).parents[2] / "src" / "moonpool"
+SRC = PACKAGES["moonpool_engine"]
 COMPUTES = [
     *(SRC / "engine" / f"{name}.py" for name in (
         "model", "layers", "attention", "mlp", "routing", "packing", "ops", "reference", "runner",

@@ -17,14 +17,15 @@ from packaging.version import Version
 from lock import CPU_TORCH, CUDA, DEV, DOCS, ROOT, RUNS, TORCH, Lock, parse_lock, read_lock
 
 LOCKS = {path.name: read_lock(path) for path in (RUNS, CUDA, DEV, DOCS)}
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXTRAS = PROJECT["project"]["optional-dependencies"]
+PROJECT, ENGINE, LAB = (
+    tomllib.loads((ROOT / each / "pyproject.toml").read_text()) for each in ("", "engine", "lab")
+)
 WANTED = {
     RUNS.name: [
         *PROJECT["build-system"]["requires"],
         *PROJECT["project"]["dependencies"],
-        *EXTRAS["engine"],
-        *EXTRAS["plan"],
+        *(line for line in ENGINE["project"]["dependencies"] if not line.startswith("moonpool")),
+        *(line for line in LAB["project"]["dependencies"] if not line.startswith("moonpool")),
     ],
     DEV.name: PROJECT["dependency-groups"]["dev"],
     DOCS.name: PROJECT["dependency-groups"]["docs"],

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from test_structure import BESIDE, BESIDE_ROOMS, LEVELS, ROOT, SOURCE, SOURCES, TESTS
+from test_structure import BESIDE, BESIDE_ROOMS, LEVELS, ROOT, SOURCES, TESTS
 
+from benchmarks.house import PACKAGES, native_sources
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
 
@@ -22,8 +23,9 @@ PATH = re.compile(
     rf"(?<![\w/.~{{}}<>$*:-])((?:[\w.-]+/)+[\w.-]+\.(?:{SUFFIXES}))(?:::(\w+))?(?![\w/*{{])"
 )
 BARE = re.compile(r"(?<![\w/.~{}<>$*:-])([\w-]+\.(?:py|cpp|h))(?:::(\w+))?(?![\w/*{(])")
-ROOMS = sorted({room for rooms in LEVELS for room in rooms} - {"__main__"})
-DOTTED = re.compile(rf"`(?:moonpool\.)?((?:{'|'.join(map(re.escape, ROOMS))})(?:\.\w+)+)(?:\(\))?`")
+ROOMS = sorted({room.rpartition("/")[2] for rooms in LEVELS for room in rooms} - {"__main__"})
+_ROOM = "|".join(map(re.escape, ROOMS))
+DOTTED = re.compile(rf"`(?:moonpool(?:_engine|_lab)?\.)?((?:{_ROOM})(?:\.\w+)+)(?:\(\))?`")
 
 OF_OTHERS = {
     "asm-generic/socket.h",
@@ -33,7 +35,10 @@ OF_OTHERS = {
     "config.json",
 }
 """Files of other projects, and projects whose names look like files."""
-FOLDERS = ("benchmarks", "deploy", "docs", "examples", "papers", "src", "tests", "website")
+FOLDERS = (
+    *("benchmarks", "deploy", "docs", "engine", "examples", "lab", "papers", "src", "tests"),
+    "website",
+)
 GENERATED = ("build", "__pycache__", ".egg-info")
 
 
@@ -60,13 +65,14 @@ def texts_of_sources() -> Iterator[Text]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 yield Text(path, node.lineno, str(node.value.value))
-    for path in (SOURCE / "engine" / "native").glob("*.[ch]*"):
+    for path in native_sources():
         yield Text(path, 1, path.read_text())
 
 
 def texts_of_pages() -> Iterator[Text]:
     deploy = [path for path in (ROOT / "deploy").rglob("*") if path.is_file()]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+    pages += [path for folder in PACKAGES.values() for path in folder.rglob("*.md")]
     for path in [*pages, *deploy, ROOT / "Makefile"]:
         # What was removed is named where it was: the changelog.
         if path.name != "CHANGELOG.md":
@@ -105,7 +111,9 @@ def names_nothing(name: str) -> bool:
     if name in schema_of(Config):  # a key of the configuration
         return False
     parts = name.split(".")
-    place = ROOT if parts[0] in BESIDE_ROOMS else SOURCE
+    places = [ROOT] if parts[0] in BESIDE_ROOMS else list(PACKAGES.values())
+    found = [at for at in places if (at / parts[0]).is_dir() or (at / f"{parts[0]}.py").is_file()]
+    place = found[0] if found else places[0]
     while parts and (place / parts[0]).is_dir():
         place = place / parts.pop(0)
     if parts and (place / f"{parts[0]}.py").is_file():

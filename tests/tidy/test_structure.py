@@ -1,7 +1,8 @@
 """The structure of the code base, as tests: which room may import which, what no file may contain.
 
-A room is a folder or module directly under `src/moonpool`, or one of `benchmarks`, `papers` and
-`website` beside it. Each test collects all violations and reports them together.
+A room is a folder or module directly under one of the three packages, such as `conductor`,
+`engine/transfer` or `lab/replay`, or one of `benchmarks`, `papers` and `website` beside them. Each
+test collects all violations and reports them together.
 """
 
 from __future__ import annotations
@@ -13,59 +14,57 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from benchmarks.house import (
+    ALLOWED,
+    PACKAGES,
+    borders,
+    circles,
+    core_files,
+    modules,
+    size_of,
+    sources,
+)
+
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "moonpool"
 MAX_FILE_LINES = 600
 MAX_MODULES_PER_FOLDER = 30
 MAX_FUNCTION_LINES = 70
 
 # A room may import rooms of earlier lines only. `api` knows the head only by the protocol it
-# declares itself, so the runtime that implements it stands above.
+# declares itself, so the head that implements it stands above.
 LEVELS = (
     {"types"},
     {"config", "request_record"},
-    {"cores", "extensions", "gc_tuning", "installation", "log_limit"},
-    {"kvcache", "cost"},
+    {"cores", "gc_tuning", "installation", "log_limit"},
+    {"kvcache", "cost", "text"},
     {"protocol"},
-    {"attention_offload.pools"},
-    {"scheduler", "conductor"},
-    {"policy_loading"},
-    {"rewind"},
-    {"transfer", "engine"},
-    {"storage"},
-    {"attention_offload"},
-    {"api"},
-    {"trace"},
-    {"sim.hardware"},
-    {"runtime", "sim"},
-    {"attention_offload.worker_process"},
+    {"scheduler.attention_pools"},
+    {"scheduler", "conductor", "link"},
+    {"plugins"},
+    {"rewind", "trace"},
+    {"engine/transfer", "engine/engine"},
+    {"engine/storage"},
+    {"engine/attention_offload"},
+    {"engine/worker"},
+    {"engine/attention_offload.worker_process", "engine/package", "engine/commands"},
+    {"api", "sim.hardware"},
+    {"head", "sim"},
     {"vllm.block_names"},
     {"vllm.known_cache"},
     {"vllm.instance"},
     {"vllm"},
-    {"replay"},
-    {"trial"},
     {"sim.report"},
-    {"plan", "oracle"},
+    {"plan"},
     {"studies"},
-    {"demo"},
-    {"profiling"},
     {"cli"},
+    {"engine/cli"},
+    {"lab/replay", "lab/oracle", "lab/plots", "lab/demo", "lab/commands"},
+    {"lab/trial", "lab/profiling"},
+    {"lab/cli"},
     {"benchmarks", "papers"},
     {"website"},
     {"__main__"},
 )
-ROOMS_OF_FILES = {
-    "config_schema": "config",
-    "config_hardware": "config",
-    "config_rules": "config",
-    "config_telemetry": "config",
-    "config_tls": "config",
-    "config_vllm": "config",
-    "config_api": "config",
-    "config_slo": "config",
-}
-"""Modules beside a room's main module that belong to that room."""
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 PURE_ROOMS = {
@@ -75,7 +74,7 @@ PURE_ROOMS = {
     "kvcache",
     "cost",
     "protocol",
-    "attention_offload.pools",
+    "scheduler.attention_pools",
     "scheduler",
     "conductor",
     "sim.hardware",
@@ -121,7 +120,7 @@ UNSAFE_ATTRIBUTES = {
 MACHINE_PATH = re.compile(r"(?<![\w.:*])/(?:work|opt|home|root|Users|mnt)/")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".cfg", ".txt", ".cpp", ".h", ".yml", ".yaml", ".json", ""}
 
-SOURCES = sorted(SOURCE.rglob("*.py"))
+SOURCES = [path for package in PACKAGES for path in sources(package)]
 BESIDE_ROOMS = ("benchmarks", "papers", "website")
 BESIDE = sorted(p for room in BESIDE_ROOMS for p in (ROOT / room).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -143,18 +142,23 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 
 
 def room_of(module: str) -> str:
-    """Returns `a.b` of moonpool.a.b if that is a room by itself, else `a`."""
+    """Returns `a.b` of moonpool.a.b if that is a room by itself, else `a`; `lab/a` of
+    moonpool_lab.a."""
     parts = module.split(".")
-    if parts[0] == "moonpool":
+    part = ""
+    if parts[0] in PACKAGES:
+        part = parts[0].removeprefix("moonpool").removeprefix("_")
         parts = parts[1:]
-    if ".".join(parts[:2]) in LEVEL_OF:
-        return ".".join(parts[:2])
-    return ROOMS_OF_FILES.get(parts[0], parts[0])
+    prefix = f"{part}/" if part else ""
+    deep = prefix + ".".join(parts[:2])
+    return deep if deep in LEVEL_OF else prefix + parts[0]
 
 
 def own_room(path: Path) -> str:
-    base = SOURCE if path.is_relative_to(SOURCE) else ROOT
-    return room_of(".".join(path.relative_to(base).with_suffix("").parts))
+    for folder in PACKAGES.values():
+        if path.is_relative_to(folder):
+            return room_of(".".join(path.relative_to(folder.parent).with_suffix("").parts))
+    return room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -173,9 +177,8 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
 @cache
 def _own_modules() -> frozenset[str]:
-    inside = [path.relative_to(SOURCE.parent).with_suffix("") for path in SOURCES]
-    inside += [path.relative_to(ROOT).with_suffix("") for path in BESIDE]
-    return frozenset(".".join(p.parts).removesuffix(".__init__") for p in inside)
+    beside = [path.relative_to(ROOT).with_suffix("") for path in BESIDE]
+    return frozenset((*modules(), *(".".join(p.parts).removesuffix(".__init__") for p in beside)))
 
 
 def calls_of(path: Path) -> Iterator[ast.Call]:
@@ -196,7 +199,8 @@ def test_rooms_stand_on_what_they_import() -> None:
 
 
 def _import_violations(path: Path) -> Iterator[str]:
-    if path in (SOURCE / "__init__.py", *(ROOT / "benchmarks").glob("*.py")):
+    alone = [folder / "__init__.py" for folder in PACKAGES.values()]
+    if path in (*alone, *(ROOT / "benchmarks").glob("*.py")):
         return
     room = own_room(path)
     if room not in LEVEL_OF:
@@ -204,11 +208,27 @@ def _import_violations(path: Path) -> Iterator[str]:
         return
     for line, module in imports_of(path):
         top = module.split(".")[0]
-        if top not in ("moonpool", *BESIDE_ROOMS) or module == "moonpool":
+        if top not in (*PACKAGES, *BESIDE_ROOMS) or module in PACKAGES:
             continue
         other = room_of(module)
         if other != room and LEVEL_OF[other] >= LEVEL_OF[room]:
             yield f"{name_of(path)}:{line}: {room} may not import {other}"
+
+
+def test_packages_know_each_other_one_way() -> None:
+    """The engine and the lab are known to `moonpool` by entry points alone."""
+    wrong = {pair: count for pair, count in borders().items() if pair not in ALLOWED}
+    assert wrong == {}
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not through others either, nor within a function, nor for types only."""
+    report(", ".join(circle) for circle in circles())
+
+
+def test_the_core_stays_small() -> None:
+    size = size_of(core_files())
+    assert size.lines <= 7_500 and size.files <= 30, size
 
 
 def test_pure_rooms_are_pure() -> None:
@@ -307,7 +327,18 @@ def test_no_stubs_and_no_leftovers() -> None:
 
 
 def test_no_path_of_one_machine() -> None:
-    folders = ("src", "tests", *BESIDE_ROOMS, "docs", "deploy", "examples", ".ci", ".github")
+    folders = (
+        "src",
+        "engine",
+        "lab",
+        "tests",
+        *BESIDE_ROOMS,
+        "docs",
+        "deploy",
+        "examples",
+        ".ci",
+        ".github",
+    )
     files = [p for name in folders for p in sorted((ROOT / name).rglob("*")) if p.is_file()]
     files += [p for p in sorted(ROOT.iterdir()) if p.is_file() and p.name != ".git"]
     checked = 0

@@ -30,7 +30,7 @@ class Installed:
 
 
 def command_for(
-    origin: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch, extra: str = "engine"
+    origin: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch, extra: str = "vllm"
 ) -> list[str]:
     """The words that a shell makes of the command."""
     monkeypatch.setattr(installation, "checkout_of", lambda module: None)
@@ -54,7 +54,7 @@ def test_a_package_in_an_environment_is_no_checkout(tmp_path: Path) -> None:
 
 
 def test_an_index_is_asked_for_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command_for(None, monkeypatch) == ["moonpool[engine]"]
+    assert command_for(None, monkeypatch) == ["moonpool[vllm]"]
 
 
 @pytest.mark.parametrize("editable", [True, False])
@@ -64,11 +64,11 @@ def test_a_folder_is_installed_again(
     folder = tmp_path / "my checkout"
     folder.mkdir()
     origin = {"url": folder.as_uri(), "dir_info": {"editable": True} if editable else {}}
-    expected = [*(["-e"] if editable else []), f"{folder}[engine]"]
+    expected = [*(["-e"] if editable else []), f"{folder}[vllm]"]
     assert command_for(origin, monkeypatch) == expected
     folder.rmdir()
     assert command_for(origin, monkeypatch) == [
-        ".[engine]",
+        ".[vllm]",
         "in",
         "a",
         "checkout",
@@ -83,15 +83,41 @@ def test_a_wheel_is_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     origin = {"url": wheel.as_uri(), "archive_info": {}}
     assert command_for(origin, monkeypatch, "vllm") == [f"{wheel}[vllm]"]
     wheel.unlink()
-    assert command_for(origin, monkeypatch)[0] == f"{wheel.name}[engine]"
+    assert command_for(origin, monkeypatch)[0] == f"{wheel.name}[vllm]"
 
 
 def test_an_address_and_a_commit_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "https://host/moonpool.git"
     origin: dict[str, Any] = {"url": url, "vcs_info": {"vcs": "git", "commit_id": "abc"}}
-    assert command_for(origin, monkeypatch) == [f"moonpool[engine] @ git+{url}@abc"]
+    assert command_for(origin, monkeypatch) == [f"moonpool[vllm] @ git+{url}@abc"]
     origin = {"url": "https://host/m.whl", "archive_info": {}}
-    assert command_for(origin, monkeypatch) == ["moonpool[engine] @ https://host/m.whl"]
+    assert command_for(origin, monkeypatch) == ["moonpool[vllm] @ https://host/m.whl"]
+
+
+def test_another_package_of_the_repository_comes_from_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command_for(None, monkeypatch, "engine") == ["moonpool[engine]"]
+    origin: dict[str, Any] = {"url": tmp_path.as_uri(), "dir_info": {"editable": True}}
+    assert command_for(origin, monkeypatch, "engine") == ["-e", f"{tmp_path}/engine"]
+    gone = {"url": (tmp_path / "gone").as_uri(), "dir_info": {}}
+    assert command_for(gone, monkeypatch, "lab")[0] == "./lab"
+    wheel = tmp_path / "moonpool-0.1.0-py3-none-any.whl"
+    origin = {"url": wheel.as_uri(), "archive_info": {}}
+    line = ["--find-links", str(tmp_path), "moonpool-engine"]
+    assert command_for(origin, monkeypatch, "engine") == line
+    url = "https://host/moonpool.git"
+    origin = {"url": url, "vcs_info": {"vcs": "git", "commit_id": "abc"}}
+    found = f"moonpool-engine @ git+{url}@abc#subdirectory=engine"
+    assert command_for(origin, monkeypatch, "engine") == [found]
+    origin = {"url": "https://host/dist/m.whl", "archive_info": {}}
+    line = ["--find-links", "https://host/dist", "moonpool-lab"]
+    assert command_for(origin, monkeypatch, "lab") == line
+
+
+def test_a_checkout_has_the_other_packages_in_folders() -> None:
+    assert shlex.split(install_command("engine"))[-2:] == ["-e", str(ROOT / "engine")]
+    assert (ROOT / "engine" / "pyproject.toml").is_file()
 
 
 def test_the_installer_is_that_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +143,8 @@ def test_no_other_place_says_how_to_install_an_extra() -> None:
     own = ROOT / "src" / "moonpool" / "installation.py"
     found = [
         f"{path}:{number}: {line.strip()}"
-        for path in sorted((ROOT / "src").rglob("*.py"))
+        for folder in ("src", "engine", "lab")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         if path != own
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if by_hand.search(line)

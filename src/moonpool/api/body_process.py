@@ -68,7 +68,7 @@ Kind = Literal[
     "forwarded",
     "pooling",
 ]
-BYTE_TOKENIZER = "bytes"  # as in `engine.model_info`
+BYTE_TOKENIZER = "bytes"  # as in `engine.tokenizers`
 LARGE_BYTES = 64 << 10
 MAX_REMEMBERED = 4096
 MAX_REST_BYTES = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,9 +13,6 @@ from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import Parsing
 from moonpool.text.tokenizer import Tokenizer, TokenizerParts
 from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
-
-if TYPE_CHECKING:
-    from moonpool.api.body_reading.client import BodyClient
 
 
 class AdapterCard(Struct, frozen=True):
@@ -117,11 +114,6 @@ class ModelFrontend(Protocol):
 
     def options(self, shared: ApiOptions) -> ApiOptions:
         """Returns the server's options with those of this model."""
-        ...
-
-    def take_reader(self) -> BodyClient | None:
-        """Returns, once, a process that has loaded the model's tokenizer already; None: there is
-        none."""
         ...
 
     def submit(

@@ -61,9 +61,11 @@ class ExtendedGroup(SuggestingGroup):
     """A group of commands to which other packages add theirs."""
 
     own: ClassVar[CommandTable] = {}
+    prefix: ClassVar[str] = ""
+    """How the names of its commands begin in a `CommandTable`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        added = [name for name, (_, _, text) in self._added(ctx).items() if text]
+        added = [name for name, (_, _, text) in self._added().items() if text]
         own = [name for name, (_, _, text) in self.own.items() if text]
         return [*own, *super().list_commands(ctx), *added]
 
@@ -71,7 +73,7 @@ class ExtendedGroup(SuggestingGroup):
         found = super().get_command(ctx, cmd_name)
         if found is not None:
             return found
-        entry = self.own.get(cmd_name) or self._added(ctx).get(cmd_name)
+        entry = self.own.get(cmd_name) or self._added().get(cmd_name)
         if entry is None:
             return None
         command: click.Command = getattr(importlib.import_module(entry[0]), entry[1])
@@ -80,7 +82,7 @@ class ExtendedGroup(SuggestingGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        extra = EXTRA_OF_COMMAND.get(f"{_prefix(ctx)}{args[0]}")
+        extra = EXTRA_OF_COMMAND.get(f"{self.prefix}{args[0]}")
         if extra is not None and self.get_command(ctx, args[0]) is None:
             from moonpool.installation import install_command
 
@@ -92,7 +94,7 @@ class ExtendedGroup(SuggestingGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        texts = {name: text for name, (_, _, text) in {**self.own, **self._added(ctx)}.items()}
+        texts = {name: text for name, (_, _, text) in {**self.own, **self._added()}.items()}
         rows = [
             (name, texts.get(name) or self.commands[name].get_short_help_str(80))
             for name in self.list_commands(ctx)
@@ -100,19 +102,12 @@ class ExtendedGroup(SuggestingGroup):
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
-    def _added(self, ctx: click.Context) -> CommandTable:
-        prefix = _prefix(ctx)
+    def _added(self) -> CommandTable:
         return {
-            name.removeprefix(prefix): entry
+            name.removeprefix(self.prefix): entry
             for name, entry in added_commands().items()
-            if name.startswith(prefix) and " " not in name.removeprefix(prefix)
+            if name.startswith(self.prefix) and " " not in name.removeprefix(self.prefix)
         }
-
-
-def _prefix(ctx: click.Context) -> str:
-    """How the names of a group's commands begin in a `CommandTable`."""
-    is_root = ctx.parent is None
-    return "" if is_root else f"{ctx.info_name} "
 
 
 class RootGroup(ExtendedGroup):

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -24,7 +24,11 @@ _POLL_S = 0.3
 _MAX_NAMES = 6
 
 
-@click.group(cls=ExtendedGroup)
+class PoolGroup(ExtendedGroup):
+    prefix: ClassVar[str] = "pool "
+
+
+@click.group(cls=PoolGroup)
 def pool() -> None:
     """Show what the KVCache pool holds, in memory and on disk."""
 

@@ -1,7 +1,7 @@
 """Limits of steps that mix prefill chunks with decodes.
 
-The scheduler of an instance plans by them (`scheduler.chunk_budget`), and the Conductor predicts by
-them.
+The scheduler of an instance plans by them (`scheduler.batching.chunk_budget`), and the Conductor
+predicts by them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory files that a process holds for the workers it starts, without opening them as an arena.
 
 The supervisor imports this module, so it must import no numpy: numpy starts threads, and a process
-with threads cannot open a fork server (`runtime.fork_server`).
+with threads cannot open a fork server (`head.fork_server`).
 """
 
 from __future__ import annotations

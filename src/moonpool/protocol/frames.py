@@ -19,7 +19,7 @@ which all workers receive while there is a standby. AnswersCopied brings it the 
 under way.
 
 A frame is 4 bytes of length and a msgpack map, tagged with the name of its class
-(`runtime.channel`). The handshake agrees on a version (`protocol.versions`). What a version adds is
+(`link.channel`). The handshake agrees on a version (`protocol.versions`). What a version adds is
 left out where an older one was agreed on: both ends refuse fields and frames that they do not know.
 """
 

@@ -15,7 +15,7 @@
       | -- FinishHead (a signal came) -----------------------> |
       | <-- HeadEnding --------------------------------------- |  then it stops the workers
 
-An upgrade replaces the head, and the program of the supervisor (`runtime.succession`):
+An upgrade replaces the head, and the program of the supervisor (`head.succession`):
 
       | <-- ReplaceWorker (the next one from the disk) ------- |  for each, when it leaves
       | <-- UpgradeWanted ------------------------------------ |

@@ -2,7 +2,7 @@
 
 A release speaks the newest version (N) and the one before (N - 1), so that a cluster can be
 upgraded process by process. Each side of a connection states what it speaks in the first bytes of
-its nonce (`transfer.auth`): all versions authenticate the nonce and none reads the rest of it, so
+its nonce (`link.auth`): all versions authenticate the nonce and none reads the rest of it, so
 the greeting itself never changes its form. Both then use the newest version that both speak. What a
 version added is sent only where that version was agreed on.
 

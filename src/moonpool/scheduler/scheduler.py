@@ -193,7 +193,7 @@ class Scheduler:
         #              prefills have the order of waiting requests: one may overtake another.
         # 4. Budget    Beside decodes, the TBT SLO limits the tokens of the step. So does another
         #              tenant whose prompts would go first (`contended_chunks`).
-        # 5. Plan      The batching policy takes from both lists (`batch_policies`).
+        # 5. Plan      The batching policy takes from both lists (`batching.policies`).
         # 6. Drafts    What the budget leaves may verify guessed tokens of decodes (`speculation`).
         # 7. Start     The chosen tokens are counted as scheduled, and the engine gets the step.
         # ------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Acceptance:
 
 
 class SimDrafter:
-    """Does the draft tasks of a step, as `engine.drafting.drafter.Drafter` does."""
+    """Does the draft tasks of a step, as `moonpool_engine.engine.drafting.drafter.Drafter` does."""
 
     def __init__(
         self,

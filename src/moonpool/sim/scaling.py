@@ -1,4 +1,4 @@
-"""Starts and ends simulated instances as the Conductor wants them (`conductor.autoscale`).
+"""Starts and ends simulated instances as the Conductor wants them (`conductor.roles.autoscale`).
 
 An instance that is started joins after its boot time, and is paid for from its start. One that is
 too many drains and leaves. Boots are not broken off: an instance that is no longer wanted when it

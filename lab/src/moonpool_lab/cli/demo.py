@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.cli.options import json_option
-from moonpool.cli.output import check_folders, fail, need_package, write_json
+from moonpool.cli.output import check_folders, fail, write_json
+from moonpool.plugins.engines import need_engine
 from moonpool_lab.demo.answers import COLUMNS, DemoRun
 from moonpool_lab.demo.client import CompletionClient
 from moonpool_lab.demo.events import ask, fill_memory, kill_in_an_answer
@@ -69,7 +70,7 @@ def demo(
     if min(users, turns, prefill, decode) < 1:
         fail("--users, --turns, --prefill and --decode must be at least 1")
     check_folders(page_file, json_file)
-    need_package("torch")  # before any process starts
+    need_engine()  # before any process starts
     console = Console(highlight=False, width=max(Console().width, MIN_COLUMNS))
     kv_tokens = KV_TOKENS_PER_USER * -(-users // decode)
     instances = ["--prefill", str(prefill), "--decode", str(decode), "--kv-tokens", str(kv_tokens)]

@@ -15,6 +15,7 @@ from moonpool.cli.output import check_folders, fail, need_package, write_json
 from moonpool.cli.server.address import SERVER_URL, Server, access_options, full_url, is_address
 from moonpool.cli.server.client import ClusterClient
 from moonpool.config.tables import Dtype, choices
+from moonpool.plugins.engines import need_engine
 
 if TYPE_CHECKING:
     from moonpool.cost.fitted import OffloadParts, Profile
@@ -145,7 +146,7 @@ def profile(
         _profile_live(Server(url, api_key, ca_file), name if attention else None, json_file)
         return
     check_folders(plot, json_file)
-    need_package("torch")
+    need_engine()
     if plot is not None:
         need_package("matplotlib")
     os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -2,7 +2,7 @@
 
 SARATHI section 4.3 profiles chunk sizes for their tiles and their saturation; Sarathi-Serve section
 4.3 takes the largest budget whose step meets the SLO. Instances do the latter for every step
-(`scheduler.chunk_budget`); this is the same calculation in advance.
+(`scheduler.batching.chunk_budget`); this is the same calculation in advance.
 """
 
 from __future__ import annotations

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from moonpool.api.body_pool import BodyReader
+from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.embeddings import Embedder
 from moonpool.api.frontend import ApiOptions, Frontend, ModelFrontend, RequestRefused
 from moonpool.api.generate import Generator
@@ -28,6 +30,16 @@ class _Named(msgspec.Struct):
 _NAMED = msgspec.json.Decoder(_Named)
 
 
+@runtime_checkable
+class StartedFrontend(Protocol):
+    """A `ModelFrontend` that has begun a process which reads bodies."""
+
+    def take_reader(self) -> BodyClient | None:
+        """Returns, once, a process that has loaded the model's tokenizer already; None: there is
+        none."""
+        ...
+
+
 class ModelApi:
     """The endpoints of one model."""
 
@@ -36,7 +48,8 @@ class ModelApi:
     ) -> None:
         self.frontend = frontend
         self.options = frontend.options(shared)
-        self.bodies = BodyReader(frontend, self.options, frontend.take_reader())
+        reader = frontend.take_reader() if isinstance(frontend, StartedFrontend) else None
+        self.bodies = BodyReader(frontend, self.options, reader)
         own = frontend, self.options, self.bodies, active, rates
         self.generator, self.embedder = Generator(*own), Embedder(*own)
         self.forwarder = Forwarder(*own)

@@ -8,7 +8,7 @@ The unit of load is predicted latency over its SLO; `load_limit` is the highest 
 * early: also checks the decode load at arrival, as it is then. That is one prefill too early, which
   makes both pools swing in turn (section 7.3).
 * predictive: checks the decode load projected to the end of this prefill (section 7.4).
-* goodput: admits what adds more effective requests than it costs (`goodput_admission`).
+* goodput: admits what adds more effective requests than it costs (`admission.goodput`).
 * module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
 
 The decode instance's own check is on in all but none and goodput. Policies are pure and book

@@ -283,8 +283,9 @@ def _best_whole(
     that holds its last answer.
 
     All prompts that are booked inline and have not ended share one step with this one, and must fit
-    the SLO together. The instance sizes its chunks by the SLO anyway (`scheduler.chunk_budget`), so
-    a wrong estimate here delays the prompt, but not the decodes.
+    the SLO together. The instance sizes its chunks by the SLO anyway
+    (`scheduler.batching.chunk_budget`), so a wrong estimate here delays the prompt, but not the
+    decodes.
     """
     footprint, table = context.footprint, context.table
     new = footprint.num_tokens - hit_tokens

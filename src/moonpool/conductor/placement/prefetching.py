@@ -9,7 +9,7 @@ sessions are demoted, and prefetches a session once its own rate is well above t
 session changes only where a range of ages begins, so each session is examined a few times.
 
 The instance decides when it has the room, and loads nothing while a request's load runs
-(`scheduler.prefetch`).
+(`scheduler.loading.prefetch`).
 """
 
 from __future__ import annotations

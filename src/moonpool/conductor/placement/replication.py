@@ -4,7 +4,7 @@ A prefix that many sessions begin with (a system prompt, a document) causes pref
 is cached. When the work of its sessions is more than its holders should bear, Algorithm 1 will soon
 send one of them elsewhere, which then waits for a fetch. So the Conductor measures the work that
 the sessions of each prefix bring per second, and lets one more instance take the prefix over while
-no request waits for it. Takers replace blocks that are used less (`scheduler.handover`).
+no request waits for it. Takers replace blocks that are used less (`scheduler.loading.handover`).
 """
 
 from __future__ import annotations

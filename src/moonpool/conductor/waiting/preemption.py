@@ -44,7 +44,7 @@ class Preemption:
     def overfull(self, now: float) -> list[TrackedRequest]:
         """The answers that give way on vLLM instances whose answers have outgrown the room there:
         where tenants compete, vLLM itself would preempt the one that came last. Our own instances
-        preempt by tenant (`scheduler.queue_order`)."""
+        preempt by tenant (`scheduler.batching.queue_order`)."""
         found: list[TrackedRequest] = []
         mean = self._shares.mean(now)
         if mean is None:

@@ -1,7 +1,7 @@
 """Evicts blocks that another instance keeps a replica of first, whatever the policy beneath.
 
 The Conductor marks the *spare* blocks of an instance: another instance has a replica in DRAM and
-owns it, so it keeps it longest (`kvcache.replicas`). A prefix is matched as a whole on one
+owns it, so it keeps it longest (`kvcache.eviction.replicas`). A prefix is matched as a whole on one
 instance, so the last copy of a block is worthless without its predecessors, even if those have
 replicas elsewhere. A spare block is therefore *loose*, and may go first, only if every block that
 continues it here is loose too. All other blocks are *tight*.

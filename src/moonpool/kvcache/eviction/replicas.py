@@ -1,11 +1,11 @@
 """Which instance owns each replicated block, and which instances must be notified of changes.
 
 Of several holders of a block, one is its *owner* and keeps it; to the others the block is spare
-(`kvcache.replica_aware`). Each holder owns a share of the blocks in proportion to its pool, so that
-a block stays equally long wherever it is owned. If every holder could drop its replica first, those
-with the most traffic for their pool (a lone decode instance) would lose blocks whose other replicas
-are gone already. Consecutive blocks of a prompt with the same holders have the same owner, because
-a prefix is matched as a whole on one instance.
+(`kvcache.eviction.replica_aware`). Each holder owns a share of the blocks in proportion to its
+pool, so that a block stays equally long wherever it is owned. If every holder could drop its
+replica first, those with the most traffic for their pool (a lone decode instance) would lose blocks
+whose other replicas are gone already. Consecutive blocks of a prompt with the same holders have the
+same owner, because a prefix is matched as a whole on one instance.
 
 Stores nothing about blocks that one instance holds alone, and sends nothing itself. A notification
 that is lost makes an instance keep a replica too long; one that is late can let it drop a last

