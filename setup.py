@@ -1,7 +1,7 @@
 """The extras, of which two are packages of this repository; all else is in pyproject.toml.
 
-No index has those packages, and whoever registered their names there could give anything to who asks
-for them. So an extra of a checkout means the checkout's own folder. `make wheel` sets
+No index has those packages, and whoever registered their names there could give anything to those
+who ask for them. So an extra of a checkout means the checkout's own folder. `make wheel` sets
 MOONPOOL_RELEASE: what it builds is for other machines, and names versions.
 """
 
