@@ -54,7 +54,7 @@ def test_a_flood_of_one_tenant_leaves_places_for_another(tmp_path: Path) -> None
     assert statuses[200] > 5
     refused = statuses[429] + statuses[503]
     assert operator["requests_waiting"] > 0 or refused > 20, "the flood was no flood"
-    assert set(cluster["instances"][0]) == {"instance_id", "role", "draining"}
+    assert set(cluster["instances"][0]) == {"instance_id", "role", "model", "draining"}
 
 
 def test_limits_of_a_key_file_hold_at_a_server(tmp_path: Path) -> None:

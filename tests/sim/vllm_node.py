@@ -71,7 +71,9 @@ class VllmLife(Member):
             ),
             pid=self.number,
             host="here",
-            largest_blocks=min(facts.max_model_tokens // facts.block_tokens, facts.num_blocks),
+            largest_blocks=min(
+                -(-facts.offer.max_model_tokens // facts.block_tokens), facts.num_blocks
+            ),
         )
 
     def validate(self) -> None:
@@ -86,7 +88,7 @@ class VllmLife(Member):
         return [*self.instance._attempts, *self.server.attempts()]
 
     def keys_in_dram(self) -> set[BlockKey]:
-        return set(self.instance._names.keys)
+        return set(self.instance._cache.keys)
 
     def keys_below(self) -> set[BlockKey]:
         return set()
@@ -179,12 +181,14 @@ class VllmLife(Member):
         self.server.check_end()
         assert not self.instance._attempts, f"{self.instance_id} still holds attempts"
         assert not self.instance._queue and not self._submitted
-        if not self.world.options.publishes_events:
+        if self.instance._cache.source != "events":  # what it announces is assumed
             return
         shared = [t for t in self.world.truths.values() if t.request.use_cache]
         public = {key for truth in shared for key in truth.named_contents(self.world.layout)}
         announced = self.keys_in_dram() & public
         there = set(self.server.kept)
+        if self._next_batch != (self.server.num_batches or None):
+            return  # the last batch was lost, and nothing tells of it
         assert announced <= there, f"{self.instance_id} announces blocks that vLLM does not have"
-        if self.knows_all and self._next_batch == (self.server.num_batches or None):
+        if self.knows_all:
             assert announced == there, f"{self.instance_id} does not announce blocks of vLLM"

@@ -153,7 +153,7 @@ class VllmServer:
         if generation != self.generation or self.world.chance("refuse_connection_rate"):
             self._fail(served, "no server listens there")
             return
-        if len(served.tokens) + served.body["max_tokens"] > self.facts().max_model_tokens:
+        if len(served.tokens) + served.body["max_tokens"] > self.facts().offer.max_model_tokens:
             served.ended = True
             message = "This model's maximum context length is exceeded"
             served.down.carry(lambda: served.life.on_error(served, message, refused=True))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import msgspec
 
 from moonpool.vllm import dialect
 from moonpool.vllm.block_names import ExternalBlocks
-from moonpool.vllm.instance import CacheEventsReceived, CancelRequest, EngineOutput, VllmInstance
+from moonpool.vllm.instance import CancelRequest, EngineOutput, VllmInstance
+from moonpool.vllm.known_cache import KnownCache
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method
 
@@ -21,11 +21,11 @@ def _no_salt(original: Method) -> Method:
 
 @plant("a decode vLLM's first token is not compared", VllmInstance, "_on_output")
 def _any_first_token(original: Method) -> Method:
-    def defective(self: VllmInstance, output: EngineOutput) -> None:
+    def defective(self: VllmInstance, output: EngineOutput, now: float) -> None:
         request = self._attempts.get(output.attempt_id)
         if request is not None and output.tokens and not request.generated:
             request.first_token = request.first_token and output.tokens[0]
-        original(self, output)
+        original(self, output, now)
 
     return defective
 
@@ -51,10 +51,10 @@ def _full_length(original: Method) -> Method:
     return defective
 
 
-@plant("a gap in a vLLM's events voids nothing", VllmInstance, "_on_cache_events")
+@plant("a gap in a vLLM's events voids nothing", KnownCache, "hear")
 def _no_gap(original: Method) -> Method:
-    def defective(self: VllmInstance, received: CacheEventsReceived) -> None:
-        original(self, dataclasses.replace(received, lost=False))
+    def defective(self: KnownCache, events: Any, lost: bool, now: float) -> None:
+        original(self, events, False, now)
 
     return defective
 
