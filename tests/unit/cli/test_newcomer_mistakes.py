@@ -20,7 +20,7 @@ import moonpool.cli.serve as serve
 from moonpool.cli.main import SuggestingGroup, cli, main
 from moonpool.cli.watch.cluster_events import time_text
 from moonpool.cli.watch.status import status_lines
-from moonpool.plugins import engines
+from moonpool.plugins import engines, plots
 
 ROOT = Path(__file__).parents[3]
 KEYS = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
@@ -144,6 +144,9 @@ def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setattr(serve, "find_spec", found)
+    for name, module in {"moonpool_engine": engines, "moonpool_lab": plots}.items():
+        if package == name:
+            monkeypatch.setattr(module, "entry_points", lambda **which: ())
 
 
 def test_events_without_pyzmq_are_one_line_and_no_worker_starts(
@@ -161,12 +164,13 @@ def test_events_without_pyzmq_are_one_line_and_no_worker_starts(
     ("words", "package", "extra"),
     [
         (["plan", "--trace", "t.jsonl"], "scipy", "plan"),
-        (["plan", "--trace", "t.jsonl", "--plot", "p.png"], "matplotlib", "plan"),
+        (["plan", "--trace", "t.jsonl", "--plot", "p.png"], "moonpool_lab", "lab"),
         (["trial", "127.0.0.1:1"], "scipy", "plan"),
         (["bench", "capacity", "127.0.0.1:1"], "scipy", "plan"),
-        (["profile", "--plot", "p.png"], "matplotlib", "plan"),
-        (["profile"], "torch", "engine"),
-        (["serve", "--port", "0"], "torch", "engine"),
+        (["profile", "--plot", "p.png"], "matplotlib", "lab"),
+        (["profile"], "moonpool_engine", "engine"),
+        (["serve", "--port", "0"], "moonpool_engine", "engine"),
+        (["demo"], "moonpool_engine", "engine"),
     ],
 )
 def test_a_package_that_is_absent_is_told_before_any_work(
@@ -182,7 +186,8 @@ def test_a_package_that_is_absent_is_told_before_any_work(
     shown = capsys.readouterr()
     assert ended.value.code == 1 and shown.out == ""
     assert shown.err.startswith(f"moonpool: this needs {package}, which is not installed: ")
-    assert f"[{extra}]'" in shown.err and shown.err.count("\n") == 1
+    where = f"'{ROOT}[{extra}]'" if extra == "plan" else f"{ROOT}/{extra}"
+    assert f"install -e {where}\n" in shown.err and shown.err.count("\n") == 1
 
 
 def test_a_plan_without_a_plot_does_not_import_what_draws() -> None:
@@ -214,16 +219,3 @@ def test_long_times_are_seconds(seconds: float, text: str) -> None:
     frame = {"totals": totals, "slo": slo, "instances": [], "tenant": None, "under_way": 0}
     (line,) = (line for line in status_lines(frame) if line.startswith("latency"))
     assert line == f"latency    TTFT p50 {text} (SLO 30.00 s); TBT p50 {text} (SLO 500 ms)"
-
-
-def test_the_demo_without_an_engine_says_so_before_it_starts_anything(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(engines, "entry_points", lambda **which: ())
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(args=["demo"], prog_name="moonpool")
-    shown = capsys.readouterr()
-    assert ended.value.code == 1 and not shown.out
-    assert shown.err.startswith("moonpool: this needs moonpool_engine, which is not installed: ")
-    assert f"pip install -e {ROOT}/engine" in shown.err and shown.err.count("\n") == 1
