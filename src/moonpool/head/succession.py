@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from moonpool.link.anonymous_file import anonymous_file
 from moonpool.link.packets import MAX_PACKET_BYTES, packet_pair
 from moonpool.protocol.supervision import FromHead, HeadLoaded, SupervisorState
 from moonpool.types import InstanceId
@@ -137,7 +138,7 @@ def keep_private(state: SupervisorState) -> None:
 
 
 def _write(state: SupervisorState) -> int:
-    fd = os.memfd_create("moonpool-supervisor", os.MFD_CLOEXEC)
+    fd = anonymous_file("moonpool-supervisor")
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(msgspec.msgpack.encode(state))
     return fd

@@ -526,4 +526,5 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with contextlib.suppress(ValueError):  # macOS has a limit that `hard` does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -26,8 +26,16 @@ MAX_FDS = 2
 MAX_PENDING = 1 << 14
 
 
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
 def packet_pair() -> tuple[socket.socket, socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Two ends that keep the borders of packets. Where the system has none that also show the end
+    of the other side (macOS), the end of its process must show it."""
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for sock in (ours, theirs):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_PACKET_BYTES)
     return ours, theirs
@@ -115,7 +123,7 @@ class PacketSocket(Generic[In, Out]):
         while self._is_open:
             try:
                 body, fds, flags, _ = socket.recv_fds(
-                    self._sock, MAX_PACKET_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                    self._sock, MAX_PACKET_BYTES, MAX_FDS, _CLOEXEC
                 )
             except BlockingIOError:
                 return
@@ -126,6 +134,9 @@ class PacketSocket(Generic[In, Out]):
                 _close(fds)
                 self._end()
                 return
+            if not _CLOEXEC:
+                for fd in fds:
+                    os.set_inheritable(fd, False)
             self._on_packet(packet, fds)
 
     def _packet(self, body: bytes, fds: Sequence[int], flags: int) -> In | None:

@@ -5,14 +5,28 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
+import time
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.25
 
 
 def end_with(parent_pid: int) -> None:
     """Makes the kernel kill this process when its parent `parent_pid` ends, or at once if it has
-    ended. Linux only: elsewhere a lost connection shows it a moment later."""
-    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    ended. Where the kernel is not Linux, a thread looks for the parent."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        look = threading.Thread(target=_end_without, args=(parent_pid,), daemon=True)
+        look.start()
+        return
+    if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         return
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def _end_without(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_LOOK_S)
+    os._exit(1)

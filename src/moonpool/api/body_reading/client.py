@@ -21,6 +21,7 @@ import msgspec
 from moonpool.api.body_process import LENGTH, BodyReady, BodyResult, BodyStart, BodyWork, UseCard
 from moonpool.api.body_reading.limits import LOAD_BYTES, LOAD_S, ReadStage, StageNote, cpu_s
 from moonpool.api.frontend import ModelCard
+from moonpool.link.anonymous_file import anonymous_file
 
 LOOK_S = 0.1
 LATE_S, LATE_FACTOR = 10.0, 4.0
@@ -93,7 +94,7 @@ class BodyClient(asyncio.SubprocessProtocol):
             late.cancel()
 
     async def _spawn(self) -> None:
-        note_fd = os.memfd_create("moonpool stage", os.MFD_CLOEXEC)
+        note_fd = anonymous_file("moonpool stage")
         try:
             os.ftruncate(note_fd, os.sysconf("SC_PAGESIZE"))
             self._note = StageNote(note_fd)

@@ -11,6 +11,8 @@ import os
 import struct
 from typing import Protocol, Self
 
+from moonpool.link.anonymous_file import anonymous_file
+
 log = logging.getLogger("moonpool.head")
 
 _LENGTH = struct.Struct("<I")
@@ -69,7 +71,7 @@ class CallLog:
             return None
         number = fd = None
         try:
-            fd = os.memfd_create("moonpool call", os.MFD_CLOEXEC)
+            fd = anonymous_file("moonpool call")
             _append(fd, first)
             if socket_fd is None:
                 number = keeper.keep_cut(fd, party)

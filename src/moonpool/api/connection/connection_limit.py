@@ -106,8 +106,12 @@ def most_connections(keeps: bool) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + RESERVED_FILES
     if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        more = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            soft = more
+        except ValueError:  # macOS has a limit that `hard` does not tell
+            pass
     if keeps:
         soft -= soft // MAX_KEPT_SHARE
     return max(soft - RESERVED_FILES, min(soft // 2, 64))

@@ -37,6 +37,8 @@ def accepted_bytes(fd: int) -> int:
 
 
 def _acked(sock: socket.socket) -> int:
+    if not hasattr(socket, "TCP_INFO"):
+        raise OSError("this kernel does not count acknowledged bytes")
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     if len(info) < _BYTES_ACKED + _U64.size:
         raise OSError("this kernel does not count acknowledged bytes")

@@ -12,6 +12,8 @@ import time
 from collections.abc import Coroutine, Generator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from moonpool.link.anonymous_file import anonymous_file
+
 T = TypeVar("T")
 
 
@@ -32,7 +34,7 @@ class WorkMark:
     @staticmethod
     def make_memory() -> int:
         """A file in memory for one mark, which the caller owns."""
-        fd = os.memfd_create("moonpool work", os.MFD_CLOEXEC)
+        fd = anonymous_file("moonpool work")
         os.ftruncate(fd, mmap.PAGESIZE)
         return fd
 

@@ -9,6 +9,7 @@ compiles, an engine compiles too. Frames of 4 length bytes and a text go both wa
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
@@ -70,7 +71,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)  # running answers come first
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    with contextlib.suppress(ValueError):  # macOS does not limit it
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=_serve)
     worker.start()

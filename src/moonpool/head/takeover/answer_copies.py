@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from moonpool.api.connection.kept_stream import Opening, StreamFacts, written_log
+from moonpool.link.anonymous_file import anonymous_file
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import AnswerBegun, AnswersCopied
 
@@ -103,7 +104,7 @@ def _written(copy: _Copy) -> int:
         digest=begun.digest,
         num_returns=begun.num_returns,
     )
-    fd = os.memfd_create("moonpool call", os.MFD_CLOEXEC)
+    fd = anonymous_file("moonpool call")
     try:
         data = written_log(opening, bytes(copy.entries))
         if os.write(fd, data) != len(data):
