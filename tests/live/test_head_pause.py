@@ -20,7 +20,8 @@ SILENCE_S = 6.0  # above what one turn of the loop counts, and the heartbeats of
 IMPATIENT = f"""
 import sys
 from moonpool.cli.main import main
-from moonpool.head import head, silence
+from moonpool.head import head
+from moonpool.link import silence
 
 head.SILENCE_S = {SILENCE_S}
 silence.MOST_LOOKS = 1 << 30  # a paused machine does not show its processes as stopped

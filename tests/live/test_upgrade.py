@@ -154,7 +154,7 @@ def test_code_that_does_not_start_replaces_nothing(code: Path) -> None:
         call: tuple[str, Body] = bodies()[5]
         expected = ask(server.url, *call)
         former = server.instances()[0]["pid"], fresh.get(f"{server.url}/cluster").json()["head"]
-        (code / "runtime" / "cluster.py").write_text("this is no Python\n")
+        (code / "head" / "cluster.py").write_text("this is no Python\n")
         answer = fresh.post(f"{server.url}/cluster/upgrade", json={}, timeout=60)
         assert answer.status_code == 202
         error = None

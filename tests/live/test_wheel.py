@@ -1,4 +1,4 @@
-"""The wheel works in an environment of its own, away from any checkout; the sdist is whole."""
+"""The wheels work in an environment of their own, away from any checkout; the sdist is whole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `moonpool` command of a new environment that has the wheel.
+    """The `moonpool` command of a new environment that has the three wheels.
 
     Its dependencies are those of the environment that runs the tests, by a path file. That file
     brings no editable installation along.
@@ -48,8 +48,9 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "venv", str(place / "venv"), cwd=place)
     python = place / "venv" / "bin" / "python"
-    (found,) = dist.glob("moonpool-*.whl")
-    run(str(python), "-m", "pip", "install", "-q", "--no-deps", str(found), cwd=place)
+    wheels = [str(path) for path in dist.glob("*.whl")]
+    assert len(wheels) == 3
+    run(str(python), "-m", "pip", "install", "-q", "--no-deps", *wheels, cwd=place)
     (site,) = (place / "venv" / "lib").glob("python*/site-packages")
     (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(str(python), "-c", "import moonpool; print(moonpool.__file__)", cwd=place)
@@ -57,8 +58,18 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "venv" / "bin" / "moonpool"
 
 
+def test_only_the_engine_is_for_one_platform_and_an_extra_names_its_version(dist: Path) -> None:
+    for name in ("moonpool", "moonpool_lab"):
+        (wheel,) = dist.glob(f"{name}-*.whl")
+        assert wheel.name.endswith("-py3-none-any.whl")
+    (wheel,) = dist.glob("moonpool-*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    assert "Requires-Dist: moonpool-engine==" in archive.read(metadata).decode()
+
+
 def test_the_wheel_has_its_kernels_and_no_second_openmp(dist: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
+    (wheel,) = dist.glob("moonpool_engine-*.whl")
     assert "-py3-none-manylinux" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     kernels = [name for name in names if name.endswith(".so")]
@@ -89,7 +100,7 @@ def test_a_prompt_runs_through_the_kernels_of_the_wheel(installed: Path, tmp_pat
 
 
 def test_the_sdist_has_every_file_of_the_checkout(dist: Path) -> None:
-    (sdist,) = dist.glob("*.tar.gz")
+    (sdist,) = dist.glob("moonpool-*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = run("git", "ls-files", cwd=ROOT).stdout.splitlines()
