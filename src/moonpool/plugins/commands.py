@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+from moonpool.plugins.entry_points import entry_points, load
+
 GROUP = "moonpool.commands"
 CommandTable = Mapping[str, tuple[str, str, str]]
 """Module, attribute and one line of help by the command's name, such as "demo" or "pool verify".
@@ -24,9 +26,7 @@ EXTRA_OF_COMMAND = {
 @cache
 def added_commands() -> CommandTable:
     """What the packages add that are installed beside this one."""
-    from importlib.metadata import entry_points  # here: most commands need none
-
     found: dict[str, tuple[str, str, str]] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        found.update(point.load())
+    for _, value in sorted(entry_points(GROUP).items()):
+        found.update(load(value))
     return found

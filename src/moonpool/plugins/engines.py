@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
 from moonpool.config.tables import Config
+from moonpool.plugins.entry_points import entry_points, load
 from moonpool.text.model_info import ModelInfo
 from moonpool.text.tokenizer import TokenizerParts
 
@@ -57,7 +57,7 @@ class EnginePackage(Protocol):
 
 def need_engine() -> None:
     """Raises ModuleNotFoundError, of which the command makes one line, where no engine is."""
-    if not entry_points(group=GROUP, name=NAME):
+    if NAME not in entry_points(GROUP):
         raise ModuleNotFoundError(name=PACKAGE)
 
 
@@ -65,6 +65,5 @@ def need_engine() -> None:
 def own_engine() -> EnginePackage:
     """Imports it. Raises ModuleNotFoundError as `need_engine`."""
     need_engine()
-    (point,) = entry_points(group=GROUP, name=NAME)
-    found: EnginePackage = point.load()
+    found: EnginePackage = load(entry_points(GROUP)[NAME])
     return found

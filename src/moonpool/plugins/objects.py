@@ -19,6 +19,7 @@ from moonpool.config.tables import (
     ConfigError,
     is_own_policy,
 )
+from moonpool.plugins.entry_points import entry_points
 
 GROUPS = {
     "conductor.placement": "moonpool.placement",
@@ -37,9 +38,7 @@ BUILT_IN = {
 
 def installed_names(key: str) -> dict[str, str]:
     """Returns the "module:Name" of each name that installed packages give to this kind."""
-    from importlib.metadata import entry_points
-
-    return {point.name: point.value for point in entry_points(group=GROUPS[key])}
+    return dict(entry_points(GROUPS[key]))
 
 
 def own_name(key: str, name: str) -> str:

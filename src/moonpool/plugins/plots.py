@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
+
+from moonpool.plugins.entry_points import entry_points, load
 
 GROUP = "moonpool.plots"
 PACKAGE = "moonpool_lab"
@@ -13,7 +14,8 @@ PACKAGE = "moonpool_lab"
 def plot_function(name: str) -> Callable[..., None]:
     """The function that draws figures of this kind and writes them to a file. Raises
     ModuleNotFoundError, of which the command makes one line, where it is absent."""
-    for point in entry_points(group=GROUP, name=name):
-        found: Callable[..., None] = point.load()
-        return found
-    raise ModuleNotFoundError(name=PACKAGE)
+    points = entry_points(GROUP)
+    if name not in points:
+        raise ModuleNotFoundError(name=PACKAGE)
+    found: Callable[..., None] = load(points[name])
+    return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Literal, Protocol, runtime_checkable
 
 from moonpool.config.tables import VllmAddress
 from moonpool.cores import CoreShare
 from moonpool.link.tls import PeerTls
 from moonpool.plugins.engines import PACKAGE
+from moonpool.plugins.entry_points import entry_points, load
 from moonpool.types import InstanceId, Role
 
 GROUP = "moonpool.workers"
@@ -59,7 +59,8 @@ MakeWorker = Callable[[WorkerSettings], RunnableWorker]
 def worker_maker(kind: WorkerKind) -> MakeWorker:
     """Imports what a worker of this kind needs. Raises ModuleNotFoundError, of which the command
     makes one line, where its package is absent."""
-    for point in entry_points(group=GROUP, name=kind):
-        found: MakeWorker = point.load()
-        return found
-    raise ModuleNotFoundError(name=PACKAGE)
+    points = entry_points(GROUP)
+    if kind not in points:
+        raise ModuleNotFoundError(name=PACKAGE)
+    found: MakeWorker = load(points[kind])
+    return found

@@ -146,7 +146,7 @@ def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", found)
     for name, module in {"moonpool_engine": engines, "moonpool_lab": plots}.items():
         if package == name:
-            monkeypatch.setattr(module, "entry_points", lambda **which: ())
+            monkeypatch.setattr(module, "entry_points", lambda group: {})
 
 
 def test_events_without_pyzmq_are_one_line_and_no_worker_starts(
