@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 MODEL = "PEER_TESTS_MODEL"
 """Environment variable with the folder of the model, whatever model the flags name."""
@@ -148,6 +149,8 @@ def _one(flag: str, rest: list[str], flags: Flags, switches: dict[str, str]) -> 
         value = str(min(int(value), int(os.environ[MAX_LEN])))
     if ours == "--chat-template" and "{" in value:
         value = _template(value)
+    elif os.path.exists(value):  # the server runs in another folder
+        value = os.path.abspath(value)
     return [] if ours is None else [ours, value]
 
 
@@ -158,12 +161,25 @@ def _template(text: str) -> str:
     return file.name
 
 
+def _by_name(name: str, folder: str) -> str:
+    """Goes to a new folder in which the model has the name of a test, as `root` tells names as they
+    are given. Returns the name."""
+    place = Path(tempfile.mkdtemp(prefix="moonpool-peer-")) / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(folder)
+    os.chdir(place.parents[len(Path(name).parts) - 1])
+    return name
+
+
 def command(peer: str, arguments: list[str]) -> list[str]:
     """Returns the whole command. Raises FlagError."""
     found = {"vllm": vllm, "llama_cpp": llama}[peer](arguments)
     if "--max-model-len" not in found:
         found += ["--max-model-len", os.environ[MAX_LEN]]
-    line = [sys.executable, "-m", "moonpool", "serve", os.environ[MODEL], *found]
+    model = os.environ[MODEL]
+    if peer == "vllm" and not Path(arguments[0]).is_absolute():
+        model = _by_name(arguments[0], model)
+    line = [sys.executable, "-m", "moonpool", "serve", model, *found]
     return [*line, "--mixed", "1", "--prefill", "0", "--decode", "0", "--admission", "none"]
 
 
