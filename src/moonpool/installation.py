@@ -20,9 +20,9 @@ import msgspec
 from moonpool.types import MALFORMED
 
 NAME = "moonpool"
-FOLDERS = {"engine": "engine", "lab": "lab"}
-"""Extras that are packages of this repository, moonpool-engine and moonpool-lab, with the folders
-in which their sources are."""
+PACKAGES = ("engine", "lab")
+"""Extras that are packages of this repository, moonpool-engine and moonpool-lab, each in the folder
+of its name."""
 
 
 def install_command(extra: str) -> str:
@@ -30,7 +30,7 @@ def install_command(extra: str) -> str:
     checkout = checkout_of(Path(__file__).resolve())
     if checkout is not None:
         return f"{_installer()} -e {_of_folder(checkout, extra)}"
-    source = _package_source(extra) if extra in FOLDERS else _source(extra)
+    source = _package_source(extra) if extra in PACKAGES else _source(extra)
     return f"{_installer()} {source}"
 
 
@@ -54,28 +54,30 @@ def _installer() -> str:
 
 def _of_folder(checkout: Path, extra: str) -> str:
     """What pip installs of a checkout."""
-    if extra in FOLDERS:
-        return quote(str(checkout / FOLDERS[extra]))
+    if extra in PACKAGES:
+        return quote(str(checkout / extra))
     return quote(f"{checkout}[{extra}]")
 
 
 def _package_source(extra: str) -> str:
-    """Where the package of this extra is, given where `moonpool` came from: an argument of pip."""
+    """Where the package of this extra is, given where `moonpool` came from: an argument of pip. By
+    its name alone pip would ask an index, which may have a stranger's package of that name."""
     origin = _direct_url()
-    url, package, folder = str(origin.get("url", "")), f"{NAME}-{extra}", FOLDERS[extra]
+    url, package = str(origin.get("url", "")), f"{NAME}-{extra}"
     if not url:
         return quote(f"{NAME}[{extra}]")
     if origin.get("vcs_info"):
-        return quote(f"{package} @ {_with_revision(url, origin, folder)}")
+        return quote(f"{package} @ {_with_revision(url, origin, extra)}")
     if not url.startswith("file:"):
-        return f"--find-links {quote(url.rpartition('/')[0])} {package}"
+        return f"the wheel of {package} that belongs to {url}"
     path = Path(unquote(urlsplit(url).path))
     directory = origin.get("dir_info")
     if directory is None:
-        return f"--find-links {quote(str(path.parent))} {package}"
+        beside = sorted(path.parent.glob(f"{NAME}_{extra}-*.whl"))
+        return quote(str(beside[-1])) if beside else f"the wheel of {package} beside {path.name}"
     if not path.exists():
-        return f"./{folder} in a checkout of {NAME}"
-    return f"{'-e ' if directory.get('editable', False) else ''}{quote(str(path / folder))}"
+        return f"./{extra} in a checkout of {NAME}"
+    return f"{'-e ' if directory.get('editable', False) else ''}{quote(str(path / extra))}"
 
 
 def _source(extra: str) -> str:

@@ -96,6 +96,8 @@ def test_the_oldest_packages_it_allows_are_enough(place: Path, tmp_path: Path) -
     ("line", "extra"),
     [
         (("serve",), "engine"),
+        (("demo",), "lab"),
+        (("pool", "verify"), "engine"),
         (("trace", "info", "trace.jsonl", "--plot", "a.png"), "lab"),
         (("plan", "--trace", "trace.jsonl"), "plan"),
     ],
@@ -106,9 +108,9 @@ def test_what_is_absent_is_one_line(place: Path, line: tuple[str, ...], extra: s
     assert refused.returncode == 1
     assert len(refused.stderr.strip().splitlines()) == 1
     command = refused.stderr.strip().partition("not installed: ")[2]
+    (wheel,) = place.glob("moonpool-*.whl")
     if extra == "plan":
-        (wheel,) = place.glob("moonpool-*.whl")
         assert command.endswith(f"install '{wheel}[{extra}]'")
         run(*shlex.split(command), "--dry-run", "--no-deps", cwd=place)
     else:
-        assert command.endswith(f"install --find-links {place} moonpool-{extra}")
+        assert command.endswith(f"the wheel of moonpool-{extra} beside {wheel.name}")

@@ -84,13 +84,7 @@ class ExtendedGroup(SuggestingGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         extra = EXTRA_OF_COMMAND.get(f"{self.prefix}{args[0]}")
         if extra is not None and self.get_command(ctx, args[0]) is None:
-            from moonpool.installation import install_command
-
-            raise click.UsageError(
-                f"{args[0]!r} is a command of moonpool-{extra}, which is not installed:"
-                f" {install_command(extra)}",
-                ctx,
-            )
+            raise ModuleNotFoundError(name=f"moonpool_{extra}")  # `main` makes one line of it
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -11,8 +11,8 @@ The unit of load is predicted latency over its SLO; `load_limit` is the highest 
 * goodput: admits what adds more effective requests than it costs (`admission.goodput`).
 * module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
 
-The decode instance's own check is on in all but none and goodput. Policies are pure and book
-nothing.
+The decode instance's own check is on in all but none; where goodput limits the step, the request
+waits there instead. Policies are pure and book nothing.
 """
 
 from __future__ import annotations
