@@ -1,13 +1,17 @@
-"""Step times that a busy machine has spoilt do not keep a server from reading its disk."""
+"""Step times that a busy machine has spoilt, or that were measured when it was another one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from moonpool.cost.online import MAX_FACTOR
 from moonpool_engine.engine.calibrate import StepSample
-from tests.live.test_ssd import PROMPT_TOKENS, Talk, serve
+from tests.forked.commands import LocalServer
+from tests.live.calls import fresh
+from tests.live.test_ssd import DRAM, MODEL, PROMPT_TOKENS, Talk, plant_profile, serve
 
 # Of a slow model, measured once each: the short prefill was interrupted, so it took the longest.
 SPOILT = [
@@ -36,3 +40,22 @@ def test_a_restarted_server_reads_its_disk_though_its_step_times_are_spoilt(
         again, cached = Talk(server.url).ask(0)
     assert again == text
     assert cached >= PROMPT_TOKENS - 2 * 16
+
+
+FAST = [structs.replace(sample, seconds=1e-6) for sample in SPOILT]
+"""Faster than any machine computes, however idle it is."""
+
+
+def test_the_first_prompt_corrects_the_prediction_of_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on an instance that has computed none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plant_profile(FAST)
+    with LocalServer([MODEL, "--mixed", "2", "--threads", "1", *DRAM]) as server:
+        for number in range(2):
+            body = {"prompt": [number + 5] * 200, "max_tokens": 1, "ignore_eos": True}
+            answer = fresh.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+        found = fresh.get(f"{server.url}/beliefs").json()["instances"]
+    assert [one["factors"]["prefill"] for one in found] == [MAX_FACTOR] * 2

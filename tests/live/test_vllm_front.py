@@ -369,6 +369,26 @@ def test_after_the_first_byte_one_error_ends_it() -> None:
         assert all(one["booked_decodes"] == 0 for one in server.instances())
 
 
+def test_a_forwarded_stream_speaks_while_its_server_is_silent() -> None:
+    """The server is silent until the client has heard the head twice."""
+    words = ("--keepalive", "0.1")
+    with stubs(VllmStub("m")) as (stub,), front(stub, words=words) as server:
+        stub.may_speak.clear()
+        asked, raw = look([picture()], stream=True), b""
+        with fresh.stream(
+            "POST", f"{server.url}/v1/chat/completions", json=asked, timeout=60
+        ) as said:
+            assert said.status_code == 200
+            for piece in said.iter_raw():
+                raw += piece
+                if raw.count(b"\n\n") >= 2:
+                    stub.may_speak.set()
+        silent, _, _ = raw.partition(b"data: ")
+        assert [line[:2] for line in silent.split(b"\n\n")[:2]] == [b": "] * 2
+        assert raw.count(b'"content": "x"') == 4
+        assert raw.endswith(b"data: [DONE]\n\n")
+
+
 def test_who_leaves_ends_a_forwarded_call_at_the_server() -> None:
     with stubs(VllmStub("m")) as (stub,), front(stub) as server:
         stub.first_token_s = 30.0

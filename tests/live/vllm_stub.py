@@ -52,6 +52,8 @@ class VllmStub:
         self.hit_share = 0.0  # of the tokens of all prompts, as it counts them
         self.first_token_s = 0.0
         self.gap_s = 0.0
+        self.may_speak = threading.Event()  # no response begins before
+        self.may_speak.set()
         self.dies_after: int | None = None  # events of a stream, or 0: before a response
         self.may_die = threading.Event()  # a stream that is to die waits for it
         self.num_deaths = 0  # how many further calls it ends before a response
@@ -170,6 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._whole(400, json.dumps({"error": {"message": text, "code": 400}}).encode())
             return
         time.sleep(stub.first_token_s)
+        stub.may_speak.wait(60)
         events = [*_parsed(stub, self.path, body), *_events(self.path, body)]
         if body.get("stream"):
             self._stream(events, stub.dies_after if own else None)

@@ -302,12 +302,7 @@ async def run_choices(
             choice.delivered = []
         for entry in kept.deliveries():
             yield await choices[entry.index].replay(entry.output())
-        refused = kept.refusal()
-        if refused is not None:
-            if not refused.is_counted:
-                frontend.note_refused(refused.reason)
-                refused.is_counted = True
-            raise refused
+        kept.raise_refusal(frontend.note_refused)
         running = [choice for choice in choices if choice.finish_reason is None]
     try:
         async with aclosing(_run(running, frontend, kept)) as deltas:

@@ -72,7 +72,8 @@ class Embedder:
         is_resumed = context.kept is not None and context.kept.is_resumed
         if not is_resumed:
             self._rates.begin(context.tenant, arrived_s)
-        arrived_s, _ = context.keep_call(raw, arrived_s, self._frontend.card)
+        digest = await context.digest(raw)
+        arrived_s, _ = context.keep_call(raw, arrived_s, self._frontend.card, digest=digest)
         left_s = seconds_left(arrived_s, timeout_s, self._frontend)
         call = await self._bodies.call("embeddings", raw, context.party, left_s)
         body: EmbeddingsBody = call.original

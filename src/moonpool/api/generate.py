@@ -9,7 +9,6 @@ placed request has said nothing for a time (see `connection.silence`).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -24,8 +23,8 @@ from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.choice import Choice, Delta, run_choices
-from moonpool.api.connection.kept_stream import Delivered, StreamFacts, digest_of
-from moonpool.api.connection.silence import PING, Silence, comment_of
+from moonpool.api.connection.kept_stream import Delivered, StreamFacts
+from moonpool.api.connection.silence import Silence, comment_at
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, ModelFrontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
@@ -64,9 +63,6 @@ from moonpool.api.trace_context import beside, read_traceparent
 from moonpool.types import Request, RequestId, Slo, Token
 
 logger = logging.getLogger(__name__)
-
-DIGEST_IN_THREAD_BYTES = 1 << 20
-"""Digests of larger bodies are made beside the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +148,7 @@ class Generator:
             text = f"{why} how many tokens its clients have. Use {INSTEAD}."
             raise ApiError(text, param="X-Resume-Tokens", code="invalid_header")
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
-        path = context.scope["path"]
-        if len(raw) > DIGEST_IN_THREAD_BYTES:
-            digest = await asyncio.to_thread(digest_of, path, raw)
-        else:
-            digest = digest_of(path, raw)
+        digest = await context.digest(raw)
         continued = await self._continued(context, digest, position, bool(has and any(has)))
         facts, known, num_returns = continued
         is_new = facts is None and not (context.kept is not None and context.kept.is_resumed)
@@ -406,11 +398,7 @@ class Generator:
         """Returns what a silent stream says; nothing while the call may still be refused."""
         running = [c.request.request_id for c in choices if c.finish_reason is None]
         stages = [self._frontend.stage(request_id) for request_id in running]
-        if not (call.context.started or all(stages)):
-            return b""
-        if call.kind == "messages":
-            return PING
-        return comment_of(next(filter(None, stages), "waiting"))
+        return comment_at(stages, call.context.started, call.kind == "messages")
 
     def _numbered(
         self,

@@ -18,7 +18,7 @@ from typing import Protocol, Self
 from starlette.types import Receive, Scope, Send
 
 from moonpool.api.connection.kept_answers import Known
-from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, draw_facts
+from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, digest_of, draw_facts
 from moonpool.api.connection.poison import MAX_ENDED, poison_error
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
 from moonpool.api.frontend import ModelCard, RequestRefused
@@ -26,6 +26,8 @@ from moonpool.api.sharing.body_memory import BodyMemory, HeldBody
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"
+DIGEST_IN_THREAD_BYTES = 1 << 20
+"""Digests of larger bodies are made beside the event loop."""
 _SSE = b"text/event-stream; charset=utf-8"
 
 
@@ -191,6 +193,15 @@ class HttpContext:
         if num_ended >= MAX_ENDED:
             raise poison_error()
         return num_ended
+
+    async def digest(self, body: bytes, is_forwarded: bool = False) -> bytes:
+        """Returns what names the call, with its request id, when it comes again. A forwarded one
+        is another call, because its answer is logged in another form."""
+        path: str = self.scope["path"]
+        named = f"forwarded {path}" if is_forwarded else path
+        if len(body) > DIGEST_IN_THREAD_BYTES:
+            return await asyncio.to_thread(digest_of, named, body)
+        return digest_of(named, body)
 
     async def known(self, digest: bytes, request_id: str, displaces: bool) -> Known | None:
         """Returns what is known of the call, if it comes again: see `KeptAnswers.find`."""

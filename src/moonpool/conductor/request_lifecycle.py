@@ -151,6 +151,7 @@ class RequestLifecycle:
             tracked.has_waited = True
         self._deadlines.add(tracked)
         self.requests[request.request_id] = tracked
+        self._cost_estimator.learn_first_prefills(now)
         tenant = payer_of(request.tenant)
         tracked.share = self.shares.weight(tenant)
         tracked.cache_share = self._tenant_caches.get(tenant, 1.0)

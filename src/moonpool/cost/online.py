@@ -11,6 +11,11 @@ factor.
 The factor is the median, or a higher quantile where most samples should lie below it, so neither a
 burst of slow steps nor a single hiccup moves it far. A sample spans several steps because requests
 that share a step share its time: one of them is observed to take all of it, the others none.
+
+Before there are enough samples, `begin` sets the factor by the ratio of all steps so far and
+PRIOR_STEPS more that took what was expected, if that is far from 1. So a profile that is off by
+much is mended with the first prompt of a cold cluster, and noise moves nothing.
+
 Samples are weighted because a queue is a sum of times, and long requests make up most of it. Only
 sums, ratios and comparisons are used, so every machine gets the same factor.
 """
@@ -28,6 +33,10 @@ MIN_SAMPLES = 3
 """With fewer samples, the factor stays 1."""
 MIN_CHANGE = 0.02
 """Relative change below which the factor stays as it is; else it would move with every sample."""
+PRIOR_STEPS = 1
+"""Steps as expected that count with the first ones."""
+EARLY_CHANGE = 1.25
+"""A factor from few steps stays 1 unless it, or its inverse, is more."""
 MAX_FACTOR = 4.0
 """Samples are clamped to [1 / MAX_FACTOR, MAX_FACTOR]. Beyond that something is broken, and the
 factor should not hide it."""
@@ -43,12 +52,27 @@ MAX_SECONDS = 1e9
 class LearnedFactor:
     """The factor for one kind of work of one instance. `value` begins at 1."""
 
-    __slots__ = ("_expected_s", "_num_summed", "_recent", "_seconds", "_share", "_summed", "value")
+    __slots__ = (
+        "_all_expected_s",
+        "_all_s",
+        "_expected_s",
+        "_num_steps",
+        "_num_summed",
+        "_prior",
+        "_recent",
+        "_seconds",
+        "_share",
+        "_summed",
+        "value",
+    )
 
     def __init__(self, share: float = 0.5, summed: int = STEPS_PER_SAMPLE) -> None:
         """`share`: the quantile, as the share of samples below the factor. `summed`: steps of one
         sample."""
         self.value = 1.0
+        self._all_s = self._all_expected_s = 0.0  # until it is learned
+        self._num_steps = 0
+        self._prior = 1.0
         self._share = share
         self._summed = summed
         self._seconds = 0.0
@@ -60,6 +84,11 @@ class LearnedFactor:
     def is_learned(self) -> bool:
         """Whether there are enough samples; else the profile's times are taken as they are."""
         return len(self._recent) >= MIN_SAMPLES
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is any observation of its own."""
+        return self._num_steps > 0
 
     @property
     def samples(self) -> tuple[float, ...]:
@@ -77,6 +106,40 @@ class LearnedFactor:
         self._seconds += seconds
         self._expected_s += expected_s
         self._num_summed += seconds > 0.0
+        if not self.is_learned:
+            self._all_s += seconds
+            self._all_expected_s += expected_s
+            self._num_steps += seconds > 0.0
+        return changed
+
+    def inherit(self, value: float) -> bool:
+        """Begins with the factor of others (mutates). Returns True if that changed it."""
+        if self.has_steps:
+            return False
+        changed = value != self.value
+        self._prior = self.value = value
+        return changed
+
+    def begin(self, seconds: float = 0.0, expected_s: float = 0.0) -> bool:
+        """Takes the first steps as they are, before they make enough samples (mutates). `seconds`:
+        since the step under way began, if there is one, of which the profile predicts `expected_s`
+        in all: it takes at least so long. Returns True if the factor changed."""
+        if not (0.0 <= seconds < MAX_SECONDS and 0.0 <= expected_s < MAX_SECONDS):
+            return False
+        is_under_way = expected_s > 0.0 and seconds > 0.0
+        num_steps = self._num_steps + is_under_way
+        all_expected_s = self._all_expected_s + expected_s
+        if self.is_learned or not num_steps or all_expected_s <= 0.0:
+            return False
+        ratio = (self._all_s + seconds) / all_expected_s
+        value = (PRIOR_STEPS * self._prior + num_steps * ratio) / (PRIOR_STEPS + num_steps)
+        value = min(max(value, 1.0 / MAX_FACTOR), MAX_FACTOR)
+        if is_under_way:
+            value = max(value, self.value)
+        if 1.0 / EARLY_CHANGE < value < EARLY_CHANGE:
+            value = 1.0
+        changed = value != self.value
+        self.value = value
         return changed
 
     def _end_sample(self) -> bool:

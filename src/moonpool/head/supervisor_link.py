@@ -338,7 +338,7 @@ class SupervisorLink:
             call_log.drop()
             return
         self._remember(kept, packet.num_ended)
-        if kept.opening.digest and kept.has_delivered:
+        if kept.opening.digest and kept.may_come_again:
             self._inheritance.cut_answers.append(kept)
         else:
             kept.drop()

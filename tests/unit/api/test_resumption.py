@@ -101,11 +101,13 @@ def received(
     return raw[:num_bytes], raw[num_bytes:]
 
 
-def respond(path: str, head: SometimesSilent, shelf: Shelf) -> tuple[bytes, int]:
+def respond(
+    path: str, head: SometimesSilent, shelf: Shelf, fields: dict[str, Any] | None = None
+) -> tuple[bytes, int]:
     """Returns the response of a server that nothing happens to, and the position of its begin."""
     ours, theirs = connected()
     server = make_server(head, shelf, b"Mon")
-    body = json.dumps(CALLS[path]).encode()
+    body = json.dumps(fields or CALLS[path]).encode()
     ours.sendall(
         b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
         % (path.encode(), len(body), body)
@@ -226,14 +228,7 @@ def check_going_on(
     whole, base = respond(path, first, shelf)
     log = shelf.log()
     assert text_of(events_of(whole)) == TEXT.decode()
-    begin = shelf.sent[0][0]
-    cut = begin + round(logged * (len(log) - begin))
-    # A head logs an increment before it sends a byte of it. So a log without an entry goes with
-    # at most the bytes that were sent before this entry.
-    ends = [*(size for size, _ in shelf.sent[1:]), len(log)]
-    before = [sent - base for end, (_, sent) in zip(ends, shelf.sent, strict=True) if end > cut]
-    most = min(before, default=len(whole))
-    num_sent = round(sent * most)
+    cut, num_sent = cut_of(shelf, base, len(whole), logged, sent)
     rest = go_on(log[:cut], whole[:num_sent], second)
     events = events_of(whole[:num_sent] + rest)
     assert text_of(events) == TEXT.decode()
@@ -241,6 +236,18 @@ def check_going_on(
         assert whole[:num_sent] + rest == whole
     shelf.close()
     return whole
+
+
+def cut_of(shelf: Shelf, base: int, num_bytes: int, logged: float, sent: float) -> tuple[int, int]:
+    """Returns how many bytes of the log, and of the response, are there when a head ends."""
+    log = shelf.log()
+    begin = shelf.sent[0][0]
+    cut = begin + round(logged * (len(log) - begin))
+    # A head logs an increment before it sends a byte of it. So a log without an entry goes with
+    # at most the bytes that were sent before this entry.
+    ends = [*(size for size, _ in shelf.sent[1:]), len(log)]
+    before = [sent - base for end, (_, sent) in zip(ends, shelf.sent, strict=True) if end > cut]
+    return cut, round(sent * min(before, default=num_bytes))
 
 
 class _Sink:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec import structs
 from scripted_head import ScriptedHead, Step, served, spoken
 
 from moonpool.api.frontend import ApiOptions, Output, RequestRefused
@@ -181,10 +182,17 @@ def test_clients_of_openai_and_anthropic_pass_over_it() -> None:
 
 
 @pytest.mark.long
-def test_a_proxy_that_cuts_silent_connections_keeps_a_stream() -> None:
+@pytest.mark.parametrize("is_forwarded", [False, True])
+def test_a_proxy_that_cuts_silent_connections_keeps_a_stream(is_forwarded: bool) -> None:
     """It cuts after two seconds without a byte; the head is silent for six."""
     head = ScriptedHead(lambda _: [6.0, *spoken("Hello")])
     body = CALLS["/v1/chat/completions"] | {"stream": True}
+    if is_forwarded:
+        part = Output(tokens=(Token(0, payload=b"text/event-stream\ndata: [DONE]\n\n"),))
+        head.script = lambda _: [6.0, part, *spoken()]
+        head.card = structs.replace(
+            head.card, forwards=("/v1/chat/completions",), parses=("reasoning",)
+        )
     for keepalive_s, whole in [(0.25, True), (0.0, False)]:
         with served(head, ApiOptions(keepalive_s=keepalive_s)) as url, proxied(url, 2.0) as front:
             try:

@@ -62,8 +62,46 @@ def test_predictions_follow_measurements() -> None:
     assert slow_tbt_s == pytest.approx(2 * tbt_s)
 
 
-def test_a_few_samples_change_nothing() -> None:
-    assert predicted(slow_desk(ENOUGH - 1)) == predicted(Desk("p0", "d0"))
+def test_a_few_samples_of_steps_change_nothing() -> None:
+    assert predicted(slow_desk(ENOUGH - 1))[1] == predicted(Desk("p0", "d0"))[1]
+
+
+def test_the_first_prompts_correct_those_behind_them() -> None:
+    """They count with one that took what was expected."""
+    once_s = predicted(Desk("p0", "d0"))[0]
+    for count, factor in [(1, 2.0), (2, 7 / 3), (3, 2.5), (ENOUGH - 1, 1 + 2 * 12 / 13)]:
+        assert predicted(slow_desk(count))[0] == pytest.approx(factor * once_s)
+    assert predicted(slow_desk(2, learning=False))[0] == once_s
+
+
+def test_a_prompt_that_is_late_corrects_those_behind_it() -> None:
+    """It takes at least as long as it has taken. One that has only begun says nothing."""
+    waits_s = []
+    for late in (0.5, 1.0, 3.0):
+        desk = Desk("p0", "d0")
+        desk.ask("r1", use_cache=False)
+        desk.report("p0", PrefillStarted(AttemptId("r1/1"), 0, 0))
+        desk.now += late * PREFILL_S
+        waits_s.append(predicted(desk)[0] / PREFILL_S)
+    assert waits_s == pytest.approx([1.5, 1.0, 2.0])
+
+
+def test_instances_without_a_prompt_begin_with_what_those_of_their_profile_learned() -> None:
+    desk = Desk("p0", "p1", "d0")
+    states = desk.conductor.instances
+    found = []
+    for number in (1, 2):
+        asked = f"r{number}"
+        desk.ask(asked, use_cache=False)
+        tracked = desk.conductor.requests[RequestId(asked)]
+        assert tracked.attempt is not None
+        name = tracked.attempt.prefill
+        desk.report(name, PrefillStarted(tracked.attempt.attempt_id, 0, 0))
+        desk.now += 3 * PREFILL_S
+        desk.report(name, PrefillDone(tracked.attempt.attempt_id, Token(50)))
+        desk.conductor.cost_estimator.learn_first_prefills(desk.now)
+        found.append(sorted(state.prefill_factor.value for state in states.values()))
+    assert found == [[2.0] * 3, [2.0, 2.0, 2.5]], "the second one began with the first one's"
 
 
 def test_without_learning_the_profile_holds_and_samples_are_kept() -> None:
@@ -287,8 +325,9 @@ def test_errors_are_counted_and_the_record_is_read_back() -> None:
     desk = slow_desk(3)
     beliefs = desk.conductor.cost_estimator
     assert beliefs.ttft_s.count == 3
-    assert beliefs.ttft_s.mean == pytest.approx(-2 * PREFILL_S)
-    assert beliefs.ttft_s.ratio(0.5) == pytest.approx(1 / 3, rel=0.03)
+    errors = -2.0, 2.0 - 3.0, 7 / 3 - 3.0  # as learned from those before
+    assert beliefs.ttft_s.mean == pytest.approx(sum(errors) / 3 * PREFILL_S)
+    assert beliefs.ttft_s.ratio(0.5) == pytest.approx(2 / 3, rel=0.03)
     record = beliefs.record(list(desk.conductor.instances.values()))
     assert parse_beliefs(msgspec.json.encode(record)) == record
     assert record.errors["ttft_s"]["count"] == 3

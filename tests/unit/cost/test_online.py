@@ -85,6 +85,52 @@ def test_a_burst_of_a_tenth_moves_it_little(seed: int) -> None:
     assert sum(errors) / len(errors) < 0.05
 
 
+def test_the_first_steps_count_only_if_they_are_far_off() -> None:
+    for true, believed in ((1.4, 1.0), (3.0, 2.0), (9.0, MAX_FACTOR), (0.2, 0.6), (0.7, 1.0)):
+        factor = LearnedFactor()
+        assert not factor.begin()
+        factor.observe(true, 1.0)
+        assert factor.value == 1.0
+        assert factor.begin() == (believed != 1.0)
+        assert factor.value == pytest.approx(believed)
+
+
+def test_a_step_under_way_only_says_that_it_takes_so_long() -> None:
+    factor = LearnedFactor()
+    assert not factor.begin(1.0, 1.0)
+    assert factor.begin(3.0, 1.0)
+    assert factor.value == 2.0
+    assert not factor.begin(0.1, 1.0), "another one has begun"
+    factor.observe(5.0, 1.0)
+    assert factor.begin() and factor.value == 3.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["see", "begin", "inherit"]), ANY_FLOAT, ANY_FLOAT)))
+def test_it_stays_within_its_bounds_from_the_first_step(
+    events: list[tuple[str, float, float]],
+) -> None:
+    factor = LearnedFactor()
+    for what, one, other in events:
+        before = factor.value
+        if what == "see":
+            changed = factor.observe(one, other)
+        elif what == "begin":
+            changed = factor.begin(one, other)
+        else:
+            value = 1.0 if one != one else min(max(one, 1 / MAX_FACTOR), MAX_FACTOR)
+            changed = factor.inherit(value)
+        assert changed == (factor.value != before)
+        assert 1 / MAX_FACTOR <= factor.value <= MAX_FACTOR
+
+
+def test_what_others_have_learned_is_where_it_begins() -> None:
+    factor = LearnedFactor()
+    assert factor.inherit(3.0) and not factor.inherit(3.0)
+    factor.observe(1.0, 1.0)
+    assert not factor.inherit(4.0)
+    assert factor.begin() and factor.value == 2.0
+
+
 def test_old_samples_are_forgotten() -> None:
     factor = LearnedFactor()
     for _ in range(1000):

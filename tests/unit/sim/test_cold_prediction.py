@@ -62,3 +62,28 @@ def test_the_predicted_ttft_is_near_the_real_one(cluster: dict[str, int], warm: 
     assert 0.6 < mean(predicted) / mean(real) < 1.2
     worst = max(seen / foretold for seen, foretold in zip(real, predicted, strict=True))
     assert worst < 4.0, "the prompts of one step end together"
+
+
+@pytest.mark.parametrize("slower", [2.0, 3.0])
+@pytest.mark.parametrize("cluster", [CLUSTERS[0], CLUSTERS[2]])
+def test_a_cold_cluster_of_a_slow_machine_is_known_by_its_first_prompts(
+    cluster: dict[str, int], slower: float
+) -> None:
+    """It computes prompts two or three times slower than its profile says. Twelve of them come one
+    by one. Until then each of them was predicted as the profile has it."""
+    tables: dict[str, Any] = {"cluster": cluster, "pool": {"block_tokens": BLOCK}}
+    config = parse_config("", tables)
+    records: list[RequestRecord] = []
+    hardware = build_hardware(config, COST, prefill_error=1.0 / slower)
+    simulation = Simulation(config, hardware, on_end=records.append)
+    lengths = [400 + 617 * number % 2000 for number in range(12)]
+    simulation.run(
+        [
+            Arrival(8.0 * number, length, 32, private_keys(number, length, BLOCK))
+            for number, length in enumerate(lengths)
+        ]
+    )
+    predicted = [record.expected_ttft_s or 0.0 for record in records]
+    real = [record.ttft_s or 0.0 for record in records]
+    assert mean(predicted[:1]) < 0.6 * mean(real[:1])
+    assert 0.65 < mean(predicted[1:]) / mean(real[1:]) < 1.2

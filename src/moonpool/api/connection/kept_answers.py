@@ -76,7 +76,7 @@ class KeptAnswers:
     def lose(self, kept: KeptStream) -> None:
         """The connection has ended before the response was complete."""
         self._running.pop(kept.number, None)
-        if not (kept.opening.digest and kept.has_delivered and kept.log.is_kept):
+        if not (kept.opening.digest and kept.may_come_again and kept.log.is_kept):
             self._drop(kept)
             return
         for other in self._alike(kept):

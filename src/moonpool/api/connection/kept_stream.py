@@ -154,6 +154,8 @@ class KeptStream:
         self.opening = opening
         self.has_socket = has_socket
         self.has_delivered = False
+        self.may_come_again = False
+        """What is in the log serves a client that has lost its connection and comes back."""
         self.is_cut = False
         self.num_returns = opening.num_returns
         self.num_ended = opening.num_ended
@@ -208,6 +210,7 @@ class KeptStream:
         except MALFORMED as error:
             raise ValueError(f"the log of an answer is damaged: {error}") from None
         kept.has_delivered = bool(kept.deliveries())
+        kept.may_come_again = any(map(_may_come_again, kept.deliveries()))
         call_log.belong_to(kept.opening.tenant)
         kept.num_ended = _num_ended(kept.opening, kept.entries)
         return kept
@@ -264,6 +267,16 @@ class KeptStream:
             return RequestRefused(500, "head_failed", text)
         return None
 
+    def raise_refusal(self, note: Callable[[str], None]) -> None:
+        """Raises RequestRefused if the call was refused, or is now. `note` counts the latter."""
+        refused = self.refusal()
+        if refused is None:
+            return
+        if not refused.is_counted:
+            note(refused.reason)
+            refused.is_counted = True
+        raise refused
+
     @property
     def name(self) -> str:
         """The id in the response, if an earlier head has named it."""
@@ -272,15 +285,16 @@ class KeptStream:
     def note(self, index: int, output: Output) -> None:
         """Logs an increment. Call it before a byte of it is sent."""
         self.has_delivered = True
-        self._write(
-            Delivered(
-                index=index,
-                tokens=output.tokens,
-                finish=output.finish_reason,
-                cached_tokens=output.cached_tokens,
-                timings_s=output.timings_s,
-            )
+        delivered = Delivered(
+            index=index,
+            tokens=output.tokens,
+            finish=output.finish_reason,
+            cached_tokens=output.cached_tokens,
+            timings_s=output.timings_s,
         )
+        if not self.may_come_again:
+            self.may_come_again = _may_come_again(delivered)
+        self._write(delivered)
 
     def note_refused(self, refused: RequestRefused) -> None:
         if refused.reason == INSTANCES_ENDED and self.enders is not None and self.opening.digest:
@@ -330,6 +344,11 @@ class KeptStream:
         self._log.append(_encode(entry))
         if self.on_write is not None:
             self.on_write()
+
+
+def _may_come_again(delivered: Delivered) -> bool:
+    """A forwarded answer that has no end yet does not: nobody could go on with it."""
+    return delivered.finish is not None or not any(token.payload for token in delivered.tokens)
 
 
 def _num_ended(opening: Opening, entries: Iterable[Entry]) -> int:

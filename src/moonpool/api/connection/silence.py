@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +22,19 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 def comment_of(text: str) -> bytes:
     """Returns a comment of server-sent events, which clients pass over."""
     return b": %b\n\n" % text.encode("ascii", "replace")
+
+
+def comment_at(stages: Sequence[str], has_begun: bool, pings: bool) -> bytes:
+    """Returns what the silent stream of a call says; nothing while the call may still be refused.
+
+    `stages`: of its requests that run, as `ModelFrontend.stage` has them. `has_begun`: its headers
+    are sent. `pings`: its API has an event for it.
+    """
+    if not (has_begun or all(stages)):
+        return b""
+    if pings:
+        return PING
+    return comment_of(next(filter(None, stages), "waiting"))
 
 
 class Silence:

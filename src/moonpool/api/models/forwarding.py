@@ -3,20 +3,29 @@ in which it finds tool calls or reasoning by itself, or for models that generate
 
 The Conductor places such a call, counts its load and ends it like any other. If the server dies
 before the first part of its response, another one gets the call. After that, an error ends it.
+
+Nor can anybody go on with it for a client that has lost its connection. If the same call comes
+again, it gets the answer that was complete already, or one that is computed anew.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
+from msgspec import structs
 
 from moonpool.api.bodies import CompletionBody, decode_body
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
+from moonpool.api.choice import REPLAYED_PER_TURN
+from moonpool.api.connection.kept_stream import Delivered
+from moonpool.api.connection.silence import Silence, comment_at
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, ModelFrontend, Output, RequestRefused
 from moonpool.api.generate import limits_of, seconds_left, tenant_of
@@ -25,11 +34,22 @@ from moonpool.api.messages import error_payload
 from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody, may_hold_media
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.rate_limits import RateLimits
+from moonpool.api.resume.event_ids import HEADER as EVENT_ID
+from moonpool.api.resume.resumed_events import HEADER as NUM_TOKENS
+from moonpool.api.resume.resumed_events import resume_tokens
 from moonpool.api.sampling import check_range
 from moonpool.api.trace_context import read_traceparent
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import MEDIA_PATHS
-from moonpool.types import PRIORITY_RANGE, Request, RequestId, SamplingParams, Slo
+from moonpool.types import (
+    PRIORITY_RANGE,
+    FinishReason,
+    Request,
+    RequestId,
+    SamplingParams,
+    Slo,
+    Token,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +80,16 @@ class _Call:
     arrived_s: float
     slo: Slo
     timeout_s: float
+    known: Sequence[Delivered] = ()  # the whole answer, which a broken connection did not get
+
+    @property
+    def is_new(self) -> bool:
+        """No answer to it is known, and no earlier head has begun it."""
+        return not self.known and not _is_resumed(self.context)
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.stream) and self.generates
 
     @property
     def generates(self) -> bool:
@@ -148,21 +178,28 @@ class Forwarder:
             raise ApiError(text, param="messages", code="unsupported_value")
         body: ForwardedBody = prepared.original
         check_range(body, "priority", *PRIORITY_RANGE)
-        if not _is_resumed(context):
+        _check_position(context, bool(body.stream))
+        digest = await context.digest(raw, is_forwarded=True)
+        found = await context.known(digest, context.request_id, displaces=False)
+        if found is not None and not _is_whole(found.deliveries):
+            found = None
+        if found is None and not _is_resumed(context):
             self._rates.begin(context.tenant, arrived_s)
-        arrived_s, _ = context.keep_call(raw, arrived_s, self._frontend.card)
-        return _Call(context, prepared, body, raw, arrived_s, slo, timeout_s)
+        facts, num_returns = (found.facts, found.num_returns) if found else (None, 0)
+        card = self._frontend.card
+        arrived_s, _ = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
+        answer = found.deliveries if found else ()
+        return _Call(context, prepared, body, raw, arrived_s, slo, timeout_s, answer)
 
     async def _answer(self, call: _Call) -> None:
         context = call.context
-        num_tokens = 0 if _is_resumed(context) else call.prepared.num_tokens
+        num_tokens = call.prepared.num_tokens if call.is_new else 0
         with (
             self._rates.prompts(context.tenant, num_tokens),
             self._active.begin(context) as (_, scoped),
-            context.kept_refusals(),
         ):
             request = self._request(call, RequestId(scoped))
-            if call.body.stream and call.generates:
+            if call.streams:
                 await self._stream(call, request)
             else:
                 await self._answer_at_once(call, request)
@@ -188,20 +225,66 @@ class Forwarder:
             forwarded=True,
         )
 
-    def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
+    async def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
+        """Yields what is known of the answer, or what the server says. Each output is logged first.
+        Raises RequestRefused, also if nobody can send what is missing."""
+        kept = call.context.kept
+        known = call.known
+        if kept is not None and kept.is_resumed:
+            known = kept.deliveries()
+        elif kept is not None:
+            for delivery in known:
+                kept.note(0, delivery.output())
+        for number, delivery in enumerate(known, 1):
+            yield delivery.output()
+            if number % REPLAYED_PER_TURN == 0:
+                await asyncio.sleep(0)
+        if kept is not None:
+            kept.raise_refusal(self._frontend.note_refused)
+        if known:
+            if not _is_whole(known):
+                text = (
+                    "The server was replaced in the middle of this answer. Send the request again."
+                )
+                raise RequestRefused(503, "head_replaced", text)
+            return
+        try:
+            async with aclosing(self._computed(call, request)) as outputs:
+                async for output in outputs:
+                    if kept is not None:
+                        kept.note(0, output)
+                    self._rates.spend(call.context.tenant, _num_tokens(call, output))
+                    yield output
+        except RequestRefused as refused:
+            if kept is not None:
+                kept.note_refused(refused)
+            raise
+
+    async def _computed(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
+        """Yields the parts of a stream, or the whole answer: only that can be sent again."""
         delivered = () if _is_resumed(call.context) else None
         sent = ForwardedCall(path=call.path, body=call.raw, is_exact=call.prepared.is_exact)
-        return self._frontend.forward(request, sent, delivered)
+        tokens: list[Token] = []
+        async with aclosing(self._frontend.forward(request, sent, delivered)) as outputs:
+            async for output in outputs:
+                if output.finish_reason is FinishReason.ABORT:
+                    text = "The server aborted this request. Send it again."
+                    raise RequestRefused(503, "aborted", text)
+                if call.streams:
+                    yield output
+                    continue
+                tokens += output.tokens
+                if output.finish_reason is not None:
+                    yield structs.replace(output, tokens=tuple(tokens))
 
     async def _answer_at_once(self, call: _Call, request: Request) -> None:
         context = call.context
-        parts: list[bytes] = []
+        data = b""
         async with context.watch(), aclosing(self._outputs(call, request)) as outputs:
             async for output in outputs:
-                parts += _parts(output)
-                self._rates.spend(context.tenant, len(output.tokens) if call.generates else 0)
-        kind, _, whole = b"".join(parts).partition(b"\n")
-        if self._rates.counts(context.tenant):
+                data += _data(output)
+        kind, _, whole = data.partition(b"\n")
+        if call.is_new and self._rates.counts(context.tenant):
             self._settle(call, whole)
         await context.respond(200, whole, kind)
 
@@ -216,11 +299,15 @@ class Forwarder:
 
     async def _stream(self, call: _Call, request: Request) -> None:
         context = call.context
+        next_comment = partial(self._comment, call, request.request_id)
+        silence = Silence(context, self._options.keepalive_s, next_comment)
         try:
-            async with context.watch():
-                if not await self._send_again(call):
-                    async with aclosing(self._outputs(call, request)) as outputs:
-                        await self._send(call, outputs)
+            async with (
+                context.watch(),
+                aclosing(self._outputs(call, request)) as outputs,
+                silence,
+            ):
+                await _send(context, outputs, silence)
         except RequestRefused as refused:
             await _end_with_error(call, from_refused(refused))
         except Exception as error:
@@ -229,34 +316,50 @@ class Forwarder:
             logger.exception("request %s failed", context.request_id)
             await _end_with_error(call, internal_error(context.request_id))
         else:
+            if not context.started:
+                await context.start_events()
             await context.end_events(b"")
 
-    async def _send(self, call: _Call, outputs: AsyncGenerator[Output, None]) -> None:
-        context = call.context
-        async for output in outputs:
-            if context.kept is not None:
-                context.kept.note(0, output)
-            await _send_parts(context, _parts(output))
-            self._rates.spend(context.tenant, len(output.tokens))
+    def _comment(self, call: _Call, request_id: RequestId) -> bytes:
+        stage = self._frontend.stage(request_id)
+        return comment_at([stage], call.context.started, call.path == "/v1/messages")
 
-    async def _send_again(self, call: _Call) -> bool:
-        """Sends what an earlier head has sent, byte for byte. Returns whether it is all. Raises
-        RequestRefused if there was more to come: nobody can continue it."""
-        kept = call.context.kept
-        if kept is None or not kept.is_resumed:
-            return False
-        deliveries = kept.deliveries()
-        for delivery in deliveries:
-            await _send_parts(call.context, _parts(delivery.output()))
-        refused = kept.refusal()
-        if refused is not None:
-            raise refused
-        if not deliveries:
-            return False
-        if deliveries[-1].finish is None:
-            text = "The server was replaced in the middle of this answer. Send the request again."
-            raise RequestRefused(503, "head_replaced", text)
-        return True
+
+async def _send(
+    context: HttpContext, outputs: AsyncGenerator[Output, None], silence: Silence
+) -> None:
+    is_first = True
+    async for output in outputs:
+        if silence.heard():
+            await silence.settle()
+        data = _data(output)
+        if data and is_first:
+            is_first = False
+            data = data.partition(b"\n")[2]  # without the content type
+        if data:
+            if not context.started:
+                await context.start_events()
+            await context.send_events(data)
+        if silence.listens(bool(data)):
+            await silence.repeat()
+
+
+def _check_position(context: HttpContext, streams: bool) -> None:
+    """Raises ApiError if the client wants the rest of an answer, or ids for it."""
+    has = resume_tokens(context.headers)
+    header = NUM_TOKENS if has is not None and any(has) else ""
+    if streams and EVENT_ID.lower().encode() in context.headers:
+        header = EVENT_ID
+    if header:
+        text = (
+            "A vLLM server makes this answer, and cannot go on in its middle. Send the request"
+            f" without the header {header}: its answer comes whole."
+        )
+        raise ApiError(text, param=header, code="invalid_header")
+
+
+def _is_whole(deliveries: Sequence[Delivered]) -> bool:
+    return bool(deliveries) and deliveries[-1].finish is not None
 
 
 def _was_forwarded(context: HttpContext) -> bool | None:
@@ -271,18 +374,13 @@ def _is_resumed(context: HttpContext) -> bool:
     return context.kept is not None and context.kept.is_resumed
 
 
-def _parts(output: Output) -> Sequence[bytes]:
-    return [token.payload for token in output.tokens if token.payload]
+def _data(output: Output) -> bytes:
+    return b"".join([token.payload for token in output.tokens])
 
 
-async def _send_parts(context: HttpContext, parts: Sequence[bytes]) -> None:
-    if not parts:
-        return
-    data = b"".join(parts)
-    if not context.started:
-        await context.start_events()
-        data = data.partition(b"\n")[2]  # without the content type
-    await context.send_events(data)
+def _num_tokens(call: _Call, output: Output) -> int:
+    """How many of them count for the tenant."""
+    return len(output.tokens) if call.generates else 0
 
 
 async def _end_with_error(call: _Call, error: ApiError) -> None:

@@ -14,6 +14,7 @@ engine. Steps are timed by the engine's clock, because tokens reach a busy head 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import fsum
 
 import numpy as np
 from msgspec import structs
@@ -29,6 +30,7 @@ from moonpool.cost.online import MAX_FACTOR, LearnedFactor
 from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StepTokens
 from moonpool.request_record import RequestRecord
+from moonpool.types import InstanceId
 
 PROBE_EVERY_S = 5.0
 """Least time between two requests that test the cost estimate of an idle instance."""
@@ -54,6 +56,8 @@ class CostEstimator:
         self.ttft_tail = LearnedFactor(TTFT_SHARE, summed=1)
         self._reservations, self._table = reservations, reservations.instance_table
         self._learning = learning
+        self._beginners: dict[InstanceId, InstanceState] = {}
+        """Instances that have started a prefill, and whose times are not learned yet."""
 
     def start_prefill(
         self,
@@ -73,6 +77,8 @@ class CostEstimator:
             row, alone_s = np.array([state.row]), np.array([attempt.expected_s])
             beside_s = self._table.mixed_prefill_s(row, alone_s, new_tokens, now=True)
             attempt.expected_s = beside_s.item()
+        if not state.prefill_factor.is_learned:
+            self._beginners[state.info.instance_id] = state
         if source is None or not report.fetched_tokens or not report.fetch_s:
             return
         host = state.info.address.host_id
@@ -92,6 +98,27 @@ class CostEstimator:
         if next(iter(state.started)) == attempt.attempt_id:
             seconds = now - max(attempt.started_s, state.freed_s)
         self._learn(state, state.prefill_factor, seconds, attempt.expected_s)
+
+    def learn_first_prefills(self, now: float) -> None:
+        """Call it before a request is placed: the first dozen prompts of an instance make no
+        sample, but one that takes three times as long as predicted says much about those behind it.
+        """
+        for name, state in list(self._beginners.items()):
+            factor = state.prefill_factor
+            if factor.is_learned or self._reservations.instances.get(name) is not state:
+                del self._beginners[name]
+                continue
+            seconds = expected_s = 0.0
+            if state.started:  # they may share steps
+                started = list(state.started.values())
+                assert started[0].started_s is not None
+                if not all(attempt.expected_s for attempt in started):
+                    continue
+                seconds = now - max(started[0].started_s, state.freed_s)
+                expected_s = fsum(attempt.expected_s for attempt in started)
+            before = factor.value
+            if factor.begin(seconds, expected_s):
+                self._apply(state, factor, before)
 
     def learn_steps(
         self, state: InstanceState, report: StepTokens, works: Mapping[AttemptId, TrackedRequest]
@@ -143,6 +170,7 @@ class CostEstimator:
         state.info = structs.replace(state.info, cost=cost)
         state.prefill_factor, state.decode_factor = LearnedFactor(), LearnedFactor()
         state.transfer_factor = LearnedFactor()
+        self._beginners.pop(state.info.instance_id, None)
         self._table.set_cost(state.row, cost)
 
     def may_probe(
@@ -179,11 +207,28 @@ class CostEstimator:
         self, state: InstanceState, factor: LearnedFactor, seconds: float, expected_s: float
     ) -> None:
         before = factor.value
-        if not factor.observe(seconds, expected_s) or not self._learning:
+        if factor.observe(seconds, expected_s):
+            self._apply(state, factor, before)
+
+    def _apply(self, state: InstanceState, factor: LearnedFactor, before: float) -> None:
+        if not self._learning:
             return
         self._table.set_cost(state.row, calibrated_cost(state), state.prefill_factor.value)
         if factor is state.prefill_factor:
             self._reservations.rescale_prefills(state, factor.value / before)
+            if factor.has_steps:
+                self._pass_on(state.info.cost)
+
+    def _pass_on(self, profile: FittedCost) -> None:
+        """Instances of this profile that have computed no prompt yet begin with what the others
+        have learned. Otherwise they would seem the fastest of a slow machine."""
+        states = self._reservations.instances.values()
+        alike = [state for state in states if state.info.cost == profile]
+        known = sorted(s.prefill_factor.value for s in alike if s.prefill_factor.has_steps)
+        for state in alike:
+            before = state.prefill_factor.value
+            if state.prefill_factor.inherit(known[(len(known) - 1) // 2]):
+                self._apply(state, state.prefill_factor, before)
 
 
 def calibrated_cost(state: InstanceState) -> FittedCost:
