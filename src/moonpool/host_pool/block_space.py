@@ -241,7 +241,7 @@ class BlockSpace:
         self._reservations[number] = _Reservation(wanted, tuple(blocks), depths)
         self._reserved_keys.update(wanted)
         place = dict(zip(wanted, blocks, strict=True))
-        return [place.get(key) for key in keys]
+        return [place.pop(key, None) for key in keys]  # a key twice has one place
 
     def reserved(self, number: int) -> tuple[BlockId, ...]:
         """The places of a reservation, in its order; () if there is none."""
