@@ -204,7 +204,9 @@ class BlockSpace:
         if kind == "read":
             self.effects.perform(GrantRead(name, blocks))
         else:
-            self._found.append(BlocksFound(name, tuple(blocks), min(search.num_loaded, len(blocks))))
+            self._found.append(
+                BlocksFound(name, tuple(blocks), min(search.num_loaded, len(blocks)))
+            )
 
     def _on_load_ended(self, event: LoadEnded) -> None:
         self._promotion.on_ended(event)

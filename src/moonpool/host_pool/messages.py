@@ -201,8 +201,8 @@ class SpaceState(Struct, frozen=True):
     ssd_cached: int = 0
     ssd_error: str = ""
     ssd_read_bytes_per_s: float = 0.0
-    owners: dict[str, int] = {}
-    counters: dict[str, float] = {}
+    owners: dict[str, int] = msgspec.field(default_factory=dict)
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class GroupState(Struct, frozen=True):
@@ -227,27 +227,10 @@ class PoolState(Struct, frozen=True, tag=True):
 
 
 ClientMessage = (
-    Attach
-    | Join
-    | Find
-    | Release
-    | Reserve
-    | Commit
-    | Damaged
-    | Watch
-    | Fetch
-    | Describe
+    Attach | Join | Find | Release | Reserve | Commit | Damaged | Watch | Fetch | Describe
 )
 PoolMessage = (
-    Refused
-    | Attached
-    | Joined
-    | Found
-    | Waiting
-    | Reserved
-    | GroupBlocks
-    | Fetched
-    | PoolState
+    Refused | Attached | Joined | Found | Waiting | Reserved | GroupBlocks | Fetched | PoolState
 )
 TO_POOL = msgspec.msgpack.Decoder(ClientMessage)
 FROM_POOL = msgspec.msgpack.Decoder(PoolMessage)

@@ -1,4 +1,4 @@
-"""The spaces of all ranks of one model in a host's pool: a block is found if each rank has it. Pure.
+"""The spaces of all ranks of one model in a host's pool: a block is found if each has it. Pure.
 
 A find runs in all spaces; the shortest prefix counts, and holds beyond it end. A find that may wait
 is repeated whenever blocks arrive, until all its keys are there or its time is over: so a decode

@@ -23,8 +23,13 @@ from moonpool.scheduler.actions import FetchBlocks, GrantRead, LoadBlocks, Store
 from moonpool.types import BlockKey, InstanceId
 
 LAYOUT = BlockLayout(
-    model_fingerprint="m", dtype="bfloat16", block_tokens=1, num_layers=2, num_kv_heads=1,
-    head_dim=64, inner="vllm",
+    model_fingerprint="m",
+    dtype="bfloat16",
+    block_tokens=1,
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=64,
+    inner="vllm",
 )
 PEER = PeerAddress(
     instance_id=InstanceId("other"), host_id="", unix_name="", tcp_host="h", tcp_port=1

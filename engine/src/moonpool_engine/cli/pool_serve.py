@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -12,7 +13,7 @@ from typing import Any
 
 import click
 
-from moonpool.cli.logs import choose_logging, log_options
+from moonpool.cli.logs import choose_logging, log_options, set_up_logging
 from moonpool.cli.options import ParamType
 from moonpool.cli.output import fail
 from moonpool.cli.worker import SECRET_VARIABLE, cluster_secret
@@ -30,9 +31,7 @@ class ByteSize(ParamType[int]):
 
     name = "size"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
             self.fail(f"{value!r} is no size: write 8GiB or 500MiB", param, ctx)
@@ -111,8 +110,6 @@ def serve(
     the vLLMs, and this process.
     """
     choose_logging(TelemetryConfig(log_level=log_level, log_format=log_format))
-    from moonpool.cli.logs import set_up_logging
-
     set_up_logging("pool")
     if os.environ.get(SECRET_VARIABLE):
         secret = cluster_secret()
@@ -142,7 +139,5 @@ async def _run(place: PoolPlace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         await task
-    except asyncio.CancelledError:
-        pass

@@ -517,7 +517,8 @@ async def _read(reader: asyncio.StreamReader) -> ClientMessage:
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length} bytes exceeds the {MAX_FRAME_BYTES} allowed")
-    return TO_POOL.decode(await reader.readexactly(length))
+    message: ClientMessage = TO_POOL.decode(await reader.readexactly(length))
+    return message
 
 
 def _listen(path: Path) -> socket.socket:
@@ -560,5 +561,3 @@ def _space(client: _Client) -> tuple[_Group, int]:
     if client.space is None:
         raise ValueError("this client has no space: it joined without attaching")
     return client.space
-
-

@@ -22,7 +22,7 @@ from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import BlocksChanged
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
 from moonpool.scheduler.actions import FetchBlocks, GrantRead
-from moonpool.types import BlockId, BlockKey
+from moonpool.types import BlockId, BlockKey, InstanceId
 from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.storage.block_ledger import BlockLedger
 from moonpool_engine.storage.folder import StoreError
@@ -206,7 +206,7 @@ def open_space(
     messenger = Messenger(
         arena,
         layout,
-        place.name,
+        InstanceId(place.name),
         place.secret,
         post,
         tcp_host=place.listen_host,
@@ -224,9 +224,7 @@ def open_space(
     return SpaceHost(layout, arena, ledger, store, store_error, messenger, space, path)
 
 
-def _recover(
-    ledger: BlockLedger, name: str, num_blocks: int
-) -> list[tuple[BlockId, BlockKey]]:
+def _recover(ledger: BlockLedger, name: str, num_blocks: int) -> list[tuple[BlockId, BlockKey]]:
     if not ledger.names_any:
         return []
     began_s = time.monotonic()

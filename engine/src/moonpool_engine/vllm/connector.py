@@ -1,4 +1,4 @@
-"""`MoonpoolConnector`: the KVCache pool of this host inside vLLM, by vLLM's own connector interface.
+"""`MoonpoolConnector`: the KVCache pool of this host inside vLLM, by vLLM's own interface.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "MoonpoolConnector",
         "kv_connector_module_path": "moonpool.vllm_connector", "kv_role": "kv_both"}'
@@ -49,7 +49,7 @@ KVConnectorWorkerMetadata.register(LoadsEnded)
 KVConnectorHandshakeMetadata.register(RankReady)
 
 
-class MoonpoolConnector(KVConnectorBase_V1):
+class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Both sides; `role` says which one this is. Settings in `kv_connector_extra_config`:
 
     pool        the pool's unix socket; by default where `moonpool pool serve` opens it
@@ -106,8 +106,10 @@ class MoonpoolConnector(KVConnectorBase_V1):
         """Raises LayoutRefused or UnknownModelError."""
         layout = CacheLayout.of(kv_caches, self._kv_cache_config)
         if len(layout.groups) != 1:
-            raise LayoutRefused("its layers have several kinds of KVCache; start vLLM with"
-                                " --disable-hybrid-kv-cache-manager")
+            raise LayoutRefused(
+                "its layers have several kinds of KVCache; start vLLM with"
+                " --disable-hybrid-kv-cache-manager"
+            )
         if layout.device_type != "cpu":
             raise LayoutRefused(f"KVCache on {layout.device_type} is not supported")
         block_tokens = layout.groups[0].block_tokens
@@ -191,9 +193,7 @@ class MoonpoolConnector(KVConnectorBase_V1):
         assert self._scheduler is not None
         return self._scheduler.matched_tokens(request, num_computed_tokens), False
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None
         ids = blocks.get_block_ids()[0] if num_external_tokens else []
         self._scheduler.on_allocated(request, ids, num_external_tokens)

@@ -1,6 +1,6 @@
 """What model a vLLM serves: the hash of its weights and of all settings that change its KVCache.
 
-Files are hashed once; the hashes are kept in the user's cache folder, by path, size, time and inode.
+Files are hashed once; the user's cache folder keeps the hashes, by path, size, time and inode.
 """
 
 from __future__ import annotations

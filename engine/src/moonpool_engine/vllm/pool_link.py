@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import msgspec
 import numpy as np
@@ -137,7 +138,9 @@ class PoolLink:
                 return
             if problem != self._said:
                 self._said = problem
-                log.warning("no KVCache pool at %s (%s); vLLM goes on without it", self.path, problem)
+                log.warning(
+                    "no KVCache pool at %s (%s); vLLM goes on without it", self.path, problem
+                )
             self._stopping.wait(RETRY_S[min(tries, len(RETRY_S) - 1)])
             tries += 1
 
@@ -149,7 +152,7 @@ class PoolLink:
             sock.settimeout(None)
             timeout = _TIMEVAL.pack(0, int(SEND_S * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-            reader = sock.makefile("rb", buffering=1 << 16)
+            reader = cast(BinaryIO, sock.makefile("rb", buffering=1 << 16))
             sock.sendall(self._encoder_bytes(self._greeting))
             message = _read(reader)
             match message:
@@ -176,14 +179,15 @@ class _RefusedError(Exception):
     """The pool does not serve this process."""
 
 
-def _read(reader: "socket.SocketIO | object") -> PoolMessage:
-    head = reader.read(_LENGTH.size)  # type: ignore[attr-defined]
+def _read(reader: BinaryIO) -> PoolMessage:
+    head = reader.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise ConnectionError("it ended the connection")
     (length,) = _LENGTH.unpack(head)
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"it sent a frame of {length} bytes")
-    body = reader.read(length)  # type: ignore[attr-defined]
+    body = reader.read(length)
     if len(body) < length:
         raise ConnectionError("it ended the connection")
-    return FROM_POOL.decode(body)
+    message: PoolMessage = FROM_POOL.decode(body)
+    return message

@@ -19,9 +19,7 @@ from moonpool.types import BlockKey
 class PromptKeys:
     """The keys of one request's full blocks, extended as it grows."""
 
-    def __init__(
-        self, request: Any, block_tokens: int, adapter_hash: Callable[[str], str]
-    ) -> None:
+    def __init__(self, request: Any, block_tokens: int, adapter_hash: Callable[[str], str]) -> None:
         """`adapter_hash`: the hash of a LoRA adapter's content, by its folder."""
         self.keys: list[BlockKey] = []
         self._request = request

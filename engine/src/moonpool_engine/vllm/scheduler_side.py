@@ -88,9 +88,7 @@ class SchedulerSide:
         self._paused_until_s = 0.0
         self._waited_s = 0.0  # in this step
         self.counts = {"looked_up": 0, "hits": 0, "loaded": 0, "failed_loads": 0, "silent": 0}
-        self._link = PoolLink(
-            pool_path, Join(protocol=PROTOCOL), self._on_message, self._on_end
-        )
+        self._link = PoolLink(pool_path, Join(protocol=PROTOCOL), self._on_message, self._on_end)
         self._lock = threading.Lock()  # guards what follows
         self._has_news = threading.Condition(self._lock)
         self._searches: dict[str, _Search] = {}
@@ -137,7 +135,7 @@ class SchedulerSide:
             self._give_up(state, search)
             return 0
         size = self._block_tokens
-        usable = min(found.num_blocks, (request.num_tokens - 1) // size)
+        usable = min(found.num_blocks, (int(request.num_tokens) - 1) // size)
         return max(usable * size - num_computed // size * size, 0)
 
     def _answer(self, search: _Search) -> Found | None:
@@ -259,7 +257,9 @@ class SchedulerSide:
         return transfers
 
     def _note_full(
-        self, state: _RequestState, block_ids_of: Callable[[str], list[int]] | None,
+        self,
+        state: _RequestState,
+        block_ids_of: Callable[[str], list[int]] | None,
         block_ids: list[int] | None = None,
     ) -> None:
         """Stores the blocks that earlier steps have filled. The newest token is not computed yet,

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from moonpool_engine.engine.native.slices import NativeSliceCalls, open_slices
 from moonpool_engine.vllm.cache_layout import Addresses
 
-
 Sums = npt.NDArray[np.uint64]
 
 
