@@ -156,11 +156,14 @@ class BlockSpace:
         """Returns what is to be performed, in this order, and the changes of keys."""
         self._demotion.run()
         changes = self.kv_cache.take_changes()
-        new = () if changes is None else changes.stored
-        self._demotion.write_ahead(new, disk_reads=self._promotion.num_loads > 0)
+        self._write_ahead(())
         actions: list[SpaceAction] = [*self.effects.take(), *self._found]  # type: ignore[list-item]
         self._found = []
         return actions, changes
+
+    def _write_ahead(self, new: Sequence[BlockKey]) -> None:
+        """Copies blocks to the SSD before they leave DRAM, where it has nothing else to do."""
+        self._demotion.write_ahead(new, disk_reads=self._promotion.num_loads > 0)
 
     def snapshot(self) -> BlocksSnapshot:
         """All keys; the changes of before are in it."""
@@ -257,6 +260,7 @@ class BlockSpace:
         items = zip(reservation.block_ids, reservation.keys, reservation.depths, strict=True)
         for block_id, key, depth in items:
             self.pool.cache_block(block_id, key, depth)
+        self._write_ahead(reservation.keys)  # while they are held
         self.pool.release(_storer(number))
         self.effects.count("stored_in_dram_blocks", len(reservation.keys))
 

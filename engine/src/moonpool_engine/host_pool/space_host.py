@@ -90,7 +90,7 @@ class SpaceHost:
         Must be called after each change, before a client hears of it."""
         actions, changes = self.space.take()
         # A record ends before anything can overwrite its block.
-        self._ledger.note(self.space.pool.take_rekeyed())
+        self._ledger.note(self.space.pool.take_rekeyed(), at_once=True)
         ended: list[BlocksFound | BlocksFetched] = []
         for action in actions:
             self._perform(action, ended)

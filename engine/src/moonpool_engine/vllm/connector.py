@@ -198,6 +198,14 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         ids = blocks.get_block_ids()[0] if num_external_tokens else []
         self._scheduler.on_allocated(request, ids, num_external_tokens)
 
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        assert self._scheduler is not None
+        ssd = min(self._scheduler.ssd_tokens(request), num_external_tokens)
+        sources = {CacheHitSource.DISK: ssd, CacheHitSource.HOST: num_external_tokens - ssd}
+        return {source: count for source, count in sources.items() if count}
+
     def build_connector_meta(self, scheduler_output: Any) -> StepTransfers:
         assert self._scheduler is not None
         return self._scheduler.build(scheduler_output, self._block_ids_of)

@@ -68,6 +68,7 @@ class _RequestState:
     load: LoadSpec | None = None  # for the step that is being built
     next_store: int = 0  # the first block that may not be in the pool
     has_stores: bool = False
+    from_ssd: int = 0  # of the blocks that were loaded last
 
 
 class SchedulerSide:
@@ -87,7 +88,14 @@ class SchedulerSide:
         self._num_searches = 0
         self._paused_until_s = 0.0
         self._waited_s = 0.0  # in this step
-        self.counts = {"looked_up": 0, "hits": 0, "loaded": 0, "failed_loads": 0, "silent": 0}
+        self.counts = {
+            "looked_up": 0,
+            "hits": 0,
+            "loaded": 0,
+            "from_ssd": 0,
+            "failed_loads": 0,
+            "silent": 0,
+        }
         self._link = PoolLink(pool_path, Join(protocol=PROTOCOL), self._on_message, self._on_end)
         self._lock = threading.Lock()  # guards what follows
         self._has_news = threading.Condition(self._lock)
@@ -103,6 +111,11 @@ class SchedulerSide:
             return
         self._group, self._num_ranks = groups.pop(), len(ready)
         self._link.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the pool is there now."""
+        return self._link.connected
 
     def close(self) -> None:
         self._link.close()
@@ -232,6 +245,13 @@ class SchedulerSide:
         )
         self.counts["hits"] += 1
         self.counts["loaded"] += usable - first
+        state.from_ssd = min(found.num_loaded, usable - first)
+        self.counts["from_ssd"] += state.from_ssd
+
+    def ssd_tokens(self, request: Any) -> int:
+        """Of the tokens that are loaded for a request, those that were on the SSD."""
+        state = self._requests.get(request.request_id)
+        return 0 if state is None else state.from_ssd * self._block_tokens
 
     def build(self, output: Any, block_ids_of: Callable[[str], list[int]]) -> StepTransfers:
         """Returns the transfers of a step that vLLM has just planned."""

@@ -113,6 +113,11 @@ class WorkerSide:
         self._link.start()
         threading.Thread(target=self._store_all, name="moonpool-store", daemon=True).start()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the pool is there now."""
+        return self._link.connected
+
     def close(self) -> None:
         with self._lock:
             self._closing = True
