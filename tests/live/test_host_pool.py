@@ -20,6 +20,7 @@ import torch
 
 from moonpool.host_pool.messages import PROTOCOL, Attach
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.vllm.block_copier import BlockCopier, DeviceCopier, HostCopier
 from moonpool_engine.vllm.cache_layout import CacheLayout
 from moonpool_engine.vllm.scheduler_side import SchedulerSide
 from moonpool_engine.vllm.slice_mover import open_mover
@@ -86,7 +87,12 @@ class Engine:
     """What vLLM does around the connector: tensors, requests, steps."""
 
     def __init__(
-        self, pool: Pool, group: bytes = GROUP, seed: int = 0, wait_s: float = 60.0
+        self,
+        pool: Pool,
+        group: bytes = GROUP,
+        seed: int = 0,
+        wait_s: float = 60.0,
+        staged: bool = False,
     ) -> None:
         names = [f"layer.{number}" for number in range(NUM_LAYERS)]
         generator = torch.Generator().manual_seed(seed)
@@ -115,7 +121,10 @@ class Engine:
             layout=nominal,
         )
         self.names = names
-        self.worker = WorkerSide(pool.socket, attach, layout, open_mover())
+        copier: BlockCopier = HostCopier(layout, open_mover())
+        if staged:
+            copier = DeviceCopier(layout, open_mover(), self.caches)
+        self.worker = WorkerSide(pool.socket, attach, layout, copier)
         self.scheduler = SchedulerSide(pool.socket, BLOCK_TOKENS, time.monotonic)
         self.scheduler.begin([RankReady(group, 0, 1)])
         self.blocks: dict[str, list[int]] = {}
@@ -223,8 +232,10 @@ def same(left: list[np.ndarray], right: list[np.ndarray], count: int) -> bool:
     return all(np.array_equal(a[:count], b[:count]) for a, b in zip(left, right, strict=True))
 
 
-def test_what_one_engine_stores_another_one_loads(pool: Pool) -> None:
-    first, second = Engine(pool, seed=1), Engine(pool, seed=2)
+@pytest.mark.parametrize("staged", [(False, False), (True, True), (False, True), (True, False)])
+def test_what_one_engine_stores_another_one_loads(pool: Pool, staged: tuple[bool, bool]) -> None:
+    """`staged`: as tensors on a device are copied."""
+    first, second = Engine(pool, seed=1, staged=staged[0]), Engine(pool, seed=2, staged=staged[1])
     tokens = list(range(100))
     request = first.request(tokens)
     assert first.prefill(request, seed=11)[0] == 0

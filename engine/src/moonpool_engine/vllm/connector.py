@@ -29,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from moonpool.host_pool.messages import PROTOCOL, Attach
 from moonpool.host_pool.places import default_socket
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.vllm.block_copier import open_copier
 from moonpool_engine.vllm.cache_layout import CacheLayout, LayoutRefused
 from moonpool_engine.vllm.model_identity import (
     UnknownModelError,
@@ -98,7 +99,9 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._ready = RankReady(b"", rank, num_ranks, str(error))
             return
         self._ready = RankReady(attach.group, rank, num_ranks)
-        self._worker = WorkerSide(self._pool_path, attach, layout, open_mover())
+        self._worker = WorkerSide(
+            self._pool_path, attach, layout, open_copier(layout, open_mover(), kv_caches)
+        )
 
     def _identify(
         self, kv_caches: dict[str, torch.Tensor], rank: int, num_ranks: int
@@ -110,7 +113,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "its layers have several kinds of KVCache; start vLLM with"
                 " --disable-hybrid-kv-cache-manager"
             )
-        if layout.device_type != "cpu":
+        if layout.device_type not in ("cpu", "cuda"):
             raise LayoutRefused(f"KVCache on {layout.device_type} is not supported")
         block_tokens = layout.groups[0].block_tokens
         weights = hash_folder(model_folder(self._vllm_config))

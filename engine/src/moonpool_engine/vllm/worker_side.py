@@ -30,9 +30,9 @@ from moonpool.host_pool.messages import (
     Reserve,
     Reserved,
 )
+from moonpool_engine.vllm.block_copier import BlockCopier, slices_by_layer
 from moonpool_engine.vllm.cache_layout import CacheLayout
 from moonpool_engine.vllm.pool_link import PoolLink, SpaceMemory
-from moonpool_engine.vllm.slice_mover import SliceMover
 from moonpool_engine.vllm.transfers import LoadsEnded, LoadSpec, StepTransfers, StoreSpec
 
 log = logging.getLogger("moonpool.vllm_connector")
@@ -76,20 +76,14 @@ class WorkerSide:
     """Lives in one of vLLM's workers. `rank` is its number among `attach.num_ranks`."""
 
     def __init__(
-        self, pool_path: Path, attach: Attach, layout: CacheLayout, mover: SliceMover
+        self, pool_path: Path, attach: Attach, layout: CacheLayout, copier: BlockCopier
     ) -> None:
         self._layout = layout
-        self._mover = mover
+        self._copier = copier
         self._rank = attach.rank
         self._block_bytes = layout.num_slices * layout.slice_bytes
         self._names = [name for group in layout.groups for name in group.layers]
-        self._within = np.arange(layout.num_slices, dtype=np.int64) * layout.slice_bytes
-        self._slices_of = {
-            name: np.concatenate(
-                [np.arange(p.slice_index, p.slice_index + p.num_slices) for p in parts]
-            )
-            for name, parts in layout.layer_parts.items()
-        }
+        self._slices_of = slices_by_layer(layout)
         self._loads = ThreadPoolExecutor(1, "moonpool-load")
         self._load: Load | None = None
         self._loading: Future[None] | None = None
@@ -129,6 +123,7 @@ class WorkerSide:
 
     def begin_step(self, transfers: StepTransfers) -> None:
         """Starts the loads of a step, and queues its stores."""
+        self._copier.mark()
         self._queue_stores(transfers)
         memory = self._link.memory or self._memory
         self._memory = memory
@@ -144,6 +139,7 @@ class WorkerSide:
     def wait_for_layer(self, name: str) -> None:
         if self._load is not None:
             self._load.wait(name)
+            self._copier.wait(name)
 
     def end_step(self) -> None:
         """Waits for the step's loads, which its layers have waited for."""
@@ -181,7 +177,7 @@ class WorkerSide:
         self, load: Load, specs: Sequence[LoadSpec], memory: SpaceMemory
     ) -> list[np.ndarray]:
         """Returns which blocks of each load are wrong."""
-        size, num_slices = self._layout.slice_bytes, self._layout.num_slices
+        num_slices = self._layout.num_slices
         targets, places, expected, wrong = [], [], [], []
         for spec in specs:
             ids, sums = _places(spec, self._rank, num_slices)
@@ -194,11 +190,8 @@ class WorkerSide:
         for number, name in enumerate(self._names):
             slices = self._slices_of[name]
             for index in range(len(specs)):
-                source = (places[index][:, None] + self._within[slices]).ravel()
-                to = self._layout.addresses(name, targets[index])
-                found = self._mover.copy(source.astype(np.uint64), to, size)
-                differs = found.reshape(-1, len(slices)) != expected[index][:, slices]
-                wrong[index] |= differs.any(axis=1)
+                found = self._copier.load(name, targets[index], places[index])
+                wrong[index] |= (found != expected[index][:, slices]).any(axis=1)
             load.note(number + 1)
         return wrong
 
@@ -318,10 +311,8 @@ class WorkerSide:
         """Copies whole blocks, and returns the checksums of their slices."""
         if places.max() >= memory.num_blocks:
             raise ValueError("the pool named a block outside its memory")
-        source = self._layout.addresses(0, blocks)
-        starts = memory.address + places * self._block_bytes
-        to = (starts[:, None] + self._within).ravel().astype(np.uint64)
-        return self._mover.copy(source, to, self._layout.slice_bytes).astype("<u8").tobytes()
+        sums = self._copier.store(blocks, memory.address + places * self._block_bytes)
+        return sums.astype("<u8").tobytes()
 
     def _reserve(self, keys: tuple[bytes, ...], first: int) -> tuple[int, np.ndarray] | None:
         """Returns the number of the reservation and the place of each key; None: no pool."""
