@@ -41,7 +41,7 @@ class LayoutConnector(KVConnectorBase_V1, SupportsHMA):
         """The first moment at which vLLM has warmed up. All ranks are asked together."""
         planted = os.environ.get("MOONPOOL_TEST_FAULTS", "")
         faults = [*MOVERS, *LAYOUTS, "nothing copied"] if planted == "all" else []
-        for fault in ["", *faults, ""]:
+        for fault in ["", *faults, ""] if faults else [""]:
             self._outcome(fault)
 
     def _outcome(self, fault: str) -> None:

@@ -43,6 +43,12 @@ class BlockViews:
                     value = torch.full(shape, byte, dtype=torch.uint8, device=tensor.device)
                     tensor[block].copy_(value.view(tensor.dtype))
 
+    def clear(self) -> None:
+        """Zeroes all blocks, as vLLM allocates them."""
+        for layers in self._layers:
+            for tensor in layers.values():
+                tensor.zero_()
+
     def read(self, places: Sequence[Sequence[int]]) -> BlockBytes:
         """The bytes of the blocks of each group."""
         import torch

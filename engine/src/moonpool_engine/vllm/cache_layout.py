@@ -108,7 +108,14 @@ class CacheLayout:
     def of(cls, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> CacheLayout:
         """From what vLLM gives a connector: the tensor of each layer by its name, and the
         `KVCacheConfig`. Raises LayoutRefused."""
-        return _read(kv_caches, kv_cache_config)
+        try:
+            return _read(kv_caches, kv_cache_config)
+        except (AttributeError, KeyError, TypeError, IndexError, RuntimeError) as error:
+            said = " ".join(str(error).split())[:200]
+            name = type(error).__name__
+            raise LayoutRefused(
+                f"this vLLM describes its KVCache otherwise: {name}: {said}"
+            ) from error
 
     @property
     def num_slices(self) -> int:

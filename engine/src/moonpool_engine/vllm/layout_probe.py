@@ -47,23 +47,29 @@ def proven_layout(
     has no requests. Raises LayoutRefused on all ranks if it is refused on one.
     """
     found: list[tuple[CacheLayout, _Probe]] = []
-    refusal = ""
-    try:
+
+    def prepare() -> None:
         layout = read(kv_caches, kv_cache_config)
         views = BlockViews(kv_caches, kv_cache_config)
         found.append((layout, _Probe(WorkerSteps(worker), layout, mover, views)))
-    except LayoutRefused as error:
-        refusal = str(error)
-    _agree(refusal)
+
+    _agree(_refusal_of(prepare))
     layout, probe = found[0]
-    try:
-        probe.run()
-    except LayoutRefused as error:
-        refusal = str(error)
-    except Exception as error:  # whatever it was, vLLM can serve without the pool
-        refusal = f"the proof failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    _agree(refusal)
+    _agree(_refusal_of(probe.run))
     return layout
+
+
+def _refusal_of(act: Callable[[], None]) -> str:
+    """Why `act` failed, in one line; empty if it did not. Whatever it was, vLLM can serve without
+    the pool."""
+    try:
+        act()
+    except LayoutRefused as error:
+        return str(error)
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        return f"the layout could not be proven: {type(error).__name__}: {said}"
+    return ""
 
 
 def _agree(refusal: str) -> None:
@@ -222,7 +228,9 @@ class _Probe:
             self._views.fill(blocks, byte)
 
     def _clear(self) -> None:
-        """Leaves blocks as vLLM has made them."""
+        """Leaves blocks as vLLM has made them. A wrong layout may have written into any of them."""
+        if self.wrong:
+            self._views.clear()
         for prompt in self._prompts:
             self._fill([prompt.computed, prompt.copied], 0)
 
