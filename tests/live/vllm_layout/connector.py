@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from moonpool_engine.vllm.cache_layout import CacheLayout, LayoutRefused
 from moonpool_engine.vllm.layout_probe import proven_layout
-from moonpool_engine.vllm.worker_steps import find_worker
+from moonpool_engine.vllm.worker_steps import attention_backends, find_worker
 from tests.live.vllm_layout.faults import LAYOUTS, MOVERS, mover_of
 
 
@@ -67,6 +67,7 @@ class LayoutConnector(KVConnectorBase_V1, SupportsHMA):
             change = LAYOUTS.get(fault, lambda layout: layout)
             worker = find_worker()
             line["rank"] = worker.rank
+            line["backends"] = attention_backends(worker)
             proven_layout(
                 worker,
                 self._caches,

@@ -41,6 +41,22 @@ def find_worker() -> Any:
     return None
 
 
+def attention_backends(worker: Any) -> dict[str, str]:
+    """By layer: the class of attention, and what else says in which order its kernels have bytes
+    within a block, for `CacheLayout.fingerprint`. Empty where this vLLM does not show it."""
+    runner = worker.model_runner
+    layers = getattr(worker.vllm_config.compilation_config, "static_forward_context", {})
+    found = {}
+    for group in (group for groups in getattr(runner, "attn_groups", ()) for group in groups):
+        for name in group.layer_names:
+            words = [f"{group.backend.__module__}.{group.backend.__qualname__}"]
+            words.append(f"kernel block {getattr(group, 'kernel_block_size', None)}")
+            # Instructions of the CPU: kernels for AMX have keys in another order.
+            words.append(f"isa {getattr(layers.get(name), 'isa', None)}")
+            found[name] = ", ".join(words)
+    return found
+
+
 class WorkerSteps:
     """Steps of one worker."""
 
@@ -188,17 +204,14 @@ def _without_connector(worker: Any) -> Iterator[None]:
     """As vLLM does for its own dummy steps."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
+    kept = kv_transfer_state._KV_CONNECTOR_AGENT
     own: Any = getattr(worker.model_runner, "kv_connector", None)
     if own is not None:
         own.set_disabled(True)
-        try:
-            yield
-        finally:
-            own.set_disabled(False)
-        return
-    kept = kv_transfer_state._KV_CONNECTOR_AGENT
     kv_transfer_state._KV_CONNECTOR_AGENT = None
     try:
         yield
     finally:
+        if own is not None:
+            own.set_disabled(False)
         kv_transfer_state._KV_CONNECTOR_AGENT = kept
