@@ -138,7 +138,10 @@ class _Probe:
         """By what two steps over the same blocks differ."""
         noise = difference(control, self._tails_over([p.computed for p in self._prompts]))
         if noise > (0.0 if self._layout.device_type == "cpu" else MOST_NOISE):
-            self.wrong.append(f"vLLM answers the same prompt twice with {noise:.3g} between them")
+            self.wrong.append(
+                "vLLM itself gives other log-probabilities over the same blocks a second time,"
+                f" by up to {noise:.3g}"
+            )
         self._tolerance = NOISE_MARGIN * noise
 
     def _check_that_it_can_fail(self, control: Outcome, places: Sequence[Places]) -> None:
