@@ -108,7 +108,14 @@ class CacheLayout:
     def of(cls, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> CacheLayout:
         """From what vLLM gives a connector: the tensor of each layer by its name, and the
         `KVCacheConfig`. Raises LayoutRefused."""
-        return _read(kv_caches, kv_cache_config)
+        try:
+            return _read(kv_caches, kv_cache_config)
+        except (AttributeError, KeyError, TypeError, IndexError, RuntimeError) as error:
+            said = " ".join(str(error).split())[:200]
+            name = type(error).__name__
+            raise LayoutRefused(
+                f"this vLLM describes its KVCache otherwise: {name}: {said}"
+            ) from error
 
     @property
     def num_slices(self) -> int:
@@ -167,8 +174,8 @@ def slice_addresses(
     first = np.repeat(np.array([part.address for part in parts], dtype=np.int64), counts)
     within = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
     strides = np.repeat(np.array([p.block_stride_bytes for p in parts], dtype=np.int64), counts)
-    found = first + within * slice_bytes + ids[:, None] * strides
-    return found.ravel().astype(np.uint64)
+    found: npt.NDArray[np.int64] = first + within * slice_bytes + ids[:, None] * strides
+    return found.ravel().view(np.uint64)
 
 
 def _read(kv_caches: Mapping[str, torch.Tensor], config: Any) -> CacheLayout:
@@ -257,7 +264,7 @@ def _form_of(
     if not hasattr(tensor, "data_ptr"):
         raise LayoutRefused(f"layer {name} has {type(tensor).__name__} as its cache: no tensor")
     item = tensor.element_size()
-    axes = [(size, step * item) for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    axes = _axes_of(tensor)
     axis = _block_axis(name, axes, num_blocks, placed)
     size, step = axes.pop(axis)
     ratio = size // num_blocks  # kernel blocks in each block: they follow one another
@@ -279,10 +286,23 @@ def _form_of(
                 f" with {stride} bytes from block to block instead of {placed[1]}"
             )
     offsets = (sum(o) for o in itertools.product(*(range(0, n * s, s) for n, s in outer)))
-    order = sorted(range(len(inner)), key=lambda i: (-inner[i][1], i))
+    # The stride of an axis of one says nothing, and may differ.
+    order = sorted((i for i, (n, _) in enumerate(inner) if n > 1), key=lambda i: -inner[i][1])
     sizes = [size for size, _ in inner]
     described = (name, group, str(tensor.dtype), axis, sizes, order, run, len(outer), repr(spec))
     return _LayerForm(name, group, tuple(base + o for o in sorted(offsets)), run, stride, described)
+
+
+def layer_block_axis(name: str, tensor: torch.Tensor, config: Any) -> int:
+    """Which axis of a layer's tensor counts blocks. Raises LayoutRefused."""
+    place = _placed_layers(config).get(name)
+    return _block_axis(name, _axes_of(tensor), config.num_blocks, place)
+
+
+def _axes_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Size and stride in bytes of each axis."""
+    item = tensor.element_size()
+    return [(size, step * item) for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def _block_axis(

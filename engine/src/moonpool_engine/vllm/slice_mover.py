@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ class SliceMover(Protocol):
     """Copies slices. The caller answers for the addresses: each has `slice_bytes` bytes that are
     there until the call returns, and no target overlaps another slice."""
 
+    device_types: ClassVar[tuple[str, ...]]
+    """Of whose memory addresses may be, as torch names them."""
+
     def copy(self, from_addresses: Addresses, to_addresses: Addresses, slice_bytes: int) -> Sums:
         """Copies slice i from `from_addresses[i]` to `to_addresses[i]`.
 
@@ -29,6 +32,8 @@ class SliceMover(Protocol):
 
 class PlainSliceMover:
     """Needs no compiled kernels."""
+
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def copy(self, from_addresses: Addresses, to_addresses: Addresses, slice_bytes: int) -> Sums:
         import xxhash  # here: vLLM's process has none unless it needs this class
@@ -46,6 +51,8 @@ class PlainSliceMover:
 class NativeSliceMover:
     """Copies and sums in one pass over memory. It releases the GIL."""
 
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+
     def __init__(self, calls: NativeSliceCalls) -> None:
         self._move = calls.move
 
@@ -62,7 +69,9 @@ class NativeSliceMover:
 def open_mover() -> SliceMover:
     """The native one, or the plain one where the kernels are not built or do not load."""
     calls = open_slices()
-    return PlainSliceMover() if calls is None else NativeSliceMover(calls)
+    if calls is None:
+        return PlainSliceMover()
+    return NativeSliceMover(calls)
 
 
 def _check(from_addresses: Addresses, to_addresses: Addresses, slice_bytes: int) -> None:
