@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ from moonpool_lab.trial.tally import Phase, Tally, counts_of, fisher_p
 
 SHARE_IN_MEMORY = 1 / 3
 SPARE_TOKENS = 64
+TOKENS_PER_WORD = 4
+"""At most, of the words of a workload in any vocabulary of bytes and more."""
+SETTLE_S = 20.0
+"""Between the load and a kill, so that what is written behind reaches the disk."""
 Say = Callable[[str], None]
 
 
@@ -115,8 +120,8 @@ def _prepare(plan: PoolBenchPlan, name: str, say: Say) -> Prepared:
     if plan.sessions:
         shape = msgspec.structs.replace(shape, sessions=plan.sessions)
     workload = Workload(shape, plan.seed)
-    most_words = max(len(call.question.text.split()) for call in workload.calls)
-    alone = VllmShape(plan.model, 0, 4 * most_words, plan.chunk_tokens)
+    context = TOKENS_PER_WORD * max(len(call.question.text.split()) for call in workload.calls)
+    alone = VllmShape(plan.model, 2 * context, context, plan.chunk_tokens, caches=False)
     python = plan.pythons["none"]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -160,6 +165,7 @@ def _play_round(
                 row.rounds.append(figures)
                 say(f"{title}: {_words(figures, row.load)}")
                 if not number:
+                    time.sleep(SETTLE_S)
                     fleet.restart_one()
                     _ask_again(plan, prepared, fleet.urls[:1], tally, row.after_one)
                     say(f"{title}, after kill -9 of one: {_phase_words(row.after_one)}")

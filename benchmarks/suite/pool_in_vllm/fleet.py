@@ -20,12 +20,13 @@ NUM_VLLMS = 2
 
 
 class VllmShape(Struct, frozen=True):
-    """What each vLLM is. `kv_tokens` 0: as many as it likes, and no prefix caching."""
+    """What each vLLM is."""
 
     model: str
     kv_tokens: int
     context_tokens: int
     chunk_tokens: int
+    caches: bool = True
 
 
 class GroupedVllm(VllmServer):
@@ -120,11 +121,10 @@ class Fleet:
             "--block-size": CPU_BLOCK_TOKENS,
             "--max-model-len": shape.context_tokens,
             "--max-num-batched-tokens": shape.chunk_tokens,
+            "--num-gpu-blocks-override": shape.kv_tokens // CPU_BLOCK_TOKENS,
         }
         flags = ["--enforce-eager"]
-        if shape.kv_tokens:
-            options["--num-gpu-blocks-override"] = shape.kv_tokens // CPU_BLOCK_TOKENS
-        else:
+        if not shape.caches:
             flags.append("--no-enable-prefix-caching")
         connector = self.pool.connector()
         if connector is not None:

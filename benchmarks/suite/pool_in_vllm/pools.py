@@ -37,6 +37,9 @@ WORDS: dict[PoolName, str] = {
 START_S = 120.0
 END_S = 10.0
 MOONCAKE_BUFFER_BYTES = 256 << 20
+MOONCAKE_BUCKET_KEYS = 16
+"""Blocks of one file. Mooncake writes whole files only, and at 500, which it takes else, the last
+hundreds of blocks would never be on disk."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -218,7 +221,11 @@ class MooncakeStore(Pool):
     def own_environment(self) -> Mapping[str, str]:
         files = self.place.folder / "files"
         files.mkdir(exist_ok=True)
-        return {**super().own_environment(), "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(files)}
+        return {
+            **super().own_environment(),
+            "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(files),
+            "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": str(MOONCAKE_BUCKET_KEYS),
+        }
 
     def commands(self) -> Sequence[Sequence[str]]:
         advice = "install mooncake-transfer-engine-non-cuda beside vLLM"
