@@ -11,11 +11,11 @@ import time
 from typing import Any
 
 import torch
-from vllm.v1.kv_offload.base import (  # type: ignore[import-not-found]
+from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec  # type: ignore[import-not-found]
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
@@ -56,9 +56,13 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
 
 
 class HostCopySpec(CPUOffloadingSpec):  # type: ignore[misc]
-    def get_worker(self, kv_caches: Any) -> Any:
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._copier: HostCopyWorker | None = None
+
+    def get_worker(self, kv_caches: Any) -> HostCopyWorker:
         if self.blocks_per_chunk != 1 or len(kv_caches.group_data_refs) != 1:
             raise ValueError("this copies blocks of one group, as large as vLLM's own")
-        if self._worker is None:
-            self._worker = HostCopyWorker(kv_caches, self.num_chunks)
-        return self._worker
+        if self._copier is None:
+            self._copier = HostCopyWorker(kv_caches, self.num_chunks)
+        return self._copier
