@@ -1,4 +1,4 @@
-"""The table of docs/pool-in-vllm.md, from what `moonpool bench pool-in-vllm` found.
+"""The table of the guide to the pool in vLLM, from what `moonpool bench pool-in-vllm` found.
 
 `python -m benchmarks.page_pool` writes it between the page's two marks; the rest of the page is
 written by hand. `--check` writes nothing, and ends with status 1 if the table is not what the

@@ -32,9 +32,9 @@ from benchmarks.suite.pool_in_vllm.pools import POOLS, WORDS, Pool, PoolName, Po
 from benchmarks.suite.pool_in_vllm.versions import versions_of
 from benchmarks.suite.pool_in_vllm.workload import (
     SHAPES,
-    Call,
+    PoolCall,
+    PoolWorkload,
     Prefixes,
-    Workload,
     prefixes_of,
 )
 from moonpool.types import Struct
@@ -67,10 +67,10 @@ class PoolBenchPlan(Struct, frozen=True):
     seed: int = 0
 
 
-class Prepared(msgspec.Struct):
+class JudgedWorkload(msgspec.Struct):
     """A workload with the answers that are right."""
 
-    workload: Workload
+    workload: PoolWorkload
     prefixes: Prefixes
     references: dict[str, Reference]
     shape: VllmShape
@@ -114,12 +114,12 @@ def bench_pools(plan: PoolBenchPlan, say: Say) -> dict[str, Any]:
     }
 
 
-def _prepare(plan: PoolBenchPlan, name: str, say: Say) -> Prepared:
+def _prepare(plan: PoolBenchPlan, name: str, say: Say) -> JudgedWorkload:
     """Asks two vLLMs that cache nothing, each with one request at a time."""
     shape = SHAPES[name]
     if plan.sessions:
         shape = msgspec.structs.replace(shape, sessions=plan.sessions)
-    workload = Workload(shape, plan.seed)
+    workload = PoolWorkload(shape, plan.seed)
     context = TOKENS_PER_WORD * max(len(call.question.text.split()) for call in workload.calls)
     alone = VllmShape(plan.model, 2 * context, context, plan.chunk_tokens, caches=False)
     python = plan.pythons["none"]
@@ -142,7 +142,7 @@ def _prepare(plan: PoolBenchPlan, name: str, say: Say) -> Prepared:
     context = prefixes.longest_tokens + shape.answer_tokens + SPARE_TOKENS
     kv_tokens = max(round(prefixes.distinct_tokens * SHARE_IN_MEMORY), context + SPARE_TOKENS)
     tight = VllmShape(plan.model, kv_tokens, context, plan.chunk_tokens)
-    return Prepared(workload, prefixes, references, tight)
+    return JudgedWorkload(workload, prefixes, references, tight)
 
 
 def _place(plan: PoolBenchPlan, python: str, folder: Path) -> PoolPlace:
@@ -150,7 +150,7 @@ def _place(plan: PoolBenchPlan, python: str, folder: Path) -> PoolPlace:
 
 
 def _play_round(
-    plan: PoolBenchPlan, prepared: Prepared, name: PoolName, row: Row, number: int, say: Say
+    plan: PoolBenchPlan, prepared: JudgedWorkload, name: PoolName, row: Row, number: int, say: Say
 ) -> None:
     """Load, and then in the first round what is left after the restarts."""
     workload, python = prepared.workload, plan.pythons[name]
@@ -164,7 +164,7 @@ def _play_round(
                 figures = _load(plan, prepared, fleet, tally)
                 row.rounds.append(figures)
                 say(f"{title}: {_words(figures, row.load)}")
-                if not number:
+                if not number and pool.connector() is not None:
                     time.sleep(SETTLE_S)
                     fleet.restart_one()
                     _ask_again(plan, prepared, fleet.urls[:1], tally, row.after_one)
@@ -178,7 +178,9 @@ def _play_round(
     row.examples += tally.examples
 
 
-def _load(plan: PoolBenchPlan, prepared: Prepared, fleet: Fleet, tally: Tally) -> dict[str, Any]:
+def _load(
+    plan: PoolBenchPlan, prepared: JudgedWorkload, fleet: Fleet, tally: Tally
+) -> dict[str, Any]:
     before = cache_counts(fleet.urls)
     played, seconds = asyncio.run(
         play(fleet.urls, plan.model, prepared.workload.calls, plan.concurrency, plan.timeout_s)
@@ -189,15 +191,15 @@ def _load(plan: PoolBenchPlan, prepared: Prepared, fleet: Fleet, tally: Tally) -
 
 
 def _ask_again(
-    plan: PoolBenchPlan, prepared: Prepared, urls: Sequence[str], tally: Tally, phase: Phase
+    plan: PoolBenchPlan, prepared: JudgedWorkload, urls: Sequence[str], tally: Tally, phase: Phase
 ) -> None:
     """The last call of each session, one at a time: all but its end is known to a pool."""
-    calls: list[Call] = prepared.workload.last_calls()
+    calls: list[PoolCall] = prepared.workload.last_calls()
     played, _ = asyncio.run(play(urls, plan.model, calls, 1, plan.timeout_s))
     _judge(prepared, played, tally, phase)
 
 
-def _judge(prepared: Prepared, played: Sequence[Played], tally: Tally, phase: Phase) -> None:
+def _judge(prepared: JudgedWorkload, played: Sequence[Played], tally: Tally, phase: Phase) -> None:
     for one in played:
         foreign = prepared.workload.maker.foreign_to(one.call.question, one.answer.text)
         tally.count(phase, one.call.question, one.answer, foreign)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
-from benchmarks.suite.pool_in_vllm.workload import Call
+from benchmarks.suite.pool_in_vllm.workload import PoolCall
 from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
 from moonpool_lab.trial.answer import Answer, AnswerReceiver
 
@@ -22,7 +22,7 @@ _COUNTER = r"^vllm:{}_total\{{.*?\}} (\S+)$"
 class Played(msgspec.Struct, frozen=True):
     """One call with its answer. `ttft_s` is 0 where nothing came."""
 
-    call: Call
+    call: PoolCall
     answer: Answer
     ttft_s: float
 
@@ -39,7 +39,7 @@ class TimedReceiver(AnswerReceiver):
 
 
 async def play(
-    urls: Sequence[str], model: str, calls: Sequence[Call], concurrency: int, timeout_s: float
+    urls: Sequence[str], model: str, calls: Sequence[PoolCall], concurrency: int, timeout_s: float
 ) -> tuple[list[Played], float]:
     """Each call at the vLLM of its turn, `concurrency` at once; also the seconds of all. A turn
     waits for the one before it."""
@@ -69,11 +69,11 @@ async def play(
 
 
 async def ask_alone(
-    urls: Sequence[str], model: str, calls: Sequence[Call], timeout_s: float
+    urls: Sequence[str], model: str, calls: Sequence[PoolCall], timeout_s: float
 ) -> list[Played]:
     """Each call with logprobs, one after the other at each server. No server has two at once."""
 
-    async def ask_all(url: str, mine: Sequence[Call]) -> list[Played]:
+    async def ask_all(url: str, mine: Sequence[PoolCall]) -> list[Played]:
         client = HttpClient(url)
         try:
             return [
@@ -89,7 +89,7 @@ async def ask_alone(
 async def _ask(
     client: HttpClient,
     model: str,
-    call: Call,
+    call: PoolCall,
     streamed: bool,
     logprobs: int,
     timeout_s: float,

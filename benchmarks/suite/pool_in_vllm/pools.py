@@ -194,7 +194,7 @@ class LmCache(Pool):
         return _listens(self._port) and _listens(self._http)
 
 
-class MooncakeStore(Pool):
+class MooncakePool(Pool):
     """A master, and a store process of its own that keeps DRAM and files when a vLLM dies."""
 
     def __init__(self, place: PoolPlace) -> None:
@@ -283,7 +283,7 @@ POOLS: dict[PoolName, Callable[[PoolPlace], Pool]] = {
     "offload": VllmOffload,
     "offload-host": VllmHostOffload,
     "lmcache": LmCache,
-    "mooncake": MooncakeStore,
+    "mooncake": MooncakePool,
     "moonpool": MoonpoolPool,
 }
 

@@ -17,7 +17,7 @@ from moonpool_lab.trial.conversations import ConversationMaker, Question
 Tokens = Sequence[int]
 
 
-class Shape(Struct, frozen=True):
+class PoolWorkloadShape(Struct, frozen=True):
     """A kind of session. Lengths are in words."""
 
     name: str
@@ -32,13 +32,13 @@ class Shape(Struct, frozen=True):
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("conversations", 24, 4, 0, 240, 120, 32),
-        Shape("agents", 12, 10, 320, 120, 60, 24),
+        PoolWorkloadShape("conversations", 24, 4, 0, 240, 120, 32),
+        PoolWorkloadShape("agents", 12, 10, 320, 120, 60, 24),
     )
 }
 
 
-class Call(msgspec.Struct, frozen=True):
+class PoolCall(msgspec.Struct, frozen=True):
     """One request. `turn` 0 is the first of its session."""
 
     question: Question
@@ -51,10 +51,10 @@ class Call(msgspec.Struct, frozen=True):
         return (self.session + self.turn) % 2
 
 
-class Workload:
+class PoolWorkload:
     """The calls of a shape in the order in which they are sent, drawn from a seed."""
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+    def __init__(self, shape: PoolWorkloadShape, seed: int) -> None:
         self.shape = shape
         self.maker = ConversationMaker(
             seed, apis=("completions",), max_tokens=shape.answer_tokens, max_words=1 << 30
@@ -73,12 +73,12 @@ class Workload:
         order = [number for number in range(shape.sessions) for _ in range(shape.turns)]
         random.Random(f"order {shape.name} {seed}").shuffle(order)
         turns = [0] * shape.sessions
-        self.calls: list[Call] = []
+        self.calls: list[PoolCall] = []
         for number in order:
-            self.calls.append(Call(sessions[number][turns[number]], number, turns[number]))
+            self.calls.append(PoolCall(sessions[number][turns[number]], number, turns[number]))
             turns[number] += 1
 
-    def last_calls(self) -> list[Call]:
+    def last_calls(self) -> list[PoolCall]:
         """Of each session, which a pool knows nearly whole after a run."""
         return [call for call in self.calls if call.turn == self.shape.turns - 1]
 

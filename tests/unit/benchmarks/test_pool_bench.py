@@ -22,7 +22,7 @@ from benchmarks.suite.pool_in_vllm.bench import PoolBenchPlan, bench_pools, run_
 from benchmarks.suite.pool_in_vllm.play import CacheCounts, Played, cache_counts, play
 from benchmarks.suite.pool_in_vllm.pools import POOL_NAMES, POOLS, Pool, PoolPlace
 from benchmarks.suite.pool_in_vllm.versions import versions_of
-from benchmarks.suite.pool_in_vllm.workload import SHAPES, Workload, prefixes_of
+from benchmarks.suite.pool_in_vllm.workload import SHAPES, PoolWorkload, prefixes_of
 from moonpool_lab.demo.local_server import ServerError, free_port, is_alive
 from moonpool_lab.trial.answer import Answer
 from moonpool_lab.trial.tally import Phase, counts_of
@@ -39,12 +39,12 @@ def test_the_command_offers_every_pool_and_workload() -> None:
 
 
 def test_all_rows_are_asked_the_same() -> None:
-    assert Workload(AGENTS, 3).calls == Workload(AGENTS, 3).calls
-    assert Workload(AGENTS, 3).calls != Workload(AGENTS, 4).calls
+    assert PoolWorkload(AGENTS, 3).calls == PoolWorkload(AGENTS, 3).calls
+    assert PoolWorkload(AGENTS, 3).calls != PoolWorkload(AGENTS, 4).calls
 
 
 def test_turns_come_in_order_and_repeat_what_was_said() -> None:
-    calls = Workload(AGENTS, 0).calls
+    calls = PoolWorkload(AGENTS, 0).calls
     for session in range(AGENTS.sessions):
         mine = [call for call in calls if call.session == session]
         assert [call.turn for call in mine] == list(range(AGENTS.turns))
@@ -54,16 +54,16 @@ def test_turns_come_in_order_and_repeat_what_was_said() -> None:
 
 
 def test_each_question_has_its_code_and_agents_share_a_beginning() -> None:
-    workload = Workload(AGENTS, 0)
+    workload = PoolWorkload(AGENTS, 0)
     assert all(call.question.fact in call.question.text for call in workload.calls)
     beginnings = {call.question.messages[0] for call in workload.calls}
     assert len(beginnings) == 1
-    chats = Workload(SHAPES["conversations"], 0)
+    chats = PoolWorkload(SHAPES["conversations"], 0)
     assert len({call.question.messages[0] for call in chats.calls}) == chats.shape.sessions
 
 
 def test_the_last_calls_are_one_of_each_session() -> None:
-    last = Workload(AGENTS, 0).last_calls()
+    last = PoolWorkload(AGENTS, 0).last_calls()
     assert sorted(call.session for call in last) == list(range(AGENTS.sessions))
 
 
@@ -137,7 +137,7 @@ def _servers(number: int) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
 
 
 def test_each_turn_goes_to_its_vllm_after_the_one_before() -> None:
-    calls = Workload(AGENTS, 0).calls
+    calls = PoolWorkload(AGENTS, 0).calls
     with _servers(2) as (urls, asked):
         played, seconds = asyncio.run(play(urls, "m", calls, 8, 60))
     assert len(played) == len(calls) == len(asked)
@@ -155,7 +155,7 @@ def test_each_turn_goes_to_its_vllm_after_the_one_before() -> None:
 
 
 def test_a_server_that_is_gone_is_an_error_of_the_answer() -> None:
-    calls = Workload(AGENTS, 0).calls[:1]
+    calls = PoolWorkload(AGENTS, 0).calls[:1]
     played, _ = asyncio.run(play([f"http://127.0.0.1:{free_port()}"], "m", calls, 1, 5))
     assert played[0].answer.outcome == "error"
     assert played[0].ttft_s == 0
@@ -169,7 +169,7 @@ def test_counters_are_summed_over_vllms() -> None:
 
 
 def test_latencies_of_first_and_later_turns_are_apart() -> None:
-    calls = Workload(AGENTS, 0).calls
+    calls = PoolWorkload(AGENTS, 0).calls
     first = next(call for call in calls if not call.turn)
     later = next(call for call in calls if call.turn)
     answered = Answer(prompt_tokens=10, cached_tokens=5)
