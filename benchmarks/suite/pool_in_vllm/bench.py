@@ -107,11 +107,9 @@ def bench_pools(plan: PoolBenchPlan, say: Say) -> dict[str, Any]:
             "turns": prepared.workload.shape.turns,
             "rows": _figures(rows),
         }
-    return {
-        "workloads": found,
-        "versions": versions_of(plan.pythons),
-        "plan": msgspec.to_builtins(plan) | {"model": Path(plan.model).name, "pythons": None},
-    }
+    asked = msgspec.to_builtins(plan) | {"model": Path(plan.model).name}
+    del asked["pythons"]
+    return {"workloads": found, "versions": versions_of(plan.pythons), "plan": asked}
 
 
 def _prepare(plan: PoolBenchPlan, name: str, say: Say) -> JudgedWorkload:

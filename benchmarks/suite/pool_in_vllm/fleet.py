@@ -8,10 +8,10 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
-from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer
+from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, END_S, VllmServer
 from benchmarks.suite.pool_in_vllm.pools import Pool
 from moonpool.types import Struct
 from moonpool_lab.demo.local_server import ServerError
@@ -44,10 +44,20 @@ class GroupedVllm(VllmServer):
             start_new_session=True,
         )
 
+    def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = END_S) -> int:
+        """As `VllmServer.stop`; what the group still has is killed."""
+        try:
+            return super().stop(sign, wait_s)
+        finally:
+            self._kill_group()
+
     def kill(self) -> None:
+        self._kill_group()
+        super().kill()
+
+    def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        super().kill()
 
 
 class Fleet:
@@ -110,10 +120,11 @@ class Fleet:
             start.result()
 
     def _end(self, end: Callable[[GroupedVllm], object]) -> None:
-        vllms = list(self._vllms.values())
-        self._vllms.clear()
-        for vllm in vllms:
-            end(vllm)
+        """Of all, even where one does not end in order."""
+        with ExitStack() as stack:
+            for vllm in self._vllms.values():
+                stack.callback(end, vllm)
+            self._vllms.clear()
 
     def _vllm(self, number: int) -> GroupedVllm:
         shape = self._shape

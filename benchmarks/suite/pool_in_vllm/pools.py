@@ -191,7 +191,7 @@ class LmCache(Pool):
         )
 
     def is_ready(self, number: int) -> bool:
-        return _listens(self._port) and _listens(self._http)
+        return listens(self._port) and listens(self._http)
 
 
 class MooncakePool(Pool):
@@ -243,7 +243,7 @@ class MooncakePool(Pool):
         return master, store
 
     def is_ready(self, number: int) -> bool:
-        return _listens(self._store if number else self._master)
+        return listens(self._store if number else self._master)
 
 
 class MoonpoolPool(Pool):
@@ -299,7 +299,8 @@ def _beside(python: str, name: str, advice: str) -> str:
     return str(command)
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Whether something accepts connections there."""
     with socket.socket() as probe:
         return probe.connect_ex((LOOPBACK, port)) == 0
 

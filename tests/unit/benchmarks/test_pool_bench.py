@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,8 +20,9 @@ from benchmarks import page_pool
 from benchmarks.cli.pool_in_vllm import POOL_CHOICES, WORKLOAD_CHOICES
 from benchmarks.page_pool import BEGIN, END, WORDS, pool_section, with_section
 from benchmarks.suite.pool_in_vllm.bench import PoolBenchPlan, bench_pools, run_figures
+from benchmarks.suite.pool_in_vllm.fleet import GroupedVllm
 from benchmarks.suite.pool_in_vllm.play import CacheCounts, Played, cache_counts, play
-from benchmarks.suite.pool_in_vllm.pools import POOL_NAMES, POOLS, Pool, PoolPlace
+from benchmarks.suite.pool_in_vllm.pools import POOL_NAMES, POOLS, Pool, PoolPlace, listens
 from benchmarks.suite.pool_in_vllm.versions import versions_of
 from benchmarks.suite.pool_in_vllm.workload import SHAPES, PoolWorkload, prefixes_of
 from moonpool_lab.demo.local_server import ServerError, free_port, is_alive
@@ -201,9 +203,7 @@ class _WebPool(Pool):
         return (self._command,)
 
     def is_ready(self, number: int) -> bool:
-        from benchmarks.suite.pool_in_vllm.pools import _listens
-
-        return _listens(self.port)
+        return listens(self.port)
 
 
 def test_a_pool_is_killed_and_starts_again_at_the_same_port(tmp_path: Path) -> None:
@@ -353,3 +353,41 @@ def test_the_page_keeps_what_was_written_by_hand(
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the lines"):
         with_section("# By hand\n", "table")
+
+
+# The fleet
+
+
+class _ListeningVllm(GroupedVllm):
+    """A process with a child in its group, in place of a vLLM's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._child = folder / "child"
+        (folder / "vllm").touch()  # what is looked for beside a Python
+        super().__init__(str(folder / "python"), "model", "0", {})
+        script = (
+            "import subprocess, sys, pathlib;"
+            "child = subprocess.Popen([sys.executable, '-m', 'http.server', sys.argv[1]]);"
+            "pathlib.Path(sys.argv[2]).write_text(str(child.pid)); child.wait()"
+        )
+        self._arguments = [sys.executable, "-c", script, str(self.port), str(self._child)]
+
+    def _is_healthy(self) -> bool:
+        return listens(self.port)
+
+    def child_pid(self) -> int:
+        return int(self._child.read_text())
+
+
+@pytest.mark.parametrize("end", [GroupedVllm.kill, GroupedVllm.stop])
+def test_all_processes_of_a_vllm_end(end: Any, tmp_path: Path) -> None:
+    vllm = _ListeningVllm(tmp_path)
+    vllm.__enter__()
+    child = vllm.child_pid()
+    assert is_alive(child)
+    end(vllm)
+    until_s = time.monotonic() + 60
+    while is_alive(child):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    assert not is_alive(vllm.pid)
