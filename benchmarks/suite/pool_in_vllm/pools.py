@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 import moonpool
+import moonpool_engine
 from benchmarks.suite.live.vllm_server import vllm_environment
 from moonpool.types import Struct
 from moonpool_lab.demo.local_server import ServerError, free_port
@@ -258,7 +259,8 @@ class MoonpoolPool(Pool):
         return config | {"kv_connector_module_path": "moonpool.vllm_connector"}
 
     def environment(self) -> dict[str, str]:
-        return {"PYTHONPATH": str(Path(moonpool.__file__).parents[1])}
+        packages = (moonpool, moonpool_engine)
+        return {"PYTHONPATH": ":".join(str(Path(p.__path__[0]).parent) for p in packages)}
 
     def own_environment(self) -> Mapping[str, str]:
         return os.environ
