@@ -31,6 +31,7 @@ from moonpool.host_pool.places import default_socket
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool_engine.vllm.block_copier import open_copier
 from moonpool_engine.vllm.cache_layout import CacheLayout, LayoutRefused
+from moonpool_engine.vllm.layout_probe import proven_layout
 from moonpool_engine.vllm.model_identity import (
     UnknownModelError,
     group_of,
@@ -42,6 +43,7 @@ from moonpool_engine.vllm.scheduler_side import SchedulerSide
 from moonpool_engine.vllm.slice_mover import open_mover
 from moonpool_engine.vllm.transfers import LoadsEnded, RankReady, StepTransfers
 from moonpool_engine.vllm.worker_side import WorkerSide
+from moonpool_engine.vllm.worker_steps import attention_backends, find_worker
 
 log = logging.getLogger("moonpool.vllm_connector")
 
@@ -70,7 +72,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._ready: RankReady | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
         if role is KVConnectorRole.SCHEDULER:
             size = self._block_tokens
             self._scheduler = SchedulerSide(self._pool_path, size, time.monotonic)
@@ -88,37 +90,41 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._kv_caches = kv_caches
+
+    def get_handshake_metadata(self) -> RankReady | None:
+        """vLLM asks all ranks together, warmed up and before its first request: now the layout can
+        be proven, and the pool joined."""
         parallel = self._vllm_config.parallel_config
         rank, num_ranks = int(parallel.rank), int(parallel.tensor_parallel_size)
+        mover = open_mover()
         try:
             if parallel.pipeline_parallel_size > 1:
                 raise LayoutRefused("vLLM's pipeline stages are not supported")
-            attach, layout = self._identify(kv_caches, rank, num_ranks)
+            worker = find_worker()
+            layout = proven_layout(worker, self._kv_caches, self._kv_cache_config, mover)
+            attach = self._identify(layout, attention_backends(worker), rank, num_ranks)
         except (LayoutRefused, UnknownModelError) as error:
             log.error("vLLM serves without the KVCache pool: %s", error)
-            self._ready = RankReady(b"", rank, num_ranks, str(error))
-            return
-        self._ready = RankReady(attach.group, rank, num_ranks)
-        self._worker = WorkerSide(
-            self._pool_path, attach, layout, open_copier(layout, open_mover(), kv_caches)
-        )
+            return RankReady(b"", rank, num_ranks, str(error))
+        copier = open_copier(layout, mover, self._kv_caches)
+        self._worker = WorkerSide(self._pool_path, attach, layout, copier)
+        return RankReady(attach.group, rank, num_ranks)
 
     def _identify(
-        self, kv_caches: dict[str, torch.Tensor], rank: int, num_ranks: int
-    ) -> tuple[Attach, CacheLayout]:
-        """Raises LayoutRefused or UnknownModelError."""
-        layout = CacheLayout.of(kv_caches, self._kv_cache_config)
+        self, layout: CacheLayout, backends: dict[str, str], rank: int, num_ranks: int
+    ) -> Attach:
+        """What this rank says to the pool. Raises LayoutRefused or UnknownModelError."""
         if len(layout.groups) != 1:
             raise LayoutRefused(
                 "its layers have several kinds of KVCache; start vLLM with"
                 " --disable-hybrid-kv-cache-manager"
             )
-        if layout.device_type not in ("cpu", "cuda"):
-            raise LayoutRefused(f"KVCache on {layout.device_type} is not supported")
         block_tokens = layout.groups[0].block_tokens
         weights = hash_folder(model_folder(self._vllm_config))
         settings = settings_of(self._vllm_config, block_tokens, vllm.__version__)
-        group = group_of(weights, settings, layout.description)
+        form = layout.fingerprint(0, num_ranks, backends, vllm.__version__)
+        group = group_of(weights, settings, form.hex())
         nominal = BlockLayout(
             model_fingerprint=group.hex(),
             dtype="bfloat16",
@@ -128,7 +134,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             head_dim=layout.slice_bytes // 4,  # K and V of two bytes each
             inner="vllm",
         )
-        attach = Attach(
+        return Attach(
             protocol=PROTOCOL,
             group=group,
             model=str(self._vllm_config.model_config.model),
@@ -137,10 +143,6 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             block_tokens=block_tokens,
             layout=nominal,
         )
-        return attach, layout
-
-    def get_handshake_metadata(self) -> RankReady | None:
-        return self._ready
 
     def handle_preemptions(self, kv_connector_metadata: StepTransfers) -> None:
         if self._worker is not None:
