@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -247,6 +249,9 @@ class MooncakePool(Pool):
         return listens(self._store if number else self._master)
 
 
+SSD = "8GiB"
+
+
 class MoonpoolPool(Pool):
     """`moonpool pool serve` of this checkout, whose connector the vLLMs load from here."""
 
@@ -254,13 +259,23 @@ class MoonpoolPool(Pool):
     def _socket(self) -> Path:
         return self.place.folder / "pool.sock"
 
+    @property
+    def _memory(self) -> Path:
+        return Path("/dev/shm") / f"moonpool-bench-{os.getpid()}"
+
     def connector(self) -> dict[str, Any]:
         config = _connector("MoonpoolConnector", {"pool": str(self._socket)})
         return config | {"kv_connector_module_path": "moonpool.vllm_connector"}
 
     def environment(self) -> dict[str, str]:
+        """As if both packages were installed: their sources, and the engine's entry points."""
         packages = (moonpool, moonpool_engine)
-        return {"PYTHONPATH": ":".join(str(Path(p.__path__[0]).parent) for p in packages)}
+        named = self.place.folder / "entry-points" / "moonpool_engine-0.dist-info"
+        named.mkdir(parents=True, exist_ok=True)
+        text = distribution("moonpool-engine").read_text("entry_points.txt") or ""
+        (named / "entry_points.txt").write_text(text)
+        paths = [str(Path(p.__path__[0]).parent) for p in packages]
+        return {"PYTHONPATH": ":".join([*paths, str(named.parent)])}
 
     def own_environment(self) -> Mapping[str, str]:
         return os.environ
@@ -270,10 +285,15 @@ class MoonpoolPool(Pool):
             (
                 *(sys.executable, "-m", "moonpool", "pool", "serve"),
                 *("--socket", str(self._socket)),
-                *("--dram-gib", f"{self.place.dram_gib:g}"),
-                *("--ssd-folder", str(self.place.folder / "files")),
+                *("--dram", f"{self.place.dram_gib:g}GiB", "--ssd", SSD),
+                *("--folder", str(self.place.folder / "files")),
+                *("--memory-folder", str(self._memory)),
             ),
         )
+
+    def stop(self) -> None:
+        super().stop()
+        shutil.rmtree(self._memory, ignore_errors=True)
 
     def is_ready(self, number: int) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:

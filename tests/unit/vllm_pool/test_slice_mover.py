@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool_engine.engine.native.library import ISAS, why_unavailable
 from moonpool_engine.engine.native.slices import open_slices
+from moonpool_engine.vllm.block_copier import DeviceSliceMover
 from moonpool_engine.vllm.slice_mover import NativeSliceMover, PlainSliceMover, SliceMover
 
 MOVERS: dict[str, SliceMover] = {"plain": PlainSliceMover()}
@@ -85,3 +87,20 @@ def test_what_cannot_be_moved_is_an_error(name: str) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             mover.copy(*where, size)
+
+
+def test_slices_on_a_device_are_copied_by_address() -> None:
+    """On tensors in the host's memory: the device's own copies are torch's."""
+    tensor = torch.arange(4096, dtype=torch.int32)
+    mover = DeviceSliceMover({"layer": tensor})
+    host = np.zeros(1024 + 64, np.uint8)
+    start = -(-host.ctypes.data // 64) * 64
+    between = np.array([start, start + 512], np.uint64)
+    inside = (tensor.data_ptr() + np.array([1024, 4096])).astype(np.uint64)
+    there = (tensor.data_ptr() + np.array([8192, 2048])).astype(np.uint64)
+    expected = [tensor[256:384].clone(), tensor[1024:1152].clone()]
+    sums = mover.copy(inside, between, 512)
+    assert np.array_equal(sums, mover.copy(between, there, 512))
+    assert torch.equal(tensor[2048:2176], expected[0])
+    assert torch.equal(tensor[512:640], expected[1])
+    assert sums[0] == xxhash.xxh3_64_intdigest(expected[0].numpy().tobytes())

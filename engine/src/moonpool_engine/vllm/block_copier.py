@@ -8,18 +8,19 @@ was summed is what the device gets, whatever happens to the pool's memory meanwh
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from moonpool_engine.vllm.cache_layout import CacheLayout, LayerPart
-from moonpool_engine.vllm.slice_mover import SliceMover
+from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.vllm.cache_layout import Addresses, CacheLayout, LayerPart
+from moonpool_engine.vllm.slice_mover import SliceMover, Sums
 
 Places = npt.NDArray[np.int64]
-Sums = npt.NDArray[np.uint64]
 
 
 class BlockCopier(Protocol):
@@ -184,6 +185,38 @@ class _Streams:
                 self._store.wait_event(self._computed)
             yield
         self._store.synchronize()
+
+
+class DeviceSliceMover:
+    """Copies slices one by one between the host's memory and tensors on a device, for the proof of
+    a layout. It is slow, and takes addresses as the layout states them."""
+
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._memory = {
+            storage.data_ptr(): torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+                storage
+            )
+            for tensor in kv_caches.values()
+            for storage in (tensor.untyped_storage(),)
+        }
+
+    def copy(self, from_addresses: Addresses, to_addresses: Addresses, slice_bytes: int) -> Sums:
+        sums = np.empty(len(from_addresses), np.uint64)
+        pairs = zip(from_addresses.tolist(), to_addresses.tolist(), strict=True)
+        for number, (source, target) in enumerate(pairs):
+            data = self._at(source, slice_bytes).cpu()
+            self._at(target, slice_bytes).copy_(data)
+            sums[number] = checksum_slice(memoryview(data.numpy().tobytes()))
+        return sums
+
+    def _at(self, address: int, num_bytes: int) -> torch.Tensor:
+        for start, memory in self._memory.items():
+            if start <= address and address + num_bytes <= start + len(memory):
+                return memory[address - start : address - start + num_bytes]
+        host = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return torch.frombuffer(host, dtype=torch.uint8)
 
 
 def open_copier(

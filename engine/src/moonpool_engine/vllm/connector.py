@@ -29,7 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from moonpool.host_pool.messages import PROTOCOL, Attach
 from moonpool.host_pool.places import default_socket
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool_engine.vllm.block_copier import open_copier
+from moonpool_engine.vllm.block_copier import DeviceSliceMover, open_copier
 from moonpool_engine.vllm.cache_layout import CacheLayout, LayoutRefused
 from moonpool_engine.vllm.layout_probe import proven_layout
 from moonpool_engine.vllm.model_identity import (
@@ -102,7 +102,9 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if parallel.pipeline_parallel_size > 1:
                 raise LayoutRefused("vLLM's pipeline stages are not supported")
             worker = find_worker()
-            layout = proven_layout(worker, self._kv_caches, self._kv_cache_config, mover)
+            on_host = all(one.device.type == "cpu" for one in self._kv_caches.values())
+            proof = mover if on_host else DeviceSliceMover(self._kv_caches)
+            layout = proven_layout(worker, self._kv_caches, self._kv_cache_config, proof)
             attach = self._identify(layout, attention_backends(worker), rank, num_ranks)
         except (LayoutRefused, UnknownModelError) as error:
             log.error("vLLM serves without the KVCache pool: %s", error)
