@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -14,14 +17,34 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moonpool.host_pool.messages import PROTOCOL, Attach
+from moonpool.host_pool.messages import (
+    FROM_POOL,
+    PROTOCOL,
+    TO_POOL,
+    Attach,
+    Describe,
+    Fetch,
+    Fetched,
+    Find,
+    Join,
+    PoolState,
+    Reserve,
+    Watch,
+)
+from moonpool.protocol.block_hash import block_keys
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.types import MALFORMED
 from moonpool_engine.vllm.block_copier import BlockCopier, DeviceCopier, HostCopier
 from moonpool_engine.vllm.cache_layout import CacheLayout
+from moonpool_engine.vllm.prompt_keys import root_of
 from moonpool_engine.vllm.scheduler_side import SchedulerSide
 from moonpool_engine.vllm.slice_mover import open_mover
 from moonpool_engine.vllm.transfers import LoadsEnded, RankReady, StepTransfers
@@ -145,6 +168,9 @@ class Engine:
             num_computed_tokens=0,
             **more,
         )
+
+    def keys_of(self, tokens: list[int]) -> list[bytes]:
+        return list(block_keys(tokens, BLOCK_TOKENS, root_of(self.request(tokens), str)))
 
     def take_blocks(self, request: Any) -> list[int]:
         count = -(-request.num_tokens // BLOCK_TOKENS)
@@ -376,3 +402,106 @@ def test_a_second_model_is_refused_in_one_line(pool: Pool) -> None:
     assert b"start it with a larger --models" in pool.log()
     engine.close()
     wait_for(lambda: b"leave DRAM" in pool.log() or Engine(pool, bytes(32)))
+
+
+def ask(pool: Pool, body: bytes) -> bytes:
+    """Sends bytes, and returns what the pool says until it ends the connection."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(30.0)
+        sock.connect(str(pool.socket))
+        sock.sendall(body)
+        sock.shutdown(socket.SHUT_WR)
+        said = b""
+        while part := sock.recv(1 << 16):
+            said += part
+        return said
+
+
+def framed(message: Any) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return struct.pack(">I", len(body)) + body
+
+
+def test_bytes_that_mean_nothing_end_their_connection_alone(pool: Pool) -> None:
+    engine = Engine(pool, seed=1)
+    join = framed(Join(protocol=PROTOCOL))
+    assert b"install the same version" in ask(pool, framed(Join(protocol=PROTOCOL + 1)))
+    assert b"exceeds" in ask(pool, b"\xff" * 64)
+    assert b"does not understand" in ask(pool, struct.pack(">I", 5) + b"hello")
+    assert b"first message" in ask(pool, framed(Find(owner="o", group=GROUP, keys=())))
+    assert b"no space" in ask(pool, join + framed(Reserve(number=1, keys=(bytes(16),))))
+    assert b"no such model" in ask(pool, join + framed(Watch(group=bytes(32))))
+    assert b"Expected" in ask(pool, join + framed({"type": "Find", "owner": 5}))
+    tokens = list(range(100))
+    request = engine.request(tokens)
+    engine.prefill(request, seed=11)
+    engine.finish(request)
+    again = engine.request(tokens)
+    assert engine.prefill(again, seed=12) == (96, set())
+    engine.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_no_bytes_stop_the_pool(data: bytes) -> None:
+    with contextlib.suppress(*MALFORMED):  # what is no message is refused as such
+        TO_POOL.decode(data)
+
+
+def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
+    secret = "5a" * 32
+    here = Pool("--dram", "16MiB", secret=secret)
+    there = Pool("--dram", "16MiB", secret=secret)
+    stranger = Pool("--dram", "16MiB", secret="a5" * 32)
+    pools = (here, there, stranger)
+    engines = [Engine(pool, seed=number) for number, pool in enumerate(pools)]
+    try:
+        tokens = list(range(100))
+        request = engines[1].request(tokens)
+        engines[1].prefill(request, seed=11)
+        stored = engines[1].content(engines[1].blocks[request.request_id])
+        engines[1].finish(request)
+        keys = tuple(engines[1].keys_of(tokens))
+        source = address_of_pool(there)
+        assert fetch(stranger, source, keys).num_blocks == 0  # it knows another secret
+        fetched = fetch(here, source, keys)
+        assert (fetched.num_blocks, fetched.error) == (6, "")
+        again = engines[0].request(tokens)
+        assert engines[0].prefill(again, seed=12) == (96, set())
+        assert same(engines[0].content(engines[0].blocks[again.request_id]), stored, 6)
+    finally:
+        for engine in engines:
+            engine.close()
+        for pool in pools:
+            pool.close()
+
+
+def address_of_pool(pool: Pool) -> PeerAddress:
+    said = ask(pool, framed(Join(protocol=PROTOCOL)) + framed(Describe()))
+    (state,) = [one for one in messages(said) if isinstance(one, PoolState)]
+    return state.groups[0].spaces[0].address
+
+
+def fetch(pool: Pool, source: PeerAddress, keys: tuple[bytes, ...]) -> Fetched:
+    message = Fetch(number=1, group=GROUP, sources=(source,), keys=keys, timeout_s=20.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(60.0)
+        sock.connect(str(pool.socket))
+        sock.sendall(framed(Join(protocol=PROTOCOL)) + framed(message))
+        said = b""
+        while True:
+            said += sock.recv(1 << 16)
+            for one in messages(said):
+                if isinstance(one, Fetched):
+                    return one
+
+
+def messages(said: bytes) -> list[Any]:
+    found = []
+    while len(said) >= 4:
+        (length,) = struct.unpack(">I", said[:4])
+        if len(said) < 4 + length:
+            break
+        found.append(FROM_POOL.decode(said[4 : 4 + length]))
+        said = said[4 + length :]
+    return found
