@@ -16,6 +16,8 @@ from moonpool_lab.trial.answer import Answer, AnswerReceiver
 
 PATH = "/v1/completions"
 ALTERNATIVES = 5
+FRESH = b"Connection: close\r\n"
+"""vLLM closes idle connections: a request on a kept one may fail, and the pool would be blamed."""
 _COUNTER = r"^vllm:{}_total\{{.*?\}} (\S+)$"
 
 
@@ -100,7 +102,7 @@ async def _ask(
     failure = ""
     try:
         async with asyncio.timeout(timeout_s):
-            await client.post(PATH, body, receiver)
+            await client.post(PATH, body, receiver, FRESH)
     except TimeoutError:
         answer = receiver.end(f"no end within {timeout_s:g} s")
         answer.outcome, answer.detail = "hung", f"no end within {timeout_s:g} s"

@@ -106,6 +106,7 @@ def _servers(number: int) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
     def handler(place: int) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
+                assert self.headers["connection"] == "close"
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 asked.append((place, body["prompt"]))
                 self._answer(SSE, "text/event-stream")
