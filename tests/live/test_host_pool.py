@@ -28,12 +28,12 @@ from moonpool.host_pool.messages import (
     FROM_POOL,
     PROTOCOL,
     TO_POOL,
-    Attach,
+    AttachRank,
     Describe,
-    Fetch,
     Fetched,
+    FetchToPool,
     Find,
-    Join,
+    JoinPool,
     PoolState,
     Reserve,
     Watch,
@@ -134,7 +134,7 @@ class Engine:
             head_dim=layout.slice_bytes // 4,
             inner="vllm",
         )
-        attach = Attach(
+        attach = AttachRank(
             protocol=PROTOCOL,
             group=group,
             model="m",
@@ -424,8 +424,8 @@ def framed(message: Any) -> bytes:
 
 def test_bytes_that_mean_nothing_end_their_connection_alone(pool: Pool) -> None:
     engine = Engine(pool, seed=1)
-    join = framed(Join(protocol=PROTOCOL))
-    assert b"install the same version" in ask(pool, framed(Join(protocol=PROTOCOL + 1)))
+    join = framed(JoinPool(protocol=PROTOCOL))
+    assert b"install the same version" in ask(pool, framed(JoinPool(protocol=PROTOCOL + 1)))
     assert b"exceeds" in ask(pool, b"\xff" * 64)
     assert b"does not understand" in ask(pool, struct.pack(">I", 5) + b"hello")
     assert b"first message" in ask(pool, framed(Find(owner="o", group=GROUP, keys=())))
@@ -477,17 +477,17 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
 
 
 def address_of_pool(pool: Pool) -> PeerAddress:
-    said = ask(pool, framed(Join(protocol=PROTOCOL)) + framed(Describe()))
+    said = ask(pool, framed(JoinPool(protocol=PROTOCOL)) + framed(Describe()))
     (state,) = [one for one in messages(said) if isinstance(one, PoolState)]
     return state.groups[0].spaces[0].address
 
 
 def fetch(pool: Pool, source: PeerAddress, keys: tuple[bytes, ...]) -> Fetched:
-    message = Fetch(number=1, group=GROUP, sources=(source,), keys=keys, timeout_s=20.0)
+    message = FetchToPool(number=1, group=GROUP, sources=(source,), keys=keys, timeout_s=20.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(60.0)
         sock.connect(str(pool.socket))
-        sock.sendall(framed(Join(protocol=PROTOCOL)) + framed(message))
+        sock.sendall(framed(JoinPool(protocol=PROTOCOL)) + framed(message))
         said = b""
         while True:
             said += sock.recv(1 << 16)

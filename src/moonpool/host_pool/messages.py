@@ -36,8 +36,8 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=600.0)]
 # Of a client
 
 
-class Attach(Struct, frozen=True, tag=True):
-    """A rank's process wants the memory of its space. Answered with `Attached` or `Refused`."""
+class AttachRank(Struct, frozen=True, tag=True):
+    """A rank's process wants the memory of its space. Answered with `RankAttached` or `PoolRefused`."""
 
     protocol: int
     group: _Group
@@ -49,8 +49,8 @@ class Attach(Struct, frozen=True, tag=True):
     """Nominal but for its sizes: `num_layers` slices of `slice_bytes` in a block."""
 
 
-class Join(Struct, frozen=True, tag=True):
-    """A process that only finds blocks. Answered with `Joined` or `Refused`."""
+class JoinPool(Struct, frozen=True, tag=True):
+    """A process that only finds blocks. Answered with `PoolJoinAccepted` or `PoolRefused`."""
 
     protocol: int
 
@@ -104,7 +104,7 @@ class Watch(Struct, frozen=True, tag=True):
     group: _Group
 
 
-class Fetch(Struct, frozen=True, tag=True):
+class FetchToPool(Struct, frozen=True, tag=True):
     """Copies blocks from the pool of another host, one address for each rank. Answered with
     `Fetched`."""
 
@@ -122,20 +122,20 @@ class Describe(Struct, frozen=True, tag=True):
 # Of the pool
 
 
-class Refused(Struct, frozen=True, tag=True):
+class PoolRefused(Struct, frozen=True, tag=True):
     """The pool does not serve this client; one line says why. The connection ends."""
 
     error: str
 
 
-class Attached(Struct, frozen=True, tag=True):
+class RankAttached(Struct, frozen=True, tag=True):
     """The space's memory: `num_blocks` blocks of the layout, in the file at `path`."""
 
     path: str
     num_blocks: int
 
 
-class Joined(Struct, frozen=True, tag=True):
+class PoolJoinAccepted(Struct, frozen=True, tag=True):
     """`version` is the pool's, for the log."""
 
     version: str
@@ -179,7 +179,7 @@ class GroupBlocks(Struct, frozen=True, tag=True):
 
 
 class Fetched(Struct, frozen=True, tag=True):
-    """The first `num_blocks` of a `Fetch` are here now."""
+    """The first `num_blocks` of a `FetchToPool` are here now."""
 
     number: int
     num_blocks: int
@@ -227,10 +227,27 @@ class PoolState(Struct, frozen=True, tag=True):
 
 
 ClientMessage = (
-    Attach | Join | Find | Release | Reserve | Commit | Damaged | Watch | Fetch | Describe
+    AttachRank
+    | JoinPool
+    | Find
+    | Release
+    | Reserve
+    | Commit
+    | Damaged
+    | Watch
+    | FetchToPool
+    | Describe
 )
 PoolMessage = (
-    Refused | Attached | Joined | Found | Waiting | Reserved | GroupBlocks | Fetched | PoolState
+    PoolRefused
+    | RankAttached
+    | PoolJoinAccepted
+    | Found
+    | Waiting
+    | Reserved
+    | GroupBlocks
+    | Fetched
+    | PoolState
 )
 TO_POOL = msgspec.msgpack.Decoder(ClientMessage)
 FROM_POOL = msgspec.msgpack.Decoder(PoolMessage)

@@ -32,7 +32,7 @@ class _Find:
     is_waiting: bool = False  # for blocks that others store
 
 
-class PoolGroup:
+class BlockGroup:
     """The ranks of one model. After each call, the driver takes the actions of all spaces."""
 
     def __init__(self, num_ranks: int) -> None:

@@ -21,17 +21,17 @@ from moonpool.host_pool.messages import (
     PROTOCOL,
     ClientMessage,
     Describe,
-    Fetch,
     Fetched,
+    FetchToPool,
     Find,
     Found,
     GroupBlocks,
     GroupState,
-    Join,
-    Joined,
+    JoinPool,
+    PoolJoinAccepted,
     PoolMessage,
+    PoolRefused,
     PoolState,
-    Refused,
     Release,
     Watch,
 )
@@ -120,11 +120,11 @@ class PoolWatch:
         )
         try:
             self._writer = writer
-            self._send(Join(protocol=PROTOCOL))
+            self._send(JoinPool(protocol=PROTOCOL))
             hello = await asyncio.wait_for(_read(reader), CONNECT_S)
-            if isinstance(hello, Refused):
+            if isinstance(hello, PoolRefused):
                 raise ValueError(hello.error)
-            if not isinstance(hello, Joined):
+            if not isinstance(hello, PoolJoinAccepted):
                 raise ValueError("it answered with something else than a welcome")
             looks = asyncio.create_task(self._look())
             try:
@@ -156,7 +156,7 @@ class PoolWatch:
                 self._answer(message.owner, message)
             case Fetched():
                 self._answer(str(message.number), message)
-            case Refused():
+            case PoolRefused():
                 raise ValueError(message.error)
             case _:
                 pass
@@ -209,7 +209,7 @@ class PoolWatch:
         if wait.source is not None and wait.source not in own:
             if len(group.spaces) > 1:
                 return 0  # a source has one address, and each rank another one
-            fetch = Fetch(
+            fetch = FetchToPool(
                 number=self._number,
                 group=group.group,
                 sources=(wait.source,),

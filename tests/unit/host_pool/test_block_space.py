@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moonpool.host_pool.block_space import BlocksFetched, BlocksFound, BlockSpace
-from moonpool.host_pool.pool_group import PoolGroup
+from moonpool.host_pool.pool_group import BlockGroup
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import (
     FetchEnded,
@@ -188,13 +188,13 @@ SpaceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 test_space = SpaceMachine.TestCase
 
 
-def two_ranks() -> PoolGroup:
-    group = PoolGroup(2)
+def two_ranks() -> BlockGroup:
+    group = BlockGroup(2)
     group.spaces = {rank: BlockSpace(LAYOUT, NUM_BLOCKS) for rank in (0, 1)}
     return group
 
 
-def run(group: PoolGroup, now: float = 0.0) -> None:
+def run(group: BlockGroup, now: float = 0.0) -> None:
     for rank, space in group.spaces.items():
         for action in take(space):
             assert isinstance(action, BlocksFound)
@@ -243,7 +243,7 @@ def test_a_find_does_not_wait_beyond_its_time() -> None:
 
 
 def test_a_group_without_all_ranks_has_nothing() -> None:
-    group = PoolGroup(2)
+    group = BlockGroup(2)
     group.spaces[0] = BlockSpace(LAYOUT, NUM_BLOCKS)
     group.find("a", prompt(0, 2), until_s=9.0)
     (found,) = group.take()

@@ -19,7 +19,7 @@ from moonpool.cli.output import fail
 from moonpool.cli.worker import SECRET_VARIABLE, cluster_secret
 from moonpool.config.tables import LogFormat, LogLevel, TelemetryConfig
 from moonpool.host_pool.places import default_memory_folder, default_socket
-from moonpool_engine.host_pool.server import PoolPlace, PoolServer
+from moonpool_engine.host_pool.server import HostPoolPlace, PoolServer
 from moonpool_engine.storage.folder import default_folder
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.I)
@@ -118,7 +118,7 @@ def serve(
     folder = ssd_folder
     if ssd_bytes and folder is None:
         folder = default_folder().parent / "pool-ssd"
-    place = PoolPlace(
+    place = HostPoolPlace(
         socket_path=socket_path or default_socket(),
         memory_folder=memory_folder or default_memory_folder(),
         dram_bytes=dram_bytes,
@@ -134,7 +134,7 @@ def serve(
         fail(f"the pool cannot serve at {place.socket_path}: {error.strerror or error}")
 
 
-async def _run(place: PoolPlace) -> None:
+async def _run(place: HostPoolPlace) -> None:
     task = asyncio.ensure_future(PoolServer(place).run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

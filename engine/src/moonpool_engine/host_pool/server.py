@@ -25,23 +25,23 @@ from moonpool.host_pool.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL,
     TO_POOL,
-    Attach,
-    Attached,
+    AttachRank,
     ClientMessage,
     Commit,
     Damaged,
     Describe,
-    Fetch,
     Fetched,
+    FetchToPool,
     Find,
     Found,
     GroupBlocks,
     GroupState,
-    Join,
-    Joined,
+    JoinPool,
+    PoolJoinAccepted,
     PoolMessage,
+    PoolRefused,
     PoolState,
-    Refused,
+    RankAttached,
     Release,
     Reserve,
     Reserved,
@@ -49,7 +49,7 @@ from moonpool.host_pool.messages import (
     Watch,
     keys_of,
 )
-from moonpool.host_pool.pool_group import GroupFound, PoolGroup
+from moonpool.host_pool.pool_group import BlockGroup, GroupFound
 from moonpool.link.tls import PeerTls
 from moonpool.protocol.transfer_events import MessengerEvent
 from moonpool.types import MALFORMED
@@ -69,7 +69,7 @@ _PEER = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPlace:
+class HostPoolPlace:
     """What the pool may use. Bytes are of all models together; each of `num_models` gets an equal
     part, its ranks equal parts of that. `ssd_folder` None: no SSD."""
 
@@ -91,7 +91,7 @@ class _Group:
     name: str
     model: str
     block_tokens: int
-    state: PoolGroup
+    state: BlockGroup
     hosts: dict[int, SpaceHost] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     clients: set[_Client] = field(default_factory=set)
@@ -145,7 +145,7 @@ class _Client:
 class PoolServer:
     """`run` serves until it is cancelled. Raises OSError if the socket cannot be opened."""
 
-    def __init__(self, place: PoolPlace) -> None:
+    def __init__(self, place: HostPoolPlace) -> None:
         self._place = place
         self._groups: dict[bytes, _Group] = {}
         self._clients: set[_Client] = set()
@@ -185,7 +185,7 @@ class PoolServer:
         try:
             problem = self._stranger(writer)
             if problem:
-                client.send(Refused(error=problem))
+                client.send(PoolRefused(error=problem))
                 return
             self._clients.add(client)
             message = await asyncio.wait_for(_read(reader), FIRST_S)
@@ -197,7 +197,7 @@ class PoolServer:
             pass
         except (*MALFORMED, ValueError) as error:
             log.warning("%s sent what this pool does not understand: %s", client.name, error)
-            client.send(Refused(error=f"this pool does not understand the message: {error}"))
+            client.send(PoolRefused(error=f"this pool does not understand the message: {error}"))
         finally:
             self._forget(client)
             client.close()
@@ -216,26 +216,28 @@ class PoolServer:
         return ""
 
     async def _greet(self, client: _Client, message: ClientMessage) -> bool:
-        if not isinstance(message, Attach | Join):
-            client.send(Refused(error="the first message is to attach or to join"))
+        if not isinstance(message, AttachRank | JoinPool):
+            client.send(PoolRefused(error="the first message is to attach or to join"))
             return False
         if message.protocol != PROTOCOL:
             text = f"the pool speaks protocol {PROTOCOL}, this client {message.protocol}:"
-            client.send(Refused(error=f"{text} install the same version of moonpool on both sides"))
+            client.send(
+                PoolRefused(error=f"{text} install the same version of moonpool on both sides")
+            )
             return False
-        if isinstance(message, Join):
-            client.send(Joined(version=__version__))
+        if isinstance(message, JoinPool):
+            client.send(PoolJoinAccepted(version=__version__))
             return True
         try:
             group, host = await self._attach(message)
         except SpaceError as error:
             log.warning("%s rank %d is not served: %s", message.model, message.rank, error)
-            client.send(Refused(error=str(error)))
+            client.send(PoolRefused(error=str(error)))
             return False
         client.name = f"{group.name} rank {message.rank}"
         client.space = group, message.rank
         group.clients.add(client)
-        client.send(Attached(path=host.path, num_blocks=host.num_blocks))
+        client.send(RankAttached(path=host.path, num_blocks=host.num_blocks))
         return True
 
     def _forget(self, client: _Client) -> None:
@@ -255,7 +257,7 @@ class PoolServer:
 
     # Spaces
 
-    async def _attach(self, message: Attach) -> tuple[_Group, SpaceHost]:
+    async def _attach(self, message: AttachRank) -> tuple[_Group, SpaceHost]:
         """Raises SpaceError."""
         async with self._opening:
             group = self._groups.get(message.group) or await self._make_group(message)
@@ -273,10 +275,10 @@ class PoolServer:
             raise SpaceError("another process of this model and rank lays its blocks out otherwise")
         return group, host
 
-    async def _make_group(self, message: Attach) -> _Group:
+    async def _make_group(self, message: AttachRank) -> _Group:
         name = message.group.hex()[:24]
         await self._make_room(name)
-        state = PoolGroup(message.num_ranks)
+        state = BlockGroup(message.num_ranks)
         group = _Group(name, message.model, message.block_tokens, state)
         self._groups[message.group] = group
         return group
@@ -309,7 +311,7 @@ class PoolServer:
             for path in root.glob(f"{group.name}-r*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    async def _open(self, group: _Group, message: Attach) -> SpaceHost:
+    async def _open(self, group: _Group, message: AttachRank) -> SpaceHost:
         place, loop = self._place, asyncio.get_running_loop()
         parts = place.num_models * message.num_ranks
         name = f"{group.name}-r{message.rank}"
@@ -366,7 +368,7 @@ class PoolServer:
                 self._perform(group)
             case Watch():
                 self._on_watch(client, message)
-            case Fetch():
+            case FetchToPool():
                 self._on_fetch(client, message)
             case Describe():
                 client.send(self._state())

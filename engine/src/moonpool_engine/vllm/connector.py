@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from moonpool.host_pool.messages import PROTOCOL, Attach
+from moonpool.host_pool.messages import PROTOCOL, AttachRank
 from moonpool.host_pool.places import default_socket
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool_engine.vllm.block_copier import DeviceSliceMover, open_copier
@@ -115,7 +115,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _identify(
         self, layout: CacheLayout, backends: dict[str, str], rank: int, num_ranks: int
-    ) -> Attach:
+    ) -> AttachRank:
         """What this rank says to the pool. Raises LayoutRefused or UnknownModelError."""
         if len(layout.groups) != 1:
             raise LayoutRefused(
@@ -136,7 +136,7 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             head_dim=layout.slice_bytes // 4,  # K and V of two bytes each
             inner="vllm",
         )
-        return Attach(
+        return AttachRank(
             protocol=PROTOCOL,
             group=group,
             model=str(self._vllm_config.model_config.model),

@@ -24,13 +24,13 @@ import numpy as np
 from moonpool.host_pool.messages import (
     FROM_POOL,
     MAX_FRAME_BYTES,
-    Attach,
-    Attached,
+    AttachRank,
     ClientMessage,
-    Join,
-    Joined,
+    JoinPool,
+    PoolJoinAccepted,
     PoolMessage,
-    Refused,
+    PoolRefused,
+    RankAttached,
 )
 from moonpool.types import MALFORMED
 
@@ -61,12 +61,12 @@ class SpaceMemory:
 
 class PoolLink:
     """`on_message` gets what the pool sends, in this link's thread; `on_end` is called there when
-    the connection has ended. `greeting` is an `Attach` or a `Join`."""
+    the connection has ended. `greeting` is an `AttachRank` or a `JoinPool`."""
 
     def __init__(
         self,
         path: Path,
-        greeting: Attach | Join,
+        greeting: AttachRank | JoinPool,
         on_message: Callable[[PoolMessage], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -156,13 +156,13 @@ class PoolLink:
             sock.sendall(self._encoder_bytes(self._greeting))
             message = _read(reader)
             match message:
-                case Refused():
+                case PoolRefused():
                     raise _RefusedError(message.error)
-                case Attached():
-                    assert isinstance(self._greeting, Attach)
+                case RankAttached():
+                    assert isinstance(self._greeting, AttachRank)
                     num_bytes = message.num_blocks * self._greeting.layout.block_bytes
                     self.memory = SpaceMemory(message.path, num_bytes, message.num_blocks)
-                case Joined():
+                case PoolJoinAccepted():
                     pass
                 case _:
                     raise ValueError("it answered with something else than a welcome")
@@ -170,7 +170,7 @@ class PoolLink:
             log.info("the KVCache pool at %s is used", self.path)
             while True:
                 message = _read(reader)
-                if isinstance(message, Refused):
+                if isinstance(message, PoolRefused):
                     raise _RefusedError(message.error)
                 self._on_message(message)
 

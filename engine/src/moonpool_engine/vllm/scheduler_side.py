@@ -20,7 +20,7 @@ from moonpool.host_pool.messages import (
     PROTOCOL,
     Find,
     Found,
-    Join,
+    JoinPool,
     PoolMessage,
     Release,
     Waiting,
@@ -96,7 +96,9 @@ class SchedulerSide:
             "failed_loads": 0,
             "silent": 0,
         }
-        self._link = PoolLink(pool_path, Join(protocol=PROTOCOL), self._on_message, self._on_end)
+        self._link = PoolLink(
+            pool_path, JoinPool(protocol=PROTOCOL), self._on_message, self._on_end
+        )
         self._lock = threading.Lock()  # guards what follows
         self._has_news = threading.Condition(self._lock)
         self._searches: dict[str, _Search] = {}

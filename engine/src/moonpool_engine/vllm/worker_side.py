@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from moonpool.host_pool.messages import (
-    Attach,
+    AttachRank,
     Commit,
     Damaged,
     PoolMessage,
@@ -47,7 +47,7 @@ IDLE_S = 0.05
 SAY_S = 60.0
 
 
-class Load:
+class LayerLoads:
     """The loads of one step, layer by layer."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ class WorkerSide:
     """Lives in one of vLLM's workers. `rank` is its number among `attach.num_ranks`."""
 
     def __init__(
-        self, pool_path: Path, attach: Attach, layout: CacheLayout, copier: BlockCopier
+        self, pool_path: Path, attach: AttachRank, layout: CacheLayout, copier: BlockCopier
     ) -> None:
         self._layout = layout
         self._copier = copier
@@ -85,7 +85,7 @@ class WorkerSide:
         self._names = [name for group in layout.groups for name in group.layers]
         self._slices_of = slices_by_layer(layout)
         self._loads = ThreadPoolExecutor(1, "moonpool-load")
-        self._load: Load | None = None
+        self._load: LayerLoads | None = None
         self._loading: Future[None] | None = None
         self._ended = LoadsEnded()
         self._wrong_blocks: set[int] = set()
@@ -129,7 +129,7 @@ class WorkerSide:
         self._memory = memory
         if not transfers.loads:
             return
-        load = self._load = Load(self._names)
+        load = self._load = LayerLoads(self._names)
         if memory is None:
             self._fail(transfers.loads)
             load.end()
