@@ -37,7 +37,8 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=600.0)]
 
 
 class AttachRank(Struct, frozen=True, tag=True):
-    """A rank's process wants the memory of its space. Answered with `RankAttached` or `PoolRefused`."""
+    """A rank's process wants the memory of its space. Answered with `RankAttached` or
+    `PoolRefused`."""
 
     protocol: int
     group: _Group

@@ -119,6 +119,15 @@ def completion_body(
         body["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.grammar:
         body["structured_outputs"] = _structured_outputs(sampling.grammar)
+    body |= _cache_fields(submit, layout_fingerprint, has_pool)
+    return _encode(body)
+
+
+def _cache_fields(
+    submit: SubmitRequest, layout_fingerprint: bytes, has_pool: bool
+) -> dict[str, Any]:
+    """Whose blocks the request may share, and where its KVCache goes or comes from."""
+    work, body = submit.work, dict[str, Any]()
     salt = salt_of(layout_fingerprint, work.tenant, work.adapter, has_pool)
     if not work.use_cache:
         salt = hashlib.sha256(work.attempt_id.encode()).hexdigest()
@@ -135,7 +144,7 @@ def completion_body(
         }
     elif submit.handle:
         body["kv_transfer_params"] = msgspec.json.decode(submit.handle)
-    return _encode(body)
+    return body
 
 
 def is_streamed(submit: SubmitRequest) -> bool:

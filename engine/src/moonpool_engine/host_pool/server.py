@@ -420,7 +420,7 @@ class PoolServer:
         group.watchers.add(client)
         client.send(GroupBlocks(group=message.group, report=group.hosts[0].space.snapshot()))
 
-    def _on_fetch(self, client: _Client, message: Fetch) -> None:
+    def _on_fetch(self, client: _Client, message: FetchToPool) -> None:
         group = self._groups.get(message.group)
         if group is None or len(message.sources) != len(group.hosts) or not group.state.is_whole:
             error = "the pool has no such model with as many ranks"

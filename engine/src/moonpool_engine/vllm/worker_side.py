@@ -160,7 +160,7 @@ class WorkerSide:
 
     # Loads
 
-    def _load_all(self, load: Load, specs: Sequence[LoadSpec], memory: SpaceMemory) -> None:
+    def _load_all(self, load: LayerLoads, specs: Sequence[LoadSpec], memory: SpaceMemory) -> None:
         """Copies all layers. Never raises: what fails is computed."""
         try:
             wrong = self._copy_layers(load, specs, memory)
@@ -174,7 +174,7 @@ class WorkerSide:
             load.end()
 
     def _copy_layers(
-        self, load: Load, specs: Sequence[LoadSpec], memory: SpaceMemory
+        self, load: LayerLoads, specs: Sequence[LoadSpec], memory: SpaceMemory
     ) -> list[np.ndarray]:
         """Returns which blocks of each load are wrong."""
         num_slices = self._layout.num_slices
