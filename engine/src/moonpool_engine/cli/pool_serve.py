@@ -16,6 +16,7 @@ import click
 from moonpool.cli.logs import choose_logging, log_options, set_up_logging
 from moonpool.cli.options import ParamType
 from moonpool.cli.output import fail
+from moonpool.cli.peer_tls import peer_tls, tls_options
 from moonpool.cli.worker import SECRET_VARIABLE, cluster_secret
 from moonpool.config.tables import LogFormat, LogLevel, TelemetryConfig
 from moonpool.host_pool.places import default_memory_folder, default_socket
@@ -92,6 +93,7 @@ BYTES = ByteSize()
     help="Address at which pools of other hosts read blocks; they need the same"
     f" {SECRET_VARIABLE}.",
 )
+@tls_options
 @log_options
 def serve(
     dram_bytes: int,
@@ -101,6 +103,9 @@ def serve(
     socket_path: Path | None,
     memory_folder: Path | None,
     host: str,
+    certfile: str,
+    keyfile: str,
+    ca_certs: str,
     log_level: LogLevel,
     log_format: LogFormat,
 ) -> None:
@@ -127,6 +132,7 @@ def serve(
         num_models=num_models,
         listen_host=host,
         secret=secret,
+        tls=peer_tls(certfile, keyfile, ca_certs),
     )
     try:
         asyncio.run(_run(place))
