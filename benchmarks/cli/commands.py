@@ -27,6 +27,7 @@ from benchmarks.cli.kills import kills
 from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.output import show
 from benchmarks.cli.plan import plan
+from benchmarks.cli.pool_in_vllm import pool_in_vllm
 from benchmarks.cli.reuse import prefetch, reuse
 from benchmarks.cli.roles import autoscale, role_balance, role_decisions
 from benchmarks.cli.speculation import speculation
@@ -59,6 +60,7 @@ for command in (
     pipeline,
     tensor,
     fronts,
+    pool_in_vllm,
     idle,
     start,
     faults,

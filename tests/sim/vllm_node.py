@@ -10,9 +10,7 @@ from moonpool.protocol.messages import AttemptId, InstanceInfo
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import BlockKey, InstanceId, Role
 from moonpool.vllm import dialect
-from moonpool.vllm.dialect import DialectError
-from moonpool.vllm.events import read_batch
-from moonpool.vllm.instance import (
+from moonpool.vllm.actions import (
     CacheEventsReceived,
     CancelRequest,
     EngineStepEnded,
@@ -20,8 +18,10 @@ from moonpool.vllm.instance import (
     SubmitFailed,
     SubmitRequest,
     VllmAction,
-    VllmInstance,
 )
+from moonpool.vllm.dialect import DialectError
+from moonpool.vllm.events import read_batch
+from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.measure import FAR_BYTES_PER_S
 from moonpool.vllm.worker import STEP_S
 from tests.sim.clock import Link

@@ -58,7 +58,7 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
 
 @pytest.mark.parametrize("row", table("What clients share"), ids=lambda row: row[0])
 def test_the_page_says_how_much_clients_may_fill(row: list[str]) -> None:
-    named = re.fullmatch(r"`src/([\w/]+)\.py::(\w+)`", row[3])
+    named = re.fullmatch(r"`(?:engine/)?src/([\w/]+)\.py::(\w+)`", row[3])
     assert named is not None, row
     bound = getattr(import_module(named[1].replace("/", ".")), named[2])
     told = re.match(r"(\d+)(?: (KiB|MiB))?\b", row[1])

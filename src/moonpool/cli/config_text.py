@@ -24,6 +24,7 @@ VARIABLES = (
     ("MOONPOOL_API_KEY", "API keys of `serve` and `head`, separated by commas or spaces."),
     ("MOONPOOL_ADMIN_KEY", "The operator's key, which sees and steers the whole cluster."),
     ("MOONPOOL_CLUSTER_SECRET", "Secret of `head` and `worker`: 64 hexadecimal digits."),
+    ("MOONPOOL_POOL", "Socket of `pool serve`, for vLLM and for `worker --vllm`."),
     ("VLLM_API_KEY", "API key of the vLLM servers that a worker drives."),
     ("OPENAI_API_KEY", "Key that commands send to a server, after the two above."),
     ("MOONPOOL_CLIENT_CERT", "File (PEM) that commands show to a server with `--ssl-ca-certs`."),

@@ -16,8 +16,8 @@ import uvloop
 from setproctitle import getproctitle, setproctitle
 
 from moonpool.cli.logs import choose_logging, log_options, set_up_logging
-from moonpool.cli.options import not_empty
 from moonpool.cli.output import fail
+from moonpool.cli.peer_tls import peer_tls, tls_options
 from moonpool.config.rules import vllm_place
 from moonpool.config.tables import (
     ConfigError,
@@ -41,7 +41,6 @@ from moonpool.types import InstanceId, Role
 
 if TYPE_CHECKING:
     from moonpool.cores import CoreShare
-    from moonpool.link.tls import PeerTls
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -112,30 +111,7 @@ def cluster_secret() -> bytes:
     "--cores", default="", help="Cores of the engine's threads, such as 0-3; any unless given."
 )
 @click.option("--other-cores", default="", help="Cores of all other threads; any unless given.")
-@click.option(
-    "--cluster-ssl-certfile",
-    "certfile",
-    default="",
-    callback=not_empty,
-    metavar="FILE",
-    help="Encrypt connections to head and peers; certificate of this machine (PEM).",
-)
-@click.option(
-    "--cluster-ssl-keyfile",
-    "keyfile",
-    default="",
-    callback=not_empty,
-    metavar="FILE",
-    help="Key of that certificate (PEM); in the certificate's file unless given.",
-)
-@click.option(
-    "--cluster-ssl-ca-certs",
-    "ca_certs",
-    default="",
-    callback=not_empty,
-    metavar="FILE",
-    help="Authority (PEM) that has signed the certificates of all parts, and of nothing else.",
-)
+@tls_options
 @click.option("--kept-memory", "kept", nargs=2, hidden=True)
 @click.option("--parts", "num_parts", type=int, default=0, hidden=True)
 @log_options
@@ -175,7 +151,7 @@ def worker(
     secret = cluster_secret()
     if exit_with_parent:
         end_with(os.getppid())
-    tls = _peer_tls(certfile, keyfile, ca_certs)
+    tls = peer_tls(certfile, keyfile, ca_certs)
     share = _core_share(cores, other_cores)
     vllm = None if place is None else _vllm_address(place, role)
 
@@ -241,19 +217,6 @@ def head_place(text: str, option: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         fail(f"{option} must be HOST:PORT, not {text!r}")
     return host.strip("[]"), int(port)
-
-
-def _peer_tls(certfile: str, keyfile: str, ca_certs: str) -> PeerTls | None:
-    from moonpool.link.tls import PeerTls, PeerTlsError
-
-    if not (certfile or keyfile or ca_certs):
-        return None
-    if not certfile or not ca_certs:
-        fail("give both --cluster-ssl-certfile and --cluster-ssl-ca-certs, or neither")
-    try:
-        return PeerTls(certfile, keyfile, ca_certs)
-    except PeerTlsError as error:
-        fail(str(error))
 
 
 def _end_in_order(running: RunnableWorker, drain_seconds: float) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from moonpool.conductor.actions import (
     Announce,
     CacheDropRequested,
@@ -300,6 +302,8 @@ class Conductor:
                 state.load = report
             case CostMeasured():
                 self.cost_estimator.take_profile(state, report.cost)
+                if report.address is not None:
+                    state.info = msgspec.structs.replace(state.info, address=report.address)
             case RoleChanged():
                 self._actions += self.roles.on_role_changed(state, report.role, now)
             case HotPrefixes():

@@ -15,7 +15,7 @@ CommandTable = Mapping[str, tuple[str, str, str]]
 """Module, attribute and one line of help by the command's name, such as "demo" or "pool verify".
 Without help, it is a command that processes start, and not users."""
 EXTRA_OF_COMMAND = {
-    **dict.fromkeys(("pool verify", "pool clear"), "engine"),
+    **dict.fromkeys(("pool verify", "pool clear", "pool serve"), "engine"),
     **dict.fromkeys(
         ("demo", "replay", "compare", "trial", "oracle", "reproduce", "profile", "bench"), "lab"
     ),

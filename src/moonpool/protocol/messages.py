@@ -410,9 +410,11 @@ class InstanceLoad(Struct, frozen=True, tag=True):
 
 
 class CostMeasured(Struct, frozen=True, tag=True):
-    """The times of an instance that joined with assumed ones. Since protocol 11."""
+    """The times of an instance that joined with assumed ones. `address`: where others read its
+    blocks now, if that has changed. Since protocol 11."""
 
     cost: FittedCost
+    address: PeerAddress | None = None
 
 
 Report = (

@@ -41,10 +41,13 @@ class ExternalBlocksCleared(Struct, frozen=True):
 ForeignEvent = ExternalBlocksStored | ExternalBlocksRemoved | ExternalBlocksCleared
 
 
-def salt_of(layout_fingerprint: bytes, tenant: str, adapter: str = "") -> str | None:
+def salt_of(
+    layout_fingerprint: bytes, tenant: str, adapter: str = "", always: bool = False
+) -> str | None:
     """Returns the cache salt of a tenant's prompts to an adapter: their root key, which the events
-    then contain."""
-    return root_key(layout_fingerprint, tenant, adapter).hex() if tenant or adapter else None
+    then contain. `always`: also of no tenant, because a pool names its blocks by it."""
+    has_salt = tenant or adapter or always
+    return root_key(layout_fingerprint, tenant, adapter).hex() if has_salt else None
 
 
 class _Changes:

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable
 
 from moonpool.protocol.messages import CacheView
+from moonpool.vllm.actions import CacheExplained, ExplainCache, PrefixesCounted
 from moonpool.vllm.cache_check import HitCheck, why_no_events
 from moonpool.vllm.client import VllmClient, VllmError
 from moonpool.vllm.events import LOOK_MS, EventReader
-from moonpool.vllm.instance import CacheExplained, ExplainCache, PrefixesCounted
 
 log = logging.getLogger("moonpool.vllm")
 

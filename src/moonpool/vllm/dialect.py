@@ -14,8 +14,8 @@ import msgspec
 
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import MALFORMED, FinishReason, SamplingParams, Token, TokenLogprobs
+from moonpool.vllm.actions import EngineOutput, SubmitRequest
 from moonpool.vllm.block_names import salt_of
-from moonpool.vllm.instance import EngineOutput, SubmitRequest
 
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - of `return_tokens_as_token_ids`
 _SEED_MASK = (1 << 63) - 1
@@ -64,11 +64,13 @@ _COMPLETION = msgspec.json.Decoder(_Completion)
 _encode = msgspec.json.encode
 
 
-def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: bytes) -> bytes:
+def completion_body(
+    submit: SubmitRequest, model_id: str, layout_fingerprint: bytes, has_pool: bool = False
+) -> bytes:
     """Returns the body of the request for one attempt.
 
     Tokens generated before a fault are part of the prompt. The seed changes then, so later draws
-    are as random but not the same. Raises DialectError.
+    are as random but not the same. `has_pool`: as `VllmInstance.has_pool`. Raises DialectError.
     """
     work, sampling = submit.work, submit.work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
@@ -117,7 +119,16 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
         body["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.grammar:
         body["structured_outputs"] = _structured_outputs(sampling.grammar)
-    salt = salt_of(layout_fingerprint, work.tenant, work.adapter)
+    body |= _cache_fields(submit, layout_fingerprint, has_pool)
+    return _encode(body)
+
+
+def _cache_fields(
+    submit: SubmitRequest, layout_fingerprint: bytes, has_pool: bool
+) -> dict[str, Any]:
+    """Whose blocks the request may share, and where its KVCache goes or comes from."""
+    work, body = submit.work, dict[str, Any]()
+    salt = salt_of(layout_fingerprint, work.tenant, work.adapter, has_pool)
     if not work.use_cache:
         salt = hashlib.sha256(work.attempt_id.encode()).hexdigest()
     if salt is not None:
@@ -133,7 +144,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
         }
     elif submit.handle:
         body["kv_transfer_params"] = msgspec.json.decode(submit.handle)
-    return _encode(body)
+    return body
 
 
 def is_streamed(submit: SubmitRequest) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 
 from moonpool.installation import install_command
 from moonpool.types import MALFORMED
+from moonpool.vllm.actions import CacheEventsReceived
 from moonpool.vllm.block_names import (
     ExternalBlocksCleared,
     ExternalBlocksRemoved,
@@ -23,7 +24,6 @@ from moonpool.vllm.block_names import (
     ForeignEvent,
     ForeignHash,
 )
-from moonpool.vllm.instance import CacheEventsReceived
 
 log = logging.getLogger("moonpool.vllm")
 

@@ -6,9 +6,9 @@ import msgspec
 
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import MALFORMED, FinishReason, Token
+from moonpool.vllm.actions import EngineOutput
 from moonpool.vllm.block_names import salt_of
 from moonpool.vllm.dialect import DialectError
-from moonpool.vllm.instance import EngineOutput
 
 OWN_FIELDS = ("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params")
 """Fields that the head decides on, or that would let clients reach other servers and requests."""
@@ -28,7 +28,9 @@ _WHOLE = msgspec.json.Decoder(_Whole)
 _encode = msgspec.json.encode
 
 
-def forwarded_body(work: AttemptSpec, model_id: str, layout_fingerprint: bytes) -> bytes:
+def forwarded_body(
+    work: AttemptSpec, model_id: str, layout_fingerprint: bytes, has_pool: bool = False
+) -> bytes:
     """Returns the client's body with the server's name of the model and the tenant's cache salt.
     Raises DialectError."""
     assert work.call is not None
@@ -41,7 +43,7 @@ def forwarded_body(work: AttemptSpec, model_id: str, layout_fingerprint: bytes) 
     for name in OWN_FIELDS:
         fields.pop(name, None)
     fields["model"] = msgspec.Raw(_encode(work.adapter or model_id))
-    salt = salt_of(layout_fingerprint, work.tenant, work.adapter)
+    salt = salt_of(layout_fingerprint, work.tenant, work.adapter, has_pool)
     if salt is not None:
         fields["cache_salt"] = msgspec.Raw(_encode(salt))
     return _encode(fields)

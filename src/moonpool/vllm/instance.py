@@ -27,7 +27,6 @@ from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
     CacheView,
-    Command,
     DecodeAccepted,
     HotPrefixes,
     InstanceLoad,
@@ -51,115 +50,31 @@ from moonpool.protocol.messages import (
 )
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import BlockKey, FinishReason, Role, Token
-from moonpool.vllm.block_names import ForeignEvent
+from moonpool.vllm.actions import (
+    AwaitPool,
+    CacheEventsReceived,
+    CacheExplained,
+    CancelRequest,
+    EngineOutput,
+    EngineStepEnded,
+    ExplainCache,
+    FlushStep,
+    PoolChanged,
+    PoolJoined,
+    PoolLost,
+    PoolReady,
+    PrefixesCounted,
+    SubmitFailed,
+    SubmitRequest,
+    TimePassed,
+    VllmAction,
+    VllmEvent,
+)
 from moonpool.vllm.known_cache import KnownCache, PrefixCounts
+from moonpool.vllm.pooled_blocks import PooledBlocks, address_of
 
 SHOWN_OWNERS = 1024
 NO_HANDLE = "vLLM does not share its KVCache; start it with a --kv-transfer-config"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """One increment of a request's output; the last one has a `finish`.
-
-    `handle` is set in the only output of a prefill: the place of its KVCache.
-    """
-
-    attempt_id: AttemptId
-    tokens: tuple[Token, ...]
-    finish: FinishReason | None = None
-    handle: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitFailed:
-    """A request failed and has no more outputs. `refused`: the request itself is at fault.
-    `status`: of HTTP, with which the server refused."""
-
-    attempt_id: AttemptId
-    message: str
-    refused: bool = False
-    status: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStepEnded:
-    """The outputs since `FlushStep` form one step."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEventsReceived:
-    """Events of the engine's cache, in order. `lost`: some were lost, so earlier ones are void."""
-
-    events: tuple[ForeignEvent, ...]
-    lost: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixesCounted:
-    """What the engine has counted of its prefix cache, since its own start."""
-
-    counts: PrefixCounts
-
-
-@dataclass(frozen=True, slots=True)
-class CacheExplained:
-    """Why the events of the engine's cache do not fit, for the operator; "": they do."""
-
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimePassed:
-    """The events of the engine's cache are judged anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitRequest:
-    """Submit an attempt with its tokens to the engine; post `EngineOutput`s or `SubmitFailed`.
-
-    `hands_over`: compute only the prompt, and keep its KVCache for the holder of the handle.
-    `handle`: the place of the prompt's KVCache.
-    """
-
-    work: AttemptSpec
-    hands_over: bool = False
-    handle: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
-    """Cancel a request. No output of it may be posted from now on."""
-
-    attempt_id: AttemptId
-
-
-@dataclass(frozen=True, slots=True)
-class FlushStep:
-    """Post `EngineStepEnded` when all outputs of the current step should have arrived."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainCache:
-    """Events of the engine's cache do not come, or do not fit (`fits` False): find out why, ask for
-    lost ones again, and post `CacheExplained`. Or they fit again. `other_block_tokens`: the size
-    of blocks in events of another size; 0: there were none."""
-
-    fits: bool
-    other_block_tokens: int = 0
-
-
-VllmEvent = (
-    Command
-    | EngineOutput
-    | SubmitFailed
-    | EngineStepEnded
-    | CacheEventsReceived
-    | PrefixesCounted
-    | CacheExplained
-    | TimePassed
-)
-VllmAction = SubmitRequest | CancelRequest | FlushStep | SendReport | ExitProcess | ExplainCache
 
 
 @dataclass(slots=True)
@@ -170,6 +85,8 @@ class _VllmRequestState:
     first_token: Token | None = None  # drawn by the prefill instance
     submitted: bool = False
     prefilling: bool = False  # its prompt is computed here and has no token yet
+    then: SubmitRequest | PrefillDone | None = None  # once the pool has its blocks
+    fetched_blocks: int = 0
     generated: list[int] = field(default_factory=list)
 
 
@@ -207,6 +124,8 @@ class VllmInstance:
         self.counters: dict[str, float] = {}
         self._cache = KnownCache(layout, num_blocks, publishes_events, caches)
         self._view = CacheView(source=self._cache.source)
+        self._pool: PooledBlocks | None = None
+        self._takeovers: dict[AttemptId, int] = {}
         self._first_counts: PrefixCounts | None = None
         self._attempts: dict[AttemptId, _VllmRequestState] = {}
         self._queue: dict[
@@ -245,15 +164,24 @@ class VllmInstance:
             case CacheExplained():
                 self._view = replace(self._view, note=event.note)
             case Resync():
-                self._cache.take_changes()
-                self._report(BlocksSnapshot(next_sequence=self._sequence, keys=self._cache.keys))
+                self._report(self._snapshot())
+            case PoolJoined():
+                self._pool = self._pool or PooledBlocks(event.address)
+                self._pool.address = event.address
+            case PoolChanged():
+                if self._pool is not None:
+                    self._pool.hear(event.report)
+            case PoolLost():
+                if self._pool is not None:
+                    self._pool.forget()
+            case PoolReady():
+                self._on_pool_ready(event)
             case SwitchRole():
                 self._report(RoleChanged(role=self.role))  # an external engine cannot switch
             case ListHot():
                 self._report(HotPrefixes(number=event.number, prefixes=()))
             case TakeOverPrefix():
-                error = "an instance with vLLM cannot take over blocks"
-                self._report(PrefixTakenOver(number=event.number, num_blocks=0, error=error))
+                self._on_take_over(event)
             case LeaveCluster():
                 self._actions.append(ExitProcess())
             case StopReceiving() | MarkReplicas() | PrefetchBlocks():
@@ -268,6 +196,11 @@ class VllmInstance:
             self._on_abort(attempt_id)
         actions, self._actions = self._actions, []
         return actions
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether the engine shares a pool with others of its host."""
+        return self._pool is not None
 
     def is_idle(self) -> bool:
         """Whether no attempt is under way."""
@@ -317,7 +250,15 @@ class VllmInstance:
             return
         request.prefilling = True
         self._queue[command.work.attempt_id] = None
-        self._actions.append(SubmitRequest(command.work, request.hands_over))
+        submit = SubmitRequest(command.work, request.hands_over)
+        fetch = command.fetch
+        if self._pool is None or fetch is None or not request.keys:
+            self._actions.append(submit)
+        else:  # a copy from the other host, and then the prefill
+            request.submitted, request.then = False, submit
+            keys = tuple(request.keys[: fetch.num_blocks])
+            self._actions.append(AwaitPool(command.work.attempt_id, keys, fetch.source))
+            return
         if len(self._queue) == 1:
             self._begin_prefill(request)
 
@@ -326,7 +267,7 @@ class VllmInstance:
         wait for others first."""
         held, most = 0, (len(request.work.token_ids) - 1) // self.layout.block_tokens
         for key in request.keys[:most]:
-            if not self._cache.holds(key):
+            if not self._holds(key):
                 break
             held += 1
         held_tokens = held * self.layout.block_tokens
@@ -336,7 +277,7 @@ class VllmInstance:
             PrefillStarted(
                 attempt_id=request.work.attempt_id,
                 cached_tokens=held_tokens,
-                fetched_tokens=0,
+                fetched_tokens=request.fetched_blocks * self.layout.block_tokens,
                 early=early,
             )
         )
@@ -350,7 +291,42 @@ class VllmInstance:
             num_tokens = len(request.work.token_ids)
             full = (num_tokens - 1) // self.layout.block_tokens * self.layout.block_tokens
             self._expect(num_tokens, full)
-        self._actions.append(SubmitRequest(request.work, handle=command.handle))
+        source = address_of(command.handle) if self._pool is not None else None
+        if source is None:
+            self._actions.append(SubmitRequest(request.work, handle=command.handle))
+            return
+        request.submitted, request.then = False, SubmitRequest(request.work)
+        keys = tuple(request.keys[: (len(request.work.token_ids) - 1) // self.layout.block_tokens])
+        self._actions.append(AwaitPool(command.attempt_id, keys, source))
+
+    def _on_take_over(self, command: TakeOverPrefix) -> None:
+        """The pool of this host copies a prefix from another one."""
+        if self._pool is None:
+            error = "an instance with vLLM and without a pool cannot take over blocks"
+            self._report(PrefixTakenOver(number=command.number, num_blocks=0, error=error))
+            return
+        name = AttemptId(f"takeover:{command.number}")
+        self._takeovers[name] = command.number
+        self._actions.append(AwaitPool(name, tuple(command.keys), command.source))
+
+    def _on_pool_ready(self, event: PoolReady) -> None:
+        """What has waited for the pool goes on, whatever the pool has."""
+        number = self._takeovers.pop(event.attempt_id, None)
+        if number is not None:
+            self._report(PrefixTakenOver(number=number, num_blocks=event.num_blocks, error=""))
+            return
+        request = self._attempts.get(event.attempt_id)
+        if request is None or request.then is None:
+            return
+        then, request.then = request.then, None
+        if isinstance(then, PrefillDone):
+            self._end(request)
+            self._report(then)
+            return
+        request.submitted, request.fetched_blocks = True, event.num_blocks
+        self._actions.append(then)
+        if request.prefilling and next(iter(self._queue), None) == event.attempt_id:
+            self._begin_prefill(request)
 
     def _on_abort(self, attempt_id: AttemptId) -> None:
         request = self._attempts.get(attempt_id)
@@ -429,18 +405,24 @@ class VllmInstance:
             self._fail(output.attempt_id, "vLLM ended the prefill without a token")
             return
         ends = output.finish is FinishReason.STOP  # a stop token, not the limit of one token
-        if not ends and not output.handle:  # else the decode instance would silently recompute it
+        handle = output.handle
+        if not handle and self._pool is not None:
+            handle = self._pool.handle
+        if not ends and not handle:  # else the decode instance would silently recompute it
             self._fail(output.attempt_id, NO_HANDLE)
             return
-        self._end(request)
-        self._report(
-            PrefillDone(
-                attempt_id=output.attempt_id,
-                token=output.tokens[0],
-                finish=output.finish if ends else None,
-                handle=output.handle,
-            )
+        done = PrefillDone(
+            attempt_id=output.attempt_id,
+            token=output.tokens[0],
+            finish=output.finish if ends else None,
+            handle=handle,
         )
+        if ends or output.handle or not request.keys:
+            self._end(request)
+            self._report(done)
+        else:  # the engine stores the last blocks after its answer
+            request.then = done
+            self._actions.append(AwaitPool(output.attempt_id, tuple(request.keys)))
 
     def _gather(
         self, attempt_id: AttemptId, tokens: Sequence[Token], finish: FinishReason | None
@@ -523,8 +505,25 @@ class VllmInstance:
         if not self._attempts:
             self._last_step_s = None  # the next step does not follow this one directly
 
+    def _holds(self, key: BlockKey) -> bool:
+        """Whether vLLM can have the block without computing it."""
+        return self._cache.holds(key) or (self._pool is not None and self._pool.holds(key))
+
+    def _snapshot(self) -> BlocksSnapshot:
+        self._cache.take_changes()
+        if self._pool is not None:
+            return self._pool.snapshot(self._cache.keys, self._sequence)
+        return BlocksSnapshot(next_sequence=self._sequence, keys=self._cache.keys)
+
     def _announce(self) -> None:
         stored, removed = self._cache.take_changes()
+        if self._pool is not None:
+            holds = self._cache.holds
+            changes = self._pool.changes(stored, removed, holds, self._sequence)
+            if changes is not None:
+                self._report(changes)
+                self._sequence += 1
+            return
         if stored or removed:
             self._report(BlocksChanged(sequence=self._sequence, stored=stored, removed=removed))
             self._sequence += 1

@@ -19,10 +19,11 @@ import msgspec
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
 from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import SamplingParams, Slo
+from moonpool.vllm.actions import SubmitRequest
 from moonpool.vllm.client import VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError, completion_body, read_output
 from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.instance import NO_HANDLE, SubmitRequest
+from moonpool.vllm.instance import NO_HANDLE
 
 PREFILL_TOKENS = (16, 64, 256, 1024, 4096)
 DECODES = ((1, 16), (8, 16), (2, 1024))

@@ -12,15 +12,18 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from moonpool.config.tables import VllmAddress
 from moonpool.cost.fitted import FittedCost
 from moonpool.gc_tuning import settle_memory
+from moonpool.host_pool.places import default_socket
 from moonpool.link.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
 from moonpool.link.tls import PeerTls
 from moonpool.plugins.workers import WorkerSettings
@@ -37,28 +40,31 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.protocol.versions import TAKES_OFFERS
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import InstanceId, Role
-from moonpool.vllm.cache_watch import CacheWatch
-from moonpool.vllm.client import Health, VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, completion_body, is_streamed, read_output
-from moonpool.vllm.events import EventReader, EventsError
-from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.forwarded import end_of, forwarded_body, read_part
-from moonpool.vllm.instance import (
+from moonpool.vllm.actions import (
+    AwaitPool,
     CacheEventsReceived,
     CancelRequest,
     EngineOutput,
     EngineStepEnded,
     ExplainCache,
     FlushStep,
+    PoolReady,
     SubmitFailed,
     SubmitRequest,
     TimePassed,
     VllmAction,
     VllmEvent,
-    VllmInstance,
 )
+from moonpool.vllm.cache_watch import CacheWatch
+from moonpool.vllm.client import Health, VllmClient, VllmError
+from moonpool.vllm.dialect import DialectError, completion_body, is_streamed, read_output
+from moonpool.vllm.events import EventReader, EventsError
+from moonpool.vllm.facts import VllmFacts
+from moonpool.vllm.forwarded import end_of, forwarded_body, read_part
+from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.measure import ASSUMED_COST, describe_cost, measure, probe
 from moonpool.vllm.parsers import find_parsers
+from moonpool.vllm.pool_watch import PoolWatch
 
 log = logging.getLogger("moonpool.vllm")
 
@@ -139,6 +145,8 @@ class VllmWorker(InstanceProcess):
         self._join_lock = asyncio.Lock()
         self._gone = False
         self._watch: CacheWatch | None = None
+        self._pool: PoolWatch | None = None
+        self._rates: tuple[int, float] | None = None  # bytes of a block of the pool, SSD bytes/s
 
     async def run(self, head_host: str, head_port: int) -> None:
         """Serves while the vLLM server comes and goes. Raises WorkerError."""
@@ -266,6 +274,12 @@ class VllmWorker(InstanceProcess):
             self._watch = CacheWatch(
                 self._client, self._reader, facts.block_tokens, self._post, fetches
             )
+            if _is_here(self._place.url):
+                model, size = facts.offer.root, facts.block_tokens
+                socket_path = default_socket()
+                self._pool = PoolWatch(socket_path, model, size, self._post, self._on_pool_rates)
+                self._spawn(self._pool.run())
+                await self._pool.settled(POOL_S if socket_path.exists() else 0.0)
             self._spawn(self._measure(engine))
             settle_memory()
         return ""
@@ -282,6 +296,8 @@ class VllmWorker(InstanceProcess):
             except VllmError as error:
                 log.warning("vLLM at %s is served by assumed times: %s", self._place.url, error)
             else:
+                if self._rates is not None and engine.layout is not None:
+                    engine.cost = _with_pool(engine.cost, engine.layout, self._rates)
                 log.info("measured vLLM at %s: %s", self._place.url, describe_cost(engine.cost))
                 engine.is_measured = True
                 self._report_cost()
@@ -295,8 +311,9 @@ class VllmWorker(InstanceProcess):
         engine = self._engine
         if not self._joined or engine is None or engine.cost is None:
             return
-        if engine.is_measured and self._link.protocol >= TAKES_OFFERS:
-            self._link.send(CostMeasured(cost=engine.cost))
+        if (engine.is_measured or self._rates is not None) and self._link.protocol >= TAKES_OFFERS:
+            address = None if self._pool is None else self._pool.address
+            self._link.send(CostMeasured(cost=engine.cost, address=address))
 
     def _load(self) -> InstanceLoad:
         assert self._engine is not None
@@ -311,9 +328,7 @@ class VllmWorker(InstanceProcess):
             instance_id=self.instance_id,
             role=self.role,
             incarnation=engine.incarnation,
-            address=PeerAddress(
-                instance_id=self.instance_id, host_id="", unix_name="", tcp_host="", tcp_port=0
-            ),
+            address=(None if self._pool is None else self._pool.address) or NO_ADDRESS,
             layout=engine.layout,
             num_blocks=facts.num_blocks,
             cost=engine.cost,
@@ -344,11 +359,27 @@ class VllmWorker(InstanceProcess):
                         task.cancel()
                 case FlushStep():
                     self._loop.call_later(STEP_S, self._post, EngineStepEnded())
+                case AwaitPool():
+                    self._spawn(self._await_pool(action))
                 case ExplainCache():
                     if self._watch is not None:
                         self._spawn(self._watch.explain(action))
                 case ExitProcess():
                     self._link.stop("it leaves")
+
+    async def _await_pool(self, action: AwaitPool) -> None:
+        if self._pool is None:
+            self._post(PoolReady(action.attempt_id, 0))
+        else:
+            await self._pool.perform(action)
+
+    def _on_pool_rates(self, block_bytes: int, ssd_bytes_per_s: float) -> None:
+        """The pool's blocks can be fetched and loaded: the Conductor predicts their times."""
+        self._rates = block_bytes, ssd_bytes_per_s
+        engine = self._engine
+        if engine is not None and engine.cost is not None and engine.layout is not None:
+            engine.cost = _with_pool(engine.cost, engine.layout, self._rates)
+            self._report_cost()
 
     async def _run_request(self, submit: SubmitRequest) -> None:
         """Runs one request to its end. An error ends only this attempt."""
@@ -384,15 +415,16 @@ class VllmWorker(InstanceProcess):
         assert engine is not None
         assert engine.layout is not None
         work, model_id = submit.work, engine.facts.model_id
+        has_pool = engine.instance is not None and engine.instance.has_pool
         if work.call is not None:
-            body = forwarded_body(work, model_id, engine.layout.fingerprint)
+            body = forwarded_body(work, model_id, engine.layout.fingerprint, has_pool)
             parts = self._client.forward(work.call.path, body, work.traceparent)
             async with contextlib.aclosing(parts):
                 async for part in parts:
                     yield read_part(work, part)
             yield end_of(work)
             return
-        body = completion_body(submit, model_id, engine.layout.fingerprint)
+        body = completion_body(submit, model_id, engine.layout.fingerprint, has_pool)
         answer = self._client.answer(body, is_streamed(submit), work.traceparent)
         async with contextlib.aclosing(answer):
             async for event in answer:
@@ -456,3 +488,30 @@ def _layout(model: str, facts: VllmFacts) -> BlockLayout:
         head_dim=1,
         inner="vllm",
     )
+
+
+NO_ADDRESS = PeerAddress(
+    instance_id=InstanceId(""), host_id="", unix_name="", tcp_host="", tcp_port=0
+)
+POOL_S = 2.0
+"""How long the pool may take to say what it has, before the instance joins without it."""
+NETWORK_BYTES_PER_S = 1e9
+"""Of a fetch from another host's pool, until fetches have been measured."""
+
+
+def _with_pool(cost: FittedCost, layout: BlockLayout, rates: tuple[int, float]) -> FittedCost:
+    """Adds the times of fetches and loads. Their rates are in bytes of the nominal layout."""
+    block_bytes, ssd_bytes_per_s = rates
+    share = layout.block_bytes / block_bytes
+    return msgspec.structs.replace(
+        cost,
+        network_bytes_per_s=NETWORK_BYTES_PER_S * share,
+        shared_memory_bytes_per_s=NETWORK_BYTES_PER_S * share,
+        ssd_read_bytes_per_s=ssd_bytes_per_s * share or cost.ssd_read_bytes_per_s,
+    )
+
+
+def _is_here(url: str) -> bool:
+    """Whether the server is on this machine, so that it may use this machine's pool."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", socket.gethostname()) or host.startswith("127.") or host == "::1"

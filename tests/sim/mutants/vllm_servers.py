@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from moonpool.vllm import dialect
+from moonpool.vllm.actions import CancelRequest, EngineOutput
 from moonpool.vllm.block_names import ExternalBlocks
-from moonpool.vllm.instance import CancelRequest, EngineOutput, VllmInstance
+from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.known_cache import KnownCache
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method

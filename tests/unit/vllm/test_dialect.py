@@ -13,8 +13,8 @@ from llguidance import LLMatcher
 from moonpool.protocol.block_hash import root_key
 from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import BadWord, FinishReason, SamplingParams, Slo
+from moonpool.vllm.actions import EngineOutput, SubmitRequest
 from moonpool.vllm.dialect import DialectError, completion_body, read_output
-from moonpool.vllm.instance import EngineOutput, SubmitRequest
 
 FINGERPRINT = b"layout"
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.types import BlockKey
+from moonpool.vllm.actions import CacheEventsReceived
 from moonpool.vllm.block_names import (
     ExternalBlocks,
     ExternalBlocksCleared,
@@ -22,7 +23,6 @@ from moonpool.vllm.block_names import (
     ExternalBlocksStored,
 )
 from moonpool.vllm.events import EventReader, EventsError, read_batch
-from moonpool.vllm.instance import CacheEventsReceived
 from moonpool_lab.demo.local_server import free_port
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "vllm_events.json").read_text())

@@ -38,8 +38,7 @@ from moonpool.protocol.messages import (
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import BlockKey, FinishReason, InstanceId, Role, SamplingParams, Slo, Token
-from moonpool.vllm.block_names import ExternalBlocksRemoved, ExternalBlocksStored
-from moonpool.vllm.instance import (
+from moonpool.vllm.actions import (
     CacheEventsReceived,
     CancelRequest,
     EngineOutput,
@@ -51,8 +50,9 @@ from moonpool.vllm.instance import (
     TimePassed,
     VllmAction,
     VllmEvent,
-    VllmInstance,
 )
+from moonpool.vllm.block_names import ExternalBlocksRemoved, ExternalBlocksStored
+from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.known_cache import PrefixCounts
 
 LAYOUT = BlockLayout(

@@ -73,9 +73,12 @@ class BlockLedger:
                 kept[key] = block_id
         return [(block_id, key) for key, block_id in kept.items()], right.count(False)
 
-    def note(self, changes: Iterable[tuple[BlockId, BlockKey | None]]) -> None:
+    def note(
+        self, changes: Iterable[tuple[BlockId, BlockKey | None]], at_once: bool = False
+    ) -> None:
         """Notes the blocks whose keys have changed, with their present keys. Call it before
-        anything can overwrite a block that has lost its key. Returns at once."""
+        anything can overwrite a block that has lost its key. Returns at once. `at_once`: records of
+        blocks whose checksums are known are written before it returns."""
         named: list[Task] = []
         with self._lock:
             for block_id, key in changes:
@@ -83,7 +86,10 @@ class BlockLedger:
                 self._changes[block_id] += 1
                 if key is not None:
                     named.append(partial(self._name, block_id, key, self._changes[block_id]))
-        if named:
+        if at_once:
+            for task in named:
+                task()
+        elif named:
             self._threads.submit(named)
 
     def close(self) -> None:

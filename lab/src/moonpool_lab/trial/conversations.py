@@ -82,6 +82,35 @@ class ConversationMaker:
         """Returns the questions of families of forked conversations, each with two turns."""
         return [q for number in range(num_families) for q in self._family(number)]
 
+    def session(
+        self, name: str, shared: str, opening_words: int, turn_words: int, turns: int
+    ) -> list[Question]:
+        """Returns the turns of one long conversation, of `len(PLACES)` at most.
+
+        Each plants a code, and asks for that of any turn so far. What a turn answered is told as
+        if it had been right, so prompts do not depend on answers. `shared` begins the prompts.
+        """
+        told: tuple[tuple[str, str], ...] = (("system", shared),) if shared else ()
+        known: list[tuple[str, str]] = []
+        found = []
+        for turn, place in enumerate(self._rng.sample(PLACES, turns)):
+            known.append((place, self._code()))
+            words = self._words(turn_words if turn else opening_words)
+            text = f"{words}. {_planted(*known[-1])}"
+            question = self._question(
+                f"{name}-turn-{turn + 1}",
+                (*told, ("user", text)),
+                *self._rng.choice(known),
+                self._max_tokens,
+            )
+            found.append(question)
+            told = (*question.messages, ("assistant", f"{question.fact}."))
+        return found
+
+    def words(self, count: int) -> str:
+        """Returns a text that several sessions may share."""
+        return f"{self._words(count)}."
+
     def filler(self, num_words: int) -> Question:
         """Returns a request whose prefix no other has: it fills the cache."""
         self._num_fillers += 1

@@ -126,7 +126,7 @@ class Tally:
         )
         unexplained = self.quiet.unexplained + self.load.unexplained
         p_unexplained = _binomial(unexplained, self.quiet.answered + self.load.answered, granted)
-        p_facts = _fisher(
+        p_facts = fisher_p(
             self.load.facts_lost, self.load.facts, self.quiet.facts_lost, self.quiet.facts
         )
         foreign = self.quiet.foreign + self.load.foreign
@@ -136,11 +136,11 @@ class Tally:
         if 2 * p_facts < PROVEN_P:
             proven.append(f"{self.load.facts_lost} planted codes lost under load")
         return {
-            "quiet": _counts(self.quiet),
-            "load": _counts(self.load),
+            "quiet": counts_of(self.quiet),
+            "load": counts_of(self.load),
             "references": len(self._references),
             "references_with_logprobs": with_logprobs,
-            "p_differs": _fisher(
+            "p_differs": fisher_p(
                 self.load.differing, self.load.answered, self.quiet.differing, self.quiet.answered
             ),
             "p_unexplained": p_unexplained,
@@ -150,19 +150,20 @@ class Tally:
         }
 
 
-def _counts(phase: Phase) -> dict[str, Any]:
+def counts_of(phase: Phase) -> dict[str, Any]:
+    """The counts of a phase as JSON, with those that follow from them."""
     found: dict[str, Any] = msgspec.to_builtins(phase)
     found["differing"], found["unexplained"] = phase.differing, phase.unexplained
     return found
 
 
-def _fisher(under_load: int, num_load: int, in_quiet: int, num_quiet: int) -> float:
-    """P-value of "the rate under load is not above that in quiet", by Fisher's exact test."""
+def fisher_p(count: int, answers: int, count_beside: int, answers_beside: int) -> float:
+    """P-value of "the rate is not above that beside it", by Fisher's exact test."""
     from scipy.stats import fisher_exact
 
-    if not under_load:
+    if not count:
         return 1.0
-    table = [[under_load, num_load - under_load], [in_quiet, num_quiet - in_quiet]]
+    table = [[count, answers - count], [count_beside, answers_beside - count_beside]]
     return float(fisher_exact(table, alternative="greater").pvalue)
 
 

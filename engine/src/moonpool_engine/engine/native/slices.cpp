@@ -185,6 +185,24 @@ MP_EXPORT(moonpool_slices_copy)(const Offer* offers, int64_t count, const Table*
     return DONE;
 }
 
+// Slices between any two places of this process, which the caller answers for: `to` are multiples
+// of 64. `sums` gets what was copied.
+MP_EXPORT(moonpool_slices_move)(const char* const* from, char* const* to, uint64_t* sums,
+                                int64_t count, int64_t size) {
+    Passage pair[2];
+    for (int64_t i = 0; i < count; i += 2) {
+        const int64_t width = least(2, count - i);
+        for (int64_t n = 0; n < width; ++n) pair[n] = {from[i + n], to[i + n], 0};
+        if (width == 2)
+            pass<STREAM, 2>(pair, size);
+        else
+            pass<STREAM, 1>(pair, size);
+        for (int64_t n = 0; n < width; ++n) sums[i + n] = pair[n].sum;
+    }
+    publish();
+    return DONE;
+}
+
 // From a socket into our arena, until `deadline_ns` or the socket's own timeout, whichever comes
 // first. `state` is bytes that are there, slices verified, corrupt ones, errno: to go on, call
 // again with it.

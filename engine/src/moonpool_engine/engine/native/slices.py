@@ -16,6 +16,7 @@ _POINTER, _INT64, _INT, _BYTES = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, 
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "name": (_POINTER, _INT64, _POINTER, _POINTER, *[_INT64] * 4, _POINTER),
     "copy": (_BYTES, _INT64, _BYTES, _POINTER, _INT64, _POINTER),
+    "move": (_POINTER, _POINTER, _POINTER, _INT64, _INT64),
     "receive": (_INT, _BYTES, _INT64, _BYTES, _INT64, _POINTER),
     "send": (_INT, _BYTES, _INT64, _BYTES, _INT64, _POINTER, *[_INT64] * 3, _POINTER),
 }
@@ -27,6 +28,7 @@ class NativeSliceCalls:
 
     name: Call
     copy: Call
+    move: Call
     receive: Call
     send: Call
 

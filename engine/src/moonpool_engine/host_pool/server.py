@@ -1,0 +1,565 @@
+"""The pool of a host: owns the spaces of all models, and serves their clients over a unix socket.
+
+Only processes of the same user are served. A client that vanishes gives back all that it held; a
+model whose clients have gone keeps its blocks until another model needs the place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from moonpool import __version__
+from moonpool.host_pool.block_space import BlocksFetched, BlocksFound
+from moonpool.host_pool.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    TO_POOL,
+    AttachRank,
+    ClientMessage,
+    Commit,
+    Damaged,
+    Describe,
+    Fetched,
+    FetchToPool,
+    Find,
+    Found,
+    GroupBlocks,
+    GroupState,
+    JoinPool,
+    PoolJoinAccepted,
+    PoolMessage,
+    PoolRefused,
+    PoolState,
+    RankAttached,
+    Release,
+    Reserve,
+    Reserved,
+    Waiting,
+    Watch,
+    keys_of,
+)
+from moonpool.host_pool.pool_group import BlockGroup, GroupFound
+from moonpool.link.tls import PeerTls
+from moonpool.protocol.transfer_events import MessengerEvent
+from moonpool.types import MALFORMED
+from moonpool_engine.host_pool.space_host import SpaceError, SpaceHost, SpacePlace, open_space
+
+log = logging.getLogger("moonpool.pool")
+
+TICK_S = 0.01
+FIRST_S = 10.0
+"""How long a client may take for its first message."""
+MAX_CLIENTS = 256
+MAX_FINDS = 4096
+MAX_RESERVATIONS = 256
+MAX_UNSENT_BYTES = 256 << 20
+_LENGTH = struct.Struct(">I")
+_PEER = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class HostPoolPlace:
+    """What the pool may use. Bytes are of all models together; each of `num_models` gets an equal
+    part, its ranks equal parts of that. `ssd_folder` None: no SSD."""
+
+    socket_path: Path
+    memory_folder: Path
+    dram_bytes: int
+    ssd_folder: Path | None
+    ssd_bytes: int
+    num_models: int
+    listen_host: str
+    secret: bytes
+    tls: PeerTls | None = None
+
+
+@dataclass(slots=True)
+class _Group:
+    """A model. `lock` is held while a space is opened."""
+
+    name: str
+    model: str
+    block_tokens: int
+    state: BlockGroup
+    hosts: dict[int, SpaceHost] = field(default_factory=dict)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    clients: set[_Client] = field(default_factory=set)
+    watchers: set[_Client] = field(default_factory=set)
+    fetches: dict[str, _GroupFetch] = field(default_factory=dict)
+    used: int = 0
+
+
+@dataclass(slots=True)
+class _GroupFetch:
+    client: _Client
+    number: int
+    left: set[int]
+    num_blocks: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Find:
+    group: _Group
+    places: bool
+
+
+class _Client:
+    """One connection."""
+
+    def __init__(self, number: int, writer: asyncio.StreamWriter) -> None:
+        self.number = number
+        self.name = f"client {number}"
+        self.space: tuple[_Group, int] | None = None
+        self.finds: dict[str, _Find] = {}
+        self.reservations: dict[int, int] = {}
+        self._writer = writer
+
+    def send(self, message: PoolMessage) -> None:
+        """A client that does not read is cut off."""
+        if self._writer.is_closing():
+            return
+        body = msgspec.msgpack.encode(message)
+        self._writer.write(_LENGTH.pack(len(body)) + body)
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            log.warning("%s does not read its answers; its connection ends", self.name)
+            self._writer.transport.abort()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class PoolServer:
+    """`run` serves until it is cancelled. Raises OSError if the socket cannot be opened."""
+
+    def __init__(self, place: HostPoolPlace) -> None:
+        self._place = place
+        self._groups: dict[bytes, _Group] = {}
+        self._clients: set[_Client] = set()
+        self._num_clients = self._num_reservations = self._num_uses = 0
+        self._opening = asyncio.Lock()
+
+    async def run(self) -> None:
+        path = self._place.socket_path
+        server = await asyncio.start_unix_server(self._serve, sock=_listen(path))
+        log.info("the pool serves at %s", path)
+        ticks = asyncio.create_task(self._tick())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ticks.cancel()
+            server.close()
+            for client in list(self._clients):
+                client.close()
+            for group in self._groups.values():
+                for host in group.hosts.values():
+                    await asyncio.to_thread(host.close)
+            path.unlink(missing_ok=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for group in self._groups.values():
+                if group.state.num_finds:
+                    group.state.on_time(time.monotonic())
+                    self._perform(group)
+
+    # Connections
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_clients += 1
+        client = _Client(self._num_clients, writer)
+        try:
+            problem = self._stranger(writer)
+            if problem:
+                client.send(PoolRefused(error=problem))
+                return
+            self._clients.add(client)
+            message = await asyncio.wait_for(_read(reader), FIRST_S)
+            if not await self._greet(client, message):
+                return
+            while True:
+                self._on_message(client, await _read(reader))
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            pass
+        except (*MALFORMED, ValueError) as error:
+            log.warning("%s sent what this pool does not understand: %s", client.name, error)
+            client.send(PoolRefused(error=f"this pool does not understand the message: {error}"))
+        finally:
+            self._forget(client)
+            client.close()
+
+    def _stranger(self, writer: asyncio.StreamWriter) -> str:
+        """Returns why this peer is not served; "" if it is."""
+        sock = writer.get_extra_info("socket")
+        pid, uid, _ = _PEER.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        )
+        if uid != os.geteuid():
+            log.warning("process %d of user %d asked for the pool and was refused", pid, uid)
+            return "the pool belongs to another user"
+        if len(self._clients) >= MAX_CLIENTS:
+            return f"the pool has {MAX_CLIENTS} clients already"
+        return ""
+
+    async def _greet(self, client: _Client, message: ClientMessage) -> bool:
+        if not isinstance(message, AttachRank | JoinPool):
+            client.send(PoolRefused(error="the first message is to attach or to join"))
+            return False
+        if message.protocol != PROTOCOL:
+            text = f"the pool speaks protocol {PROTOCOL}, this client {message.protocol}:"
+            client.send(
+                PoolRefused(error=f"{text} install the same version of moonpool on both sides")
+            )
+            return False
+        if isinstance(message, JoinPool):
+            client.send(PoolJoinAccepted(version=__version__))
+            return True
+        try:
+            group, host = await self._attach(message)
+        except SpaceError as error:
+            log.warning("%s rank %d is not served: %s", message.model, message.rank, error)
+            client.send(PoolRefused(error=str(error)))
+            return False
+        client.name = f"{group.name} rank {message.rank}"
+        client.space = group, message.rank
+        group.clients.add(client)
+        client.send(RankAttached(path=host.path, num_blocks=host.num_blocks))
+        return True
+
+    def _forget(self, client: _Client) -> None:
+        """Gives back all that a client held."""
+        self._clients.discard(client)
+        for group in self._groups.values():
+            group.clients.discard(client)
+            group.watchers.discard(client)
+        for owner, find in client.finds.items():
+            find.group.state.release(owner)
+            self._perform(find.group)
+        if client.space is not None:
+            group, rank = client.space
+            for number in client.reservations.values():
+                group.hosts[rank].space.abandon(number)
+            self._perform(group)
+
+    # Spaces
+
+    async def _attach(self, message: AttachRank) -> tuple[_Group, SpaceHost]:
+        """Raises SpaceError."""
+        async with self._opening:
+            group = self._groups.get(message.group) or await self._make_group(message)
+        if group.state.num_ranks != message.num_ranks or message.rank >= message.num_ranks:
+            raise SpaceError("other processes of this model state another number of ranks")
+        self._use(group)
+        async with group.lock:
+            host = group.hosts.get(message.rank)
+            if host is None:
+                host = await self._open(group, message)
+                group.hosts[message.rank] = host
+                group.state.spaces[message.rank] = host.space
+                self._perform(group)
+        if host.layout != message.layout:
+            raise SpaceError("another process of this model and rank lays its blocks out otherwise")
+        return group, host
+
+    async def _make_group(self, message: AttachRank) -> _Group:
+        name = message.group.hex()[:24]
+        await self._make_room(name)
+        state = BlockGroup(message.num_ranks)
+        group = _Group(name, message.model, message.block_tokens, state)
+        self._groups[message.group] = group
+        return group
+
+    async def _make_room(self, name: str) -> None:
+        """Makes room for another model: deletes the memory of those that nobody uses. Raises
+        SpaceError."""
+        root = self._place.memory_folder
+        open_names = {group.name for group in self._groups.values()}
+        found = [path for path in root.glob("*-r*") if path.is_dir()] if root.is_dir() else []
+        closed = sorted(
+            {path.name.rpartition("-r")[0] for path in found} - open_names - {name},
+            key=lambda one: max(p.stat().st_mtime for p in root.glob(f"{one}-r*")),
+        )
+        while closed and len(open_names) + len(closed) >= self._place.num_models:
+            for path in root.glob(f"{closed.pop(0)}-r*"):
+                shutil.rmtree(path, ignore_errors=True)
+        while len(self._groups) >= self._place.num_models:
+            idle = [one for one in self._groups.items() if not one[1].clients]
+            if not idle:
+                raise SpaceError(
+                    f"the pool serves {self._place.num_models} models already: start it with a"
+                    " larger --models"
+                )
+            key, group = min(idle, key=lambda one: one[1].used)
+            log.info("the blocks of %s leave DRAM for another model", group.model)
+            del self._groups[key]
+            for host in group.hosts.values():
+                await asyncio.to_thread(host.close)
+            for path in root.glob(f"{group.name}-r*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    async def _open(self, group: _Group, message: AttachRank) -> SpaceHost:
+        place, loop = self._place, asyncio.get_running_loop()
+        parts = place.num_models * message.num_ranks
+        name = f"{group.name}-r{message.rank}"
+        own = SpacePlace(
+            name=name,
+            memory_folder=place.memory_folder,
+            dram_bytes=place.dram_bytes // parts,
+            ssd_folder=place.ssd_folder,
+            ssd_bytes=place.ssd_bytes // parts,
+            listen_host=place.listen_host,
+            secret=place.secret,
+            tls=place.tls,
+        )
+        rank = message.rank
+
+        def post(event: MessengerEvent) -> None:
+            loop.call_soon_threadsafe(self._on_event, group, rank, event)
+
+        log.info("opening the space of %s, rank %d", message.model, rank)
+        return await asyncio.to_thread(open_space, message.layout, own, post)
+
+    def _on_event(self, group: _Group, rank: int, event: MessengerEvent) -> None:
+        host = group.hosts.get(rank)
+        if host is not None:
+            host.space.handle(event)
+            self._perform(group)
+
+    def _use(self, group: _Group) -> None:
+        self._num_uses += 1
+        group.used = self._num_uses
+
+    # Messages
+
+    def _on_message(self, client: _Client, message: ClientMessage) -> None:
+        """Raises ValueError for a message that this client may not send now."""
+        match message:
+            case Find():
+                self._on_find(client, message)
+            case Release():
+                owner = _owner(client, message.owner)
+                find = client.finds.pop(owner, None)
+                if find is not None:
+                    find.group.state.release(owner)
+                    self._perform(find.group)
+            case Reserve():
+                self._on_reserve(client, message)
+            case Commit():
+                self._on_commit(client, message)
+            case Damaged():
+                group, rank = _space(client)
+                host = group.hosts[rank]
+                log.warning("%s: %d blocks in memory are damaged", client.name, len(message.keys))
+                host.space.drop(keys_of(message.keys))
+                self._perform(group)
+            case Watch():
+                self._on_watch(client, message)
+            case FetchToPool():
+                self._on_fetch(client, message)
+            case Describe():
+                client.send(self._state())
+            case _:
+                raise ValueError("this client has attached already")
+
+    def _on_find(self, client: _Client, message: Find) -> None:
+        group = self._groups.get(message.group)
+        if group is None or len(client.finds) >= MAX_FINDS:
+            client.send(Found(owner=message.owner, num_blocks=0))
+            return
+        self._use(group)
+        owner = _owner(client, message.owner)
+        client.finds[owner] = _Find(group, message.places)
+        until_s = time.monotonic() + message.wait_s
+        group.state.find(owner, keys_of(message.keys), until_s)
+        self._perform(group)
+        if group.state.is_finding(owner):
+            client.send(Waiting(owner=message.owner))
+
+    def _on_reserve(self, client: _Client, message: Reserve) -> None:
+        group, rank = _space(client)
+        if message.number in client.reservations or len(client.reservations) >= MAX_RESERVATIONS:
+            raise ValueError(f"the reservation {message.number} is one too many")
+        self._num_reservations += 1
+        client.reservations[message.number] = self._num_reservations
+        host = group.hosts[rank]
+        keys = keys_of(message.keys)
+        places = host.reserve(self._num_reservations, keys, message.first_depth)
+        self._perform(group)
+        ids = np.array([-1 if place is None else place for place in places], "<i8").tobytes()
+        client.send(Reserved(number=message.number, block_ids=ids))
+
+    def _on_commit(self, client: _Client, message: Commit) -> None:
+        group, rank = _space(client)
+        number = client.reservations.pop(message.number, None)
+        if number is None:
+            raise ValueError(f"there is no reservation {message.number}")
+        if not group.hosts[rank].commit(number, message.checksums):
+            raise ValueError("a commit states one checksum for each slice")
+        group.state.on_blocks()
+        self._perform(group)
+
+    def _on_watch(self, client: _Client, message: Watch) -> None:
+        group = self._groups.get(message.group)
+        if group is None or 0 not in group.hosts:
+            raise ValueError("the pool has no such model")
+        self._perform(group)
+        group.watchers.add(client)
+        client.send(GroupBlocks(group=message.group, report=group.hosts[0].space.snapshot()))
+
+    def _on_fetch(self, client: _Client, message: FetchToPool) -> None:
+        group = self._groups.get(message.group)
+        if group is None or len(message.sources) != len(group.hosts) or not group.state.is_whole:
+            error = "the pool has no such model with as many ranks"
+            client.send(Fetched(number=message.number, num_blocks=0, error=error))
+            return
+        self._use(group)
+        self._num_uses += 1
+        fetch_id = f"{client.number}:{message.number}:{self._num_uses}"
+        ranks = set(group.hosts)
+        group.fetches[fetch_id] = _GroupFetch(client, message.number, ranks, len(message.keys))
+        keys = keys_of(message.keys)
+        for rank, host in group.hosts.items():
+            host.space.fetch(fetch_id, message.sources[rank], keys, message.timeout_s)
+        self._perform(group)
+
+    # Answers
+
+    def _perform(self, group: _Group) -> None:
+        """Performs what the spaces of a group want, until they want nothing more."""
+        now = time.monotonic()
+        has_more = True
+        while has_more:
+            has_more = False
+            for rank, host in group.hosts.items():
+                ended, changes = host.perform()
+                for one in ended:
+                    has_more = True
+                    if isinstance(one, BlocksFound):
+                        group.state.on_found(rank, one, now)
+                    else:
+                        self._on_fetched(group, rank, one)
+                if changes is not None and rank == 0 and group.watchers:
+                    key = next(key for key, one in self._groups.items() if one is group)
+                    for watcher in list(group.watchers):
+                        watcher.send(GroupBlocks(group=key, report=changes))
+            for found in group.state.take():
+                self._answer(group, found)
+
+    def _answer(self, group: _Group, found: GroupFound) -> None:
+        number, _, owner = found.owner.partition("/")
+        client = next((one for one in self._clients if str(one.number) == number), None)
+        if client is None:
+            group.state.release(found.owner)
+            return
+        ranks = found.block_ids if client.finds[found.owner].places else ()
+        places = tuple(group.hosts[rank].places(ids) for rank, ids in enumerate(ranks))
+        client.send(
+            Found(
+                owner=owner, num_blocks=found.num_blocks, num_loaded=found.num_loaded, ranks=places
+            )
+        )
+
+    def _on_fetched(self, group: _Group, rank: int, ended: BlocksFetched) -> None:
+        fetch = group.fetches[ended.fetch_id]
+        fetch.left.discard(rank)
+        fetch.num_blocks = min(fetch.num_blocks, ended.num_blocks)
+        fetch.num_bytes += ended.num_bytes
+        fetch.seconds = max(fetch.seconds, ended.seconds)
+        fetch.error = fetch.error or ended.error
+        if fetch.left:
+            return
+        del group.fetches[ended.fetch_id]
+        fetch.client.send(
+            Fetched(
+                number=fetch.number,
+                num_blocks=fetch.num_blocks,
+                num_bytes=fetch.num_bytes,
+                seconds=fetch.seconds,
+                error=fetch.error,
+            )
+        )
+        group.state.on_blocks()
+
+    def _state(self) -> PoolState:
+        groups = tuple(
+            GroupState(
+                group=key,
+                model=group.model,
+                block_tokens=group.block_tokens,
+                num_ranks=group.state.num_ranks,
+                num_clients=len(group.clients),
+                is_whole=group.state.is_whole,
+                spaces=tuple(host.state(rank) for rank, host in sorted(group.hosts.items())),
+            )
+            for key, group in sorted(self._groups.items(), key=lambda one: one[1].used)
+        )
+        return PoolState(
+            version=__version__,
+            pid=os.getpid(),
+            dram_bytes=self._place.dram_bytes,
+            groups=groups,
+        )
+
+
+async def _read(reader: asyncio.StreamReader) -> ClientMessage:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length} bytes exceeds the {MAX_FRAME_BYTES} allowed")
+    message: ClientMessage = TO_POOL.decode(await reader.readexactly(length))
+    return message
+
+
+def _listen(path: Path) -> socket.socket:
+    """Listens at `path`, which only the user of this process can reach. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and not _is_alive(path):
+            path.unlink()
+        before = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        sock.listen(64)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_alive(path: Path) -> bool:
+    """Whether somebody serves at the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _owner(client: _Client, owner: str) -> str:
+    return f"{client.number}/{owner}"
+
+
+def _space(client: _Client) -> tuple[_Group, int]:
+    """Raises ValueError if the client has none."""
+    if client.space is None:
+        raise ValueError("this client has no space: it joined without attaching")
+    return client.space

@@ -1,0 +1,1 @@
+"""moonpool's KVCache pool inside vLLM: what runs in the processes of a vLLM server."""

@@ -1,0 +1,248 @@
+"""Copies blocks between vLLM's KVCache tensors and the pool's memory, with checksums.
+
+`HostCopier` is for tensors in the host's memory: one pass copies and sums. `DeviceCopier` is for
+others: bytes pass a staging buffer of the host, which is summed as it is filled or emptied; so what
+was summed is what the device gets, whatever happens to the pool's memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moonpool_engine.vllm.cache_layout import Addresses, CacheLayout, LayerPart
+from moonpool_engine.vllm.slice_mover import SliceMover, Sums
+
+Places = npt.NDArray[np.int64]
+
+
+class BlockCopier(Protocol):
+    """`places` are addresses of blocks in the pool's memory, one for each block id."""
+
+    def mark(self) -> None:
+        """Called by vLLM's thread as a step begins: what was computed before may be stored."""
+        ...
+
+    def load(self, layer: str, block_ids: Places, places: Places) -> Sums:
+        """Copies one layer of blocks into vLLM. Returns the sums of what was copied, one row for
+        each block."""
+        ...
+
+    def wait(self, layer: str) -> None:
+        """Called by vLLM's thread after `load` has returned: attention may read the layer."""
+        ...
+
+    def store(self, block_ids: Places, places: Places) -> Sums:
+        """Copies whole blocks out of vLLM. Returns the sums of all their slices."""
+        ...
+
+
+class HostCopier:
+    """For tensors in this process's memory."""
+
+    def __init__(self, layout: CacheLayout, mover: SliceMover) -> None:
+        self._layout = layout
+        self._mover = mover
+        self._within = np.arange(layout.num_slices, dtype=np.int64) * layout.slice_bytes
+        self._slices_of = slices_by_layer(layout)
+
+    def mark(self) -> None:
+        """A step is computed when vLLM's thread goes on."""
+
+    def wait(self, layer: str) -> None:
+        """What was loaded is there."""
+
+    def load(self, layer: str, block_ids: Places, places: Places) -> Sums:
+        slices = self._slices_of[layer]
+        source = (places[:, None] + self._within[slices]).ravel().astype(np.uint64)
+        to = self._layout.addresses(layer, block_ids)
+        return self._mover.copy(source, to, self._layout.slice_bytes).reshape(-1, len(slices))
+
+    def store(self, block_ids: Places, places: Places) -> Sums:
+        source = self._layout.addresses(0, block_ids)
+        to = (places[:, None] + self._within).ravel().astype(np.uint64)
+        return self._mover.copy(source, to, self._layout.slice_bytes)
+
+
+class DeviceCopier:
+    """For tensors on a device. Loads and stores have a stream each, beside that of the model."""
+
+    def __init__(
+        self, layout: CacheLayout, mover: SliceMover, kv_caches: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._layout = layout
+        self._mover = mover
+        self._within = np.arange(layout.num_slices, dtype=np.int64) * layout.slice_bytes
+        self._slices_of = slices_by_layer(layout)
+        self._device = next(iter(kv_caches.values())).device
+        self._views = {
+            (name, part.slice_index): _view(kv_caches[name], part, layout)
+            for name, parts in layout.layer_parts.items()
+            for part in parts
+        }
+        self._streams = _Streams(self._device)
+
+    def mark(self) -> None:
+        self._streams.mark_computed()
+
+    def wait(self, layer: str) -> None:
+        self._streams.wait_loaded(layer)
+
+    def load(self, layer: str, block_ids: Places, places: Places) -> Sums:
+        size, slices = self._layout.slice_bytes, self._slices_of[layer]
+        count = len(block_ids)
+        staging = self._staging(count * len(slices) * size)
+        source = (places[:, None] + self._within[slices]).ravel().astype(np.uint64)
+        to = staging.data_ptr() + np.arange(count * len(slices), dtype=np.int64) * size
+        sums = self._mover.copy(source, to.astype(np.uint64), size).reshape(count, len(slices))
+        rows = staging.view(count, len(slices) * size)
+        with self._streams.loading(layer):
+            ids = torch.from_numpy(block_ids).to(self._device)
+            start = 0
+            for part in self._layout.layer_parts[layer]:
+                width = part.num_slices * size
+                piece = rows[:, start : start + width].to(self._device, non_blocking=True)
+                self._views[layer, part.slice_index].index_copy_(0, ids, piece)
+                start += width
+        self._streams.keep(staging)
+        return sums
+
+    def store(self, block_ids: Places, places: Places) -> Sums:
+        size, num_slices = self._layout.slice_bytes, self._layout.num_slices
+        count = len(block_ids)
+        staging = self._staging(count * num_slices * size)
+        rows = staging.view(count, num_slices * size)
+        with self._streams.storing():
+            ids = torch.from_numpy(block_ids).to(self._device)
+            for (_, first), view in self._views.items():
+                width = view.shape[1]
+                start = first * size
+                rows[:, start : start + width].copy_(view.index_select(0, ids), non_blocking=True)
+        source = staging.data_ptr() + np.arange(count * num_slices, dtype=np.int64) * size
+        to = (places[:, None] + self._within).ravel().astype(np.uint64)
+        return self._mover.copy(source.astype(np.uint64), to, size)
+
+    def _staging(self, num_bytes: int) -> torch.Tensor:
+        pinned = self._device.type == "cuda"
+        raw = torch.empty(num_bytes + 64, dtype=torch.uint8, pin_memory=pinned)
+        start = -raw.data_ptr() % 64  # slices are copied to multiples of 64
+        return raw[start : start + num_bytes]
+
+
+class _Streams:
+    """The order between the model's stream and those of the copies. Without streams, as on a CPU,
+    everything is in order already."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._has_streams = device.type == "cuda"
+        self._loaded: dict[str, Any] = {}
+        self._kept: list[torch.Tensor] = []
+        self._computed: Any = None
+        if self._has_streams:
+            self._load = torch.cuda.Stream(device)
+            self._store = torch.cuda.Stream(device)
+
+    def mark_computed(self) -> None:
+        if self._has_streams:
+            self._computed = torch.cuda.current_stream().record_event()
+            self._kept.clear()  # of the step before, which has ended
+
+    def keep(self, staging: torch.Tensor) -> None:
+        if self._has_streams:
+            self._kept.append(staging)
+
+    @contextlib.contextmanager
+    def loading(self, layer: str) -> Iterator[None]:
+        if not self._has_streams:
+            yield
+            return
+        with torch.cuda.stream(self._load):
+            if self._computed is not None:  # blocks may have been another request's
+                self._load.wait_event(self._computed)
+            yield
+            self._loaded[layer] = self._load.record_event()
+
+    def wait_loaded(self, layer: str) -> None:
+        event = self._loaded.pop(layer, None)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    @contextlib.contextmanager
+    def storing(self) -> Iterator[None]:
+        """Ends when the bytes are in the host's memory."""
+        if not self._has_streams:
+            yield
+            return
+        with torch.cuda.stream(self._store):
+            if self._computed is not None:
+                self._store.wait_event(self._computed)
+            yield
+        self._store.synchronize()
+
+
+class DeviceSliceMover:
+    """Copies slices one by one between the host's memory and tensors on a device, for the proof of
+    a layout. It is slow, and takes addresses as the layout states them."""
+
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._memory = {
+            storage.data_ptr(): torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+                storage
+            )
+            for tensor in kv_caches.values()
+            for storage in (tensor.untyped_storage(),)
+        }
+
+    def copy(self, from_addresses: Addresses, to_addresses: Addresses, slice_bytes: int) -> Sums:
+        import xxhash  # here: as in `PlainSliceMover`
+
+        sums = np.empty(len(from_addresses), np.uint64)
+        pairs = zip(from_addresses.tolist(), to_addresses.tolist(), strict=True)
+        for number, (source, target) in enumerate(pairs):
+            data = self._at(source, slice_bytes).cpu()
+            self._at(target, slice_bytes).copy_(data)
+            sums[number] = xxhash.xxh3_64_intdigest(data.numpy().tobytes())
+        return sums
+
+    def _at(self, address: int, num_bytes: int) -> torch.Tensor:
+        for start, memory in self._memory.items():
+            if start <= address and address + num_bytes <= start + len(memory):
+                return memory[address - start : address - start + num_bytes]
+        host = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return torch.frombuffer(host, dtype=torch.uint8)
+
+
+def open_copier(
+    layout: CacheLayout, mover: SliceMover, kv_caches: Mapping[str, torch.Tensor]
+) -> BlockCopier:
+    """The copier for these tensors."""
+    if layout.device_type == "cpu":
+        return HostCopier(layout, mover)
+    return DeviceCopier(layout, mover, kv_caches)
+
+
+def slices_by_layer(layout: CacheLayout) -> dict[str, Places]:
+    """The numbers of each layer's slices in a block."""
+    return {
+        name: np.concatenate(
+            [np.arange(part.slice_index, part.slice_index + part.num_slices) for part in parts]
+        )
+        for name, parts in layout.layer_parts.items()
+    }
+
+
+def _view(tensor: torch.Tensor, part: LayerPart, layout: CacheLayout) -> torch.Tensor:
+    """The bytes of a part, one row for each of vLLM's blocks."""
+    storage = tensor.untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    offset = part.address - storage.data_ptr()
+    width = part.num_slices * layout.slice_bytes
+    return whole.as_strided((layout.num_blocks, width), (part.block_stride_bytes, 1), offset)

@@ -1,0 +1,246 @@
+"""`MoonpoolConnector`: the KVCache pool of this host inside vLLM, by vLLM's own interface.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "MoonpoolConnector",
+        "kv_connector_module_path": "moonpool.vllm_connector", "kv_role": "kv_both"}'
+
+vLLM makes one connector in its scheduler (`SchedulerSide`) and one in each worker (`WorkerSide`).
+Whatever fails here costs hits, and no answer: vLLM then serves without the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from moonpool.host_pool.messages import PROTOCOL, AttachRank
+from moonpool.host_pool.places import default_socket
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.vllm.block_copier import DeviceSliceMover, open_copier
+from moonpool_engine.vllm.cache_layout import CacheLayout, LayoutRefused
+from moonpool_engine.vllm.layout_probe import proven_layout
+from moonpool_engine.vllm.model_identity import (
+    UnknownModelError,
+    group_of,
+    hash_folder,
+    model_folder,
+    settings_of,
+)
+from moonpool_engine.vllm.scheduler_side import SchedulerSide
+from moonpool_engine.vllm.slice_mover import open_mover
+from moonpool_engine.vllm.transfers import LoadsEnded, RankReady, StepTransfers
+from moonpool_engine.vllm.worker_side import WorkerSide
+from moonpool_engine.vllm.worker_steps import attention_backends, find_worker
+
+log = logging.getLogger("moonpool.vllm_connector")
+
+KVConnectorMetadata.register(StepTransfers)
+KVConnectorWorkerMetadata.register(LoadsEnded)
+KVConnectorHandshakeMetadata.register(RankReady)
+
+
+class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Both sides; `role` says which one this is. Settings in `kv_connector_extra_config`:
+
+    pool        the pool's unix socket; by default where `moonpool pool serve` opens it
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _follow_vllm_logs()
+        transfer = vllm_config.kv_transfer_config
+        # A block that did not arrive is computed: nothing fails because of the cache.
+        transfer.kv_load_failure_policy = "recompute"
+        named = transfer.kv_connector_extra_config.get("pool")
+        self._pool_path = Path(named) if named else default_socket()
+        self._kv_cache_config = kv_cache_config
+        self._block_tokens = int(vllm_config.cache_config.block_size)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        if role is KVConnectorRole.SCHEDULER:
+            size = self._block_tokens
+            self._scheduler = SchedulerSide(self._pool_path, size, time.monotonic)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a store that is dropped is a later miss
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._kv_caches = kv_caches
+
+    def get_handshake_metadata(self) -> RankReady | None:
+        """vLLM asks all ranks together, warmed up and before its first request: now the layout can
+        be proven, and the pool joined."""
+        parallel = self._vllm_config.parallel_config
+        rank, num_ranks = int(parallel.rank), int(parallel.tensor_parallel_size)
+        mover = open_mover()
+        try:
+            if parallel.pipeline_parallel_size > 1:
+                raise LayoutRefused("vLLM's pipeline stages are not supported")
+            worker = find_worker()
+            on_host = all(one.device.type == "cpu" for one in self._kv_caches.values())
+            proof = mover if on_host else DeviceSliceMover(self._kv_caches)
+            layout = proven_layout(worker, self._kv_caches, self._kv_cache_config, proof)
+            attach = self._identify(layout, attention_backends(worker), rank, num_ranks)
+        except (LayoutRefused, UnknownModelError) as error:
+            log.error("vLLM serves without the KVCache pool: %s", error)
+            return RankReady(b"", rank, num_ranks, str(error))
+        copier = open_copier(layout, mover, self._kv_caches)
+        self._worker = WorkerSide(self._pool_path, attach, layout, copier)
+        return RankReady(attach.group, rank, num_ranks)
+
+    def _identify(
+        self, layout: CacheLayout, backends: dict[str, str], rank: int, num_ranks: int
+    ) -> AttachRank:
+        """What this rank says to the pool. Raises LayoutRefused or UnknownModelError."""
+        if len(layout.groups) != 1:
+            raise LayoutRefused(
+                "its layers have several kinds of KVCache; start vLLM with"
+                " --disable-hybrid-kv-cache-manager"
+            )
+        block_tokens = layout.groups[0].block_tokens
+        weights = hash_folder(model_folder(self._vllm_config))
+        settings = settings_of(self._vllm_config, block_tokens, vllm.__version__)
+        form = layout.fingerprint(0, num_ranks, backends, vllm.__version__)
+        group = group_of(weights, settings, form.hex())
+        nominal = BlockLayout(
+            model_fingerprint=group.hex(),
+            dtype="bfloat16",
+            block_tokens=1,
+            num_layers=layout.num_slices,
+            num_kv_heads=1,
+            head_dim=layout.slice_bytes // 4,  # K and V of two bytes each
+            inner="vllm",
+        )
+        return AttachRank(
+            protocol=PROTOCOL,
+            group=group,
+            model=str(self._vllm_config.model_config.model),
+            rank=rank,
+            num_ranks=num_ranks,
+            block_tokens=block_tokens,
+            layout=nominal,
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: StepTransfers) -> None:
+        if self._worker is not None:
+            self._worker.preempt(kv_connector_metadata.preempted)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.begin_step(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are stored in the step after, when their tokens are final."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        done = self._worker.take_finished(self._step().has_work)
+        return done or None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.take_wrong_blocks()
+
+    def build_connector_worker_meta(self) -> LoadsEnded | None:
+        return None if self._worker is None else self._worker.take_ended()
+
+    def _step(self) -> StepTransfers:
+        step = self._get_connector_metadata()
+        assert isinstance(step, StepTransfers)
+        return step
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.begin([metadata[rank] for rank in sorted(metadata)])
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        ids = blocks.get_block_ids()[0] if num_external_tokens else []
+        self._scheduler.on_allocated(request, ids, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        assert self._scheduler is not None
+        ssd = min(self._scheduler.ssd_tokens(request), num_external_tokens)
+        sources = {CacheHitSource.DISK: ssd, CacheHitSource.HOST: num_external_tokens - ssd}
+        return {source: count for source, count in sources.items() if count}
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepTransfers:
+        assert self._scheduler is not None
+        return self._scheduler.build(scheduler_output, self._block_ids_of)
+
+    def _block_ids_of(self, req_id: str) -> list[int]:
+        assert self._kv_cache_manager is not None
+        ids: list[int] = self._kv_cache_manager.get_block_ids(req_id)[0]
+        return ids
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        ended = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(ended, LoadsEnded):
+            self._scheduler.on_ended(ended)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return self._scheduler.on_finished(request, block_ids), None
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+
+def _follow_vllm_logs() -> None:
+    """vLLM's log shows what this package says."""
+    ours, theirs = logging.getLogger("moonpool"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level or logging.INFO)
+        ours.propagate = False

@@ -1,0 +1,193 @@
+"""A process's connection to the pool of its host. It never makes its caller wait for a dead pool.
+
+One thread keeps the connection: it connects, greets, reads, and begins again when the pool has
+gone. Sending takes microseconds; a pool whose socket is full for 50 ms counts as gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+import numpy as np
+
+from moonpool.host_pool.messages import (
+    FROM_POOL,
+    MAX_FRAME_BYTES,
+    AttachRank,
+    ClientMessage,
+    JoinPool,
+    PoolJoinAccepted,
+    PoolMessage,
+    PoolRefused,
+    RankAttached,
+)
+from moonpool.types import MALFORMED
+
+log = logging.getLogger("moonpool.vllm_connector")
+
+SEND_S = 0.05
+GREETING_S = 300.0
+"""The pool may have to take its memory first."""
+RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_LENGTH = struct.Struct(">I")
+_TIMEVAL = struct.Struct("ll")
+
+
+class SpaceMemory:
+    """The memory of one rank's space, mapped."""
+
+    def __init__(self, path: str, num_bytes: int, num_blocks: int) -> None:
+        """Raises OSError or ValueError if the file is not there, or too small."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._mapping = mmap.mmap(fd, num_bytes)
+        finally:
+            os.close(fd)
+        self._bytes = np.frombuffer(self._mapping, np.uint8)
+        self.address: int = self._bytes.ctypes.data
+        self.num_blocks = num_blocks
+
+
+class PoolLink:
+    """`on_message` gets what the pool sends, in this link's thread; `on_end` is called there when
+    the connection has ended. `greeting` is an `AttachRank` or a `JoinPool`."""
+
+    def __init__(
+        self,
+        path: Path,
+        greeting: AttachRank | JoinPool,
+        on_message: Callable[[PoolMessage], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.path = path
+        self._greeting = greeting
+        self._on_message = on_message
+        self._on_end = on_end
+        self._encoder = msgspec.msgpack.Encoder()
+        self._send_lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._stopping = threading.Event()
+        self._said = ""
+        self.memory: SpaceMemory | None = None
+        """Of an attached link, while it is connected."""
+        self._thread = threading.Thread(target=self._run, name="moonpool-pool", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        return self._sock is not None
+
+    def send(self, message: ClientMessage) -> bool:
+        """Returns False if there is no pool now. May be called from any thread."""
+        body = self._encoder_bytes(message)
+        with self._send_lock:
+            sock = self._sock
+            if sock is None:
+                return False
+            try:
+                sock.sendall(body)
+            except OSError:
+                self._cut(sock)
+                return False
+        return True
+
+    def close(self) -> None:
+        self._stopping.set()
+        sock = self._sock
+        if sock is not None:
+            self._cut(sock)
+
+    def _encoder_bytes(self, message: ClientMessage) -> bytes:
+        body = msgspec.msgpack.encode(message)
+        return _LENGTH.pack(len(body)) + body
+
+    def _cut(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        tries = 0
+        while not self._stopping.is_set():
+            try:
+                began_s = time.monotonic()
+                self._serve()
+                problem = "the pool ended the connection"
+            except _RefusedError as error:
+                problem = str(error)
+            except (OSError, ValueError, *MALFORMED) as error:
+                problem = str(getattr(error, "strerror", None) or error)
+            was_connected, self._sock, self.memory = self._sock is not None, None, None
+            if was_connected:
+                self._on_end()
+                if time.monotonic() - began_s > RETRY_S[-1]:
+                    tries = 0
+            if self._stopping.is_set():
+                return
+            if problem != self._said:
+                self._said = problem
+                log.warning(
+                    "no KVCache pool at %s (%s); vLLM goes on without it", self.path, problem
+                )
+            self._stopping.wait(RETRY_S[min(tries, len(RETRY_S) - 1)])
+            tries += 1
+
+    def _serve(self) -> None:
+        """Serves one connection until it ends. Raises OSError, ValueError or _RefusedError."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(SEND_S * 20)
+            sock.connect(str(self.path))
+            sock.settimeout(None)
+            timeout = _TIMEVAL.pack(0, int(SEND_S * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            reader = cast(BinaryIO, sock.makefile("rb", buffering=1 << 16))
+            sock.sendall(self._encoder_bytes(self._greeting))
+            message = _read(reader)
+            match message:
+                case PoolRefused():
+                    raise _RefusedError(message.error)
+                case RankAttached():
+                    assert isinstance(self._greeting, AttachRank)
+                    num_bytes = message.num_blocks * self._greeting.layout.block_bytes
+                    self.memory = SpaceMemory(message.path, num_bytes, message.num_blocks)
+                case PoolJoinAccepted():
+                    pass
+                case _:
+                    raise ValueError("it answered with something else than a welcome")
+            self._sock, self._said = sock, ""
+            log.info("the KVCache pool at %s is used", self.path)
+            while True:
+                message = _read(reader)
+                if isinstance(message, PoolRefused):
+                    raise _RefusedError(message.error)
+                self._on_message(message)
+
+
+class _RefusedError(Exception):
+    """The pool does not serve this process."""
+
+
+def _read(reader: BinaryIO) -> PoolMessage:
+    head = reader.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        raise ConnectionError("it ended the connection")
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"it sent a frame of {length} bytes")
+    body = reader.read(length)
+    if len(body) < length:
+        raise ConnectionError("it ended the connection")
+    message: PoolMessage = FROM_POOL.decode(body)
+    return message

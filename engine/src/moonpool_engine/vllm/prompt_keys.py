@@ -1,0 +1,90 @@
+"""The keys of a vLLM request's blocks: a hash chain over all that makes a block's content.
+
+The group (model, layout) is not part of the chain: each group has tables of its own in the pool.
+The chain begins with the cache salt, the adapter's content and, in each block, what its tokens do
+not tell: images and other embeddings. vLLM's own block hashes are not used: they depend on a seed,
+and name an adapter instead of its content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from moonpool.protocol.block_hash import KEY_BYTES, extend_keys, root_key
+from moonpool.types import BlockKey
+
+
+class PromptKeys:
+    """The keys of one request's full blocks, extended as it grows."""
+
+    def __init__(self, request: Any, block_tokens: int, adapter_hash: Callable[[str], str]) -> None:
+        """`adapter_hash`: the hash of a LoRA adapter's content, by its folder."""
+        self.keys: list[BlockKey] = []
+        self._request = request
+        self._block_tokens = block_tokens
+        self._root = root_of(request, adapter_hash)
+        self._media = sorted(
+            (
+                feature.mm_position.offset,
+                feature.mm_position.offset + feature.mm_position.length,
+                str(feature.identifier),
+            )
+            for feature in (getattr(request, "mm_features", None) or ())
+        )
+        self.is_known = getattr(request, "prompt_embeds", None) is None
+        """Whether content follows from tokens and media. Embeddings as a prompt have no key."""
+
+    def extend(self, num_blocks: int) -> list[BlockKey]:
+        """Returns the keys of the first `num_blocks` blocks, as far as their tokens are known."""
+        size = self._block_tokens
+        if not self.is_known or len(self.keys) >= num_blocks:
+            return self.keys[:num_blocks]
+        tokens = self._request.all_token_ids
+        num_full = min(num_blocks, len(tokens) // size)
+        if not self._media:
+            start = len(self.keys)
+            parent = self.keys[-1] if self.keys else self._root
+            new: list[BlockKey] = []
+            extend_keys(new, tokens[start * size : num_full * size], size, parent)
+            self.keys += new
+            return self.keys[:num_blocks]
+        for index in range(len(self.keys), num_full):
+            parent = self.keys[-1] if self.keys else self._root
+            parent = self._with_media(parent, index * size, (index + 1) * size)
+            extend_one: list[BlockKey] = []
+            extend_keys(extend_one, tokens[index * size : (index + 1) * size], size, parent)
+            self.keys += extend_one
+        return self.keys[:num_blocks]
+
+    def _with_media(self, parent: BlockKey, start: int, end: int) -> BlockKey:
+        """The parent of a block that contains parts of images."""
+        inside = [one for one in self._media if one[0] < end and one[1] > start]
+        if not inside:
+            return parent
+        digest = hashlib.sha256(b"moonpool-media-1" + parent)
+        for first, last, identifier in inside:
+            digest.update(f"{first - start} {last - start} {len(identifier)} ".encode())
+            digest.update(identifier.encode())
+        return BlockKey(digest.digest()[:KEY_BYTES])
+
+
+def root_of(request: Any, adapter_hash: Callable[[str], str]) -> BlockKey:
+    """Returns the parent of a request's first block, from cache salt and adapter.
+
+    A salt that is a root key already (16 bytes in hexadecimal: Moonpool's own front sends them) is
+    taken as it is, so that front and pool give a block the same key.
+    """
+    salt = getattr(request, "cache_salt", None) or ""
+    adapter = ""
+    lora = getattr(request, "lora_request", None)
+    if lora is not None:
+        adapter = adapter_hash(str(lora.lora_path))
+    try:
+        own = bytes.fromhex(salt)
+    except ValueError:
+        own = b""
+    if len(own) == KEY_BYTES and len(salt) == 2 * KEY_BYTES and not adapter:
+        return BlockKey(own)
+    return root_key(b"moonpool-vllm", salt, adapter)

@@ -1,0 +1,359 @@
+"""The scheduler's side of the connector: which blocks to load and to store.
+
+A prompt is looked up in the pool when it arrives. The answer comes while vLLM does other things;
+until then the request waits, others go on. What the pool has and vLLM has not is loaded in the
+request's first step, layer by layer. What vLLM has computed and the pool has not is stored in the
+step after it was computed: then the tokens are final, and blocks do not change.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moonpool.host_pool.messages import (
+    PROTOCOL,
+    Find,
+    Found,
+    JoinPool,
+    PoolMessage,
+    Release,
+    Waiting,
+)
+from moonpool_engine.vllm.model_identity import UnknownModelError, hash_folder
+from moonpool_engine.vllm.pool_link import PoolLink
+from moonpool_engine.vllm.prompt_keys import PromptKeys
+from moonpool_engine.vllm.transfers import (
+    LoadsEnded,
+    LoadSpec,
+    RankReady,
+    StepTransfers,
+    StoreSpec,
+)
+
+log = logging.getLogger("moonpool.vllm_connector")
+
+AHEAD = 16
+"""Finds of requests that are not next yet: each holds blocks in the pool."""
+ANSWER_S = 0.002
+"""How long the scheduler itself waits for an answer, at most `ANSWERS_S` in one step."""
+ANSWERS_S = 0.004
+SILENCE_S = 0.25
+"""A pool that says nothing for so long is not asked again for `PAUSE_S`."""
+PAUSE_S = 2.0
+LOAD_S = 20.0
+"""The most time for which a request waits for the SSD."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """A find of one request."""
+
+    owner: str
+    asked_s: float
+    until_s: float
+    found: Found | None = None
+
+
+@dataclass(slots=True)
+class _RequestState:
+    request: Any
+    keys: PromptKeys
+    search: _Search | None = None
+    load: LoadSpec | None = None  # for the step that is being built
+    next_store: int = 0  # the first block that may not be in the pool
+    has_stores: bool = False
+    from_ssd: int = 0  # of the blocks that were loaded last
+
+
+class SchedulerSide:
+    """Lives in vLLM's scheduler. All methods but `_on_message` and `_on_end` are for its thread."""
+
+    def __init__(self, pool_path: Path, block_tokens: int, now: Callable[[], float]) -> None:
+        self._block_tokens = block_tokens
+        self._now = now
+        self._group = b""
+        self._num_ranks = 1
+        self._requests: dict[str, _RequestState] = {}
+        self._adapters: dict[str, str] = {}
+        self._stores: list[StoreSpec] = []
+        self._finished: list[str] = []
+        self._loading: dict[str, str] = {}  # owner of a load under way -> request
+        self._ends: dict[str, int] = {}  # ranks that have ended a load
+        self._num_searches = 0
+        self._paused_until_s = 0.0
+        self._waited_s = 0.0  # in this step
+        self.counts = {
+            "looked_up": 0,
+            "hits": 0,
+            "loaded": 0,
+            "from_ssd": 0,
+            "failed_loads": 0,
+            "silent": 0,
+        }
+        self._link = PoolLink(
+            pool_path, JoinPool(protocol=PROTOCOL), self._on_message, self._on_end
+        )
+        self._lock = threading.Lock()  # guards what follows
+        self._has_news = threading.Condition(self._lock)
+        self._searches: dict[str, _Search] = {}
+
+    def begin(self, ready: list[RankReady]) -> None:
+        """Begins to use the pool, if all workers do."""
+        refusals = [one.refusal for one in ready if one.refusal]
+        groups = {one.group for one in ready}
+        if refusals or len(groups) != 1 or len(ready) != ready[0].num_ranks:
+            text = refusals[0] if refusals else "its workers do not fit together"
+            log.error("vLLM serves without the KVCache pool: %s", text)
+            return
+        self._group, self._num_ranks = groups.pop(), len(ready)
+        self._link.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the pool is there now."""
+        return self._link.connected
+
+    def close(self) -> None:
+        self._link.close()
+
+    # Finds
+
+    def on_new_request(self, request: Any) -> None:
+        """Asks the pool for the request's prefix, if few others have been asked for already."""
+        if not self._group:
+            return
+        with self._lock:
+            num_ahead = len(self._searches)
+        if num_ahead < AHEAD:
+            self._search(self._state(request))
+
+    def matched_tokens(self, request: Any, num_computed: int) -> int | None:
+        """Returns how many tokens after `num_computed` can be loaded; None: ask again later."""
+        if not self._group:
+            return 0
+        state = self._state(request)
+        if state.search is None:
+            self._search(state)
+        search = state.search
+        if search is None:
+            return 0
+        found = self._answer(search)
+        if found is None:
+            if self._now() < search.until_s and self._link.connected:
+                return None
+            self._give_up(state, search)
+            return 0
+        size = self._block_tokens
+        usable = min(found.num_blocks, (int(request.num_tokens) - 1) // size)
+        return max(usable * size - num_computed // size * size, 0)
+
+    def _answer(self, search: _Search) -> Found | None:
+        """The answer, for which it waits a moment."""
+        began_s = self._now()
+        with self._has_news:
+            left_s = min(ANSWER_S, ANSWERS_S - self._waited_s)
+            if search.found is None and left_s > 0 and self._link.connected:
+                self._has_news.wait_for(lambda: search.found is not None, left_s)
+            found = search.found
+        self._waited_s += self._now() - began_s
+        return found
+
+    def _search(self, state: _RequestState) -> None:
+        """Sends a find, unless there is nothing to find or nobody to ask."""
+        now = self._now()
+        request = state.request
+        num_blocks = (request.num_tokens - 1) // self._block_tokens
+        if num_blocks < 1 or now < self._paused_until_s or not self._link.connected:
+            return
+        keys = state.keys.extend(num_blocks)
+        if not keys:
+            return
+        self._num_searches += 1
+        search = _Search(f"{request.request_id}#{self._num_searches}", now, now + SILENCE_S)
+        with self._lock:
+            self._searches[search.owner] = search
+        if self._link.send(Find(owner=search.owner, group=self._group, keys=tuple(keys))):
+            state.search = search
+            self.counts["looked_up"] += 1
+        else:
+            with self._lock:
+                self._searches.pop(search.owner, None)
+
+    def _give_up(self, state: _RequestState, search: _Search) -> None:
+        """The pool does not answer: the request computes its prompt."""
+        self._release(search)
+        state.search = None
+        self.counts["silent"] += 1
+        self._paused_until_s = self._now() + PAUSE_S
+        log.warning("the KVCache pool does not answer; it is not asked for %.0f s", PAUSE_S)
+
+    def _release(self, search: _Search) -> None:
+        with self._lock:
+            self._searches.pop(search.owner, None)
+        self._link.send(Release(owner=search.owner, group=self._group))
+
+    def _on_message(self, message: PoolMessage) -> None:
+        with self._has_news:
+            if isinstance(message, Found | Waiting):
+                search = self._searches.get(message.owner)
+                if search is None:
+                    return
+                if isinstance(message, Found):
+                    search.found = message
+                    self._has_news.notify_all()
+                else:
+                    search.until_s = search.asked_s + LOAD_S
+
+    def _on_end(self) -> None:
+        """The pool has gone: nothing more is answered. Memory that was named stays readable."""
+        with self._has_news:
+            for search in self._searches.values():
+                if search.found is None:
+                    search.found = Found(owner=search.owner, num_blocks=0)
+            self._has_news.notify_all()
+
+    # Steps
+
+    def on_allocated(self, request: Any, block_ids: list[int], num_external: int) -> None:
+        """vLLM has blocks for the request, and wants `num_external` tokens from the pool."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.search is None:
+            return
+        search, state.search = state.search, None
+        found = search.found
+        if found is None:
+            self._release(search)
+            return
+        size = self._block_tokens
+        state.next_store = max(state.next_store, found.num_blocks)
+        if not num_external:
+            self._release(search)
+            return
+        usable = min(found.num_blocks, (request.num_tokens - 1) // size)
+        first = usable - num_external // size
+        state.load = LoadSpec(
+            search.owner,
+            request.request_id,
+            first,
+            tuple(state.keys.extend(usable)[first:]),
+            tuple(block_ids[first:usable]),
+            found.ranks,
+        )
+        self.counts["hits"] += 1
+        self.counts["loaded"] += usable - first
+        state.from_ssd = min(found.num_loaded, usable - first)
+        self.counts["from_ssd"] += state.from_ssd
+
+    def ssd_tokens(self, request: Any) -> int:
+        """Of the tokens that are loaded for a request, those that were on the SSD."""
+        state = self._requests.get(request.request_id)
+        return 0 if state is None else state.from_ssd * self._block_tokens
+
+    def build(self, output: Any, block_ids_of: Callable[[str], list[int]]) -> StepTransfers:
+        """Returns the transfers of a step that vLLM has just planned."""
+        self._waited_s = 0.0
+        loads = []
+        for req_id in output.num_scheduled_tokens:
+            state = self._requests.get(req_id)
+            if state is None:
+                continue
+            if state.load is not None:
+                loads.append(state.load)
+                self._loading[state.load.owner] = req_id
+                state.load = None
+            self._note_full(state, block_ids_of)
+        transfers = StepTransfers(
+            loads=loads,
+            stores=self._stores,
+            preempted=tuple(getattr(output, "preempted_req_ids", None) or ()),
+            finished=self._finished,
+            has_work=bool(output.total_num_scheduled_tokens),
+        )
+        self._stores, self._finished = [], []
+        return transfers
+
+    def _note_full(
+        self,
+        state: _RequestState,
+        block_ids_of: Callable[[str], list[int]] | None,
+        block_ids: list[int] | None = None,
+    ) -> None:
+        """Stores the blocks that earlier steps have filled. The newest token is not computed yet,
+        and what was drafted after it may be wrong."""
+        request = state.request
+        num_final = min(request.num_computed_tokens, request.num_tokens - 1)
+        num_full = num_final // self._block_tokens
+        if num_full <= state.next_store or not self._link.connected:
+            return
+        first = state.next_store
+        keys = state.keys.extend(num_full)[first:]
+        if not keys:
+            return
+        if block_ids is None:
+            assert block_ids_of is not None
+            block_ids = block_ids_of(request.request_id)
+        ids = block_ids[first : first + len(keys)]
+        if len(ids) < len(keys) or any(block_id <= 0 for block_id in ids):
+            return  # vLLM has given blocks back: block 0 stands for them
+        state.next_store = first + len(keys)
+        state.has_stores = True
+        spec = StoreSpec(request.request_id, first, tuple(keys), tuple(ids))
+        self._stores.append(spec)
+
+    def on_ended(self, ended: LoadsEnded) -> None:
+        """Workers have ended loads."""
+        for owner, index in ended.wrong.items():
+            self.counts["failed_loads"] += 1
+            state = self._requests.get(self._loading.get(owner, ""))
+            if state is not None:
+                state.next_store = min(state.next_store, index)
+        for owner, count in ended.ended.items():
+            # Ranks may report in different steps.
+            self._ends[owner] = self._ends.get(owner, 0) + count
+            if self._ends[owner] >= self._num_ranks and owner in self._loading:
+                del self._ends[owner]
+                self._end_load(owner)
+
+    def _end_load(self, owner: str) -> None:
+        self._loading.pop(owner, None)
+        with self._lock:
+            self._searches.pop(owner, None)
+        self._link.send(Release(owner=owner, group=self._group))
+
+    def on_finished(self, request: Any, block_ids: list[int]) -> bool:
+        """Returns whether vLLM must keep the request's blocks until a worker allows their end."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return False
+        if state.search is not None:
+            self._release(state.search)
+        if state.load is not None:
+            self._end_load(state.load.owner)
+        self._note_full(state, None, block_ids)
+        if state.has_stores:
+            self._finished.append(request.request_id)
+        return state.has_stores
+
+    def _state(self, request: Any) -> _RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            keys = PromptKeys(request, self._block_tokens, self._adapter_hash)
+            state = self._requests[request.request_id] = _RequestState(request, keys)
+        return state
+
+    def _adapter_hash(self, folder: str) -> str:
+        """The hash of an adapter's content. One that cannot be read gets a hash of its own, which
+        no other process has."""
+        if folder not in self._adapters:
+            try:
+                self._adapters[folder] = hash_folder(Path(folder))
+            except UnknownModelError as error:
+                log.warning("blocks of an adapter are not shared: %s", error)
+                self._adapters[folder] = f"unknown {folder} {time.time_ns()}"
+        return self._adapters[folder]

@@ -1,0 +1,259 @@
+"""What clients and the pool of a host tell each other, over a unix socket.
+
+Clients are the processes of vLLM (or of another engine), and the process by which a head sees that
+vLLM. A *group* is one model in one layout: all whose blocks are interchangeable. Each rank of a
+tensor-parallel vLLM keeps its shares of the blocks in a *space* of its own. A block is found if all
+spaces of its group have it.
+
+Bodies are msgpack in frames of 4 bytes of length. Blocks themselves never pass the socket: clients
+map the spaces' memory, and copy. Every copy is verified by the checksums that come with it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import BlocksChanged, BlocksSnapshot
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.types import BlockKey, Struct
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 64 << 20
+MAX_KEYS = 1 << 17
+MAX_RANKS = 1024
+
+_Name = Annotated[str, msgspec.Meta(max_length=500)]
+_Group = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+_Keys = Annotated[tuple[_Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=600.0)]
+
+
+# Of a client
+
+
+class AttachRank(Struct, frozen=True, tag=True):
+    """A rank's process wants the memory of its space. Answered with `RankAttached` or
+    `PoolRefused`."""
+
+    protocol: int
+    group: _Group
+    model: _Name
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    layout: BlockLayout
+    """Nominal but for its sizes: `num_layers` slices of `slice_bytes` in a block."""
+
+
+class JoinPool(Struct, frozen=True, tag=True):
+    """A process that only finds blocks. Answered with `PoolJoinAccepted` or `PoolRefused`."""
+
+    protocol: int
+
+
+class Find(Struct, frozen=True, tag=True):
+    """Holds the longest prefix of `keys` for `owner`, until `Release`, and brings what is on the
+    SSD to DRAM first. Answered with `Found`, after a `Waiting` if that takes time. If not all is
+    there, it waits up to `wait_s` for what others are about to store. `places`: the finder copies
+    the blocks itself."""
+
+    owner: _Name
+    group: _Group
+    keys: _Keys
+    places: bool = True
+    wait_s: _Seconds = 0.0
+
+
+class Release(Struct, frozen=True, tag=True):
+    """Ends the holds of a `Find`, or the `Find`."""
+
+    owner: _Name
+    group: _Group
+
+
+class Reserve(Struct, frozen=True, tag=True):
+    """The rank wants to store these blocks in its space. Answered with `Reserved`."""
+
+    number: _Count
+    keys: _Keys
+    first_depth: _Count = 0
+    """The index of the first in its prompt."""
+
+
+class Commit(Struct, frozen=True, tag=True):
+    """The reserved blocks are full; `checksums` are those of all their slices (u64, little-endian),
+    in the order of the blocks that `Reserved` named. Without any, the reservation ends."""
+
+    number: _Count
+    checksums: bytes
+
+
+class Damaged(Struct, frozen=True, tag=True):
+    """These blocks of the rank's space differ from their checksums."""
+
+    keys: _Keys
+
+
+class Watch(Struct, frozen=True, tag=True):
+    """Asks for all keys of a group, and from then on for their changes: `GroupBlocks`."""
+
+    group: _Group
+
+
+class FetchToPool(Struct, frozen=True, tag=True):
+    """Copies blocks from the pool of another host, one address for each rank. Answered with
+    `Fetched`."""
+
+    number: _Count
+    group: _Group
+    sources: Annotated[tuple[PeerAddress, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+    keys: _Keys
+    timeout_s: _Seconds
+
+
+class Describe(Struct, frozen=True, tag=True):
+    """Asks for `PoolState`."""
+
+
+# Of the pool
+
+
+class PoolRefused(Struct, frozen=True, tag=True):
+    """The pool does not serve this client; one line says why. The connection ends."""
+
+    error: str
+
+
+class RankAttached(Struct, frozen=True, tag=True):
+    """The space's memory: `num_blocks` blocks of the layout, in the file at `path`."""
+
+    path: str
+    num_blocks: int
+
+
+class PoolJoinAccepted(Struct, frozen=True, tag=True):
+    """`version` is the pool's, for the log."""
+
+    version: str
+
+
+class RankBlocks(Struct, frozen=True):
+    """Where the blocks are in one rank's space (i64), and the checksums of their slices (u64)."""
+
+    block_ids: bytes
+    checksums: bytes
+
+
+class Found(Struct, frozen=True, tag=True):
+    """The first `num_blocks` keys are in DRAM and held; `num_loaded` of them came from the SSD.
+    `ranks` has one entry for each rank, if the finder asked for places."""
+
+    owner: str
+    num_blocks: int
+    num_loaded: int = 0
+    ranks: tuple[RankBlocks, ...] = ()
+
+
+class Waiting(Struct, frozen=True, tag=True):
+    """A find waits for the SSD, or for other clients."""
+
+    owner: str
+
+
+class Reserved(Struct, frozen=True, tag=True):
+    """The place of each key (i64); -1 if the space has the block already, or has no room."""
+
+    number: int
+    block_ids: bytes
+
+
+class GroupBlocks(Struct, frozen=True, tag=True):
+    """What the group holds, as an instance would report it."""
+
+    group: bytes
+    report: BlocksChanged | BlocksSnapshot
+
+
+class Fetched(Struct, frozen=True, tag=True):
+    """The first `num_blocks` of a `FetchToPool` are here now."""
+
+    number: int
+    num_blocks: int
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class SpaceState(Struct, frozen=True):
+    """Gauges and counters of one rank's space."""
+
+    rank: int
+    num_blocks: int
+    held: int
+    cached: int
+    block_bytes: int
+    address: PeerAddress
+    ssd_blocks: int = 0
+    ssd_cached: int = 0
+    ssd_error: str = ""
+    ssd_read_bytes_per_s: float = 0.0
+    owners: dict[str, int] = msgspec.field(default_factory=dict)
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class GroupState(Struct, frozen=True):
+    """`is_whole`: all its ranks have attached, so that blocks can be found."""
+
+    group: bytes
+    model: str
+    block_tokens: int
+    num_ranks: int
+    num_clients: int
+    is_whole: bool
+    spaces: tuple[SpaceState, ...]
+
+
+class PoolState(Struct, frozen=True, tag=True):
+    """All groups of the pool, the last used one last."""
+
+    version: str
+    pid: int
+    dram_bytes: int
+    groups: tuple[GroupState, ...]
+
+
+ClientMessage = (
+    AttachRank
+    | JoinPool
+    | Find
+    | Release
+    | Reserve
+    | Commit
+    | Damaged
+    | Watch
+    | FetchToPool
+    | Describe
+)
+PoolMessage = (
+    PoolRefused
+    | RankAttached
+    | PoolJoinAccepted
+    | Found
+    | Waiting
+    | Reserved
+    | GroupBlocks
+    | Fetched
+    | PoolState
+)
+TO_POOL = msgspec.msgpack.Decoder(ClientMessage)
+FROM_POOL = msgspec.msgpack.Decoder(PoolMessage)
+
+
+def keys_of(keys: tuple[bytes, ...]) -> tuple[BlockKey, ...]:
+    """The same keys, as the pool's tables name them."""
+    return tuple(map(BlockKey, keys))

@@ -1,0 +1,165 @@
+"""Events of an instance whose engine is vLLM, and the actions that its driver performs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.protocol.messages import (
+    AttemptId,
+    AttemptSpec,
+    BlocksChanged,
+    BlocksSnapshot,
+    Command,
+)
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.scheduler.actions import ExitProcess, SendReport
+from moonpool.types import BlockKey, FinishReason, Token
+from moonpool.vllm.block_names import ForeignEvent
+from moonpool.vllm.known_cache import PrefixCounts
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """One increment of a request's output; the last one has a `finish`.
+
+    `handle` is set in the only output of a prefill: the place of its KVCache.
+    """
+
+    attempt_id: AttemptId
+    tokens: tuple[Token, ...]
+    finish: FinishReason | None = None
+    handle: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitFailed:
+    """A request failed and has no more outputs. `refused`: the request itself is at fault.
+    `status`: of HTTP, with which the server refused."""
+
+    attempt_id: AttemptId
+    message: str
+    refused: bool = False
+    status: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStepEnded:
+    """The outputs since `FlushStep` form one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEventsReceived:
+    """Events of the engine's cache, in order. `lost`: some were lost, so earlier ones are void."""
+
+    events: tuple[ForeignEvent, ...]
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixesCounted:
+    """What the engine has counted of its prefix cache, since its own start."""
+
+    counts: PrefixCounts
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExplained:
+    """Why the events of the engine's cache do not fit, for the operator; "": they do."""
+
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """The events of the engine's cache are judged anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolJoined:
+    """The KVCache pool of the engine's host is there: others read its blocks at this address."""
+
+    address: PeerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChanged:
+    """What the pool holds now."""
+
+    report: BlocksChanged | BlocksSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLost:
+    """The pool is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReady:
+    """The pool has the first `num_blocks` blocks of what `AwaitPool` names, and gets no more."""
+
+    attempt_id: AttemptId
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitPool:
+    """Copy these blocks from the pool at `source` into the pool of the engine's host; without a
+    source, wait until the engine has stored them there. Post `PoolReady`, in any case."""
+
+    attempt_id: AttemptId
+    keys: tuple[BlockKey, ...]
+    source: PeerAddress | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRequest:
+    """Submit an attempt with its tokens to the engine; post `EngineOutput`s or `SubmitFailed`.
+
+    `hands_over`: compute only the prompt, and keep its KVCache for the holder of the handle.
+    `handle`: the place of the prompt's KVCache.
+    """
+
+    work: AttemptSpec
+    hands_over: bool = False
+    handle: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """Cancel a request. No output of it may be posted from now on."""
+
+    attempt_id: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
+class FlushStep:
+    """Post `EngineStepEnded` when all outputs of the current step should have arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainCache:
+    """Events of the engine's cache do not come, or do not fit (`fits` False): find out why, ask for
+    lost ones again, and post `CacheExplained`. Or they fit again. `other_block_tokens`: the size
+    of blocks in events of another size; 0: there were none."""
+
+    fits: bool
+    other_block_tokens: int = 0
+
+
+VllmEvent = (
+    Command
+    | EngineOutput
+    | SubmitFailed
+    | EngineStepEnded
+    | CacheEventsReceived
+    | PrefixesCounted
+    | CacheExplained
+    | TimePassed
+    | PoolJoined
+    | PoolChanged
+    | PoolLost
+    | PoolReady
+)
+VllmAction = (
+    SubmitRequest | CancelRequest | FlushStep | SendReport | ExitProcess | ExplainCache | AwaitPool
+)

@@ -1,0 +1,91 @@
+"""The pool inside a real vLLM: what one has computed, the next one loads, after kills of both and
+with damage. Needs MOONPOOL_VLLM_PYTHON, the Python of a vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live.test_host_pool import Pool
+from tests.live.test_vllm_layout import PYTHON, ROOT, model  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.live, pytest.mark.long]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    found = Pool("--dram", "256MiB", "--ssd", "256MiB", "--folder", str(tmp_path / "ssd"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> str:
+    """The path of modules of a vLLM, as if both packages were installed beside it."""
+    named = tmp_path / "entry-points" / "moonpool_engine-0.dist-info"
+    named.mkdir(parents=True)
+    text = distribution("moonpool-engine").read_text("entry_points.txt")
+    (named / "entry_points.txt").write_text(text or "")
+    parts = [ROOT, ROOT / "src", ROOT / "engine" / "src", named.parent]
+    return os.pathsep.join(map(str, parts))
+
+
+def run(pool: Pool, paths: str, folder: str, salt: str = "s", omit: str = "") -> dict[str, Any]:
+    if PYTHON is None:
+        pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON")
+    settings = {
+        "PYTHONPATH": paths,
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    socket = omit or str(pool.socket)
+    done = subprocess.run(
+        [PYTHON, "-m", "tests.live.vllm_pool.run", folder, socket, salt],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=880,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert lines, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND"))
+    return found
+
+
+def test_a_vllm_finds_what_killed_ones_have_left(
+    pool: Pool,
+    paths: str,
+    model: Any,  # noqa: F811
+) -> None:
+    folder = model("grouped heads")
+    plain = run(pool, paths, folder, omit="/nowhere/pool.sock")
+    first = run(pool, paths, folder)
+    assert (first["answers"], first["hits"]) == (plain["answers"], 0)
+    pool.kill()
+    pool.start()
+    second = run(pool, paths, folder)
+    assert second["answers"] == plain["answers"]
+    # All full blocks of the prompts but the last token's: 6, 7, 8 and 9 blocks of 32.
+    assert second["hits"] == 32 * (6 + 7 + 8 + 9)
+    other = run(pool, paths, folder, salt="another tenant")
+    assert (other["answers"], other["hits"]) == (plain["answers"], 0)
+    (arena,) = pool.memory.glob("*/arena")
+    data = bytearray(arena.read_bytes())
+    for start in range(64, len(data), 512):
+        data[start] ^= 0x40
+    with arena.open("r+b") as file:
+        file.write(data)
+    damaged = run(pool, paths, folder)
+    assert damaged["answers"] == plain["answers"]

@@ -1,0 +1,1 @@
+"""What runs in a vLLM to prove layouts there: a connector, planted faults, and a driver."""
