@@ -149,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         stub = self.served
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self._body())
         stub.calls.append((self.path, body))
         own = not _measures(body)
         self.served.queries += len(body.get("prompt", ()))
@@ -175,6 +175,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(events, stub.dies_after if own else None)
         else:
             self._whole(200, json.dumps(_together(self.path, body, events)).encode())
+
+    def _body(self) -> bytes:
+        length = self.headers["content-length"]
+        if length is not None:
+            return self.rfile.read(int(length))
+        parts = []
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
 
     def _whole(self, status: int, data: bytes) -> None:
         self.send_response(status)

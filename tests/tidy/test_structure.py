@@ -53,6 +53,7 @@ LEVELS = (
     {"vllm.known_cache"},
     {"vllm.instance"},
     {"vllm"},
+    {"epp"},
     {"sim.report"},
     {"plan"},
     {"studies"},

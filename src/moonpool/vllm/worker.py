@@ -37,7 +37,7 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.protocol.versions import TAKES_OFFERS
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import InstanceId, Role
-from moonpool.vllm.cache_watch import CacheWatch
+from moonpool.vllm.cache_watch import COUNT_S, CacheWatch
 from moonpool.vllm.client import Health, VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError, completion_body, is_streamed, read_output
 from moonpool.vllm.events import EventReader, EventsError
@@ -77,7 +77,7 @@ be slow to respond."""
 
 
 @dataclass(slots=True)
-class _Engine:
+class FoundServer:
     """The vLLM server, from when it was found until it is gone."""
 
     facts: VllmFacts
@@ -133,11 +133,12 @@ class VllmWorker(InstanceProcess):
             self._reader = EventReader(place.events, place.replay) if place.events else None
         except EventsError as error:
             raise WorkerError(str(error)) from None
-        self._engine: _Engine | None = None
+        self._engine: FoundServer | None = None
         self._requests: dict[AttemptId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._join_lock = asyncio.Lock()
         self._gone = False
+        self._count_s = COUNT_S
         self._watch: CacheWatch | None = None
 
     async def run(self, head_host: str, head_port: int) -> None:
@@ -146,9 +147,7 @@ class VllmWorker(InstanceProcess):
             while True:
                 self._engine = await self._found()
                 self._gone = False
-                self._link = HeadLink(
-                    self.instance_id, self._secret, self, self._tls, self._link.heads
-                )
+                self._link = self._open_link()
                 self._spawn(self._beat())
                 try:
                     await self._link.run(head_host, head_port)
@@ -160,7 +159,14 @@ class VllmWorker(InstanceProcess):
         finally:
             await self._client.close()
 
-    async def _found(self) -> _Engine:
+    def _open_link(self) -> HeadLink:
+        return HeadLink(self.instance_id, self._secret, self, self._tls, self._link.heads)
+
+    async def _pause(self) -> None:
+        """From one look at the server's health to the next."""
+        await asyncio.sleep(HEARTBEAT_S)
+
+    async def _found(self) -> FoundServer:
         """Waits for the server without a limit."""
         last_error = ""
         while True:
@@ -173,7 +179,7 @@ class VllmWorker(InstanceProcess):
                     last_error = str(error)
                     log.warning("waiting for vLLM at %s: %s", self._place.url, last_error)
             await asyncio.sleep(LOOK_S)
-        found = _Engine(facts, secrets.randbits(62))
+        found = FoundServer(facts, secrets.randbits(62))
         before = self._engine
         if before is not None and before.facts == facts:
             # Measured again it would be too slow: requests rush to it.
@@ -238,7 +244,7 @@ class VllmWorker(InstanceProcess):
         elif not self._link.stopping:
             self._join_over(channel, Joined(info=self._info(engine)))
 
-    async def _prepare(self, setup: Setup, engine: _Engine) -> str:
+    async def _prepare(self, setup: Setup, engine: FoundServer) -> str:
         """Measures the server and makes the state machine. Returns "", or why it failed."""
         url, facts = self._place.url, engine.facts
         if setup.engine.kind != "vllm":
@@ -264,31 +270,34 @@ class VllmWorker(InstanceProcess):
                 self._spawn(self._listen(self._reader))
             fetches = self.role is Role.DECODE
             self._watch = CacheWatch(
-                self._client, self._reader, facts.block_tokens, self._post, fetches
+                self._client, self._reader, facts.block_tokens, self._post, fetches, self._count_s
             )
             self._spawn(self._measure(engine))
             settle_memory()
         return ""
 
-    async def _measure(self, engine: _Engine) -> None:
+    async def _measure(self, engine: FoundServer) -> None:
         """Measures the server's times beside the first requests, and then watches its cache."""
         assert engine.instance is not None
         if not engine.is_measured:
-            progress = _Progress(self._place.url)
-            saying = self._spawn(progress.say())
-            try:
-                quiet = engine.instance.is_idle
-                engine.cost = await measure(self._client, engine.facts, quiet, progress.note)
-            except VllmError as error:
-                log.warning("vLLM at %s is served by assumed times: %s", self._place.url, error)
-            else:
-                log.info("measured vLLM at %s: %s", self._place.url, describe_cost(engine.cost))
-                engine.is_measured = True
-                self._report_cost()
-            finally:
-                saying.cancel()
+            await self._profile(engine, engine.instance)
         if self._watch is not None:
             await self._watch.run(lambda: self._load().cache_view)
+
+    async def _profile(self, engine: FoundServer, instance: VllmInstance) -> None:
+        progress = _Progress(self._place.url)
+        saying = self._spawn(progress.say())
+        try:
+            quiet = instance.is_idle
+            engine.cost = await measure(self._client, engine.facts, quiet, progress.note)
+        except VllmError as error:
+            log.warning("vLLM at %s is served by assumed times: %s", self._place.url, error)
+        else:
+            log.info("measured vLLM at %s: %s", self._place.url, describe_cost(engine.cost))
+            engine.is_measured = True
+            self._report_cost()
+        finally:
+            saying.cancel()
 
     def _report_cost(self) -> None:
         """What is measured before this instance joins is in its description."""
@@ -303,7 +312,7 @@ class VllmWorker(InstanceProcess):
         assert self._engine.instance is not None
         return self._engine.instance.load()
 
-    def _info(self, engine: _Engine) -> InstanceInfo:
+    def _info(self, engine: FoundServer) -> InstanceInfo:
         assert engine.cost is not None
         assert engine.layout is not None
         facts = engine.facts
@@ -337,11 +346,9 @@ class VllmWorker(InstanceProcess):
                 case SendReport():
                     self._link.send(action.report)
                 case SubmitRequest():
-                    self._requests[action.work.attempt_id] = self._spawn(self._run_request(action))
+                    self._submit(action)
                 case CancelRequest():
-                    task = self._requests.pop(action.attempt_id, None)
-                    if task is not None:
-                        task.cancel()
+                    self._cancel(action.attempt_id)
                 case FlushStep():
                     self._loop.call_later(STEP_S, self._post, EngineStepEnded())
                 case ExplainCache():
@@ -349,6 +356,14 @@ class VllmWorker(InstanceProcess):
                         self._spawn(self._watch.explain(action))
                 case ExitProcess():
                     self._link.stop("it leaves")
+
+    def _submit(self, submit: SubmitRequest) -> None:
+        self._requests[submit.work.attempt_id] = self._spawn(self._run_request(submit))
+
+    def _cancel(self, attempt_id: AttemptId) -> None:
+        task = self._requests.pop(attempt_id, None)
+        if task is not None:
+            task.cancel()
 
     async def _run_request(self, submit: SubmitRequest) -> None:
         """Runs one request to its end. An error ends only this attempt."""
@@ -403,7 +418,7 @@ class VllmWorker(InstanceProcess):
     async def _beat(self) -> None:
         unwell = 0
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await self._pause()
             if self._joined and self._engine is not None and self._engine.instance is not None:
                 self._link.send(self._engine.instance.load())
                 self._post(TimePassed())
