@@ -7,7 +7,6 @@ without it, and without the extra `epp`.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -98,9 +97,16 @@ class PickerProcess:
             time.sleep(0.1)
         return time.monotonic() - began_s
 
+    def cluster_is_up(self) -> bool:
+        try:
+            return bool(self.cluster())
+        except httpx.HTTPError:
+            return False
+
     def requests(self) -> int:
         """Bookings that are left."""
-        return sum(each["decodes"] + each["prefills"] for each in self.cluster()["instances"])
+        each = self.cluster()["instances"]
+        return sum(one["booked_decodes"] + one["queued_prefills"] for one in each)
 
     def stop(self, sign: int = signal.SIGTERM) -> None:
         self.process.send_signal(sign)
@@ -157,7 +163,3 @@ def _await_envoy(process: subprocess.Popen[bytes], admin: int, log: Path) -> Non
                 return
         except httpx.HTTPError:
             time.sleep(0.1)
-
-
-def picked(log: str) -> list[str]:
-    return re.findall(r"prefill on (\S+)", log)

@@ -47,6 +47,7 @@ class VllmStub:
         self.num_blocks = num_blocks
         self.parses = parses  # "tools", "reasoning"
         self.calls: list[tuple[str, Body]] = []
+        self.headers: list[dict[str, str]] = []  # of each call, by name in small letters
         self.sources: Body | None = None  # of `/kv_event_sources`
         self.queries = 0
         self.hit_share = 0.0  # of the tokens of all prompts, as it counts them
@@ -151,6 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         stub = self.served
         body = json.loads(self._body())
         stub.calls.append((self.path, body))
+        stub.headers.append({name.lower(): value for name, value in self.headers.items()})
         own = not _measures(body)
         self.served.queries += len(body.get("prompt", ()))
         if own and (stub.dies_after == 0 or stub.num_deaths):
@@ -267,7 +269,11 @@ def _together(path: str, body: Body, events: list[Body]) -> Body:
             {str(token): {"logprob": -float(token), "rank": 9}, "7": {"logprob": -0.1, "rank": 1}}
             for token in body["prompt"][1:]
         ]
-    return {"choices": [choice]}
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(answer)}
+    whole: Body = {"choices": [choice], "usage": usage}
+    if body.get("kv_transfer_params"):  # where its KVCache is
+        whole["kv_transfer_params"] = {"remote_engine_id": "stub"}
+    return whole
 
 
 @contextmanager

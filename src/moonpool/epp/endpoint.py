@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from ipaddress import IPv6Address, ip_address
 
+import msgspec
+
 from moonpool.config.tables import VllmAddress
 from moonpool.types import Role, Struct
 
@@ -53,7 +55,7 @@ class Listing(Struct, frozen=True):
     """What a source knows: its endpoints, and the priority of each objective by name."""
 
     endpoints: tuple[Endpoint, ...] = ()
-    objectives: dict[str, int] = {}
+    objectives: dict[str, int] = msgspec.field(default_factory=dict)
     fails_open: bool | None = None  # None: it does not say
 
 

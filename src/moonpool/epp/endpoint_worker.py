@@ -17,12 +17,15 @@ from moonpool.epp.local_link import LocalLink
 from moonpool.epp.routed_call import CallDesk
 from moonpool.head.worker_link import LinkOwner
 from moonpool.link.head_link import HeadLink
+from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import HEARTBEAT_S
 from moonpool.protocol.messages import AttemptId
 from moonpool.types import InstanceId
 from moonpool.vllm.cache_watch import COUNT_S
 from moonpool.vllm.instance import EngineOutput, SubmitFailed, SubmitRequest, VllmInstance
 from moonpool.vllm.worker import FoundServer, VllmWorker
+
+log = limited_logger("moonpool.epp")
 
 MEASURED_AT_A_TIME = 8
 """Servers that are measured at a time: more would keep the loop from deciding."""
@@ -76,13 +79,12 @@ class EndpointWorker(VllmWorker):
         return LocalLink(self.instance_id, self, self._shared.owner)
 
     async def _found(self) -> FoundServer:
-        while (left_s := self._held_s()) > 0.0:
-            await asyncio.sleep(left_s)
-        return await super()._found()
-
-    def _held_s(self) -> float:
         now = self._shared.now()
-        return self._shared.hold_off.until_s(self.endpoint.name, now) - now
+        held_s = self._shared.hold_off.until_s(self.endpoint.name, now) - now
+        if held_s > 0.0:
+            log.info("%s comes and goes: not used for %.0f s", self.endpoint.name, held_s)
+            await asyncio.sleep(held_s)
+        return await super()._found()
 
     async def _profile(self, engine: FoundServer, instance: VllmInstance) -> None:
         async with self._shared.measuring:

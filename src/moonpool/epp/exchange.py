@@ -56,6 +56,9 @@ class Exchange:
                     yield answer
                 if self._is_refused:
                     return
+        except Exception:
+            log.exception("request %s failed", request_id_of(self._headers))
+            raise
         finally:
             self._room.close()
             if self._picked is not None:
