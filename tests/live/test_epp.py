@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,12 @@ import pytest
 pytest.importorskip("grpc")
 pytest.importorskip("envoy.service.ext_proc")
 
+from benchmarks.suite.live.vllm_server import VllmServer
 from tests.live.envoy import (
     PickerProcess,
     endpoints_text,
     envoy,
+    free_port,
     picker_process,
 )
 from tests.live.small_folder import write_model_folder
@@ -69,6 +72,7 @@ def gateway(
         stubs = [VllmStub(root=model).start() for _ in range(num)]
         for stub in stubs:
             stack.callback(stub.stop)
+            stub.prompt_token_s = 0.0005
         file = folder / f"endpoints-{stubs[0].port}.yaml"
         file.write_text(endpoints_text(*(stub.port for stub in stubs), **roles))
         picker = stack.enter_context(
@@ -81,9 +85,7 @@ def gateway(
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Gateway]:
-    with gateway(
-        tmp_path_factory.mktemp("two"), model, *CALM, "--placement", "cache-aware"
-    ) as found:
+    with gateway(tmp_path_factory.mktemp("two"), model, *CALM) as found:
         yield found
 
 
@@ -95,18 +97,20 @@ def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
 
 
 def test_a_call_goes_where_the_conductor_says(two: Gateway) -> None:
-    found = two.complete({"x-request-id": "first"})
+    wait_until(lambda: two.picker.log.read_text().count("measured vLLM") == 2)
+    prompt = PROMPT * 6
+    found = two.complete({"x-request-id": "first"}, prompt=prompt)
     assert found.status_code == 200
     assert len(found.json()["choices"][0]["token_ids"]) == 4
     wait_until(lambda: two.explain("first").get("outcome") == "stop")
     told = two.explain("first")
     number = int(told["decode_instance"][1:])
     assert two.served()[number] >= 1
-    assert told["prompt_tokens"] == len(PROMPT)
+    assert told["prompt_tokens"] == len(prompt)
     # The next turn goes to the server that caches the first one, whatever its number.
     for _ in range(3):
         before = two.served()
-        assert two.complete(prompt=[*PROMPT, 5, 6]).status_code == 200
+        assert two.complete(prompt=[*prompt, 5, 6]).status_code == 200
         assert two.served()[number] == before[number] + 1
 
 
@@ -241,23 +245,27 @@ def test_health_and_reflection(two: Gateway) -> None:
 SUBSET = (
     (
         "                      message_timeout: 600s\n",
-        "                      message_timeout: 600s\n"
-        "                      metadata_options:\n"
-        "                        forwarding_namespaces: { untyped: [envoy.lb.subset_hint] }\n",
+        (
+            "                      message_timeout: 600s\n"
+            "                      metadata_options:\n"
+            "                        forwarding_namespaces: { untyped: [envoy.lb.subset_hint] }\n"
+        ),
     ),
     (
         "                http_filters:\n",
-        "                http_filters:\n"
-        "                  - name: envoy.filters.http.header_to_metadata\n"
-        "                    typed_config:\n"
-        '                      "@type": type.googleapis.com/envoy.extensions.filters.http.'
-        "header_to_metadata.v3.Config\n"
-        "                      request_rules:\n"
-        "                        - header: x-subset\n"
-        "                          on_header_present:\n"
-        "                            metadata_namespace: envoy.lb.subset_hint\n"
-        "                            key: x-gateway-destination-endpoint-subset\n"
-        "                            type: STRING\n",
+        (
+            "                http_filters:\n"
+            "                  - name: envoy.filters.http.header_to_metadata\n"
+            "                    typed_config:\n"
+            '                      "@type": type.googleapis.com/envoy.extensions.filters.http.'
+            "header_to_metadata.v3.Config\n"
+            "                      request_rules:\n"
+            "                        - header: x-subset\n"
+            "                          on_header_present:\n"
+            "                            metadata_namespace: envoy.lb.subset_hint\n"
+            "                            key: x-gateway-destination-endpoint-subset\n"
+            "                            type: STRING\n"
+        ),
     ),
 )
 
@@ -335,8 +343,9 @@ def test_prefill_and_decode_are_chosen_together(tmp_path: Path, model: str) -> N
             prefill, decode = told["prefill_instance"], told["decode_instance"]
             assert prefill in ("e0", "e1") and decode in ("e2", "e3")
             assert told["generated_tokens"] == 6
-            stub = found.stubs[int(decode[1:])]
-            assert stub.headers[-1]["x-prefiller-host-port"] == ports[int(prefill[1:])]
+            sent = found.stubs[int(decode[1:])].headers
+            own = next(each for each in sent if each.get("x-request-id") == request_id)
+            assert own["x-prefiller-host-port"] == ports[int(prefill[1:])]
         assert found.served("/v1/chat/completions")[:2] == [0, 0]
         wait_until(lambda: found.picker.requests() == 0)
         # Whole responses, too, and one that ends with its first token.
@@ -429,17 +438,21 @@ def test_an_endpoint_that_comes_and_goes_is_held_off(tmp_path: Path, model: str)
 OPEN = (
     (
         "                      message_timeout: 600s\n",
-        "                      message_timeout: 600s\n"
-        "                      failure_mode_allow: true\n",
+        (
+            "                      message_timeout: 600s\n"
+            "                      failure_mode_allow: true\n"
+        ),
     ),
     (
         '                        - match: { prefix: "/" }\n',
-        "                        - match:\n"
-        '                            prefix: "/"\n'
-        "                            headers: [{ name: x-gateway-destination-endpoint,"
-        " present_match: false }]\n"
-        "                          route: { cluster: any_endpoint, timeout: 3600s }\n"
-        '                        - match: { prefix: "/" }\n',
+        (
+            "                        - match:\n"
+            '                            prefix: "/"\n'
+            "                            headers: [{ name: x-gateway-destination-endpoint,"
+            " present_match: false }]\n"
+            "                          route: { cluster: any_endpoint, timeout: 3600s }\n"
+            '                        - match: { prefix: "/" }\n'
+        ),
     ),
 )
 
@@ -448,10 +461,12 @@ def open_cluster(port: int) -> tuple[str, str]:
     """A cluster of which Envoy itself chooses an endpoint."""
     return (
         "  clusters:\n",
-        "  clusters:\n    - name: any_endpoint\n      type: STATIC\n      load_assignment:\n"
-        "        cluster_name: any_endpoint\n        endpoints:\n          - lb_endpoints:\n"
-        "              - endpoint:\n                  address:\n"
-        f"                    socket_address: {{ address: 127.0.0.1, port_value: {port} }}\n",
+        (
+            "  clusters:\n    - name: any_endpoint\n      type: STATIC\n      load_assignment:\n"
+            "        cluster_name: any_endpoint\n        endpoints:\n          - lb_endpoints:\n"
+            "              - endpoint:\n                  address:\n"
+            f"                    socket_address: {{ address: 127.0.0.1, port_value: {port} }}\n"
+        ),
     )
 
 
@@ -480,9 +495,13 @@ def test_fail_open_and_fail_closed(tmp_path: Path, model: str) -> None:
         # Without a picker, Envoy decides by `failure_mode_allow`.
         opened.stop()
         closed.stop()
-        for url, status in ((opened_url, 200), (closed_url, 200), (strict_url, 500)):
-            found = httpx.post(f"{url}/v1/completions", content=asked, timeout=60)
-            assert found.status_code == status, url
+
+        def status_of(url: str) -> int:
+            return httpx.post(f"{url}/v1/completions", content=asked, timeout=60).status_code
+
+        wait_until(lambda: status_of(opened_url) == 200)  # when Envoy knows that it is gone
+        wait_until(lambda: status_of(closed_url) == 200)
+        assert status_of(strict_url) == 500
 
 
 def test_a_gateway_that_holds_bodies_is_served_too(tmp_path: Path, model: str) -> None:
@@ -495,3 +514,82 @@ def test_a_gateway_that_holds_bodies_is_served_too(tmp_path: Path, model: str) -
         assert found.complete({"x-request-id": "held"}).status_code == 200
         wait_until(lambda: found.explain("held").get("outcome") == "stop")
         assert found.explain("held")["generated_tokens"] == 4
+
+
+def real_call(url: str, model: str, text: str, request_id: str) -> dict[str, Any]:
+    """A streamed chat; returns its usage."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    headers = {"x-request-id": request_id}
+    with httpx.stream(
+        "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300
+    ) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("data: "))["usage"]
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_real_vllm_behind_a_real_envoy(tmp_path: Path) -> None:
+    """With MOONPOOL_VLLM_PYTHON and MOONPOOL_VLLM_MODEL, as in test_vllm; or with
+    MOONPOOL_VLLM_AT, "PORT,EVENTS,REPLAY" of one that runs."""
+    python, model = os.environ.get("MOONPOOL_VLLM_PYTHON"), os.environ.get("MOONPOOL_VLLM_MODEL")
+    running = os.environ.get("MOONPOOL_VLLM_AT")
+    if not running and not (python and model):
+        pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON and MOONPOOL_VLLM_MODEL")
+    with ExitStack() as stack:
+        if running:
+            port, events, replay = map(int, running.split(","))
+        else:
+            events, replay = free_port(), free_port()
+            told = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{events}",
+                "replay_endpoint": f"tcp://*:{replay}",
+            }
+            words = ["--enforce-eager", "--served-model-name", "own"]
+            words += ["--kv-events-config", json.dumps(told)]
+            assert python and model
+            options = {"--block-size": 16, "--max-model-len": 1024}
+            server = stack.enter_context(VllmServer(python, model, "0", options, words))
+            port = server.port
+        file = tmp_path / "endpoints.yaml"
+        file.write_text("endpoints: []\n")
+        picker = stack.enter_context(picker_process(tmp_path, "--endpoints", str(file), *CALM))
+        url = stack.enter_context(envoy(tmp_path, picker.grpc_port))
+        wait_until(picker.cluster_is_up)
+        assert httpx.get(f"{url}/v1/models").status_code == 503
+        labels = (
+            f"{{moonpool.ai/kv-events-port: '{events}', moonpool.ai/kv-replay-port: '{replay}'}}"
+        )
+        entry = f"{{name: v, address: 127.0.0.1, port: '{port}', labels: {labels}}}"
+        file.write_text(f"endpoints:\n  - {entry}\n")
+        joined_s = picker.await_instances("v", within_s=300.0)
+        print(f"used after {joined_s:.1f} s")
+        text = "Tell me of the sea and of the wind. " * 40
+        name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        first = real_call(url, name, text, "one")
+        second = real_call(url, name, text, "two")
+
+        def told_of(name: str) -> dict[str, Any]:
+            found: dict[str, Any] = httpx.get(f"{picker.url}/explain/{name}").json()
+            return found
+
+        wait_until(lambda: told_of("two").get("outcome") in ("stop", "length"))
+        told_one, told_two = told_of("one"), told_of("two")
+        # The picker has rendered and tokenised the prompt as the server does.
+        assert told_one["prompt_tokens"] == first["prompt_tokens"]
+        assert abs(told_two["generated_tokens"] - second["completion_tokens"]) <= 2
+        cached = second["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0
+        assert told_two["cached_tokens"] == cached
+        assert picker.cluster()["instances"][0]["cache_view"]["source"] == "events"
+        assert picker.requests() == 0

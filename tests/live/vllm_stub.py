@@ -52,6 +52,7 @@ class VllmStub:
         self.queries = 0
         self.hit_share = 0.0  # of the tokens of all prompts, as it counts them
         self.first_token_s = 0.0
+        self.prompt_token_s = 0.0  # of token ids
         self.gap_s = 0.0
         self.dies_after: int | None = None  # events of a stream, or 0: before a response
         self.may_die = threading.Event()  # a stream that is to die waits for it
@@ -171,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             text = '"auto" tool choice requires --enable-auto-tool-choice'
             self._whole(400, json.dumps({"error": {"message": text, "code": 400}}).encode())
             return
-        time.sleep(stub.first_token_s)
+        time.sleep(stub.first_token_s + stub.prompt_token_s * len(body.get("prompt", ())))
         events = [*_parsed(stub, self.path, body), *_events(self.path, body)]
         if body.get("stream"):
             self._stream(events, stub.dies_after if own else None)

@@ -11,7 +11,6 @@ from moonpool.api.errors import ApiError
 from moonpool.types import PRIORITY_RANGE, Slo, Struct
 
 DESTINATION = "x-gateway-destination-endpoint"
-SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 PREFILL = "x-prefiller-host-port"
 OWN = (DESTINATION, PREFILL, "x-encoder-hosts-ports", "x-data-parallel-host-port")

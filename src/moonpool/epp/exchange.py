@@ -75,7 +75,7 @@ class Exchange:
                 case "request_trailers":
                     return iter(await self._on_trailers())
                 case "response_headers":
-                    self._on_response(message, message.response_headers)
+                    self._on_response(message.response_headers)
                     return iter((wire.GO_ON_RESPONSE,))
                 case "response_body":
                     return iter((self._on_response_body(message.response_body),))
@@ -166,7 +166,7 @@ class Exchange:
 
     # The response
 
-    def _on_response(self, message: ProcessingRequest, headers: HttpHeaders) -> None:
+    def _on_response(self, headers: HttpHeaders) -> None:
         if self._picked is None:
             return
         found = wire.read_headers(headers.headers)

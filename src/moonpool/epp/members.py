@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.epp.endpoint import Endpoint
@@ -27,9 +27,17 @@ class _Member:
 
 
 class Members:
-    """By name. `drain_s`: how long the calls of one that leaves may take."""
+    """By name. `drain_s`: how long the calls of one that leaves may take. `make`: of an endpoint,
+    its instance."""
 
-    def __init__(self, shared: PickerShared, drain_s: float) -> None:
+    def __init__(
+        self,
+        shared: PickerShared,
+        drain_s: float,
+        make: Callable[[Endpoint, PickerShared], EndpointWorker] = EndpointWorker,
+    ) -> None:
+        self._make = make
+        self._making = asyncio.Lock()
         self._shared = shared
         self._drain_s = drain_s
         self._members: dict[str, _Member] = {}
@@ -40,8 +48,11 @@ class Members:
 
     def find(self, name: str) -> Endpoint | None:
         """Also one that is leaving."""
-        members = (*self._members.values(), *self._leaving)
-        return next((each.endpoint for each in members if each.endpoint.name == name), None)
+        member = self._members.get(name)
+        if member is not None:
+            return member.endpoint
+        leaving = (each.endpoint for each in self._leaving)
+        return next((endpoint for endpoint in leaving if endpoint.name == name), None)
 
     def update(self, endpoints: Sequence[Endpoint]) -> None:
         """Takes the endpoints that there are now."""
@@ -82,7 +93,9 @@ class Members:
         last = ""
         while not member.leaves:
             try:
-                member.worker = EndpointWorker(member.endpoint, self._shared)
+                async with self._making:  # one in a turn of the loop: calls are placed meanwhile
+                    member.worker = self._make(member.endpoint, self._shared)
+                    await asyncio.sleep(0)
                 await member.worker.run("", 0)
             except WorkerError as error:
                 if str(error) != last:

@@ -30,8 +30,6 @@ from moonpool.types import MALFORMED, InstanceId, Request, RequestId, SamplingPa
 
 GENERATING = (COMPLETIONS, *MEDIA_PATHS)
 NO_ENDPOINT_RETRY_S = 5.0
-MOST_OTHERS = 3
-"""Endpoints that are named in case the chosen one does not answer."""
 SETTLE_S = 5.0
 """Within which the Conductor hears the end of a response."""
 
@@ -56,7 +54,7 @@ class Picked:
     def __init__(self, picker: Picker, model: ServedModel, request_id: RequestId) -> None:
         self._picker, self._model = picker, model
         self.request_id = request_id
-        self.call = RoutedCall(self._partner, self._others, self._abandon)
+        self.call = RoutedCall(self._partner, self._abandon)
         self.answer: ResponseStream | None = None
         self._is_closed = False
 
@@ -96,9 +94,6 @@ class Picked:
         assert attempt is not None
         return self._picker.endpoint(attempt.decoder)
 
-    def _others(self) -> tuple[Endpoint, ...]:
-        return ()
-
     def _abandon(self, reason: str) -> None:
         self._picker.head.abort(self.request_id, reason, self._model)
 
@@ -121,12 +116,12 @@ class Picker:
         await self.head.start(None)
 
     async def stop(self) -> None:
+        await self.head.stop()
         await self.members.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.models.close()
-        await self.head.stop()
 
     def update(self, listing: Listing) -> None:
         self.listing = listing

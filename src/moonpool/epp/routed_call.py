@@ -27,12 +27,10 @@ HANDLE = b"through the gateway"
 
 
 class Route(Struct, frozen=True):
-    """Where a call goes. `prefill`: who computes its prompt; None: the endpoint itself. `others`
-    may take its place, the best first."""
+    """Where a call goes. `prefill`: who computes its prompt; None: the endpoint itself."""
 
     endpoint: Endpoint
     prefill: Endpoint | None = None
-    others: tuple[Endpoint, ...] = ()
 
 
 class ServingEndpoint(Protocol):
@@ -67,18 +65,13 @@ class _Leg:
 
 
 class RoutedCall:
-    """`chosen` is the route, or a RequestRefused. `partner`: who decodes a request whose prompt is
-    computed elsewhere, and `others`: who may take its place."""
+    """`chosen` is the route, or a RequestRefused."""
 
-    def __init__(
-        self,
-        partner: Callable[[], Endpoint],
-        others: Callable[[], tuple[Endpoint, ...]],
-        abandon: Callable[[str], None],
-    ) -> None:
-        """`abandon` ends the request, whose response cannot be followed any more."""
+    def __init__(self, partner: Callable[[], Endpoint], abandon: Callable[[str], None]) -> None:
+        """`partner`: who decodes a request whose prompt is computed elsewhere. `abandon` ends the
+        request, whose response cannot be followed any more."""
         self.chosen: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
-        self._partner, self._others, self._abandon = partner, others, abandon
+        self._partner, self._abandon = partner, abandon
         self._prefill: _Leg | None = None  # until the response begins
         self._decode: _Leg | None = None
         self._num_unposted = 0  # tokens that came before the decode leg
@@ -114,7 +107,7 @@ class RoutedCall:
             self.chosen.set_result(Route(self._partner(), server.endpoint))
         else:
             self._decode = leg
-            self.chosen.set_result(Route(server.endpoint, others=self._others()))
+            self.chosen.set_result(Route(server.endpoint))
 
     # From the gateway
 

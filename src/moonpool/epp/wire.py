@@ -27,7 +27,6 @@ from moonpool.epp.call_headers import (
     DROPPED,
     OWN,
     PREFILL,
-    SERVED,
     SUBSET,
     dropped_reason,
 )
@@ -70,15 +69,6 @@ def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
     return tuple(each.string_value for each in given.list_value.values if each.string_value)
 
 
-def read_served(message: ProcessingRequest) -> str:
-    """The address that has served the call; "": the gateway does not say."""
-    spaces = message.metadata_context.filter_metadata
-    if LB_SPACE not in spaces or SERVED not in spaces[LB_SPACE].fields:
-        return ""
-    served: str = spaces[LB_SPACE].fields[SERVED].string_value
-    return served
-
-
 def _addresses(text: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in text.split(",") if each.strip())
 
@@ -88,8 +78,7 @@ def routed_headers(route: Route | None, num_bytes: int | None) -> HeaderMutation
     sent on by us."""
     values: dict[str, str] = {}
     if route is not None:
-        others = (each.address for each in route.others)
-        values[DESTINATION] = ",".join((route.endpoint.address, *others))
+        values[DESTINATION] = route.endpoint.address
         if route.prefill is not None:
             values[PREFILL] = route.prefill.address
     if num_bytes is not None:
@@ -128,9 +117,8 @@ def buffered_sent_on(route: Route | None) -> ProcessingResponse:
 
 def _name_destination(answer: ProcessingResponse, route: Route | None) -> None:
     if route is not None:
-        address = ",".join(each.address for each in (route.endpoint, *route.others))
         space: Struct = answer.dynamic_metadata.fields[LB_SPACE].struct_value
-        space.fields[DESTINATION].string_value = address
+        space.fields[DESTINATION].string_value = route.endpoint.address
 
 
 def body_sent_on(parts: Sequence[bytes], ends: bool) -> Iterator[ProcessingResponse]:
