@@ -36,7 +36,7 @@ class HeldParts:
             raise ApiError(text, status=413, code="body_too_large")
         if len(part) > self._room.left_bytes:
             text = "Too many bodies are being read. Send the request again later."
-            raise RequestRefused(503, "too_many_bodies", text, 1.0)
+            raise RequestRefused(503, "too_many_large_bodies", text, 1.0)
         self._room.left_bytes -= len(part)
         self._num_bytes += len(part)
         self._parts.append(part)

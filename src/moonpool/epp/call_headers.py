@@ -28,7 +28,7 @@ _REASONS = {
 }
 
 
-class CallLimits(Struct, frozen=True):
+class CallTerms(Struct, frozen=True):
     """The service levels of a call, its time limit, and its priority: lower ones go first."""
 
     slo: Slo
@@ -36,9 +36,9 @@ class CallLimits(Struct, frozen=True):
     priority: int = 0
 
 
-def read_limits(
+def read_terms(
     headers: Mapping[str, str], usual: Slo, timeout_s: float, objectives: Mapping[str, int]
-) -> CallLimits:
+) -> CallTerms:
     """`usual` and `timeout_s` hold unless the headers say otherwise. `objectives`: priorities by
     name, of which higher ones go first. Raises ApiError."""
     ttft_ms, tpot_ms = _milliseconds(headers, TTFT), _milliseconds(headers, TPOT)
@@ -56,7 +56,7 @@ def read_limits(
     _, objective = _first(headers, OBJECTIVE)
     least, most = PRIORITY_RANGE
     priority = min(max(-objectives.get(objective or "", 0), least), most)
-    return CallLimits(slo=slo, timeout_s=timeout_s, priority=priority)
+    return CallTerms(slo=slo, timeout_s=timeout_s, priority=priority)
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:

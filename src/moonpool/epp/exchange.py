@@ -90,6 +90,8 @@ class Exchange:
 
     def _refuse(self, error: ApiError) -> Iterator[ProcessingResponse]:
         self._is_refused = True
+        if error.status == 503 and not error.is_counted and error.code:
+            self._picker.head.note_refused(error.code)
         return iter((wire.refusal(error),))
 
     # The request
@@ -147,7 +149,7 @@ class Exchange:
         try:
             route, self._picked = await self._picker.pick(path, self._headers, raw, self._subset)
         except RequestRefused as refused:
-            if self._may_open and refused.reason in ("no_endpoint", "no_instance"):
+            if self._may_open and refused.reason == "no_instance":
                 return None
             raise
         except ApiError:

@@ -16,7 +16,7 @@ from moonpool.api.preparation import PreparedCall, check_model
 from moonpool.api.trace_context import read_traceparent
 from moonpool.conductor.state import TrackedRequest
 from moonpool.config.tables import Config
-from moonpool.epp.call_headers import CallLimits, read_limits, request_id_of
+from moonpool.epp.call_headers import CallTerms, read_terms, request_id_of
 from moonpool.epp.endpoint import Endpoint, Listing
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.members import Members
@@ -45,7 +45,7 @@ class NoEndpointError(RequestRefused):
     """The endpoints that a gateway allows are none of ours, or there are none."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(503, "no_endpoint", message, NO_ENDPOINT_RETRY_S)
+        super().__init__(503, "no_instance", message, NO_ENDPOINT_RETRY_S)
 
 
 class Picked:
@@ -159,14 +159,14 @@ class Picker:
         model = api.frontend
         assert isinstance(model, ServedModel)
         arrived_s = self.head.now()
-        limits = read_limits(
+        terms = read_terms(
             headers, self.head.default_slo, self.head.request_timeout_s, self.listing.objectives
         )
         kind: Kind = "routed" if path in MEDIA_PATHS else "pooling"
-        prepared = await api.bodies.call(kind, raw, "", limits.timeout_s)
+        prepared = await api.bodies.call(kind, raw, "", terms.timeout_s)
         request_id = self._new_id(headers)
         call = _forwarded(path, prepared)
-        request = self._request(request_id, model, limits, arrived_s, prepared, call)
+        request = self._request(request_id, model, terms, arrived_s, prepared, call)
         traceparent = headers.get("traceparent", "").encode("ascii", "replace")
         trace = read_traceparent(traceparent, self._options.exports_traces)
         request = msgspec.structs.replace(request, within=within, trace=trace)
@@ -208,7 +208,7 @@ class Picker:
         self,
         request_id: RequestId,
         model: ServedModel,
-        limits: CallLimits,
+        terms: CallTerms,
         arrived_s: float,
         prepared: PreparedCall,
         call: ForwardedCall,
@@ -223,12 +223,12 @@ class Picker:
             request_id=request_id,
             token_ids=tokens,
             sampling=SamplingParams(max_tokens=most),
-            slo=limits.slo,
+            slo=terms.slo,
             arrived_s=arrived_s,
-            deadline_s=arrived_s + limits.timeout_s,
+            deadline_s=arrived_s + terms.timeout_s,
             tenant="",
             adapter=model.card.adapter_of(body.model),
-            priority=limits.priority,
+            priority=terms.priority,
             # What is learned from an answer is of use if its prompt and its first token are known.
             forwarded=not (call.is_exact and call.tells_first_token),
         )

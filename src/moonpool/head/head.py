@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from moonpool import __version__
-from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.frontend import Output
 from moonpool.api.models.metrics_text import metrics_text
 from moonpool.conductor.actions import (
     Announce,
@@ -44,7 +44,7 @@ from moonpool.conductor.actions import (
     Tick,
 )
 from moonpool.config.tables import Config, ConfigError
-from moonpool.head.answers import Answers
+from moonpool.head.answers import STOPPING_RETRY_S, Answers, stopping
 from moonpool.head.attention_links import AttentionLinks
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.explain import describe_record, describe_server, describe_slo
@@ -89,7 +89,6 @@ still."""
 MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
 """Connections of workers that have not proved the secret. A further one ends the oldest."""
-STOPPING_RETRY_S = 5.0
 LAST_LOOKS, LAST_LOOK_S = 100, 0.01
 """Time for a stop to reach the workers."""
 
@@ -254,12 +253,7 @@ class Head:
         that is stopping."""
         if self._leaving:
             model.note_refused("server_stopping")
-            text = (
-                "The server is stopping. Send the request again, to another server if there is one."
-            )
-            refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
-            refused.is_counted = True
-            raise refused
+            raise stopping()
         answer = self._answers.open(request.request_id, call)
         answer.on_refused = on_refused
         try:

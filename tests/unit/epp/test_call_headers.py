@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonpool.api.errors import ApiError
-from moonpool.epp.call_headers import dropped_reason, read_limits, request_id_of
+from moonpool.epp.call_headers import dropped_reason, read_terms, request_id_of
 from moonpool.types import PRIORITY_RANGE, Slo
 
 USUAL = Slo(ttft_s=30.0, tbt_s=0.5, ttft_stated=False, tbt_stated=False)
@@ -16,34 +16,34 @@ def test_slos_have_a_name_and_an_older_one() -> None:
         ("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"),
         ("x-slo-ttft-ms", "x-slo-tpot-ms"),
     ):
-        found = read_limits({ttft: "1500", tpot: "40"}, USUAL, 600.0, {})
+        found = read_terms({ttft: "1500", tpot: "40"}, USUAL, 600.0, {})
         assert found.slo == Slo(ttft_s=1.5, tbt_s=0.04)
-        one = read_limits({ttft: "1500"}, USUAL, 600.0, {})
+        one = read_terms({ttft: "1500"}, USUAL, 600.0, {})
         assert one.slo == Slo(ttft_s=1.5, tbt_s=0.5, tbt_stated=False)
     both = {"x-llm-d-slo-ttft-ms": "1000", "x-slo-ttft-ms": "2000"}
-    assert read_limits(both, USUAL, 600.0, {}).slo.ttft_s == 1.0
-    assert read_limits({}, USUAL, 600.0, {}).slo is USUAL
+    assert read_terms(both, USUAL, 600.0, {}).slo.ttft_s == 1.0
+    assert read_terms({}, USUAL, 600.0, {}).slo is USUAL
 
 
 def test_objectives_have_a_name_and_an_older_one() -> None:
     known = {"fast": 7, "slow": -3, "odd": 1 << 40}
     for name in ("x-llm-d-inference-objective", "x-gateway-inference-objective"):
         priorities = [
-            read_limits({name: one}, USUAL, 600.0, known).priority
+            read_terms({name: one}, USUAL, 600.0, known).priority
             for one in ("fast", "slow", "unknown", "odd")
         ]
         assert priorities == [-7, 3, 0, PRIORITY_RANGE[0]]  # lower ones go first
 
 
 def test_a_time_limit_only_shortens() -> None:
-    assert read_limits({"x-request-timeout-ms": "2000"}, USUAL, 600.0, {}).timeout_s == 2.0
-    assert read_limits({"x-request-timeout-ms": "9e8"}, USUAL, 600.0, {}).timeout_s == 600.0
+    assert read_terms({"x-request-timeout-ms": "2000"}, USUAL, 600.0, {}).timeout_s == 2.0
+    assert read_terms({"x-request-timeout-ms": "9e8"}, USUAL, 600.0, {}).timeout_s == 600.0
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1e13"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ApiError) as refused:
-        read_limits({"x-slo-ttft-ms": text}, USUAL, 600.0, {})
+        read_terms({"x-slo-ttft-ms": text}, USUAL, 600.0, {})
     assert refused.value.status == 400
 
 
