@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 
 GRPC_PORT, METRICS_PORT = 9002, 9090
 """Those of llm-d's picker."""
-_UNUSED = ("pool.", "engine.", "conductor.role_balance")
+_UNUSED = (
+    "pool.",
+    "engine.",
+    "conductor.role_balance",
+    "conductor.prefetch",
+    "conductor.replicate",
+    "conductor.spare_copies_first",
+)
+"""Keys of instances with an engine of our own."""
 FLAGS = ConfigFlags(
     "model.served_name",
     "model.chat_template",
