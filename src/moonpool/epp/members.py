@@ -97,6 +97,10 @@ class Members:
                     member.worker = self._make(member.endpoint, self._shared)
                     await asyncio.sleep(0)
                 await member.worker.run("", 0)
+                if not member.leaves:
+                    name = member.endpoint.name
+                    log.info("%s was drained: not used until it is listed anew", name)
+                return
             except WorkerError as error:
                 if str(error) != last:
                     log.warning("%s is not used: %s", member.endpoint.name, error)
