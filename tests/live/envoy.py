@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "deploy" / "envoy" / "envoy.yaml"
-START_S = 60.0
+START_S = 240.0
 
 
 def envoy_program() -> str:
@@ -98,6 +98,7 @@ class PickerProcess:
         return time.monotonic() - began_s
 
     def cluster_is_up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
         try:
             return bool(self.cluster())
         except httpx.HTTPError:

@@ -89,7 +89,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Gatewa
         yield found
 
 
-def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
+def wait_until(holds: Callable[[], bool], wait_s: float = 240.0) -> None:
     deadline = time.monotonic() + wait_s
     while not holds():
         assert time.monotonic() < deadline
