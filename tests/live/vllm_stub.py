@@ -47,10 +47,12 @@ class VllmStub:
         self.num_blocks = num_blocks
         self.parses = parses  # "tools", "reasoning"
         self.calls: list[tuple[str, Body]] = []
+        self.headers: list[dict[str, str]] = []  # of each call, by name in small letters
         self.sources: Body | None = None  # of `/kv_event_sources`
         self.queries = 0
         self.hit_share = 0.0  # of the tokens of all prompts, as it counts them
         self.first_token_s = 0.0
+        self.prompt_token_s = 0.0  # of token ids
         self.gap_s = 0.0
         self.may_speak = threading.Event()  # no response begins before
         self.may_speak.set()
@@ -151,8 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         stub = self.served
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self._body())
         stub.calls.append((self.path, body))
+        stub.headers.append({name.lower(): value for name, value in self.headers.items()})
         own = not _measures(body)
         self.served.queries += len(body.get("prompt", ()))
         if own and (stub.dies_after == 0 or stub.num_deaths):
@@ -171,13 +174,24 @@ class _Handler(BaseHTTPRequestHandler):
             text = '"auto" tool choice requires --enable-auto-tool-choice'
             self._whole(400, json.dumps({"error": {"message": text, "code": 400}}).encode())
             return
-        time.sleep(stub.first_token_s)
+        time.sleep(stub.first_token_s + stub.prompt_token_s * len(body.get("prompt", ())))
         stub.may_speak.wait(60)
         events = [*_parsed(stub, self.path, body), *_events(self.path, body)]
         if body.get("stream"):
             self._stream(events, stub.dies_after if own else None)
         else:
             self._whole(200, json.dumps(_together(self.path, body, events)).encode())
+
+    def _body(self) -> bytes:
+        length = self.headers["content-length"]
+        if length is not None:
+            return self.rfile.read(int(length))
+        parts = []
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
 
     def _whole(self, status: int, data: bytes) -> None:
         self.send_response(status)
@@ -259,7 +273,11 @@ def _together(path: str, body: Body, events: list[Body]) -> Body:
             {str(token): {"logprob": -float(token), "rank": 9}, "7": {"logprob": -0.1, "rank": 1}}
             for token in body["prompt"][1:]
         ]
-    return {"choices": [choice]}
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(answer)}
+    whole: Body = {"choices": [choice], "usage": usage}
+    if body.get("kv_transfer_params"):  # where its KVCache is
+        whole["kv_transfer_params"] = {"remote_engine_id": "stub"}
+    return whole
 
 
 @contextmanager

@@ -58,6 +58,7 @@ LEVELS = (
     {"vllm.actions"},
     {"vllm.instance"},
     {"vllm"},
+    {"epp"},
     {"sim.report"},
     {"plan"},
     {"studies"},
@@ -116,9 +117,10 @@ IMPURE_MODULES = {
     "uuid",
 }
 IMPURE_CALLS = {"open", "print", "input", "id", "breakpoint"}
-UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
+UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_ATTRIBUTES = {
+    *(("yaml", each) for each in ("load", "load_all", "full_load", "unsafe_load", "Loader")),
     ("torch", "load"),
     ("numpy", "load"),
     ("np", "load"),

@@ -63,15 +63,21 @@ GENERATING = {
 }
 """Paths whose refusals count as refused requests."""
 EMBEDDINGS = "/v1/embeddings"
+NOT_WITHOUT_CALLS = {*GENERATING, "/v1/messages/count_tokens", "/cluster/upgrade"}
+"""Paths of a server that answers calls."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
 def make_app(
-    frontend: Frontend, options: ApiOptions | None = None, models: ModelApis | None = None
+    frontend: Frontend,
+    options: ApiOptions | None = None,
+    models: ModelApis | None = None,
+    answers_calls: bool = True,
 ) -> Starlette:
     """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop.
 
-    `models` is closed by the caller. Raises NoRuleError for a route that `route_rules` lacks.
+    `models` is closed by the caller. `answers_calls`: without it, only what shows and steers the
+    cluster is there. Raises NoRuleError for a route that `route_rules` lacks.
     """
     options = options or ApiOptions()
     models = models or ModelApis(frontend, options)
@@ -126,6 +132,8 @@ def make_app(
         route("/docs", HtmlPage("docs_page.html").send),
         route("/", HtmlPage("live_page.html").send),
     ]
+    if not answers_calls:
+        routes = [each for each in routes if each.path not in NOT_WITHOUT_CALLS]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _routing_error})
     _settle_paths(app)
     _allow_origins(app, options.allowed_origins)

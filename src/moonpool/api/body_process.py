@@ -66,6 +66,7 @@ Kind = Literal[
     "tokenize",
     "detokenize",
     "forwarded",
+    "routed",
     "pooling",
 ]
 BYTE_TOKENIZER = "bytes"  # as in `engine.tokenizers`
@@ -214,7 +215,7 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
         token_ids = array("i")
         token_ids.frombytes(data)
         prompts.append(tuple(token_ids))
-    if kind in ("forwarded", "pooling"):
+    if kind in ("forwarded", "routed", "pooling"):
         forwarded = FORWARDED.decode(done.original) if done.original else None
         return PreparedCall(
             CompletionBody(),

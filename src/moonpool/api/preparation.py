@@ -206,6 +206,12 @@ class Preparer:
             return PreparedCall(CompletionBody(), ())
         return self._of_estimate(found)
 
+    async def routed(self, raw: bytes) -> PreparedCall:
+        """Reads a body of an API with messages that a vLLM server answers as it is, whatever is in
+        it."""
+        found = _estimate(self._forwarded.media, raw) or await self._of_text(raw)
+        return self._of_estimate(found)
+
     def _is_parsed_there(self, raw: bytes) -> bool:
         """Whether the servers find in the answer what the client may expect there."""
         parses = self.card.parses

@@ -16,6 +16,7 @@ COMMANDS: CommandTable = {
     "serve": ("moonpool.cli.serve", "serve", "Start head and workers on this machine and serve."),
     "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
+    "epp": ("moonpool.cli.epp", "epp", "Pick endpoints for an inference gateway, such as Envoy."),
     "status": ("moonpool.cli.watch.status", "status", "Show a running cluster in five lines."),
     "rewind": ("moonpool.cli.rewind", "rewind", "Replay what a server's Conductor decided."),
     "top": ("moonpool.cli.watch.top", "top", "Watch a running cluster in the terminal."),
@@ -124,6 +125,13 @@ EXTRA_OF = {
     "matplotlib": "lab",
     "moonpool_lab": "lab",
     "zmq": "vllm",
+    "grpc": "epp",
+    "grpc_health": "epp",
+    "grpc_reflection": "epp",
+    "envoy": "epp",
+    "google": "epp",
+    "yaml": "epp",
+    "dns": "epp",
 }
 """The extra of moonpool that installs a package which not every command needs."""
 

@@ -43,7 +43,7 @@ from moonpool.protocol.messages import (
     ReserveDecode,
     StartPrefill,
 )
-from moonpool.types import InstanceId, Role, Slo
+from moonpool.types import InstanceId, Request, Role, Slo
 
 POLICY_ERROR = "policy_error"
 """The reason of a rejection because a policy from outside the package failed."""
@@ -108,9 +108,10 @@ class AttemptPlanner:
         footprint = self._footprint(tracked, len(tokens), layout)
         failed_on = [self._instances.get(name) for name in sorted(tracked.failed_on)]
         avoid = [state.row for state in failed_on if state is not None]
-        lacking = self._lacking(request.adapter)
+        lacking = self._lacking(request)
         if len(lacking) == len(self._instances):
-            return Rejection(503, "no_instance", "no instance with this adapter is up", 5.0)
+            what = "with this adapter" if request.adapter else "that may serve this request"
+            return Rejection(503, "no_instance", f"no instance {what} is up", 5.0)
         decision = self._decide(tracked, footprint, match, [*lacking, *avoid], now)
         if not tracked.arrival_noted:
             tracked.arrival_noted = True
@@ -136,12 +137,19 @@ class AttemptPlanner:
         room_tokens = footprint.expected_tokens if needs_room else 0
         return msgspec.structs.replace(rejection, prefill_s=least_s, room_tokens=room_tokens)
 
-    def _lacking(self, adapter: str) -> list[int]:
-        """The rows of instances without this adapter: vLLM servers may have different ones."""
-        if not adapter:
+    def _lacking(self, request: Request) -> list[int]:
+        """The rows of instances that may not serve the request, or that lack its adapter: vLLM
+        servers may have different ones."""
+        adapter, states = request.adapter, self._instances.values()
+        if not adapter and request.within is None:
             return []
-        states = self._instances.values()
-        return [state.row for state in states if adapter not in state.info.adapters]
+        allowed = self._instances if request.within is None else set(request.within)
+        return [
+            state.row
+            for state in states
+            if state.info.instance_id not in allowed
+            or (adapter and adapter not in state.info.adapters)
+        ]
 
     def attempt(self, tracked: TrackedRequest, planned: PlannedAttempt) -> Attempt:
         placement, footprint = planned.placement, planned.footprint

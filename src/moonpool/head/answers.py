@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import msgspec
 
+from moonpool.api.frontend import RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
 from moonpool.head.response_stream import ResponseStream, WorkWatch
 from moonpool.head.watch.ended_requests import EndedRequests, RequestObserver
 from moonpool.protocol.messages import Command, ForwardedCall, StartPrefill, request_of
 from moonpool.types import FinishReason, RequestId
+
+STOPPING_RETRY_S = 5.0
+
+
+def stopping() -> RequestRefused:
+    """The refusal of a head that is stopping, which has counted it."""
+    text = "The server is stopping. Send the request again, to another server if there is one."
+    refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
+    refused.is_counted = True
+    return refused
 
 
 class Answers:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from moonpool import __version__
-from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.frontend import Output
 from moonpool.api.models.metrics_text import metrics_text
 from moonpool.conductor.actions import (
     Announce,
@@ -44,7 +44,7 @@ from moonpool.conductor.actions import (
     Tick,
 )
 from moonpool.config.tables import Config, ConfigError
-from moonpool.head.answers import Answers
+from moonpool.head.answers import STOPPING_RETRY_S, Answers, stopping
 from moonpool.head.attention_links import AttentionLinks
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.explain import describe_record, describe_server, describe_slo
@@ -53,6 +53,7 @@ from moonpool.head.models.model_loading import ApiModel
 from moonpool.head.models.served_model import HeadSettings, ServedModel
 from moonpool.head.models.served_models import NO_SERVER, ServedModels
 from moonpool.head.models.vllm_setup import NO_OFFER, VllmSetups
+from moonpool.head.response_stream import ResponseStream
 from moonpool.head.succession import NoSuccession, Succession
 from moonpool.head.takeover.standby_links import StandbyLinks, setup_of
 from moonpool.head.watch.ended_requests import EndedRequests
@@ -88,7 +89,6 @@ still."""
 MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
 """Connections of workers that have not proved the secret. A further one ends the oldest."""
-STOPPING_RETRY_S = 5.0
 LAST_LOOKS, LAST_LOOK_S = 100, 0.01
 """Time for a stop to reach the workers."""
 
@@ -146,15 +146,16 @@ class Head:
         """Earlier heads of this cluster: those that died, and those that handed over."""
         self.succession: Succession = NoSuccession()
 
-    async def start(self, listener: socket.socket, tls: PeerTls | None = None) -> None:
-        """Accepts workers, with `tls` only encrypted connections."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: WorkerLink(self, self._secret).channel,
-            sock=listener,
-            ssl=None if tls is None else tls.server,
-            ssl_handshake_timeout=None if tls is None else TLS_HANDSHAKE_S,
-        )
+    async def start(self, listener: socket.socket | None, tls: PeerTls | None = None) -> None:
+        """Accepts workers, with `tls` only encrypted connections. `listener`: None: its instances
+        are in this process."""
+        if listener is not None:
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: WorkerLink(self, self._secret).channel,
+                sock=listener,
+                ssl=None if tls is None else tls.server,
+                ssl_handshake_timeout=None if tls is None else TLS_HANDSHAKE_S,
+            )
         self.ticker = asyncio.create_task(self._tick_forever())
 
     async def expect(
@@ -229,25 +230,43 @@ class Head:
         call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
         """As `ModelFrontend.submit`. Raises RequestRefused, for a head that is stopping too."""
-        if self._leaving:
-            model.note_refused("server_stopping")
-            text = (
-                "The server is stopping. Send the request again, to another server if there is one."
-            )
-            refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
-            refused.is_counted = True
-            raise refused
-        answer = self._answers.open(request.request_id, call)
+        answer = self.begin(model, request, delivered, call)
         try:
-            self._post(RequestArrived(request, delivered), model)
             while True:
                 output = await answer.next_output()
                 yield output
                 if output.finish_reason is not None:
                     return
         finally:
-            if not self._answers.close(request.request_id):
-                self._post(RequestCancelled(request.request_id), model)
+            self.close(model, request.request_id)
+
+    def begin(
+        self,
+        model: ServedModel,
+        request: Request,
+        delivered: tuple[int, ...] | None = None,
+        call: ForwardedCall | None = None,
+        on_refused: Callable[[Refuse], None] | None = None,
+    ) -> ResponseStream:
+        """Lets the Conductor decide on a request, and returns its answer, which must be closed.
+        `on_refused`: called when it is refused, maybe at once. Raises RequestRefused for a head
+        that is stopping."""
+        if self._leaving:
+            model.note_refused("server_stopping")
+            raise stopping()
+        answer = self._answers.open(request.request_id, call)
+        answer.on_refused = on_refused
+        try:
+            self._post(RequestArrived(request, delivered), model)
+        except BaseException:
+            self.close(model, request.request_id)
+            raise
+        return answer
+
+    def close(self, model: ServedModel, request_id: RequestId) -> None:
+        """Nobody waits for the answer any more: it is cancelled, if it has not ended."""
+        if not self._answers.close(request_id):
+            self._post(RequestCancelled(request_id), model)
 
     def abort(self, request_id: RequestId, reason: str, model: ServedModel | None = None) -> None:
         if not self._answers.judge(request_id, reason):

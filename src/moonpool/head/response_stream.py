@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
@@ -27,6 +27,7 @@ class ResponseStream:
         self._wakeup = asyncio.Event()
         self.timings_s: dict[str, float] | None = None
         self.ended: RequestEnded | None = None
+        self.on_refused: Callable[[Refuse], None] | None = None
 
     def deliver(self, action: Deliver) -> None:
         self._tokens.extend(action.tokens)
@@ -36,6 +37,8 @@ class ResponseStream:
     def refuse(self, action: Refuse) -> None:
         self._refused = action
         self._wakeup.set()
+        if self.on_refused is not None:
+            self.on_refused(action)
 
     @property
     def refused(self) -> bool:

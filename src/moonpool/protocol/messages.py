@@ -36,11 +36,13 @@ def request_of(attempt_id: AttemptId) -> RequestId:
 
 class ForwardedCall(Struct, frozen=True):
     """A call that a vLLM server gets as its client has sent it: the endpoint's path, and the JSON
-    body. `is_exact`: the tokens that it is placed by are those that the server makes of it."""
+    body. `is_exact`: the tokens that it is placed by are those that the server makes of it.
+    `tells_first_token`: the first part of its response is seen at once, and ends its prefill."""
 
     path: str
     body: bytes
     is_exact: bool = False
+    tells_first_token: bool = False
 
 
 class AttemptSpec(Struct, frozen=True):

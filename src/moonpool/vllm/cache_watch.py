@@ -29,13 +29,15 @@ class CacheWatch:
         block_tokens: int,
         post: Callable[[CacheExplained | PrefixesCounted], None],
         fetches: bool = False,
+        count_s: float = COUNT_S,
     ) -> None:
-        """`fetches`: as in `HitCheck`."""
+        """`fetches`: as in `HitCheck`. `count_s`: from one look at the counters to the next."""
         self._client = client
         self._reader = reader
         self._block_tokens = block_tokens
         self._post = post
         self._check = HitCheck(fetches)
+        self._count_s = count_s
         self._lock = asyncio.Lock()
         self._said = ""  # of the events, last
         self._is_distrusted = False
@@ -66,7 +68,7 @@ class CacheWatch:
             if counts is not None:
                 self._post(PrefixesCounted(counts))
                 self._compare(view())
-            await asyncio.sleep(COUNT_S)
+            await asyncio.sleep(self._count_s)
 
     async def _look_at(self, reader: EventReader) -> None:
         """Says once what is wrong with the events, and once that it no longer is."""

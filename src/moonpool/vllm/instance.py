@@ -244,8 +244,9 @@ class VllmInstance:
     def _on_start_prefill(self, command: StartPrefill) -> None:
         request = self._add(command.work, hands_over=command.target is not None)
         request.submitted = True
-        if command.work.call is not None:
-            self._actions.append(SubmitRequest(request.work))
+        call = command.work.call
+        if call is not None and not call.tells_first_token:
+            self._actions.append(SubmitRequest(request.work, request.hands_over))
             self._begin_prefill(request, early=True)
             return
         request.prefilling = True

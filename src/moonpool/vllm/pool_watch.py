@@ -182,13 +182,19 @@ class PoolWatch:
             text = "the pool has %d layouts of %s: it is not known which one this vLLM has"
             log.warning(text, len(fitting), self._model)
             return
-        group = self._group = fitting[0]
-        space = group.spaces[0]
+        self._group = fitting[0]
         log.info("the KVCache pool at %s has the blocks of %s", self._path, self._model)
-        block_bytes = sum(one.block_bytes for one in group.spaces)
-        self._post(PoolJoined(space.address))
-        self._on_rates(block_bytes, space.ssd_read_bytes_per_s)
         self._has_group.set()
+        self.tell()
+
+    def tell(self) -> None:
+        """Tells the state machine of the pool, if there is one: as soon as both are there."""
+        group = self._group
+        if group is None:
+            return
+        self._post(PoolJoined(group.spaces[0].address))
+        block_bytes = sum(one.block_bytes for one in group.spaces)
+        self._on_rates(block_bytes, group.spaces[0].ssd_read_bytes_per_s)
         self._send(Watch(group=group.group))
 
     # What requests wait for

@@ -55,7 +55,7 @@ from moonpool.vllm.actions import (
     VllmAction,
     VllmEvent,
 )
-from moonpool.vllm.cache_watch import CacheWatch
+from moonpool.vllm.cache_watch import COUNT_S, CacheWatch
 from moonpool.vllm.client import Health, VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError, completion_body, is_streamed, read_output
 from moonpool.vllm.events import EventReader, EventsError
@@ -83,7 +83,7 @@ be slow to respond."""
 
 
 @dataclass(slots=True)
-class _Engine:
+class FoundServer:
     """The vLLM server, from when it was found until it is gone."""
 
     facts: VllmFacts
@@ -139,11 +139,12 @@ class VllmWorker(InstanceProcess):
             self._reader = EventReader(place.events, place.replay) if place.events else None
         except EventsError as error:
             raise WorkerError(str(error)) from None
-        self._engine: _Engine | None = None
+        self._engine: FoundServer | None = None
         self._requests: dict[AttemptId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._join_lock = asyncio.Lock()
         self._gone = False
+        self._count_s = COUNT_S
         self._watch: CacheWatch | None = None
         self._pool: PoolWatch | None = None
         self._rates: tuple[int, float] | None = None  # bytes of a block of the pool, SSD bytes/s
@@ -154,9 +155,7 @@ class VllmWorker(InstanceProcess):
             while True:
                 self._engine = await self._found()
                 self._gone = False
-                self._link = HeadLink(
-                    self.instance_id, self._secret, self, self._tls, self._link.heads
-                )
+                self._link = self._open_link()
                 self._spawn(self._beat())
                 try:
                     await self._link.run(head_host, head_port)
@@ -168,7 +167,14 @@ class VllmWorker(InstanceProcess):
         finally:
             await self._client.close()
 
-    async def _found(self) -> _Engine:
+    def _open_link(self) -> HeadLink:
+        return HeadLink(self.instance_id, self._secret, self, self._tls, self._link.heads)
+
+    async def _pause(self) -> None:
+        """From one look at the server's health to the next."""
+        await asyncio.sleep(HEARTBEAT_S)
+
+    async def _found(self) -> FoundServer:
         """Waits for the server without a limit."""
         last_error = ""
         while True:
@@ -181,7 +187,7 @@ class VllmWorker(InstanceProcess):
                     last_error = str(error)
                     log.warning("waiting for vLLM at %s: %s", self._place.url, last_error)
             await asyncio.sleep(LOOK_S)
-        found = _Engine(facts, secrets.randbits(62))
+        found = FoundServer(facts, secrets.randbits(62))
         before = self._engine
         if before is not None and before.facts == facts:
             # Measured again it would be too slow: requests rush to it.
@@ -205,6 +211,7 @@ class VllmWorker(InstanceProcess):
 
     async def _end_tasks(self) -> None:
         self._requests.clear()
+        self._pool = self._rates = None
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -246,7 +253,7 @@ class VllmWorker(InstanceProcess):
         elif not self._link.stopping:
             self._join_over(channel, Joined(info=self._info(engine)))
 
-    async def _prepare(self, setup: Setup, engine: _Engine) -> str:
+    async def _prepare(self, setup: Setup, engine: FoundServer) -> str:
         """Measures the server and makes the state machine. Returns "", or why it failed."""
         url, facts = self._place.url, engine.facts
         if setup.engine.kind != "vllm":
@@ -254,9 +261,11 @@ class VllmWorker(InstanceProcess):
         layout = _layout(setup.model.name, facts)
         if engine.layout not in (None, layout):
             return "the head came back with another configuration; restart this worker"
+        has_pool = await self._find_pool(facts)
         if engine.cost is None:
             try:
-                await probe(self._client, facts, hands_over=self.role is Role.PREFILL)
+                hands_over = self.role is Role.PREFILL and not has_pool
+                await probe(self._client, facts, hands_over=hands_over)
             except VllmError as error:
                 if await self._client.health() == "well":
                     return f"vLLM at {url}: {error}"
@@ -272,39 +281,38 @@ class VllmWorker(InstanceProcess):
                 self._spawn(self._listen(self._reader))
             fetches = self.role is Role.DECODE
             self._watch = CacheWatch(
-                self._client, self._reader, facts.block_tokens, self._post, fetches
+                self._client, self._reader, facts.block_tokens, self._post, fetches, self._count_s
             )
-            if _is_here(self._place.url):
-                model, size = facts.offer.root, facts.block_tokens
-                socket_path = default_socket()
-                self._pool = PoolWatch(socket_path, model, size, self._post, self._on_pool_rates)
-                self._spawn(self._pool.run())
-                await self._pool.settled(POOL_S if socket_path.exists() else 0.0)
+            if self._pool is not None:
+                self._pool.tell()
             self._spawn(self._measure(engine))
             settle_memory()
         return ""
 
-    async def _measure(self, engine: _Engine) -> None:
+    async def _measure(self, engine: FoundServer) -> None:
         """Measures the server's times beside the first requests, and then watches its cache."""
         assert engine.instance is not None
         if not engine.is_measured:
-            progress = _Progress(self._place.url)
-            saying = self._spawn(progress.say())
-            try:
-                quiet = engine.instance.is_idle
-                engine.cost = await measure(self._client, engine.facts, quiet, progress.note)
-            except VllmError as error:
-                log.warning("vLLM at %s is served by assumed times: %s", self._place.url, error)
-            else:
-                if self._rates is not None and engine.layout is not None:
-                    engine.cost = _with_pool(engine.cost, engine.layout, self._rates)
-                log.info("measured vLLM at %s: %s", self._place.url, describe_cost(engine.cost))
-                engine.is_measured = True
-                self._report_cost()
-            finally:
-                saying.cancel()
+            await self._profile(engine, engine.instance)
         if self._watch is not None:
             await self._watch.run(lambda: self._load().cache_view)
+
+    async def _profile(self, engine: FoundServer, instance: VllmInstance) -> None:
+        progress = _Progress(self._place.url)
+        saying = self._spawn(progress.say())
+        try:
+            quiet = instance.is_idle
+            engine.cost = await measure(self._client, engine.facts, quiet, progress.note)
+        except VllmError as error:
+            log.warning("vLLM at %s is served by assumed times: %s", self._place.url, error)
+        else:
+            if self._rates is not None and engine.layout is not None:
+                engine.cost = _with_pool(engine.cost, engine.layout, self._rates)
+            log.info("measured vLLM at %s: %s", self._place.url, describe_cost(engine.cost))
+            engine.is_measured = True
+            self._report_cost()
+        finally:
+            saying.cancel()
 
     def _report_cost(self) -> None:
         """What is measured before this instance joins is in its description."""
@@ -320,7 +328,7 @@ class VllmWorker(InstanceProcess):
         assert self._engine.instance is not None
         return self._engine.instance.load()
 
-    def _info(self, engine: _Engine) -> InstanceInfo:
+    def _info(self, engine: FoundServer) -> InstanceInfo:
         assert engine.cost is not None
         assert engine.layout is not None
         facts = engine.facts
@@ -352,11 +360,9 @@ class VllmWorker(InstanceProcess):
                 case SendReport():
                     self._link.send(action.report)
                 case SubmitRequest():
-                    self._requests[action.work.attempt_id] = self._spawn(self._run_request(action))
+                    self._submit(action)
                 case CancelRequest():
-                    task = self._requests.pop(action.attempt_id, None)
-                    if task is not None:
-                        task.cancel()
+                    self._cancel(action.attempt_id)
                 case FlushStep():
                     self._loop.call_later(STEP_S, self._post, EngineStepEnded())
                 case AwaitPool():
@@ -366,6 +372,16 @@ class VllmWorker(InstanceProcess):
                         self._spawn(self._watch.explain(action))
                 case ExitProcess():
                     self._link.stop("it leaves")
+
+    async def _find_pool(self, facts: VllmFacts) -> bool:
+        """Whether this vLLM shares the pool of this host."""
+        if self._pool is None and _is_here(self._place.url):
+            model, size = facts.offer.root, facts.block_tokens
+            path = default_socket()
+            self._pool = PoolWatch(path, model, size, self._post, self._on_pool_rates)
+            self._spawn(self._pool.run())
+            await self._pool.settled(POOL_S if path.exists() else 0.0)
+        return self._pool is not None and self._pool.address is not None
 
     async def _await_pool(self, action: AwaitPool) -> None:
         if self._pool is None:
@@ -380,6 +396,14 @@ class VllmWorker(InstanceProcess):
         if engine is not None and engine.cost is not None and engine.layout is not None:
             engine.cost = _with_pool(engine.cost, engine.layout, self._rates)
             self._report_cost()
+
+    def _submit(self, submit: SubmitRequest) -> None:
+        self._requests[submit.work.attempt_id] = self._spawn(self._run_request(submit))
+
+    def _cancel(self, attempt_id: AttemptId) -> None:
+        task = self._requests.pop(attempt_id, None)
+        if task is not None:
+            task.cancel()
 
     async def _run_request(self, submit: SubmitRequest) -> None:
         """Runs one request to its end. An error ends only this attempt."""
@@ -435,7 +459,7 @@ class VllmWorker(InstanceProcess):
     async def _beat(self) -> None:
         unwell = 0
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await self._pause()
             if self._joined and self._engine is not None and self._engine.instance is not None:
                 self._link.send(self._engine.instance.load())
                 self._post(TimePassed())

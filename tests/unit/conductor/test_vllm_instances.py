@@ -131,3 +131,21 @@ def test_measured_times_take_the_place_of_assumed_ones() -> None:
     record = front.conductor.requests[request_of(attempt)].record
     assert record.predicted_ttft_s == 1.0
     assert record.predicted_tbt_s == 0.5
+
+
+def test_a_request_goes_only_to_those_that_may_serve_it() -> None:
+    """As the subset hint of a gateway says."""
+    front = desk("m0", "m1", "m2")
+    within = (InstanceId("m1"), InstanceId("m2"), InstanceId("elsewhere"))
+    first, attempt = place(front.ask("x", within=within))
+    assert first in within
+    again, _ = place(front.report(first, failed(attempt)))
+    assert {first, again} == {"m1", "m2"}
+    only = (InstanceId("m0"),)
+    first, attempt = place(front.ask("w", within=only))
+    again, _ = place(front.report(first, failed(attempt)))
+    assert (first, again) == ("m0", "m0"), "there is no other"
+    (refusal,) = of(front.ask("y", within=(InstanceId("elsewhere"),)), Refuse)
+    assert refusal.status == 503
+    (refusal,) = of(front.ask("z", within=()), Refuse)
+    assert refusal.status == 503

@@ -214,6 +214,16 @@ def test_a_forwarded_call_tells_what_is_cached_and_counts_where_its_tokens_are_k
         assert view.source == ("distrusted" if is_exact else "assumed"), "events that never came"
 
 
+def test_calls_whose_first_token_is_seen_begin_one_after_the_other() -> None:
+    bench = Bench()
+    seen = ForwardedCall(path="/v1/completions", body=b"", is_exact=True, tells_first_token=True)
+    (started,) = told(bench.handle(StartPrefill(work=work("a", call=seen))), PrefillStarted)
+    assert not started.early, "it is a sample of the server's times"
+    assert not told(bench.handle(StartPrefill(work=work("b", call=seen))), PrefillStarted)
+    begun = told(bench.handle(piece("a", 0)), PrefillStarted)
+    assert [report.attempt_id for report in begun] == ["b"]
+
+
 def test_a_whole_prompt_is_never_a_hit() -> None:
     bench = Bench()
     bench.handle(StartPrefill(work=work("a")))

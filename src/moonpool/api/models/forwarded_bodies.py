@@ -42,7 +42,17 @@ MEDIA_TYPES = frozenset(
 )
 _MARKS = tuple(f'"{name}"'.encode() for name in MEDIA_TYPES)
 _PLACE = "\ufffc"  # where an object stands in a text
-_POOLED_FIELDS = ("input", "query", "text_1", "queries", "documents", "text_2", "items", "messages")
+_POOLED_FIELDS = (
+    "prompt",
+    "input",
+    "query",
+    "text_1",
+    "queries",
+    "documents",
+    "text_2",
+    "items",
+    "messages",
+)
 _TOKEN_BYTES = 4
 
 
@@ -139,18 +149,22 @@ class ForwardedReader:
         return self._estimate(body, _of_text("\n".join(_texts(said))))
 
     def pooling(self, raw: bytes) -> EstimatedPrompt:
-        """Reads a body of an endpoint that computes vectors, scores or classes of texts."""
+        """Reads a body of an endpoint that computes vectors, scores or classes of texts, or that
+        completes a prompt."""
         body = decode_body(FORWARDED, raw)
         fields = _FIELDS.decode(raw)
         tokens = array("i")
         for name in _POOLED_FIELDS:
             if name in fields and len(tokens) < MOST_MADE_UP:
                 self._add(msgspec.json.decode(fields[name]), tokens)
-        return self._estimate(body, tokens)
+        found = self._estimate(body, tokens)
+        prompt = fields.get("prompt")
+        is_one = prompt is not None and _is_one_prompt(msgspec.json.decode(prompt))
+        return replace(found, is_exact=is_one and len(found.token_ids) == found.num_tokens)
 
     def _add(self, given: Any, tokens: array[int]) -> None:
         """Adds texts and token ids as they stand. The first text has its true tokens."""
-        if isinstance(given, list) and given and all(type(one) is int for one in given):
+        if isinstance(given, list) and given and _are_ids(given):
             tokens.extend(min(max(one, 0), 2**31 - 1) for one in given)
             return
         if isinstance(given, list) and given and isinstance(given[0], list):
@@ -175,6 +189,14 @@ class ForwardedReader:
             **{name: getattr(body, name) for name in ForwardedBody.__struct_fields__}
         )
         return EstimatedPrompt(known, tuple(tokens[:most]) or (0,), max(len(tokens), 1))
+
+
+def _is_one_prompt(given: Any) -> bool:
+    return isinstance(given, str) or (isinstance(given, list) and bool(given) and _are_ids(given))
+
+
+def _are_ids(given: list[Any]) -> bool:
+    return all(type(one) is int for one in given)
 
 
 def _without_media(item: Any, media: list[bytes]) -> Any:

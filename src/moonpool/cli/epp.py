@@ -1,0 +1,209 @@
+"""`moonpool epp`: the endpoint picker of an inference gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+import uvloop
+
+from moonpool.api.access.protection import UNPROTECTED, check_protection
+from moonpool.api.connection.listening import PortError, listen
+from moonpool.cli.logs import choose_logging, set_up_logging
+from moonpool.cli.options import (
+    POLICY_KEYS,
+    ConfigFlags,
+    SectionedCommand,
+    config_option,
+    not_empty,
+    read_config,
+)
+from moonpool.cli.output import fail
+from moonpool.config.tables import Config
+from moonpool.gc_tuning import settle_threads
+
+if TYPE_CHECKING:
+    from moonpool.epp.sources.source import EndpointSource
+
+GRPC_PORT, METRICS_PORT = 9002, 9090
+"""Those of llm-d's picker."""
+_UNUSED = (
+    "pool.",
+    "engine.",
+    "conductor.role_balance",
+    "conductor.prefetch",
+    "conductor.replicate",
+    "conductor.spare_copies_first",
+)
+"""Keys of instances with an engine of our own."""
+FLAGS = ConfigFlags(
+    "model.served_name",
+    "model.chat_template",
+    "slo.ttft_s",
+    "slo.tbt_s",
+    *(key for key in POLICY_KEYS if not key.startswith(_UNUSED)),
+    "api.api_key_file",
+    "api.request_timeout_s",
+    "api.drain_seconds",
+    "api.max_body_bytes",
+    "telemetry.log_level",
+    "telemetry.log_format",
+    "telemetry.log_requests",
+    "telemetry.otlp_traces_endpoint",
+)
+
+
+@click.command(cls=SectionedCommand)
+@click.argument("model", required=False)
+@config_option
+@click.option(
+    "--endpoints",
+    "endpoints_file",
+    type=click.Path(dir_okay=False),
+    help="File with the endpoints, in llm-d's form; it may change at any time.",
+)
+@click.option(
+    "--dns",
+    "dns_names",
+    multiple=True,
+    metavar="[ROLE=]NAME:PORT",
+    help="Name whose addresses are the endpoints, or a service with SRV records, such as"
+    " _vllm._tcp.NAME; repeat it for more.",
+)
+@click.option("--pool-name", help="InferencePool of a Kubernetes cluster that has the endpoints.")
+@click.option(
+    "--pool-namespace", help="Namespace of that pool; NAMESPACE or the pod's own if not given."
+)
+@click.option(
+    "--kube-url",
+    metavar="URL",
+    help="Kubernetes API without login, such as that of `kubectl proxy`; in a pod, the cluster's"
+    " own with the service account.",
+)
+@click.option("--grpc-host", default="127.0.0.1", show_default=True, help="Address for gateways.")
+@click.option(
+    "--grpc-port",
+    type=click.IntRange(0, 65535),
+    default=GRPC_PORT,
+    show_default=True,
+    help="Port for gateways; 0 takes a free one.",
+)
+@click.option(
+    "--grpc-certfile",
+    default="",
+    callback=not_empty,
+    metavar="FILE",
+    help="Encrypt gRPC with this certificate chain (PEM).",
+)
+@click.option(
+    "--grpc-keyfile",
+    default="",
+    callback=not_empty,
+    metavar="FILE",
+    help="Key of that certificate (PEM); in the certificate's file unless given.",
+)
+@click.option(
+    "--grpc-ca-certs",
+    default="",
+    callback=not_empty,
+    metavar="FILE",
+    help="Serve only gateways with a certificate of this authority (PEM).",
+)
+@click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address of HTTP.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=METRICS_PORT,
+    show_default=True,
+    help="Port of /metrics, /cluster and /explain; 0 takes a free one.",
+)
+@click.option("--fail-open", is_flag=True, help="Without an endpoint, let the gateway choose.")
+@FLAGS.options(Config())
+def epp(
+    model: str | None,
+    config_file: str | None,
+    endpoints_file: str | None,
+    dns_names: tuple[str, ...],
+    pool_name: str | None,
+    pool_namespace: str | None,
+    kube_url: str | None,
+    grpc_host: str,
+    grpc_port: int,
+    grpc_certfile: str,
+    grpc_keyfile: str,
+    grpc_ca_certs: str,
+    metrics_host: str,
+    metrics_port: int,
+    fail_open: bool,
+    **flags: Any,
+) -> None:
+    """Choose the endpoint of each request of an inference gateway, such as Envoy."""
+    # gRPC would prepare for forks of its own process, and say so; ours begin other programs.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    from moonpool.epp.server import GrpcPort, PortInUseError
+    from moonpool.epp.service import serve_picker
+    from moonpool.epp.sources.source import SourceError
+    from moonpool.head.cluster_error import ClusterError
+
+    overrides = FLAGS.overrides(flags)
+    overrides.setdefault("model", {})["name"] = model or ""
+    overrides.setdefault("engine", {})["kind"] = "vllm"
+    config = read_config(config_file, overrides)
+    if sum(map(bool, (endpoints_file, dns_names, pool_name))) != 1:
+        fail("name one source of endpoints: --endpoints FILE, --dns NAME:PORT or --pool-name NAME")
+    if (grpc_keyfile or grpc_ca_certs) and not grpc_certfile:
+        fail("give --grpc-certfile, too")
+    try:
+        check_protection(config)
+    except UNPROTECTED as error:
+        fail(str(error))
+    choose_logging(config.telemetry)
+    set_up_logging("epp")
+    settle_threads()
+    place = GrpcPort(grpc_host, grpc_port, grpc_certfile, grpc_keyfile, grpc_ca_certs)
+    pool = (pool_name or "", pool_namespace or "", kube_url or "")
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sign, stop.set)
+        key = os.environ.get("VLLM_API_KEY", "")
+        with listen(metrics_host, metrics_port, "--metrics-port") as http:
+            source = _source(endpoints_file, dns_names, *pool)
+            await serve_picker(config, source, place, http, stop, fail_open, key)
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+    except (ClusterError, PortError, PortInUseError, SourceError, *UNPROTECTED) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _source(
+    endpoints_file: str | None,
+    dns_names: tuple[str, ...],
+    pool_name: str,
+    pool_namespace: str,
+    kube_url: str,
+) -> EndpointSource:
+    """Raises SourceError."""
+    if endpoints_file is not None:
+        from moonpool.epp.sources.endpoints_file import EndpointsFile
+
+        return EndpointsFile(endpoints_file)
+    if dns_names:
+        from moonpool.epp.sources.dns_names import DnsNames, read_dns_name
+
+        return DnsNames([read_dns_name(text) for text in dns_names])
+    from moonpool.epp.sources.inference_pool import InferencePool
+    from moonpool.epp.sources.kubernetes_api import ApiServer, own_namespace
+
+    server = ApiServer(kube_url, None, None) if kube_url else ApiServer.of_pod()
+    return InferencePool(server, pool_namespace or own_namespace(), pool_name)

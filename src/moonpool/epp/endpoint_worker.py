@@ -1,0 +1,113 @@
+"""The instance of one endpoint, in the picker's own process.
+
+It is the instance of a vLLM server as any other: it asks the server what it serves, measures it,
+watches its health and follows its cache. Only its requests take another way: see `routed_call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+
+from moonpool.epp.endpoint import Endpoint
+from moonpool.epp.hold_off import HoldOff
+from moonpool.epp.local_link import LocalLink
+from moonpool.epp.routed_call import CallDesk
+from moonpool.head.worker_link import LinkOwner
+from moonpool.link.head_link import HeadLink
+from moonpool.log_limit import limited_logger
+from moonpool.protocol.frames import HEARTBEAT_S
+from moonpool.protocol.messages import AttemptId
+from moonpool.types import InstanceId
+from moonpool.vllm.actions import EngineOutput, SubmitFailed, SubmitRequest
+from moonpool.vllm.cache_watch import COUNT_S
+from moonpool.vllm.instance import VllmInstance
+from moonpool.vllm.worker import FoundServer, VllmWorker
+
+log = limited_logger("moonpool.epp")
+
+MEASURED_AT_A_TIME = 8
+"""Servers that are measured at a time: more would keep the loop from deciding."""
+LOOKS_PER_S = 100.0
+"""Looks at the health of all servers together; with many, each is looked at less often."""
+MOST_PAUSE_S = 10.0
+"""Below the silence after which the head gives an instance up."""
+SOON_S = 0.1
+"""From one look to the next after a call failed."""
+
+
+class PickerShared:
+    """What the instances of one picker share."""
+
+    def __init__(self, owner: LinkOwner, api_key: str, now: Callable[[], float]) -> None:
+        self.owner = owner
+        self.api_key = api_key
+        self.now = now
+        self.desk = CallDesk()
+        self.hold_off = HoldOff()
+        self.measuring = asyncio.Semaphore(MEASURED_AT_A_TIME)
+        self.num_endpoints = 0
+        self.suspects: set[InstanceId] = set()
+        """At which a call has failed just now: others are preferred until their health is known."""
+
+    @property
+    def pause_s(self) -> float:
+        return min(max(HEARTBEAT_S, self.num_endpoints / LOOKS_PER_S), MOST_PAUSE_S)
+
+
+class EndpointWorker(VllmWorker):
+    """`run` serves until the instance is drained. Its task may be cancelled."""
+
+    def __init__(self, endpoint: Endpoint, shared: PickerShared) -> None:
+        """Raises WorkerError."""
+        self.endpoint = endpoint
+        self._shared = shared
+        self._look_now = asyncio.Event()
+        name, machine = InstanceId(endpoint.name), socket.gethostname()
+        super().__init__(endpoint.role, name, machine, b"", endpoint.place, shared.api_key)
+        self._count_s = max(COUNT_S, 5.0 * shared.pause_s)
+
+    def post_output(self, output: EngineOutput | SubmitFailed) -> None:
+        self._post(output)
+
+    def look(self) -> None:
+        self._shared.suspects.add(self.instance_id)
+        self._look_now.set()
+
+    def _open_link(self) -> HeadLink:
+        return LocalLink(self.instance_id, self, self._shared.owner)
+
+    async def _found(self) -> FoundServer:
+        now = self._shared.now()
+        held_s = self._shared.hold_off.until_s(self.endpoint.name, now) - now
+        if held_s > 0.0:
+            log.info("%s comes and goes: not used for %.0f s", self.endpoint.name, held_s)
+            await asyncio.sleep(held_s)
+        return await super()._found()
+
+    async def _profile(self, engine: FoundServer, instance: VllmInstance) -> None:
+        async with self._shared.measuring:
+            await super()._profile(engine, instance)
+
+    async def _pause(self) -> None:
+        if self._look_now.is_set():  # a second look
+            await asyncio.sleep(SOON_S)
+            self._look_now.clear()
+            return
+        self._shared.suspects.discard(self.instance_id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._shared.pause_s):
+                await self._look_now.wait()
+
+    def _leave_gone(self) -> None:
+        self._shared.suspects.discard(self.instance_id)
+        self._shared.hold_off.note_left(self.endpoint.name, self._shared.now())
+        super()._leave_gone()
+
+    def _submit(self, submit: SubmitRequest) -> None:
+        self._shared.desk.on_submit(self, submit)
+
+    def _cancel(self, attempt_id: AttemptId) -> None:
+        """The call's own connections end without us."""

@@ -1,0 +1,206 @@
+"""One HTTP request and its response, as Envoy shows them over a stream of external processing.
+
+The whole body is awaited, the call is placed, and then headers and body are sent on together. The
+response goes on as it comes, and is watched on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping
+
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+
+from moonpool.api.errors import ApiError, from_refused, internal_error
+from moonpool.api.frontend import RequestRefused
+from moonpool.epp import wire
+from moonpool.epp.body_room import BodyRoom
+from moonpool.epp.call_headers import request_id_of
+from moonpool.epp.picker import Picked, Picker
+from moonpool.epp.response_watch import ResponseWatch
+from moonpool.epp.routed_call import Route
+from moonpool.types import FinishReason
+
+log = logging.getLogger("moonpool.epp")
+EVENTS = "text/event-stream"
+
+
+class Exchange:
+    """`answers` reads the messages to their end. `fails_open`: the gateway may choose by itself
+    where nobody here can."""
+
+    def __init__(self, picker: Picker, room: BodyRoom, fails_open: bool) -> None:
+        self._picker = picker
+        self._room = room.share()
+        self._fails_open = fails_open
+        self._headers: Mapping[str, str] = {}
+        self._subset: tuple[str, ...] | None = None
+        self._request_mode = self._response_mode = wire.DUPLEX
+        self._is_routed = False
+        self._is_refused = False
+        self._picked: Picked | None = None
+        self._watch: ResponseWatch | None = None
+
+    async def answers(
+        self, messages: AsyncIterator[ProcessingRequest]
+    ) -> AsyncIterator[ProcessingResponse]:
+        """Yields what Envoy is to do."""
+        try:
+            async for message in messages:
+                for answer in await self._answer(message):
+                    yield answer
+                if self._is_refused:
+                    return
+        except Exception:
+            log.exception("request %s failed", request_id_of(self._headers))
+            raise
+        finally:
+            self._room.close()
+            if self._picked is not None:
+                self._picked.close()
+
+    async def _answer(self, message: ProcessingRequest) -> Iterator[ProcessingResponse]:
+        kind = message.WhichOneof("request")
+        try:
+            match kind:
+                case "request_headers":
+                    return iter(await self._on_headers(message, message.request_headers))
+                case "request_body":
+                    return iter(await self._on_body(message.request_body))
+                case "request_trailers":
+                    return iter(await self._on_trailers())
+                case "response_headers":
+                    self._on_response(message.response_headers)
+                    return iter((wire.GO_ON_RESPONSE,))
+                case "response_body":
+                    return iter((self._on_response_body(message.response_body),))
+                case "response_trailers":
+                    self._end_response()
+                    return iter((wire.GO_ON_RESPONSE_TRAILERS,))
+        except ApiError as error:
+            return self._refuse(error)
+        except RequestRefused as refused:
+            return self._refuse(from_refused(refused))
+        return iter(())
+
+    def _refuse(self, error: ApiError) -> Iterator[ProcessingResponse]:
+        self._is_refused = True
+        if error.status == 503 and not error.is_counted and error.code:
+            self._picker.head.note_refused(error.code)
+        return iter((wire.refusal(error),))
+
+    # The request
+
+    async def _on_headers(
+        self, message: ProcessingRequest, headers: HttpHeaders
+    ) -> list[ProcessingResponse]:
+        self._headers = wire.read_headers(headers.headers)
+        self._subset = wire.read_subset(message)
+        if message.HasField("protocol_config"):
+            self._request_mode = message.protocol_config.request_body_mode
+            self._response_mode = message.protocol_config.response_body_mode
+        if not headers.end_of_stream:
+            if self._request_mode == wire.DUPLEX:
+                return []  # until the body is here
+            if self._request_mode == wire.BUFFERED:
+                return [wire.GO_ON_REQUEST]
+        self._is_routed = True
+        return [wire.request_sent_on(self._spare_route(), None)]
+
+    async def _on_body(self, body: HttpBody) -> list[ProcessingResponse]:
+        if self._is_routed:  # it was not awaited
+            return [ProcessingResponse(request_body={})]
+        self._room.add(body.body)
+        if not body.end_of_stream:
+            return []
+        return await self._send_on(ends=True)
+
+    async def _on_trailers(self) -> list[ProcessingResponse]:
+        if self._is_routed or self._request_mode != wire.DUPLEX:
+            return [wire.GO_ON_REQUEST_TRAILERS]
+        return [*await self._send_on(ends=False), wire.GO_ON_REQUEST_TRAILERS]
+
+    async def _send_on(self, ends: bool) -> list[ProcessingResponse]:
+        self._is_routed = True
+        raw = self._room.whole()
+        route = await self._route(raw)
+        self._room.close()
+        if self._request_mode != wire.DUPLEX:
+            return [wire.buffered_sent_on(route)]
+        return [wire.request_sent_on(route, len(raw)), *wire.body_sent_on((raw,), ends)]
+
+    def _spare_route(self) -> Route | None:
+        """Of a call whose body is not seen."""
+        try:
+            return self._picker.spare(self._subset)
+        except RequestRefused:
+            if self._may_open:
+                return None
+            raise
+
+    async def _route(self, raw: bytes) -> Route | None:
+        """None: the gateway is to choose. Raises ApiError and RequestRefused."""
+        path = self._headers.get(":path", "").partition("?")[0]
+        try:
+            route, self._picked = await self._picker.pick(path, self._headers, raw, self._subset)
+        except RequestRefused as refused:
+            if self._may_open and refused.reason == "no_instance":
+                return None
+            raise
+        except ApiError:
+            raise
+        except Exception:
+            request_id = request_id_of(self._headers)
+            log.exception("request %s failed", request_id)
+            if self._may_open:
+                return None
+            raise internal_error(request_id) from None
+        return route
+
+    @property
+    def _may_open(self) -> bool:
+        return self._fails_open and self._subset is None
+
+    # The response
+
+    def _on_response(self, headers: HttpHeaders) -> None:
+        if self._picked is None:
+            return
+        found = wire.read_headers(headers.headers)
+        status = int(found.get(":status", "0") or 0)
+        if status != 200:
+            self._picked.call.fail(f"the server responded with status {status}", status)
+            return
+        is_stream = found.get("content-type", "").startswith(EVENTS)
+        self._watch = ResponseWatch(is_stream)
+        if is_stream:
+            self._picked.call.begin()
+        if headers.end_of_stream:
+            self._end_response()
+
+    def _on_response_body(self, body: HttpBody) -> ProcessingResponse:
+        if self._watch is not None and self._picked is not None:
+            number = self._watch.feed(body.body)
+            if number:
+                self._picked.call.note(number)
+            if body.end_of_stream:
+                self._end_response()
+        if self._response_mode != wire.DUPLEX:
+            return wire.GO_ON_RESPONSE_BODY
+        return wire.response_part(body.body, body.end_of_stream)
+
+    def _end_response(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is None or self._picked is None:
+            return
+        number = watch.end()
+        if not watch.is_done:  # cut in the middle: closed as one whose client has left
+            self._picked.call.fail("the response ended in the middle", 502)
+            return
+        self._picked.call.note(number, FinishReason.STOP)
+        self._picked.finish()

@@ -1,0 +1,87 @@
+"""Runs one picker from start to end: its source of endpoints, its gRPC port, and its HTTP port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from moonpool.api.access.protection import open_keys, open_tls
+from moonpool.api.app import http_server, make_app
+from moonpool.api.frontend import ApiOptions
+from moonpool.config.tables import Config
+from moonpool.epp.endpoint import Listing
+from moonpool.epp.picker import Picker
+from moonpool.epp.server import GrpcPort, GrpcServer
+from moonpool.epp.sources.source import EndpointSource
+from moonpool.gc_tuning import settle_memory
+from moonpool.head.cluster import resolved
+from moonpool.head.head_drain import drain
+
+log = logging.getLogger("moonpool")
+logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it would log its own start
+
+LAST_S = 1.0
+
+
+async def serve_picker(
+    config: Config,
+    source: EndpointSource,
+    place: GrpcPort,
+    http: socket.socket,
+    stop: asyncio.Event,
+    fails_open: bool,
+    api_key: str,
+) -> None:
+    """Serves until `stop` is set. Raises ClusterError, SourceError, PortInUseError, and as
+    `open_keys` and `open_tls`."""
+    config = resolved(config)
+    keys, tls = open_keys(config), open_tls(config)
+    options = ApiOptions(
+        api_keys=keys.tenants,
+        admins=keys.admins,
+        max_body_bytes=config.api.max_body_bytes,
+        allowed_hosts=config.api.allowed_hosts,
+        exports_traces=bool(config.telemetry.otlp_traces_endpoint),
+    )
+    picker = Picker(config, options, api_key)
+    await picker.start()
+    grpc = GrpcServer(picker, place, fails_open)
+    app = make_app(picker.head, options, picker.models, answers_calls=False)
+    web = http_server(app, tls=tls)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await grpc.start()
+        listed = asyncio.Event()
+
+        def update(listing: Listing) -> None:
+            picker.update(listing)
+            listed.set()
+
+        tasks += [
+            asyncio.create_task(source.follow(update)),
+            asyncio.create_task(grpc.run()),
+            asyncio.create_task(web.serve(sockets=[http])),
+            asyncio.create_task(_wait(stop)),
+        ]
+        settle_memory()
+        log.info(
+            "picking endpoints at %s:%d (gRPC); /metrics and /cluster at port %d (Ctrl-C ends it)",
+            *(place.host, grpc.port, http.getsockname()[1]),
+        )
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        log.info("stopping")
+        await drain(picker.head, config.api.drain_seconds)
+    finally:
+        await grpc.stop(LAST_S)
+        web.should_exit = True
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await picker.stop()
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()

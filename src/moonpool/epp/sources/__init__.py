@@ -1,0 +1,1 @@
+"""Where endpoints come from: a file, DNS, or a Kubernetes API."""

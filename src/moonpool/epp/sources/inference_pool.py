@@ -1,0 +1,157 @@
+"""Endpoints from a Kubernetes API: the pods that an InferencePool selects.
+
+A pod is an endpoint while it is ready and not told to end; with several target ports, one for each
+port. The priorities of the pool's InferenceObjectives come along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moonpool.epp.endpoint import Endpoint, EndpointError, Listing, read_endpoint
+from moonpool.epp.sources.kubernetes_api import ApiServer, Object, ObjectList
+from moonpool.log_limit import limited_logger
+
+log = limited_logger("moonpool.epp")
+
+POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
+OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
+PODS = "/api/v1/namespaces/{}/pods"
+
+
+class InferencePool:
+    """Follows the pool `name` of a namespace."""
+
+    def __init__(self, server: ApiServer, namespace: str, name: str) -> None:
+        self._server = server
+        self._namespace = namespace
+        self._name = name
+        self._ports: tuple[int, ...] = ()
+        self._fails_open: bool | None = None
+        self._selector: str | None = None  # None: the pool is not known yet
+        self._changed = asyncio.Event()
+        self._endpoints: tuple[Endpoint, ...] = ()
+        self._objectives: dict[str, int] = {}
+        self._pods: Mapping[str, Object] = {}
+        self._said = ""
+        self._before: Listing | None = None
+
+    async def follow(self, update: Callable[[Listing], None]) -> None:
+        """As `EndpointSource.follow`."""
+
+        def tell() -> None:
+            self._endpoints = tuple(self._read_pods())
+            listing = Listing(
+                endpoints=self._endpoints,
+                objectives=dict(self._objectives),
+                fails_open=self._fails_open,
+            )
+            if listing != self._before:
+                self._before = listing
+                update(listing)
+
+        def on_pool(objects: Mapping[str, Object]) -> None:
+            self._read_pool(objects.get(self._name))
+            tell()
+
+        def on_objectives(objects: Mapping[str, Object]) -> None:
+            self._objectives = _priorities(objects, self._name)
+            tell()
+
+        def on_pods(objects: Mapping[str, Object]) -> None:
+            self._pods = objects
+            tell()
+
+        namespace = self._namespace
+        field = f"metadata.name={self._name}"
+        pool = ObjectList(self._server, POOLS.format(namespace), field=field)
+        objectives = ObjectList(self._server, OBJECTIVES.format(namespace))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(pool.follow(on_pool))
+                group.create_task(objectives.follow(on_objectives, optional=True))
+                group.create_task(self._follow_pods(on_pods))
+        finally:
+            await self._server.close()
+
+    async def _follow_pods(self, on_pods: Callable[[Mapping[str, Object]], None]) -> None:
+        """Anew with each selector of the pool."""
+        while True:
+            self._changed.clear()
+            selector = self._selector
+            if selector is None:
+                await self._changed.wait()
+                continue
+            pods = ObjectList(self._server, PODS.format(self._namespace), selector)
+            following = asyncio.create_task(pods.follow(on_pods))
+            changed = asyncio.create_task(self._changed.wait())
+            try:
+                await asyncio.wait({following, changed}, return_when=asyncio.FIRST_COMPLETED)
+                if following.done():
+                    following.result()
+            finally:
+                following.cancel()
+                changed.cancel()
+
+    def _read_pool(self, pool: Object | None) -> None:
+        """A pool that is gone leaves its endpoints as they were: it may be written anew."""
+        if pool is None:
+            self._say(f"there is no InferencePool {self._name} in namespace {self._namespace}")
+            return
+        spec = pool.get("spec") or {}
+        labels = (spec.get("selector") or {}).get("matchLabels") or {}
+        if not labels:  # would select all pods of the namespace
+            self._say(f"the InferencePool {self._name} selects no pods")
+            return
+        self._said = ""
+        ports = (each.get("number") for each in spec.get("targetPorts") or ())
+        self._ports = tuple(port for port in ports if isinstance(port, int))
+        mode = (spec.get("endpointPickerRef") or {}).get("failureMode")
+        self._fails_open = None if mode is None else mode == "FailOpen"
+        selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+        if selector != self._selector:
+            self._selector = selector
+            self._changed.set()
+
+    def _read_pods(self) -> list[Endpoint]:
+        found: list[Endpoint] = []
+        for name, pod in sorted(self._pods.items()):
+            if not _is_ready(pod):
+                continue
+            labels = (pod.get("metadata") or {}).get("labels") or {}
+            host = pod["status"].get("podIP", "")
+            for rank, port in enumerate(self._ports):
+                own = name if len(self._ports) == 1 else f"{name}.{rank}"
+                try:
+                    endpoint = read_endpoint(own, host, port, labels)
+                except EndpointError as error:
+                    self._say(f"the pod {error}; it is left out")
+                    continue
+                if endpoint is not None:
+                    found.append(endpoint)
+        return found
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            log.warning("%s", text)
+        self._said = text
+
+
+def _is_ready(pod: Object) -> bool:
+    status: Mapping[str, Any] = pod.get("status") or {}
+    if (pod.get("metadata") or {}).get("deletionTimestamp") or not status.get("podIP"):
+        return False
+    conditions = status.get("conditions") or ()
+    return any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+
+
+def _priorities(objects: Mapping[str, Object], pool: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, each in objects.items():
+        spec = each.get("spec") or {}
+        priority = spec.get("priority", 0)
+        if (spec.get("poolRef") or {}).get("name") == pool and isinstance(priority, int):
+            found[name] = priority
+    return found

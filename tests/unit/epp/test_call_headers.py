@@ -1,0 +1,61 @@
+"""What the headers of a call say."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.api.errors import ApiError
+from moonpool.epp.call_headers import dropped_reason, read_terms, request_id_of
+from moonpool.types import PRIORITY_RANGE, Slo
+
+USUAL = Slo(ttft_s=30.0, tbt_s=0.5, ttft_stated=False, tbt_stated=False)
+
+
+def test_slos_have_a_name_and_an_older_one() -> None:
+    for ttft, tpot in (
+        ("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"),
+        ("x-slo-ttft-ms", "x-slo-tpot-ms"),
+    ):
+        found = read_terms({ttft: "1500", tpot: "40"}, USUAL, 600.0, {})
+        assert found.slo == Slo(ttft_s=1.5, tbt_s=0.04)
+        one = read_terms({ttft: "1500"}, USUAL, 600.0, {})
+        assert one.slo == Slo(ttft_s=1.5, tbt_s=0.5, tbt_stated=False)
+    both = {"x-llm-d-slo-ttft-ms": "1000", "x-slo-ttft-ms": "2000"}
+    assert read_terms(both, USUAL, 600.0, {}).slo.ttft_s == 1.0
+    assert read_terms({}, USUAL, 600.0, {}).slo is USUAL
+
+
+def test_objectives_have_a_name_and_an_older_one() -> None:
+    known = {"fast": 7, "slow": -3, "odd": 1 << 40}
+    for name in ("x-llm-d-inference-objective", "x-gateway-inference-objective"):
+        priorities = [
+            read_terms({name: one}, USUAL, 600.0, known).priority
+            for one in ("fast", "slow", "unknown", "odd")
+        ]
+        assert priorities == [-7, 3, 0, PRIORITY_RANGE[0]]  # lower ones go first
+
+
+def test_a_time_limit_only_shortens() -> None:
+    assert read_terms({"x-request-timeout-ms": "2000"}, USUAL, 600.0, {}).timeout_s == 2.0
+    assert read_terms({"x-request-timeout-ms": "9e8"}, USUAL, 600.0, {}).timeout_s == 600.0
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1e13"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_terms({"x-slo-ttft-ms": text}, USUAL, 600.0, {})
+    assert refused.value.status == 400
+
+
+def test_ids_of_clients_are_taken_if_they_are_short_and_plain() -> None:
+    assert request_id_of({"x-request-id": "a-1"}) == "a-1"
+    for bad in ("", "a b", "x" * 200, "a/b", "a~1"):
+        assert request_id_of({"x-request-id": bad}) != bad
+
+
+def test_refusals_have_the_reasons_of_llm_d() -> None:
+    expected = {429: "rejected-saturated", 503: "rejected-no-endpoints", 404: ""}
+    for status, reason in expected.items():
+        assert dropped_reason(ApiError("no", status=status)) == reason
+    stopping = ApiError("no", status=503, code="server_stopping")
+    assert dropped_reason(stopping) == "rejected-shutting-down"

@@ -1,0 +1,134 @@
+"""Endpoints from a file in llm-d's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+
+from moonpool.epp.endpoint import Endpoint, Listing  # noqa: E402
+from moonpool.epp.sources import endpoints_file  # noqa: E402
+from moonpool.epp.sources.endpoints_file import EndpointsFile  # noqa: E402
+from moonpool.epp.sources.source import SourceError  # noqa: E402
+from moonpool.types import Role  # noqa: E402
+
+# The example of llm-d's own guide, and its labels.
+TEXT = """
+endpoints:
+  - name: vllm-0
+    address: "10.0.0.1"
+    port: "8000"
+    labels:
+      model: llama-3-8b
+      llm-d.ai/role: prefill
+  - name: vllm-1
+    namespace: inference
+    address: 10.0.0.2
+    port: 8000
+    labels: {llm-d.ai/role: decode, moonpool.ai/kv-events-port: "5557"}
+  - {name: vllm-2, address: "fd00::1", port: "8000"}
+  - {name: encoder, address: 10.0.0.4, port: "8000", labels: {llm-d.ai/role: encode}}
+objectives:
+  - {name: premium, priority: 5}
+"""
+
+
+def read(text: str) -> Listing:
+    return EndpointsFile("endpoints.yaml").read(text.encode())
+
+
+def test_the_form_of_llm_d_is_read() -> None:
+    found = read(TEXT)
+    assert found.endpoints == (
+        Endpoint(name="vllm-0", host="10.0.0.1", port=8000, role=Role.PREFILL),
+        Endpoint(
+            name="inference.vllm-1",
+            host="10.0.0.2",
+            port=8000,
+            role=Role.DECODE,
+            events_port=5557,
+        ),
+        Endpoint(name="vllm-2", host="fd00::1", port=8000),
+    )
+    assert found.objectives == {"premium": 5}
+    assert found.endpoints[1].place.events == "tcp://10.0.0.2:5557"
+    assert found.endpoints[2].address == "[fd00::1]:8000"
+    assert read(json.dumps(yaml.safe_load(TEXT))) == found  # JSON is a form of it
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "{name: a, address: host.example, port: '1'}",
+        "{name: a, address: 10.0.0.1, port: '0'}",
+        "{name: a, address: 10.0.0.1, port: '65536'}",
+        "{name: a, address: 10.0.0.1, port: '8000x'}",
+        "{name: a, address: 'fe80::1%eth0', port: '8000'}",
+        "{address: 10.0.0.1, port: '8000'}",
+        "{name: a, address: 10.0.0.1, port: '1', labels: {moonpool.ai/kv-events-port: x}}",
+        "[]",
+        "null",
+    ],
+)
+def test_a_bad_entry_is_left_out(entry: str) -> None:
+    found = read(f"endpoints:\n  - {entry}\n  - {{name: b, address: 10.0.0.2, port: '1'}}\n")
+    assert [each.name for each in found.endpoints] == ["b"]
+
+
+@pytest.mark.parametrize("text", ["endpoints: 3", "[1", "- a", "\x00"])
+def test_another_text_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        read(text)
+
+
+def test_no_endpoint_is_a_listing_too() -> None:
+    assert read("endpoints:\n").endpoints == ()
+
+
+async def follow_changes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints_file, "LOOK_S", 0.02)
+    seen: asyncio.Queue[list[str]] = asyncio.Queue()
+    follows = asyncio.create_task(
+        EndpointsFile(str(path)).follow(
+            lambda listing: seen.put_nowait([each.name for each in listing.endpoints])
+        )
+    )
+
+    def entry(name: str) -> str:
+        return f"  - {{name: {name}, address: 10.0.0.1, port: '1'}}\n"
+
+    async with asyncio.timeout(60):
+        assert await seen.get() == ["a"]
+        path.write_text("endpoints:\n" + entry("a") + entry("b"))
+        assert await seen.get() == ["a", "b"]
+        path.write_text("endpoints: [")  # half of it: what was known holds
+        await asyncio.sleep(0.2)
+        path.unlink()
+        await asyncio.sleep(0.2)
+        assert seen.empty()
+        other = path.with_suffix(".new")
+        other.write_text("endpoints:\n" + entry("c"))
+        other.rename(path)
+        assert await seen.get() == ["c"]
+        target = path.with_suffix(".target")  # as a ConfigMap is replaced
+        target.write_text("endpoints:\n" + entry("d"))
+        path.unlink()
+        path.symlink_to(target)
+        assert await seen.get() == ["d"]
+    follows.cancel()
+
+
+def test_changes_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text("endpoints:\n  - {name: a, address: 10.0.0.1, port: '1'}\n")
+    asyncio.run(follow_changes(path, monkeypatch))
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    source = EndpointsFile(str(tmp_path / "none.yaml"))
+    with pytest.raises(SourceError, match="No such file"):
+        asyncio.run(source.follow(lambda listing: None))
