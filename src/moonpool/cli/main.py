@@ -124,6 +124,7 @@ EXTRA_OF = {
     "matplotlib": "lab",
     "moonpool_lab": "lab",
     "zmq": "vllm",
+    "ray": "ray",
 }
 """The extra of moonpool that installs a package which not every command needs."""
 

@@ -1,0 +1,58 @@
+"""`moonpool serve --launcher ray`: a deployment that lasts as long as the command."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+
+import httpx
+from ray.exceptions import RayError
+
+from moonpool.config.tables import Config
+from moonpool.ray.deployment import LOOK_S, Deployment, deploy
+from moonpool.ray.head_actor import HeadPlace
+
+log = logging.getLogger("moonpool.ray")
+
+ASK_S = 5.0
+
+
+class RayLauncher:
+    """Places the cluster's processes by Ray, and follows it until it is stopped."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def serve(self, stop: threading.Event) -> None:
+        """Returns when `stop` is set and everything has ended. Raises ClusterError."""
+        deployment = deploy(self._config)
+        try:
+            self._follow(deployment, stop)
+        finally:
+            log.info("stopping")
+            deployment.stop()
+
+    def _follow(self, deployment: Deployment, stop: threading.Event) -> None:
+        told: HeadPlace | None = None
+        while not stop.wait(LOOK_S):
+            with contextlib.suppress(RayError):  # Ray itself is being restarted
+                deployment.step()
+            if told is None:
+                deployment.check_start()
+            place = deployment.leader()
+            if place is not None and place != told and _is_up(place):
+                told = place
+                deployment.note_started()
+                log.info("serving at %s (Ctrl-C ends it)", place.url)
+
+
+def _is_up(place: HeadPlace) -> bool:
+    """Whether the cluster serves. A head of another machine may be out of reach from here: then it
+    is enough that it leads."""
+    try:
+        return httpx.get(f"{place.url}/health", timeout=ASK_S, verify=False).is_success  # noqa: S501
+    except httpx.ConnectError:
+        return True
+    except httpx.HTTPError:
+        return False
