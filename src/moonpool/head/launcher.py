@@ -32,6 +32,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ATTENTION = "attention"  # on the command line; not an instance for the Conductor
 STOP_S = 3.0
 
+
 def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
     """Returns the variables that a worker's environment has in addition to its parent's."""
     return {SECRET_VARIABLE: secret.hex()} | dict.fromkeys(THREAD_VARIABLES, str(threads))

@@ -6,15 +6,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Deployment", "deploy"]
+__all__ = ["ConductorRouter", "Deployment", "deploy"]
 
 _PLACES = {
+    "ConductorRouter": "moonpool.ray.routing.router",
     "Deployment": "moonpool.ray.deployment",
     "deploy": "moonpool.ray.deployment",
 }
 
 if TYPE_CHECKING:
     from moonpool.ray.deployment import Deployment, deploy
+    from moonpool.ray.routing.router import ConductorRouter
 
 
 def __getattr__(name: str) -> Any:

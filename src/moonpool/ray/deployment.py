@@ -245,16 +245,23 @@ class Deployment:
         for reference in left:
             self._end(self._leaving.pop(reference))
 
+    def urls(self) -> list[str]:
+        """Where the heads serve, or will once they lead: a client that loses one tries the next."""
+        return [url for url in self._ask_each("url") if url]
+
     def _ask_heads(self, method: str) -> Any:
         """Returns the first answer that is not None."""
-        handles = [self.actors()[name.rpartition("/")[2]] for name in self._heads]
-        references = [getattr(handle, method).remote() for handle in handles]
-        for reference in references:
+        return next((found for found in self._ask_each(method) if found is not None), None)
+
+    def _ask_each(self, method: str) -> list[Any]:
+        """Returns the answers of the heads that are in reach."""
+        actors = self.actors()
+        handles = [actors[name.rpartition("/")[2]] for name in self._heads]
+        found = []
+        for reference in [getattr(handle, method).remote() for handle in handles]:
             with contextlib.suppress(RayError, GetTimeoutError):
-                found = ray.get(reference, timeout=ASK_S)
-                if found is not None:
-                    return found
-        return None
+                found.append(ray.get(reference, timeout=ASK_S))
+        return found
 
     # Stop
 
@@ -284,4 +291,3 @@ class Deployment:
                 ray.kill(actor)
         with contextlib.suppress(RayError):
             remove_placement_group(started.placement)
-

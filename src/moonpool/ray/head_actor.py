@@ -74,37 +74,50 @@ class HeadActor(ProcessActor):
         self._keep(name)
 
     async def standing(self) -> Standing:
-        if await self._serves():
+        if await self._leads():
             return "leads"
         return "stands by" if self._is_standby and await self.pid() else "starts"
 
     async def place(self) -> HeadPlace | None:
-        """Where this head serves; None: it does not lead."""
-        if not await self._serves():
+        """Where this head serves; None: it does not lead, or does not answer yet."""
+        if not await self._leads() or not await self._answers():
             return None
-        shown = self._host if self._settings.api_host in ("0.0.0.0", "::") else ""  # noqa: S104
-        host = shown or self._settings.api_host
+        return HeadPlace(await self.url(), self._host, self._port)
+
+    async def url(self) -> str:
+        """Where this head serves, or will once it leads; "" while that is not settled."""
+        if not await self.pid():
+            return ""
+        shown = self._settings.api_host
+        host = self._host if shown in ("0.0.0.0", "::") else shown  # noqa: S104
         host = f"[{host}]" if ":" in host else host
-        return HeadPlace(
-            f"{self._settings.scheme}://{host}:{self._api_port}", self._host, self._port
-        )
+        return f"{self._settings.scheme}://{host}:{self._api_port}"
 
     async def wanted(self) -> InstancesWanted | None:
         """The newest numbers of instances that the Conductor wants; None: it has not said."""
         return self._wanted.newest
 
-    async def _serves(self) -> bool:
+    async def _leads(self) -> bool:
         """Whether this node's head accepts clients. A standby does not, until it takes over."""
-        if not await self.pid():
-            return False
+        return bool(await self.pid()) and await self._try(b"")
+
+    async def _answers(self) -> bool:
+        """Whether there is more than its supervisor, which accepts clients before."""
+        return await self._try(b"GET /health HTTP/1.0\r\n\r\n")
+
+    async def _try(self, request: bytes) -> bool:
+        """Connects as a client does; waits for an answer, of any kind, if there is a request."""
         host = self._settings.api_host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
         try:
-            async with asyncio.timeout(ASK_S):
-                _, writer = await asyncio.open_connection(host, self._api_port)
+            async with asyncio.timeout(ASK_S / 2):
+                reader, writer = await asyncio.open_connection(host, self._api_port)
+                with contextlib.closing(writer):
+                    if request:
+                        writer.write(request)
+                        await reader.read(1)
         except (OSError, TimeoutError):
             return False
-        writer.close()
         return True
 
     async def _spawn(self, name: str) -> WorkerProcess:

@@ -26,6 +26,7 @@ class RayLauncher:
 
     def serve(self, stop: threading.Event) -> None:
         """Returns when `stop` is set and everything has ended. Raises ClusterError."""
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         deployment = deploy(self._config)
         try:
             self._follow(deployment, stop)
@@ -34,17 +35,22 @@ class RayLauncher:
             deployment.stop()
 
     def _follow(self, deployment: Deployment, stop: threading.Event) -> None:
-        told: HeadPlace | None = None
+        told: list[str] = []
         while not stop.wait(LOOK_S):
             with contextlib.suppress(RayError):  # Ray itself is being restarted
                 deployment.step()
-            if told is None:
+            if not told:
                 deployment.check_start()
             place = deployment.leader()
-            if place is not None and place != told and _is_up(place):
-                told = place
-                deployment.note_started()
-                log.info("serving at %s (Ctrl-C ends it)", place.url)
+            if place is None or not (told or _is_up(place)):
+                continue
+            others = [url for url in deployment.urls() if url != place.url]
+            if [place.url, *others] != told:
+                if not told:
+                    deployment.note_started()
+                told = [place.url, *others]
+                more = f", and after a loss at {', '.join(others)}" if others else ""
+                log.info("serving at %s%s (Ctrl-C ends it)", place.url, more)
 
 
 def _is_up(place: HeadPlace) -> bool:

@@ -35,7 +35,7 @@ class ProcessActor:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level="INFO")
         self._name = name
         self._environment = os.environ | environment
-        self._host = ray.util.get_node_ip_address()
+        self._host = _node_address()
         self._keepers: list[Keeper] = []
         self._tasks: list[asyncio.Task[bool]] = []
         self._is_again = _is_again()
@@ -105,6 +105,12 @@ def _is_again() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray asks itself by a deprecated name
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def _node_address() -> str:
+    """This node's address, as Ray was told it."""
+    own = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == own)
 
 
 def moonpool_line(*words: str) -> list[str]:
