@@ -19,6 +19,7 @@ from tests.live.calls import fresh
 from tests.live.test_faults import command_of, wait_until_gone
 
 WAIT_S = 180.0
+MOST_STARTS = 5
 SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,7 +48,10 @@ class RayNodes:
         return str(self.cluster.address)
 
     def add_node(self) -> Any:
-        return self.cluster.add_node(**self._node)
+        for _ in range(MOST_STARTS):  # Ray gives a raylet 30 s, which a busy machine may exceed
+            with contextlib.suppress(Exception):
+                return self.cluster.add_node(**self._node)
+        raise AssertionError("Ray cannot start a raylet")
 
     def raylet_of(self, node: Any) -> int:
         return int(node.all_processes["raylet"][0].process.pid)

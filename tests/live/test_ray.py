@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -119,16 +120,23 @@ def test_a_lost_node_cuts_no_stream(
     nodes.add_node()
 
 
-def test_the_end_of_the_command_leaves_nothing(nodes: RayNodes) -> None:
-    """Last: whether it is told to end or killed."""
+def test_the_end_of_the_command_leaves_nothing(
+    served: OnRay, nodes: RayNodes, tmp_path: Path
+) -> None:
+    twin = OnRay(nodes, MODEL, "--port", "0", *SMALL)
+    assert twin.process.wait(120) == 1
+    assert "a cluster named 'moonpool' runs on this Ray" in twin.log.splitlines()[-1]
+    config = tmp_path / "second.toml"
+    config.write_text("[ray]\nname = 'second'\n")
+    before = set(processes_of(nodes, "moonpool"))
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        served = OnRay(nodes, MODEL, "--port", "0", *SMALL)
-        served.wait_until_up(2)
-        pids = processes_of(nodes, "-m moonpool ")
-        pids += [child for pid in pids for child in descendants_of(pid)]
-        assert len(pids) >= 4
-        served.stop(sign)
+        second = OnRay(nodes, MODEL, "--config", str(config), "--port", "0", *SMALL)
+        second.wait_until_up(2)
+        pids = [pid for pid in processes_of(nodes, "moonpool") if pid not in before]
+        assert len(pids) >= 6  # two heads with a supervisor each, and two workers
+        second.stop(sign)
         assert wait_until_gone(pids) == []
+    assert served.instances(served.wait_until_up(INSTANCES)[0])  # the first one serves on
 
 
 def _has(nodes: RayNodes, node: object, words: str) -> bool:

@@ -53,6 +53,8 @@ LEVELS = (
     {"vllm.known_cache"},
     {"vllm.instance"},
     {"vllm"},
+    {"ray.replicas"},
+    {"ray"},
     {"sim.report"},
     {"plan"},
     {"studies"},
@@ -81,6 +83,7 @@ PURE_ROOMS = {
     "vllm.block_names",
     "vllm.known_cache",
     "vllm.instance",
+    "ray.replicas",
 }
 IMPURE_MODULES = {
     "asyncio",

@@ -6,16 +6,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["ConductorRouter", "Deployment", "deploy"]
+__all__ = ["ConductorRouter", "RayDeployment", "deploy"]
 
 _PLACES = {
     "ConductorRouter": "moonpool.ray.routing.router",
-    "Deployment": "moonpool.ray.deployment",
+    "RayDeployment": "moonpool.ray.deployment",
     "deploy": "moonpool.ray.deployment",
 }
 
 if TYPE_CHECKING:
-    from moonpool.ray.deployment import Deployment, deploy
+    from moonpool.ray.deployment import RayDeployment, deploy
     from moonpool.ray.routing.router import ConductorRouter
 
 

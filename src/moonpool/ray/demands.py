@@ -27,14 +27,14 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ActorGroup:
     """Members that Ray places together, and on as many nodes as it can."""
 
     name: str
     members: tuple[Member, ...]
 
 
-def first_groups(config: Config, num_heads: int) -> list[Group]:
+def first_groups(config: Config, num_heads: int) -> list[ActorGroup]:
     """The groups of a new cluster: one for the heads, and one for each role. A node that is lost
     then takes as few of each as can be."""
     cluster = config.cluster
@@ -46,16 +46,16 @@ def first_groups(config: Config, num_heads: int) -> list[Group]:
         ATTENTION: cluster.attention,
     }
     return [
-        Group(role, tuple(member_of(config, role, number) for number in range(count)))
+        ActorGroup(role, tuple(member_of(config, role, number) for number in range(count)))
         for role, count in counts.items()
         if count
     ]
 
 
-def added_group(config: Config, role: Role, number: int) -> Group:
+def added_group(config: Config, role: Role, number: int) -> ActorGroup:
     """The group of one further instance, which can be given back by itself."""
     member = member_of(config, role.value, number)
-    return Group(member.name, (member,))
+    return ActorGroup(member.name, (member,))
 
 
 def member_of(config: Config, role: str, number: int) -> Member:

@@ -1,4 +1,4 @@
-"""A cluster on Ray: its placement groups and actors, from `deploy` to `Deployment.stop`.
+"""A cluster on Ray: its placement groups and actors, from `deploy` to `RayDeployment.stop`.
 
 The process that calls `deploy` owns them: when it ends, however it ends, Ray ends them all. What
 runs never depends on it otherwise. KVCache and tokens go over moonpool's own connections; Ray
@@ -25,8 +25,9 @@ from moonpool.config.tables import Config
 from moonpool.config.toml import write_toml
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.launcher import worker_environment
-from moonpool.ray.demands import HEAD, Group, Member, added_group, first_groups, settled
-from moonpool.ray.head_actor import HeadActor, HeadPlace, HeadSettings
+from moonpool.ray.demands import HEAD, ActorGroup, Member, added_group, first_groups, settled
+from moonpool.ray.head_actor import HeadActor, HeadActorSettings
+from moonpool.ray.head_place import HeadPlace
 from moonpool.ray.process_actor import LEAVE_S
 from moonpool.ray.scaling import changes
 from moonpool.ray.worker_actor import VllmActor, WorkerActor
@@ -39,6 +40,7 @@ SAY_S = 10.0
 ASK_S = 5.0
 DRAIN_S = 25.0
 """How long an instance that is given back may finish its requests, as `moonpool worker` does."""
+ENDING_S = 20.0
 CALLS = 16
 """Calls of one actor at a time."""
 PASSED_ON = ("MOONPOOL_", "HF_", "VLLM_")
@@ -49,24 +51,27 @@ PASSED_ON = ("MOONPOOL_", "HF_", "VLLM_")
 class _Started:
     """A group that Ray has placed, and its actors by the names of the members."""
 
-    group: Group
+    group: ActorGroup
     placement: PlacementGroup
     actors: dict[str, Any]
 
 
-def deploy(config: Config) -> Deployment:
+def deploy(config: Config) -> RayDeployment:
     """Starts a cluster on the Ray cluster of `config.ray.address`, and returns when Ray has placed
     it. Raises ClusterError."""
-    deployment = Deployment(config)
+    deployment = RayDeployment(config)
     try:
         deployment.start()
+    except RayError as error:
+        deployment.stop()
+        raise ClusterError(f"Ray cannot start the cluster: {error}") from None
     except BaseException:
         deployment.stop()
         raise
     return deployment
 
 
-class Deployment:
+class RayDeployment:
     """`start`, then `step` again and again, at last `stop`. Not safe for several threads."""
 
     def __init__(self, config: Config) -> None:
@@ -88,6 +93,7 @@ class Deployment:
     def start(self) -> None:
         """Raises ClusterError."""
         self._connect()
+        self._check_name()
         num_nodes = sum(node["Alive"] for node in ray.nodes())
         num_heads = 2 if num_nodes > 1 else 1
         self._heads = tuple(self._actor_name(f"{HEAD}-{i}") for i in range(num_heads))
@@ -115,7 +121,22 @@ class Deployment:
             raise ClusterError(f"cannot use Ray: {error}") from None
         self._is_ours = True
 
-    def _place(self, group: Group) -> _Started:
+    def _check_name(self) -> None:
+        """Raises ClusterError if a cluster of this name runs. One that has just been killed may
+        still be ending."""
+        until_s = time.monotonic() + ENDING_S
+        while any(
+            each["namespace"] == self._name
+            for each in ray.util.list_named_actors(all_namespaces=True)
+        ):
+            if time.monotonic() > until_s:
+                raise ClusterError(
+                    f"a cluster named {self._name!r} runs on this Ray: stop it, or choose another"
+                    " ray.name"
+                )
+            time.sleep(LOOK_S)
+
+    def _place(self, group: ActorGroup) -> _Started:
         bundles = [member.bundle for member in group.members]
         name = self._actor_name(group.name)
         return _Started(group, placement_group(bundles, strategy="SPREAD", name=name), {})
@@ -156,7 +177,7 @@ class Deployment:
         if member.role == HEAD:
             scheme = "https" if config.api.ssl_certfile else "http"
             toml = write_toml(self._own)
-            settings = HeadSettings(toml, scheme, config.api.host, config.api.port)
+            settings = HeadActorSettings(toml, scheme, config.api.host, config.api.port)
             return HeadActor, (settings, self._heads)
         arguments = member.role, config.tls.flags(), self._heads
         if config.ray.vllm_command:
@@ -175,7 +196,8 @@ class Deployment:
 
     def leader(self) -> HeadPlace | None:
         """Where the head that leads serves; None: none does now, or it is out of reach."""
-        return self._ask_heads("place")
+        found: HeadPlace | None = self._ask_heads("place")
+        return found
 
     def actors(self) -> dict[str, Any]:
         """The handles of all actors, by the names of their processes."""

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Literal
 
 from moonpool.api.connection.listening import PortError, reserve
 from moonpool.conductor.actions import InstancesWanted
 from moonpool.head.keeper import WorkerProcess
 from moonpool.ray.head_finder import ASK_S, HeadFinder
+from moonpool.ray.head_place import HeadPlace, Standing
 from moonpool.ray.process_actor import ProcessActor, moonpool_line
 from moonpool.ray.wanted_listener import WantedListener
 
@@ -29,20 +29,9 @@ AGAIN_S = 10.0
 FIRST_S = 120.0
 """The same at the start of the cluster, when the first head may still be loading."""
 
-Standing = Literal["leads", "stands by", "starts"]
-
 
 @dataclass(frozen=True, slots=True)
-class HeadPlace:
-    """Where a head serves clients, and where workers join it."""
-
-    url: str
-    host: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSettings:
+class HeadActorSettings:
     """`toml`: the whole configuration. `scheme`, `api_host` and `api_port`: where clients come."""
 
     toml: str
@@ -58,7 +47,7 @@ class HeadActor(ProcessActor):
         self,
         name: str,
         environment: Mapping[str, str],
-        settings: HeadSettings,
+        settings: HeadActorSettings,
         heads: Sequence[str],
     ) -> None:
         """`heads`: the names of all head actors, the first of which leads at first."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
-if TYPE_CHECKING:
-    from moonpool.ray.head_actor import HeadPlace, Standing
+from moonpool.ray.head_place import HeadPlace, Standing
 
 log = logging.getLogger("moonpool.ray")
 

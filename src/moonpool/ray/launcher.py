@@ -10,8 +10,8 @@ import httpx
 from ray.exceptions import RayError
 
 from moonpool.config.tables import Config
-from moonpool.ray.deployment import LOOK_S, Deployment, deploy
-from moonpool.ray.head_actor import HeadPlace
+from moonpool.ray.deployment import LOOK_S, RayDeployment, deploy
+from moonpool.ray.head_place import HeadPlace
 
 log = logging.getLogger("moonpool.ray")
 
@@ -34,7 +34,7 @@ class RayLauncher:
             log.info("stopping")
             deployment.stop()
 
-    def _follow(self, deployment: Deployment, stop: threading.Event) -> None:
+    def _follow(self, deployment: RayDeployment, stop: threading.Event) -> None:
         told: list[str] = []
         while not stop.wait(LOOK_S):
             with contextlib.suppress(RayError):  # Ray itself is being restarted

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -27,7 +28,7 @@ LEAVE_S = 10.0
 """How much longer than its drain a process may take to end."""
 
 
-class ProcessActor:
+class ProcessActor(ABC):
     """Made by Ray on a loop, which runs as long as the actor."""
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
@@ -77,8 +78,9 @@ class ProcessActor:
         self._tasks.append(self._loop.create_task(keeper.run()))
         return keeper
 
+    @abstractmethod
     async def _spawn(self, name: str) -> WorkerProcess:
-        raise NotImplementedError
+        """Starts the process of this name."""
 
     async def _start(self, line: Sequence[str]) -> asyncio.subprocess.Process:
         """Starts a program that ends with this actor."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from moonpool.head.keeper import WorkerProcess
 from moonpool.head.memory_files import KeptMemoryFiles
 from moonpool.ray.demands import ATTENTION
-from moonpool.ray.head_actor import HeadPlace
 from moonpool.ray.head_finder import HeadFinder
+from moonpool.ray.head_place import HeadPlace
 from moonpool.ray.process_actor import ProcessActor, moonpool_line
 
 log = logging.getLogger("moonpool.ray")

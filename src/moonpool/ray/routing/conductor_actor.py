@@ -15,13 +15,13 @@ from secrets import token_hex
 import msgspec
 import ray
 
-from moonpool.ray.routing.calls import RoutedCall
-from moonpool.ray.routing.replica_conductor import (
+from moonpool.ray.replicas.calls import RoutedCall
+from moonpool.ray.replicas.replica_conductor import (
     Decision,
     ReplicaConductor,
     Seen,
 )
-from moonpool.ray.routing.settings import RouterSettings
+from moonpool.ray.replicas.settings import RouterSettings
 
 log = logging.getLogger("moonpool.ray")
 
@@ -38,10 +38,11 @@ class Sighting(msgspec.Struct, frozen=True):
     """As `Seen`, with its age when it was sent: routers have clocks of their own."""
 
     call_id: str
-    age_s: float
+    age_s: float = 0.0
     num_tokens: int = 0
     has_ended: bool = False
     has_failed: bool = False
+    replica: str = ""
 
 
 class ConductorActor:
@@ -83,6 +84,7 @@ class ConductorActor:
                     each.num_tokens,
                     each.has_ended,
                     each.has_failed,
+                    each.replica,
                 )
                 for each in sorted(sightings, key=lambda each: -each.age_s)
             ]

@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, RunningReplica
 
-from moonpool.ray.routing.calls import count_tokens
+from moonpool.ray.replicas.calls import count_tokens
 
 OnTokens = Callable[[str, int], None]
 """Called with a call's id and the number of tokens that came. Any thread may call it."""

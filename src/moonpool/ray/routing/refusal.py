@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.serve.exceptions import BackPressureError
 
-from moonpool.ray.routing.replica_conductor import Refused
+from moonpool.ray.replicas.replica_conductor import RefusedCall
 
 
 class CallRefusedError(BackPressureError):  # type: ignore[misc]
@@ -17,5 +17,5 @@ class CallRefusedError(BackPressureError):  # type: ignore[misc]
         self._message = f"{reason}: {message}"
 
 
-def refusal(refused: Refused) -> CallRefusedError:
+def refusal(refused: RefusedCall) -> CallRefusedError:
     return CallRefusedError(refused.reason, refused.message, refused.status, refused.retry_after_s)

@@ -19,12 +19,12 @@ from ray.exceptions import RayError
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from moonpool.ray.routing.calls import read_call
+from moonpool.ray.replicas.calls import read_call
+from moonpool.ray.replicas.replica_conductor import Decision, RefusedCall
+from moonpool.ray.replicas.settings import RouterSettings
 from moonpool.ray.routing.conductor_actor import CALLS, ConductorActor, Sighting
 from moonpool.ray.routing.observed_replica import ObservedReplica
 from moonpool.ray.routing.refusal import refusal
-from moonpool.ray.routing.replica_conductor import Decision, Refused
-from moonpool.ray.routing.settings import RouterSettings
 
 log = logging.getLogger("ray.serve")
 
@@ -69,7 +69,7 @@ class ConductorRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
-            return await super().choose_replicas(candidate_replicas, pending_request)
+            return await self._choose_two(candidate_replicas, pending_request)
         pending_request.routing_context.should_backoff = True
         by_name = {_name_of(each.replica_id): each for each in candidate_replicas}
         call_id = pending_request.metadata.internal_request_id
@@ -77,13 +77,19 @@ class ConductorRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         if name is None or name not in by_name:
             decision = await self._ask(pending_request, list(by_name))
             if decision is None:
-                return await super().choose_replicas(candidate_replicas, pending_request)
-            if isinstance(decision, Refused):
+                return await self._choose_two(candidate_replicas, pending_request)
+            if isinstance(decision, RefusedCall):
                 if not pending_request.future.done():
                     pending_request.future.set_exception(refusal(decision))
                 return [candidate_replicas]  # Serve then sees that the call is over
             name = self._placed[call_id] = decision.replica
         return [[by_name[name]]] if name in by_name else []
+
+    async def _choose_two(
+        self, candidates: list[RunningReplica], pending: PendingRequest | None
+    ) -> list[list[RunningReplica]]:
+        found: list[list[RunningReplica]] = await super().choose_replicas(candidates, pending)
+        return found
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
@@ -92,7 +98,8 @@ class ConductorRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._placed.pop(internal_request_id, None)
-        self._see(Sighting(internal_request_id, 0.0, has_ended=True))
+        name = _name_of(replica_id)
+        self._see(Sighting(internal_request_id, has_ended=True, replica=name))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -101,7 +108,7 @@ class ConductorRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def _on_tokens(self, call_id: str, num_tokens: int) -> None:
         """Called by the loop, or the thread, of whoever reads the answer."""
-        sighting = Sighting(call_id, 0.0, num_tokens)
+        sighting = Sighting(call_id, num_tokens=num_tokens)
         self._event_loop.call_soon_threadsafe(self._see, sighting)
 
     # The Conductor
@@ -124,6 +131,9 @@ class ConductorRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         except (RayError, ValueError) as error:
             self._fall_back(error)
             return None
+        except asyncio.CancelledError:  # the client has left while the call waited for its place
+            self._see(Sighting(call.call_id, has_failed=True))
+            raise
         if self._is_falling_back:
             self._is_falling_back = False
             log.warning("moonpool: the Conductor of %s is back", self._deployment_id)

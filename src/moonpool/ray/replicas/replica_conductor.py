@@ -34,9 +34,9 @@ from moonpool.protocol.messages import (
     request_of,
 )
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.ray.routing.calls import RoutedCall
-from moonpool.ray.routing.replica_times import ReplicaTimes
-from moonpool.ray.routing.settings import RouterSettings
+from moonpool.ray.replicas.calls import RoutedCall
+from moonpool.ray.replicas.replica_times import ReplicaTimes
+from moonpool.ray.replicas.settings import RouterSettings
 from moonpool.scheduler.actions import SendReport
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, SamplingParams, Token
 from moonpool.vllm.instance import (
@@ -54,7 +54,7 @@ STEP_S = 3e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedCall:
     """A call is to go to this replica."""
 
     call_id: str
@@ -62,7 +62,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedCall:
     """A call is refused. `status` is HTTP's, `reason` for machines, `message` for people."""
 
     call_id: str
@@ -72,18 +72,20 @@ class Refused:
     retry_after_s: float | None = None
 
 
-Decision = Placed | Refused
+Decision = PlacedCall | RefusedCall
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a router has seen of an answer at `now`: so many tokens, or its end."""
+    """What a router has seen of an answer at `now`: so many tokens, or its end. `replica`: where
+    from; "": the one where the call is."""
 
     call_id: str
     now: float
     num_tokens: int = 0
     has_ended: bool = False
     has_failed: bool = False
+    replica: str = ""
 
 
 @dataclass(slots=True)
@@ -202,9 +204,14 @@ class ReplicaConductor:
         """Takes what routers have seen, in the order of time."""
         for each in seen:
             under_way = self._calls.get(each.call_id)
+            now = max(each.now, self._now)
+            if each.has_failed and not each.replica:  # its router does not want it any more
+                self._cancel(each.call_id, now)
+                continue
             if under_way is None or under_way.attempt_id is None:
                 continue
-            now = max(each.now, self._now)
+            if each.replica not in ("", under_way.replica):
+                continue  # of an earlier try, which that replica did not take
             if each.num_tokens:
                 self._see_tokens(under_way, each.num_tokens, now)
             if each.has_failed:
@@ -286,7 +293,7 @@ class ReplicaConductor:
             case Refuse():
                 self._calls.pop(action.request_id, None)
                 self._decisions.append(
-                    Refused(
+                    RefusedCall(
                         action.request_id,
                         action.status,
                         action.reason,
@@ -316,4 +323,4 @@ class ReplicaConductor:
             return
         under_way.attempt_id, under_way.replica = submit.work.attempt_id, replica.name
         replica.times.began(call_id, len(submit.work.token_ids), self._now)
-        self._decisions.append(Placed(call_id, replica.name))
+        self._decisions.append(PlacedCall(call_id, replica.name))
