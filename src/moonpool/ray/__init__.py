@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["ConductorRouter", "RayDeployment", "deploy"]
 
 _PLACES = {
-    "ConductorRouter": "moonpool.ray.routing.router",
+    "ConductorRouter": "moonpool.ray.conductor_router",
     "RayDeployment": "moonpool.ray.deployment",
     "deploy": "moonpool.ray.deployment",
 }
 
 if TYPE_CHECKING:
+    from moonpool.ray.conductor_router import ConductorRouter
     from moonpool.ray.deployment import RayDeployment, deploy
-    from moonpool.ray.routing.router import ConductorRouter
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,10 @@ from ray.serve.exceptions import BackPressureError
 from moonpool.ray.replicas.replica_conductor import RefusedCall
 
 
+STATUSES = (429, 503)
+"""Serve's proxies make an Internal Server Error of every other one."""
+
+
 class CallRefusedError(BackPressureError):  # type: ignore[misc]
     """Serve answers with its status, its reason and Retry-After, as to other back pressure."""
 
@@ -18,4 +22,5 @@ class CallRefusedError(BackPressureError):  # type: ignore[misc]
 
 
 def refusal(refused: RefusedCall) -> CallRefusedError:
-    return CallRefusedError(refused.reason, refused.message, refused.status, refused.retry_after_s)
+    status = refused.status if refused.status in STATUSES else 429
+    return CallRefusedError(refused.reason, refused.message, status, refused.retry_after_s)

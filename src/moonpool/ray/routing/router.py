@@ -1,6 +1,6 @@
 """The request router for Ray Serve: it asks the deployment's Conductor for each call.
 
-    RequestRouterConfig(request_router_class="moonpool.ray:ConductorRouter")
+    RequestRouterConfig(request_router_class="moonpool.ray.ConductorRouter")
 
 A router that cannot reach its Conductor falls back to Serve's power of two choices, says so, and
 asks again after a while.
@@ -38,7 +38,7 @@ MAX_SIGHTINGS = 65_536
 """More are dropped while the Conductor is out of reach: it then counts the calls as lost."""
 
 
-class ConductorRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
+class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """`request_router_kwargs` are the fields of `RouterSettings`."""
 
     def initialize_state(self, **settings: Any) -> None:
