@@ -180,7 +180,7 @@ def serve_routers(
 
     ray.init(address="local", num_cpus=replicas + 4, include_dashboard=False, log_to_driver=False)
     levels = {"ttft_s": ttft_s, "tbt_s": tbt_s}
-    routers = {
+    routers: dict[str, tuple[str, dict[str, Any]]] = {
         "power of two choices": (TWO_CHOICES, {}),
         "prefix-aware (Serve LLM)": (PREFIX_AWARE, {}),
         "Conductor": (CONDUCTOR, {"kv_tokens": cache_chars // 4}),
@@ -192,7 +192,7 @@ def serve_routers(
         load = Load(rate, seconds, turns, seed, ttft_s, tbt_s)
         for name, (path, settings) in routers.items():
             try:
-                calls = run_router(path, dict(settings), replicas, cache_chars, load)
+                calls = run_router(path, settings, replicas, cache_chars, load)
             except ImportError as error:
                 click.echo(f"{name:<28} left out: {str(error).splitlines()[0]}")
                 continue

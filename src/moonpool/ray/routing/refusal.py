@@ -6,7 +6,6 @@ from ray.serve.exceptions import BackPressureError
 
 from moonpool.ray.replicas.replica_conductor import RefusedCall
 
-
 STATUSES = (429, 503)
 """Serve's proxies make an Internal Server Error of every other one."""
 
