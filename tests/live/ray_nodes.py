@@ -26,6 +26,7 @@ SETTINGS = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_gcs_storage": "rocksdb",  # its state outlives it, as in a cluster that shall last
     "RAY_DEDUP_LOGS": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the machine may be busy
 }
 NODE = {"object_store_memory": 80_000_000, "include_dashboard": False}
 
