@@ -68,7 +68,7 @@ class ModelReplica:
 
 
 @dataclass(slots=True)
-class Call:
+class OfferedCall:
     prompt_chars: int
     hit_chars: int = 0
     ttft_s: float = float("inf")
@@ -77,7 +77,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     rate: float
     seconds: float
     turns: int
@@ -86,18 +86,18 @@ class Load:
     tbt_s: float
 
 
-async def converse(handle: Any, load: Load, number: int, calls: list[Call]) -> None:
+async def converse(handle: Any, load: OfferedLoad, number: int, calls: list[OfferedCall]) -> None:
     chance = random.Random(load.seed * 10_007 + number)
     text = f"conversation {number} " + chance.choice("abcd") * (NEW_CHARS * chance.choice((2, 8)))
     for turn in range(load.turns):
-        call = Call(len(text))
+        call = OfferedCall(len(text))
         calls.append(call)
         await send(handle, text, chance.choice((8, 24)), call)
         text += f" turn {turn} " + chance.choice("efgh") * NEW_CHARS
         await asyncio.sleep(chance.expovariate(1.0))
 
 
-async def send(handle: Any, text: str, max_tokens: int, call: Call) -> None:
+async def send(handle: Any, text: str, max_tokens: int, call: OfferedCall) -> None:
     began_s = time.perf_counter()
     times_s = []
     try:
@@ -111,9 +111,9 @@ async def send(handle: Any, text: str, max_tokens: int, call: Call) -> None:
     call.tbt_s = (times_s[-1] - times_s[0]) / max(len(times_s) - 1, 1)
 
 
-async def offer(handle: Any, load: Load) -> list[Call]:
+async def offer(handle: Any, load: OfferedLoad) -> list[OfferedCall]:
     """Conversations arrive in open loop: whether the ones before were answered or not."""
-    chance, calls, tasks = random.Random(load.seed), list[Call](), []
+    chance, calls, tasks = random.Random(load.seed), list[OfferedCall](), []
     began_s, at_s, number = time.perf_counter(), 0.0, 0
     while at_s < load.seconds:
         at_s += chance.expovariate(load.rate / load.turns)
@@ -124,7 +124,7 @@ async def offer(handle: Any, load: Load) -> list[Call]:
     return calls
 
 
-def row(name: str, calls: list[Call], load: Load) -> str:
+def row(name: str, calls: list[OfferedCall], load: OfferedLoad) -> str:
     served = sorted(call.ttft_s for call in calls if call.status == 200)
     good = [c for c in calls if c.ttft_s <= load.ttft_s and c.tbt_s <= load.tbt_s]
     refused = sum(call.status == 429 for call in calls)
@@ -139,7 +139,9 @@ def row(name: str, calls: list[Call], load: Load) -> str:
     )
 
 
-def run_router(path: str, settings: dict[str, Any], replicas: int, cache: int, load: Load) -> Any:
+def run_router(
+    path: str, settings: dict[str, Any], replicas: int, cache: int, load: OfferedLoad
+) -> Any:
     """Deploys new replicas behind this router, and returns the calls."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -189,7 +191,7 @@ def serve_routers(
     columns = f"{'calls':>6} {'good':>6} {'refused':>8} {'failed':>7} {'TTFT p50':>9} {'p99':>9}"
     click.echo(f"{'router':<28} {columns} {'hits':>6}")
     for seed in range(runs):
-        load = Load(rate, seconds, turns, seed, ttft_s, tbt_s)
+        load = OfferedLoad(rate, seconds, turns, seed, ttft_s, tbt_s)
         for name, (path, settings) in routers.items():
             try:
                 calls = run_router(path, settings, replicas, cache_chars, load)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ConductorRouter:
-    """Makes the router of this process: a `ray.serve.request_router.RequestRouter`."""
+    """Makes the router of this process, of the class that Serve asks for."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         from moonpool.ray.routing.router import AskingRouter
