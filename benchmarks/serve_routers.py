@@ -77,7 +77,7 @@ class OfferedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedLoad:
+class CallLoad:
     rate: float
     seconds: float
     turns: int
@@ -86,7 +86,7 @@ class OfferedLoad:
     tbt_s: float
 
 
-async def converse(handle: Any, load: OfferedLoad, number: int, calls: list[OfferedCall]) -> None:
+async def converse(handle: Any, load: CallLoad, number: int, calls: list[OfferedCall]) -> None:
     chance = random.Random(load.seed * 10_007 + number)
     text = f"conversation {number} " + chance.choice("abcd") * (NEW_CHARS * chance.choice((2, 8)))
     for turn in range(load.turns):
@@ -111,7 +111,7 @@ async def send(handle: Any, text: str, max_tokens: int, call: OfferedCall) -> No
     call.tbt_s = (times_s[-1] - times_s[0]) / max(len(times_s) - 1, 1)
 
 
-async def offer(handle: Any, load: OfferedLoad) -> list[OfferedCall]:
+async def offer(handle: Any, load: CallLoad) -> list[OfferedCall]:
     """Conversations arrive in open loop: whether the ones before were answered or not."""
     chance, calls, tasks = random.Random(load.seed), list[OfferedCall](), []
     began_s, at_s, number = time.perf_counter(), 0.0, 0
@@ -124,7 +124,7 @@ async def offer(handle: Any, load: OfferedLoad) -> list[OfferedCall]:
     return calls
 
 
-def row(name: str, calls: list[OfferedCall], load: OfferedLoad) -> str:
+def row(name: str, calls: list[OfferedCall], load: CallLoad) -> str:
     served = sorted(call.ttft_s for call in calls if call.status == 200)
     good = [c for c in calls if c.ttft_s <= load.ttft_s and c.tbt_s <= load.tbt_s]
     refused = sum(call.status == 429 for call in calls)
@@ -140,7 +140,7 @@ def row(name: str, calls: list[OfferedCall], load: OfferedLoad) -> str:
 
 
 def run_router(
-    path: str, settings: dict[str, Any], replicas: int, cache: int, load: OfferedLoad
+    path: str, settings: dict[str, Any], replicas: int, cache: int, load: CallLoad
 ) -> Any:
     """Deploys new replicas behind this router, and returns the calls."""
     from ray import serve
@@ -191,7 +191,7 @@ def serve_routers(
     columns = f"{'calls':>6} {'good':>6} {'refused':>8} {'failed':>7} {'TTFT p50':>9} {'p99':>9}"
     click.echo(f"{'router':<28} {columns} {'hits':>6}")
     for seed in range(runs):
-        load = OfferedLoad(rate, seconds, turns, seed, ttft_s, tbt_s)
+        load = CallLoad(rate, seconds, turns, seed, ttft_s, tbt_s)
         for name, (path, settings) in routers.items():
             try:
                 calls = run_router(path, settings, replicas, cache_chars, load)

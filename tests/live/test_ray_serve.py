@@ -126,13 +126,13 @@ def test_what_would_miss_its_slo_is_refused_over_handles_and_http(
         assert refused and len([each for each in found if isinstance(each, str)]) >= 3
         assert refused[-1].status_code == 429 and refused[-1].reason == "ttft_slo"
         assert refused[-1].retry_after_s
-        Deployed(serve, "strict", ttft_s=1e-4)  # which no replica could meet
+        Deployed(serve, "stricter", ttft_s=1e-4)  # which no replica could meet
 
     run(overload())
-    url = f"http://127.0.0.1:{http_port}/strict"
+    url = f"http://127.0.0.1:{http_port}/stricter"
     deadline = time.monotonic() + 60
     while (answer := fresh.post(url, json={"prompt": "x"}, timeout=60)).status_code != 429:
-        assert time.monotonic() < deadline  # the replicas of before, and then the new router
+        assert time.monotonic() < deadline  # its proxy has not heard of it yet
     assert "ttft_slo: " in answer.text
 
 
