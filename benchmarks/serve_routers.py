@@ -140,9 +140,9 @@ def row(name: str, calls: list[OfferedCall], load: CallLoad) -> str:
 
 
 def run_router(
-    path: str, settings: dict[str, Any], replicas: int, cache: int, load: CallLoad
+    app: str, path: str, settings: dict[str, Any], replicas: int, cache: int, load: CallLoad
 ) -> Any:
-    """Deploys new replicas behind this router, and returns the calls."""
+    """Deploys new replicas as `app` behind this router, and returns the calls."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -150,12 +150,12 @@ def run_router(
     deployment = serve.deployment(ModelReplica).options(
         num_replicas=replicas, max_ongoing_requests=1000, request_router_config=config
     )
-    serve.run(deployment.bind(cache), name="bench", route_prefix=None)
+    serve.run(deployment.bind(cache), name=app, route_prefix=None)
     try:
-        handle = serve.get_app_handle("bench").options(stream=True, method_name="answer")
+        handle = serve.get_app_handle(app).options(stream=True, method_name="answer")
         return asyncio.run(offer(handle, load))
     finally:
-        serve.delete("bench")
+        serve.delete(app)
 
 
 @click.command()
@@ -192,9 +192,10 @@ def serve_routers(
     click.echo(f"{'router':<28} {columns} {'hits':>6}")
     for seed in range(runs):
         load = CallLoad(rate, seconds, turns, seed, ttft_s, tbt_s)
-        for name, (path, settings) in routers.items():
+        for number, (name, (path, settings)) in enumerate(routers.items()):
+            app = f"bench-{seed}-{number}"  # each has a Conductor of its own
             try:
-                calls = run_router(path, settings, replicas, cache_chars, load)
+                calls = run_router(app, path, settings, replicas, cache_chars, load)
             except ImportError as error:
                 click.echo(f"{name:<28} left out: {str(error).splitlines()[0]}")
                 continue
