@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -41,8 +42,8 @@ class ModelReplica:
         self._prompts = asyncio.Lock()
         self._num_answers = 0
 
-    async def answer(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        text, max_tokens = body["prompt"], body["max_tokens"]
+    async def answer(self, body: SimpleNamespace) -> AsyncIterator[str]:
+        text, max_tokens = body.prompt, body.max_tokens
         async with self._prompts:
             hit_chars = self._hit(text)
             await asyncio.sleep((len(text) - hit_chars) * PREFILL_S_PER_CHAR)
@@ -101,7 +102,7 @@ async def send(handle: Any, text: str, max_tokens: int, call: OfferedCall) -> No
     began_s = time.perf_counter()
     times_s = []
     try:
-        async for item in handle.remote({"prompt": text, "max_tokens": max_tokens}):
+        async for item in handle.remote(SimpleNamespace(prompt=text, max_tokens=max_tokens)):
             times_s.append(time.perf_counter())
             call.hit_chars += int(item[7:-1])
     except Exception as error:

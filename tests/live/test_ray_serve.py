@@ -84,7 +84,7 @@ def serve(http_port: int) -> Iterator[Any]:
     os.environ.pop("RAY_gcs_storage_path", None)
     for _ in range(MOST_STARTS):  # Ray gives itself 30 s, which a busy machine may exceed
         try:
-            ray.init(address="local", num_cpus=8, **NODE)
+            ray.init(address="local", num_cpus=32, **NODE)
             break
         except Exception:
             ray.shutdown()
@@ -148,7 +148,7 @@ def test_a_lost_conductor_costs_no_call_and_comes_back(
         calls = (deployed.call(f"{number} afterwards " * 30) for number in range(12))
         assert len(await asyncio.gather(*calls)) == 12
         deadline = time.monotonic() + 120
-        while "is back" not in caplog.text:
+        while "app='lossy') is back" not in caplog.text:
             assert time.monotonic() < deadline
             await deployed.call("again " * 50)
             await asyncio.sleep(0.2)
