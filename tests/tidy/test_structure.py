@@ -59,6 +59,8 @@ LEVELS = (
     {"vllm.instance"},
     {"vllm"},
     {"epp"},
+    {"ray.replicas"},
+    {"ray"},
     {"sim.report"},
     {"plan"},
     {"studies"},
@@ -91,6 +93,7 @@ PURE_ROOMS = {
     "vllm.pooled_blocks",
     "vllm.known_cache",
     "vllm.instance",
+    "ray.replicas",
 }
 IMPURE_MODULES = {
     "asyncio",

@@ -134,7 +134,7 @@ block_tokens = "many"
 blok = 3
 [conductor]
 load_limit = -1.0
-[apy]
+[aip]
 port = 1
 [api]
 port = 99999999
@@ -151,7 +151,7 @@ def test_all_mistakes_are_told() -> None:
     assert len(told) == 8
     for words in (
         "unknown key pool.blok; did you mean",
-        "unknown table [apy]; did you mean 'api'?",
+        "unknown table [aip]; did you mean 'api'?",
         "the config has a bad value: Expected `int`, got `str` - at `$.pool.block_tokens`",
         "conductor.load_limit must be > 0",
         "api.port must be 0 to 65535",

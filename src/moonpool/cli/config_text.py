@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -17,6 +16,7 @@ from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS
 from moonpool.cli.simulate import SIMULATE_FLAGS
 from moonpool.config.schema import FieldSchema, Values, schema_of
 from moonpool.config.tables import Config
+from moonpool.config.toml import toml_value
 
 SECRETS = frozenset({"api.api_keys"})
 _WIDTH = 88
@@ -37,20 +37,6 @@ VARIABLES = (
 def _tables() -> Iterator[tuple[str, list[FieldSchema]]]:
     for table, fields in groupby(schema_of(Config).values(), key=lambda field: field.table):
         yield table, list(fields)
-
-
-def toml_value(value: Any) -> str:
-    """Returns a value of the configuration as TOML, which has nothing for None."""
-    if value is None:
-        return "not set"
-    if isinstance(value, msgspec.Struct):
-        pairs = msgspec.to_builtins(value).items()
-        return f"{{ {', '.join(f'{key} = {toml_value(each)}' for key, each in pairs)} }}"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(toml_value(each) for each in value)}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _line(field: FieldSchema, value: Any) -> str:

@@ -132,6 +132,7 @@ EXTRA_OF = {
     "google": "epp",
     "yaml": "epp",
     "dns": "epp",
+    "ray": "ray",
 }
 """The extra of moonpool that installs a package which not every command needs."""
 

@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -115,6 +116,8 @@ SERVE_FLAGS = ConfigFlags(
     "cluster.decode",
     "cluster.mixed",
     "cluster.attention",
+    "cluster.launcher",
+    "ray.address",
     "vllm.mixed",
     "vllm.prefill",
     "vllm.decode",
@@ -170,11 +173,14 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
     config = _read(config_file, serve_overrides(flags), model)
     cluster = config.cluster
-    if config.engine.kind == "vllm" and not config.vllm.names_any:
+    if config.engine.kind == "vllm" and not (config.vllm.names_any or config.ray.vllm_command):
         fail('engine.kind is "vllm", but [vllm] names no server: use --vllm URL')
     _check_events(config.vllm)
     if places:
         _check_vllm(places[0])
+    if cluster.launcher == "ray":
+        _serve_on_ray(config)
+        return
     if cluster.num_workers > MAX_LOCAL_INSTANCES:
         fail(f"one machine can start at most {MAX_LOCAL_INSTANCES} instances")
     _run(config, launch=True, secret=secrets.token_bytes(32))
@@ -287,9 +293,23 @@ def _open_fork_server(
     return open_fork_server(environment, run, prepare, renewal, more)
 
 
-def _run(
-    config: Config, launch: bool, secret: bytes, standby_of: tuple[str, int] | None = None
-) -> None:
+def _serve_on_ray(config: Config) -> None:
+    """Serves until SIGINT or SIGTERM, by processes that Ray places."""
+    from moonpool.ray.launcher import RayLauncher
+
+    _check_start(config)
+    set_up_logging("launcher")
+    stop = threading.Event()
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sign, lambda *_: os._exit(1) if stop.is_set() else stop.set())
+    try:
+        RayLauncher(config).serve(stop)
+    except ClusterError as error:
+        fail(str(error))
+
+
+def _check_start(config: Config) -> None:
+    """Ends the command for a configuration that no process could start with."""
     if config.model.quantization == "fp8":
         fail(
             'model.quantization "fp8" is simulated only: serve a checkpoint that is stored in FP8'
@@ -302,6 +322,12 @@ def _run(
     except UNPROTECTED as error:
         fail(str(error))
     choose_logging(config.telemetry)
+
+
+def _run(
+    config: Config, launch: bool, secret: bytes, standby_of: tuple[str, int] | None = None
+) -> None:
+    _check_start(config)
     # First: it must not hold our sockets.
     fork_server = _open_fork_server(config, secret, loads=launch)
     set_up_logging("supervisor")

@@ -112,6 +112,7 @@ def _check_tls(config: Config) -> None:
 _WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+")
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]", re.ASCII)
+_RAY_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 _LORA_MODULE = re.compile(r"([A-Za-z0-9][\w./:-]{0,199})=(.+)", re.ASCII)
 
 
@@ -201,6 +202,34 @@ def _check_vllm(config: Config) -> None:
         config.conductor.role_balance != "switch",
         "conductor.role_balance",
         '"off" or "advise" with engine.kind "vllm": a vLLM server keeps its role',
+    )
+
+
+def _check_ray(config: Config) -> None:
+    ray, on_ray = config.ray, config.cluster.launcher == "ray"
+    require(
+        _RAY_NAME.fullmatch(ray.name) is not None, "ray.name", "letters, digits, dots and dashes"
+    )
+    require(on_ray or not ray.vllm_command, "cluster.launcher", '"ray" with ray.vllm_command')
+    require(
+        not ray.vllm_command or (config.engine.kind == "vllm" and not config.vllm.names_any),
+        "ray.vllm_command",
+        'given with engine.kind "vllm" alone: it starts the servers that [vllm] would name',
+    )
+    require(
+        not ray.vllm_command or "{port}" in ray.vllm_command,
+        "ray.vllm_command",
+        "a command with {port}, where its server listens",
+    )
+    require(
+        not on_ray or not config.conductor.autoscale_webhook,
+        "conductor.autoscale_webhook",
+        'left out with cluster.launcher "ray": Ray gets the wanted numbers',
+    )
+    require(
+        not on_ray or not (config.conductor.autoscale and config.cluster.attention),
+        "conductor.autoscale",
+        "false with attention workers: each of them belongs to one instance",
     )
 
 
@@ -380,6 +409,7 @@ _PARTS = (
     _check_speculation,
     _check_kv_dtype,
     _check_vllm,
+    _check_ray,
     _check_policies,
     _check_https,
     _check_tls,

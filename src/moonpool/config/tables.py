@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from moonpool.config.api import ApiConfig as ApiConfig
 from moonpool.config.hardware import HardwareConfig as HardwareConfig
 from moonpool.config.hardware import Parallelism as Parallelism
+from moonpool.config.ray import RayConfig as RayConfig
 from moonpool.config.schema import ConfigError as ConfigError
 from moonpool.config.schema import about
 from moonpool.config.schema import choices as choices
@@ -45,6 +46,7 @@ KvCacheDtype = Literal["auto", "fp8"]
 Pinning = Literal["on", "off"]
 AttentionPartition = Literal["request", "head", "tokens"]
 EngineKind = Literal["moonpool", "vllm"]
+Launcher = Literal["local", "ray"]
 SpeculativeMethod = Literal["ngram", "draft_model"]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 ADMISSIONS: tuple[str, ...] = get_args(Admission)
@@ -101,7 +103,7 @@ class ModelConfig(Struct, frozen=True):
 
 
 class ClusterConfig(Struct, frozen=True):
-    """Number of instances of each role to start on this machine."""
+    """Number of instances of each role to start, and who starts them."""
 
     prefill: Annotated[int, about("Number of prefill instances.", ge=0)] = 1
     decode: Annotated[int, about("Number of decode instances.", ge=0)] = 1
@@ -112,6 +114,10 @@ class ClusterConfig(Struct, frozen=True):
             "Number of attention workers, which keep KVCache for the instances that decode.", ge=0
         ),
     ] = 0
+    launcher: Annotated[
+        Launcher,
+        about("What starts the processes: this machine by itself, or a Ray cluster."),
+    ] = "local"
 
     @property
     def num_workers(self) -> int:
@@ -438,6 +444,7 @@ class Config(Struct, frozen=True):
     conductor: ConductorConfig = ConductorConfig()
     engine: EngineConfig = EngineConfig()
     vllm: VllmConfig = VllmConfig()
+    ray: RayConfig = RayConfig()
     hardware: HardwareConfig = HardwareConfig()
     api: ApiConfig = ApiConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -13,15 +13,16 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from moonpool.config.tables import ClusterConfig, EngineConfig, VllmConfig
 from moonpool.cores import CoreShare, format_cores
 from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError
+from moonpool.head.keeper import Keeper, WorkerProcess
 from moonpool.head.memory_files import KeptMemoryFiles
-from moonpool.head.watch.culprits import OomKills, is_crash
+from moonpool.head.watch.culprits import OomKills
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.launcher")
@@ -29,17 +30,7 @@ log = logging.getLogger("moonpool.launcher")
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ATTENTION = "attention"  # on the command line; not an instance for the Conductor
-MAX_RESTARTS = 5
-"""More of one worker end the start of the cluster. Later, none is given up."""
-RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Delay after the first, second, ... death in short succession."""
-STEADY_S = 60.0
-"""A worker that lived this long had started well, so its restart count is reset."""
-SERVING_STEADY_S = 10.0
-"""The same once the cluster is up. Most deaths are then no fault of the start."""
 STOP_S = 3.0
-
-WorkerProcess = ForkedProcess | asyncio.subprocess.Process
 
 
 def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
@@ -106,41 +97,41 @@ class LocalLauncher:
         self._wanted += [(ATTENTION, f"{ATTENTION}-{i}") for i in range(cluster.attention)]
         self._num_parts = {} if engine is None else _num_parts(engine)
         self._memory: dict[str, KeptMemoryFiles] = {}
-        self._processes: dict[str, WorkerProcess] = {}
+        self._oom_kills = OomKills()
+        self._kept = {
+            name: Keeper(name, partial(self._spawn, role, name), self._oom_kills)
+            for role, name in self._wanted
+        }
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
         self._stopping = False
-        self._started = False
-        self._returning: set[str] = set()
-        self._oom_kills = OomKills()
         self.on_crash: Callable[[str], None] = lambda instance_id: None
         """Called with a worker that has ended by itself."""
 
     def start(self) -> None:
         """Begins to start all workers. One keeper task per worker restarts it."""
-        for role, instance_id in self._wanted:
+        for instance_id, keeper in self._kept.items():
+            keeper.on_crash = self.on_crash
             name = f"keeper of {instance_id}"
-            self.keepers.append(asyncio.create_task(self._keep(role, instance_id), name=name))
+            self.keepers.append(asyncio.create_task(self._keep(keeper), name=name))
 
     def adopt(self, workers: Mapping[str, int], memory: Mapping[str, tuple[int, int]]) -> None:
         """Goes on with the workers of an earlier program of this process, in place of `start`."""
-        self._started = True
         self._memory = {name: KeptMemoryFiles(fds) for name, fds in memory.items()}
-        for name, pid in workers.items():
-            if pid:
-                self._processes[name] = ForkedProcess(pid)
-        self._wanted = [pair for pair in self._wanted if pair[1] in workers]
+        self._kept = {name: keeper for name, keeper in self._kept.items() if name in workers}
+        for name, keeper in self._kept.items():
+            if workers[name]:
+                keeper.process = ForkedProcess(workers[name])
+        self.note_started()
         self.start()
 
     def workers(self) -> dict[str, int]:
         """The process ids of all workers that have not left; 0 for one that does not run."""
         left = {keeper.get_name() for keeper in self.keepers if keeper.done()}
-        found = {}
-        for _, name in self._wanted:
-            process = self._processes.get(name)
-            runs = process is not None and process.returncode is None
-            if f"keeper of {name}" not in left:
-                found[name] = process.pid if runs and process is not None else 0
-        return found
+        return {
+            name: keeper.pid
+            for name, keeper in self._kept.items()
+            if f"keeper of {name}" not in left
+        }
 
     def memory(self) -> dict[str, tuple[int, int]]:
         """The memory files of the workers."""
@@ -151,7 +142,8 @@ class LocalLauncher:
         on disk, none is forked from a process of the former code from now on."""
         if from_disk:
             self._fork_server = None
-        self._returning.add(instance_id)
+        if instance_id in self._kept:
+            self._kept[instance_id].returns = True
 
     @property
     def is_ending(self) -> bool:
@@ -160,30 +152,30 @@ class LocalLauncher:
     def expect_end(self) -> None:
         """The head stops the workers: no further one is started."""
         self._stopping = True
+        for keeper in self._kept.values():
+            keeper.is_ending = True
 
     def note_started(self) -> None:
         """The cluster is up: from now on no worker is given up."""
-        self._started = True
+        for keeper in self._kept.values():
+            keeper.is_started = True
 
     def kill(self, instance_id: str, why: str = "does not respond") -> None:
         """Kills a worker. Its keeper restarts it."""
-        process = self._processes.get(instance_id)
-        if process is not None and process.returncode is None:
-            log.warning("%s %s; killing it", instance_id, why)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        if instance_id in self._kept:
+            self._kept[instance_id].kill(why)
 
     async def stop(self) -> None:
         """Waits for the workers to end, and kills those that do not.
 
         The head has sent them a stop, but a worker that is still starting has not joined yet.
         """
-        self._stopping = True
+        self.expect_end()
         # First, so that no further process starts: this kills one that is being spawned.
         for keeper in self.keepers:
             keeper.cancel()
         await asyncio.gather(*self.keepers, return_exceptions=True)
-        processes = list(self._processes.values())
+        processes = [keeper.process for keeper in self._kept.values() if keeper.process]
         waits = [asyncio.ensure_future(process.wait()) for process in processes]
         if waits:
             await asyncio.wait(waits, timeout=STOP_S)
@@ -195,33 +187,9 @@ class LocalLauncher:
         for instance_id in list(self._memory):
             self._forget_memory(instance_id)
 
-    async def _keep(self, role: str, instance_id: str) -> None:
-        restarts = 0
-        while not self._stopping:
-            began_s = time.monotonic()
-            code = await self._run_once(role, instance_id)
-            if self._stopping:
-                return
-            if is_crash(code, self._oom_kills.is_new()):
-                self.on_crash(instance_id)
-            if code == 0 and instance_id in self._returning:
-                self._returning.discard(instance_id)
-                log.info("%s has left; another one starts in its place", instance_id)
-                continue
-            if code == 0:
-                log.info("%s has left the cluster", instance_id)
-                self._forget_memory(instance_id)
-                return
-            steady_s = SERVING_STEADY_S if self._started else STEADY_S
-            if time.monotonic() - began_s > steady_s:
-                restarts = 0
-            if restarts >= MAX_RESTARTS and not self._started:
-                log.error("%s ended with code %s too often; giving up on it", instance_id, code)
-                return
-            delay_s = RESTART_DELAYS_S[min(restarts, len(RESTART_DELAYS_S) - 1)]
-            restarts += 1
-            log.warning("%s ended with code %s; restarting it in %g s", instance_id, code, delay_s)
-            await asyncio.sleep(delay_s)
+    async def _keep(self, keeper: Keeper) -> None:
+        if await keeper.run():
+            self._forget_memory(keeper.name)
 
     def _kept_memory(self, role: str, instance_id: str) -> tuple[str, ...]:
         """The flags that name the memory of this worker's predecessor, if it had any."""
@@ -235,20 +203,6 @@ class LocalLauncher:
         memory = self._memory.pop(instance_id, None)
         if memory is not None:
             memory.close()
-
-    async def _run_once(self, role: str, instance_id: str) -> int | None:
-        """Starts a worker, and returns its status when it has ended; None: none could start."""
-        process = self._processes.get(instance_id)
-        if process is None or process.returncode is not None:
-            try:
-                process = await self._spawn(role, instance_id)
-            except OSError as error:
-                if not self._started:
-                    raise
-                log.warning("cannot start %s: %s", instance_id, error)
-                return None
-        self._processes[instance_id] = process
-        return await process.wait()
 
     async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]

@@ -26,7 +26,8 @@ from moonpool.config.tables import Config
 from moonpool.cores import CoreShare
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
-from moonpool.head.launcher import LocalLauncher, WorkerProcess, worker_environment
+from moonpool.head.keeper import WorkerProcess
+from moonpool.head.launcher import LocalLauncher, worker_environment
 from moonpool.head.succession import NextHead, SuccessionError, become_next, load_head, try_state
 from moonpool.head.takeover.standby import Takeover
 from moonpool.head.watch.culprits import Culprits

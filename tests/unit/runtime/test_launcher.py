@@ -15,6 +15,7 @@ from moonpool.api.connection.listening import listen
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import ClusterConfig
 from moonpool.cores import CoreShare
+from moonpool.head import keeper as keeper_module
 from moonpool.head import launcher as launcher_module
 from moonpool.head.launcher import LocalLauncher
 from moonpool.head.supervisor import Supervisor
@@ -38,7 +39,7 @@ def test_workers_that_cannot_be_kept_up_end_the_start(
             return await asyncio.create_subprocess_exec("false")
         raise OSError("no more processes")
 
-    monkeypatch.setattr(launcher_module, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(keeper_module, "MAX_RESTARTS", 0)
     monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
 
     async def run() -> None:
@@ -146,8 +147,8 @@ def test_a_worker_that_served_well_is_started_again_without_a_delay(
     async def spawn(*_: Any) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec("sh", "-c", "sleep 0.15; exit 1")
 
-    monkeypatch.setattr(launcher_module, "SERVING_STEADY_S", serving_steady_s)
-    monkeypatch.setattr(launcher_module, "RESTART_DELAYS_S", (0.0, 0.02, 0.04))
+    monkeypatch.setattr(keeper_module, "SERVING_STEADY_S", serving_steady_s)
+    monkeypatch.setattr(keeper_module, "RESTART_DELAYS_S", (0.0, 0.02, 0.04))
     monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
 
     def waited() -> list[str]:

@@ -1,0 +1,54 @@
+"""Finds the head that leads, among the actors of all heads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from moonpool.ray.head_place import HeadPlace, Standing
+
+log = logging.getLogger("moonpool.ray")
+
+ASK_S = 2.0
+"""How long an actor may take to answer; one that is being replaced does not."""
+
+T = TypeVar("T")
+
+
+class HeadFinder:
+    """Asks actors by name, and remembers their handles: those work without Ray's head node."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._handles: dict[str, Any] = {}
+
+    async def leader(self) -> HeadPlace | None:
+        """Where the head that leads serves; None: no actor says that it does."""
+        places = await asyncio.gather(*(self._ask(name, "place") for name in self.names))
+        return next(filter(None, places), None)
+
+    async def standings(self) -> list[Standing]:
+        """What the heads that are in reach do."""
+        found = await asyncio.gather(*(self._ask(name, "standing") for name in self.names))
+        return [standing for standing in found if standing is not None]
+
+    async def _ask(self, name: str, method: str) -> Any:
+        """Returns None if the actor is not in reach."""
+        try:
+            if name not in self._handles:
+                found = await _within(asyncio.to_thread(ray.get_actor, name))
+                self._handles[name] = found
+            return await _within(getattr(self._handles[name], method).remote())
+        except (RayError, ValueError, TimeoutError) as error:
+            log.debug("%s does not answer: %s", name, error)
+            return None
+
+
+async def _within(call: Awaitable[T]) -> T:
+    async with asyncio.timeout(ASK_S):
+        return await call

@@ -1,0 +1,1 @@
+"""The Conductor over the replicas of a Serve deployment; pure, so it needs no Ray."""

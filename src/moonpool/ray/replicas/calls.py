@@ -1,0 +1,83 @@
+"""What a router tells of a call: its prompt, as far as it can be read, and its limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moonpool.types import Struct
+
+BYTES_PER_TOKEN = 4
+"""Of a prompt's text, about: routers have no tokenizer."""
+TEXT_FIELDS = ("messages", "prompt", "input")
+LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+class RoutedCall(Struct, frozen=True):
+    """One call of a deployment. `token_ids` stand for pieces of its prompt: equal prefixes have
+    equal ones, and there are about as many as tokens. `max_tokens` 0: it states no limit."""
+
+    call_id: str
+    token_ids: tuple[int, ...]
+    max_tokens: int = 0
+    model: str = ""
+
+
+def read_call(
+    call_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], model: str = ""
+) -> RoutedCall:
+    """Reads a call of a handle: the first argument that has a prompt, whatever its kind. Of one
+    without, such as a raw HTTP request, only that it is there is known."""
+    for value in (*args, *kwargs.values()):
+        fields = _fields_of(value)
+        prompts = [fields[name] for name in TEXT_FIELDS if fields.get(name)]
+        if not prompts:
+            continue
+        limits = [fields[name] for name in LIMIT_FIELDS if isinstance(fields.get(name), int)]
+        tokens = _tokens_of(prompts[0])
+        return RoutedCall(
+            call_id=call_id,
+            token_ids=tokens,
+            max_tokens=max(limits[0], 0) if limits else 0,
+            model=model,
+        )
+    return RoutedCall(call_id=call_id, token_ids=(0,), model=model)
+
+
+def _fields_of(value: Any) -> Mapping[str, Any]:
+    """The fields of a dictionary, of a pydantic model as Serve LLM has, or of a plain prompt."""
+    if isinstance(value, str):
+        return {"prompt": value}
+    if isinstance(value, Mapping):
+        return value
+    names = (*TEXT_FIELDS, *LIMIT_FIELDS)
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _tokens_of(prompt: Any) -> tuple[int, ...]:
+    if isinstance(prompt, list | tuple) and prompt and all(isinstance(t, int) for t in prompt):
+        return tuple(prompt)
+    data = _text_of(prompt).encode("utf-8", "surrogatepass")
+    pieces = range(0, max(len(data), 1), BYTES_PER_TOKEN)
+    return tuple(int.from_bytes(data[at : at + BYTES_PER_TOKEN], "little") for at in pieces)
+
+
+def _text_of(prompt: Any) -> str:
+    """A text of which a longer conversation's begins with that of a shorter one."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list | tuple):
+        return "".join(f"{_text_of(part)}\0" for part in prompt)
+    if hasattr(prompt, "model_dump"):
+        prompt = prompt.model_dump(exclude_none=True)
+    return json.dumps(prompt, sort_keys=True, default=str)
+
+
+def count_tokens(item: Any) -> int:
+    """About how many tokens an item of a stream has: its events, where it has any."""
+    if isinstance(item, list | tuple):
+        return sum(map(count_tokens, item))
+    if isinstance(item, bytes):
+        return max(item.count(b"data: {"), 1)
+    return max(item.count("data: {"), 1) if isinstance(item, str) else 1

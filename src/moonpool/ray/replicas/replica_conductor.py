@@ -1,0 +1,326 @@
+"""A Conductor whose instances are the replicas of a Serve deployment.
+
+It decides as for vLLM servers: each replica is a `VllmInstance`, which turns the Conductor's
+commands into calls to send, and what routers see of the answers into reports. It reads no clock and
+waits for nothing: whoever drives it tells the time, and takes the decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.conductor.actions import (
+    ConductorAction,
+    ConductorEvent,
+    InstanceJoined,
+    InstanceLost,
+    Refuse,
+    Reported,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    Send,
+    Tick,
+)
+from moonpool.conductor.conductor import Conductor
+from moonpool.cost.fitted import FittedCost
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import (
+    AttemptId,
+    CostMeasured,
+    InstanceInfo,
+    PrefillStarted,
+    request_of,
+)
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.ray.replicas.calls import RoutedCall
+from moonpool.ray.replicas.replica_times import ReplicaTimes
+from moonpool.ray.replicas.settings import RouterSettings
+from moonpool.scheduler.actions import SendReport
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, SamplingParams, Token
+from moonpool.vllm.actions import (
+    EngineOutput,
+    EngineStepEnded,
+    SubmitRequest,
+    VllmAction,
+    VllmEvent,
+)
+from moonpool.vllm.instance import VllmInstance
+from moonpool.vllm.measure import ASSUMED_COST
+
+STEP_S = 3e-3
+"""Outputs of one replica that come within this time are of one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedCall:
+    """A call is to go to this replica."""
+
+    call_id: str
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedCall:
+    """A call is refused. `status` is HTTP's, `reason` for machines, `message` for people."""
+
+    call_id: str
+    status: int
+    reason: str
+    message: str
+    retry_after_s: float | None = None
+
+
+Decision = PlacedCall | RefusedCall
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a router has seen of an answer at `now`: so many tokens, or its end. `replica`: where
+    from; "": the one where the call is."""
+
+    call_id: str
+    now: float
+    num_tokens: int = 0
+    has_ended: bool = False
+    has_failed: bool = False
+    replica: str = ""
+
+
+@dataclass(slots=True)
+class _Replica:
+    name: str
+    instance: VllmInstance
+    times: ReplicaTimes = field(default_factory=ReplicaTimes)
+    step_s: float | None = None  # when the step began that is under way
+    in_step: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    call: RoutedCall
+    attempt_id: AttemptId | None = None
+    replica: str = ""
+    num_tokens: int = 0
+
+
+class ReplicaConductor:
+    """The state. Times must not go back."""
+
+    def __init__(self, settings: RouterSettings, life: str = "") -> None:
+        """`life`: as for `Conductor`."""
+        self._settings = settings
+        self.conductor = Conductor(settings.conductor, life, settings.slo)
+        self._replicas: dict[str, _Replica] = {}
+        self._calls: dict[str, _UnderWay] = {}
+        self._decisions: list[Decision] = []
+        self._incarnation = 0
+        self._now = 0.0
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        return tuple(self._replicas)
+
+    def take_decisions(self) -> list[Decision]:
+        """Returns those since the last call."""
+        found, self._decisions = self._decisions, []
+        return found
+
+    # Replicas
+
+    def set_replicas(self, names: Iterable[str], now: float) -> None:
+        """These replicas, and no others, can be called."""
+        wanted = set(names)
+        for name in [name for name in self._replicas if name not in wanted]:
+            self._lose(name, now)
+        for name in sorted(wanted.difference(self._replicas)):
+            self._join(name, now)
+
+    def _join(self, name: str, now: float) -> None:
+        settings = self._settings
+        layout = BlockLayout(
+            model_fingerprint="serve",
+            dtype="bfloat16",
+            block_tokens=settings.block_tokens,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            inner="serve",
+        )
+        num_blocks = settings.kv_tokens // settings.block_tokens
+        self._replicas[name] = _Replica(
+            name, VllmInstance(layout, num_blocks, Role.MIXED, publishes_events=False)
+        )
+        self._incarnation += 1
+        own = InstanceId(name)
+        info = InstanceInfo(
+            instance_id=own,
+            role=Role.MIXED,
+            incarnation=self._incarnation,
+            address=PeerAddress(instance_id=own, host_id="", unix_name="", tcp_host="", tcp_port=0),
+            layout=layout,
+            num_blocks=num_blocks,
+            cost=ASSUMED_COST,
+            pid=0,
+            host="",
+            largest_blocks=min(-(-settings.max_model_tokens // settings.block_tokens), num_blocks),
+        )
+        self._post(InstanceJoined(info), now)
+
+    def _lose(self, name: str, now: float) -> None:
+        """Calls that were sent there are over: their routers place them again, or their clients do.
+        Those that were only placed there are placed again."""
+        for call_id in [id_ for id_, each in self._calls.items() if each.replica == name]:
+            if self._calls[call_id].num_tokens:
+                self._cancel(call_id, now)
+        del self._replicas[name]
+        self._post(InstanceLost(InstanceId(name), "Serve has it no more"), now)
+
+    # Calls
+
+    def arrive(self, call: RoutedCall, now: float) -> None:
+        """A call is to be placed; again, if its replica did not take it."""
+        self._cancel(call.call_id, now)
+        self._calls[call.call_id] = _UnderWay(call)
+        settings = self._settings
+        tokens = call.token_ids[: settings.max_model_tokens - 1]
+        most = max(settings.max_model_tokens - len(tokens), 1)
+        request = Request(
+            request_id=RequestId(call.call_id),
+            token_ids=tokens,
+            sampling=SamplingParams(
+                max_tokens=min(call.max_tokens or settings.default_max_tokens, most)
+            ),
+            slo=settings.slo,
+            arrived_s=now,
+            deadline_s=now + settings.timeout_s,
+            adapter=call.model,
+            forwarded=True,
+        )
+        self._post(RequestArrived(request), now)
+
+    def see(self, seen: Sequence[Seen]) -> None:
+        """Takes what routers have seen, in the order of time."""
+        for each in seen:
+            under_way = self._calls.get(each.call_id)
+            now = max(each.now, self._now)
+            if each.has_failed and not each.replica:  # its router does not want it any more
+                self._cancel(each.call_id, now)
+                continue
+            if under_way is None or under_way.attempt_id is None:
+                continue
+            if each.replica not in ("", under_way.replica):
+                continue  # of an earlier try, which that replica did not take
+            if each.num_tokens:
+                self._see_tokens(under_way, each.num_tokens, now)
+            if each.has_failed:
+                self._cancel(each.call_id, now)
+            elif each.has_ended:
+                self._finish(under_way, now)
+        for replica in self._replicas.values():
+            self._end_step(replica)
+
+    def tick(self, now: float) -> None:
+        self._post(Tick(), now)
+
+    def _see_tokens(self, under_way: _UnderWay, num_tokens: int, now: float) -> None:
+        replica = self._replicas.get(under_way.replica)
+        if replica is None or under_way.attempt_id is None:
+            return
+        call_id = under_way.call.call_id
+        began_s = replica.step_s
+        if began_s is not None and (now - began_s > STEP_S or call_id in replica.in_step):
+            self._end_step(replica)
+        if replica.step_s is None:
+            replica.step_s = now
+        replica.in_step.add(call_id)
+        cost = replica.times.tokens_came(call_id, num_tokens, now)
+        under_way.num_tokens += num_tokens
+        output = EngineOutput(under_way.attempt_id, (Token(0),) * num_tokens)
+        self._give(replica, output, now)
+        if cost is not None:
+            self._learn(replica, cost, now)
+
+    def _end_step(self, replica: _Replica) -> None:
+        if replica.step_s is not None:
+            began_s, replica.step_s = replica.step_s, None
+            replica.in_step.clear()
+            self._give(replica, EngineStepEnded(), max(began_s, self._now))
+
+    def _finish(self, under_way: _UnderWay, now: float) -> None:
+        """The answer is complete."""
+        call_id, replica = under_way.call.call_id, self._replicas.get(under_way.replica)
+        if not under_way.num_tokens:  # not streamed: all came at once, and how many is unknown
+            self._see_tokens(under_way, 1, now)
+        if replica is not None:
+            self._end_step(replica)
+            replica.times.ended(call_id)
+        if self._calls.pop(call_id, None) is not None:
+            num_tokens = under_way.num_tokens
+            self._post(RequestFinished(RequestId(call_id), FinishReason.STOP, num_tokens), now)
+
+    def _cancel(self, call_id: str, now: float) -> None:
+        under_way = self._calls.pop(call_id, None)
+        if under_way is None:
+            return
+        if under_way.replica in self._replicas:
+            self._replicas[under_way.replica].times.ended(call_id)
+        self._post(RequestCancelled(RequestId(call_id)), now)
+
+    def _learn(self, replica: _Replica, cost: FittedCost, now: float) -> None:
+        known = CostMeasured(cost=cost)
+        self._post(Reported(InstanceId(replica.name), known), now)
+
+    # Events in, actions out
+
+    def _post(self, event: ConductorEvent, now: float) -> None:
+        self._now = max(now, self._now)
+        for action in self.conductor.handle(event, self._now):
+            self._perform(action)
+
+    def _give(self, replica: _Replica, event: VllmEvent, now: float) -> None:
+        self._now = max(now, self._now)
+        for action in replica.instance.handle(event, self._now):
+            self._perform_of(replica, action)
+
+    def _perform(self, action: ConductorAction) -> None:
+        match action:
+            case Send():
+                replica = self._replicas.get(action.instance_id)
+                if replica is not None:
+                    self._give(replica, action.command, self._now)
+            case Refuse():
+                self._calls.pop(action.request_id, None)
+                self._decisions.append(
+                    RefusedCall(
+                        action.request_id,
+                        action.status,
+                        action.reason,
+                        action.message,
+                        action.retry_after_s,
+                    )
+                )
+            case _:
+                pass  # tokens go from replica to client, and all else is for an operator's log
+
+    def _perform_of(self, replica: _Replica, action: VllmAction) -> None:
+        match action:
+            case SubmitRequest():
+                self._submit(replica, action)
+            case SendReport():
+                if isinstance(action.report, PrefillStarted):
+                    call_id = request_of(action.report.attempt_id)
+                    replica.times.starts(call_id, action.report.cached_tokens)
+                self._post(Reported(InstanceId(replica.name), action.report), self._now)
+            case _:
+                pass  # routers see steps and ends by themselves
+
+    def _submit(self, replica: _Replica, submit: SubmitRequest) -> None:
+        call_id = request_of(submit.work.attempt_id)
+        under_way = self._calls.get(call_id)
+        if under_way is None:
+            return
+        under_way.attempt_id, under_way.replica = submit.work.attempt_id, replica.name
+        replica.times.began(call_id, len(submit.work.token_ids), self._now)
+        self._decisions.append(PlacedCall(call_id, replica.name))

@@ -1,0 +1,44 @@
+"""The settings of a Conductor for a Serve deployment: `request_router_kwargs`, all optional."""
+
+from __future__ import annotations
+
+from moonpool.config.slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
+from moonpool.config.tables import Admission, ConductorConfig, Placement
+from moonpool.types import Slo, Struct
+
+
+class RouterSettings(Struct, frozen=True):
+    """`ttft_s`, `tbt_s`: the service levels; without one, nothing is refused for it. `kv_tokens`:
+    what one replica's KVCache holds. `max_model_tokens`: of prompt and answer together.
+    `default_max_tokens`: of a call that states no limit. `timeout_s`: until a call that waits for
+    room is refused."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    kv_tokens: int = 262_144
+    block_tokens: int = 16
+    max_model_tokens: int = 131_072
+    default_max_tokens: int = 1024
+    timeout_s: float = 600.0
+    placement: Placement = "kvcache-centric"
+    admission: Admission = "goodput"
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(
+            ttft_s=ASSUMED_TTFT_S if self.ttft_s is None else self.ttft_s,
+            tbt_s=ASSUMED_TBT_S if self.tbt_s is None else self.tbt_s,
+            ttft_stated=self.ttft_s is not None,
+            tbt_stated=self.tbt_s is not None,
+        )
+
+    @property
+    def conductor(self) -> ConductorConfig:
+        """The Conductor's table: a replica neither sizes chunks nor takes over blocks."""
+        return ConductorConfig(
+            placement=self.placement,
+            admission=self.admission,
+            inline_chunks=False,
+            prefetch=False,
+            spare_copies_first=False,
+        )

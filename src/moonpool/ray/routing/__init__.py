@@ -1,0 +1,1 @@
+"""The Conductor as the request router of Ray Serve."""

@@ -1,0 +1,196 @@
+"""The request router for Ray Serve: it asks the deployment's Conductor for each call.
+
+    RequestRouterConfig(request_router_class="moonpool.ray.ConductorRouter")
+
+A router that cannot reach its Conductor falls back to Serve's power of two choices, says so, and
+asks again after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
+
+from moonpool.ray.replicas.calls import read_call
+from moonpool.ray.replicas.replica_conductor import Decision, RefusedCall
+from moonpool.ray.replicas.settings import RouterSettings
+from moonpool.ray.routing.conductor_actor import CALLS, ConductorActor, Sighting
+from moonpool.ray.routing.observed_replica import ObservedReplica
+from moonpool.ray.routing.refusal import refusal
+
+log = logging.getLogger("ray.serve")
+
+NAMESPACE = "moonpool"
+FLUSH_S = 0.01
+"""How long sightings are gathered before they are sent."""
+AGAIN_S = 2.0
+"""From a Conductor that is out of reach to the next try."""
+MOST_TASKS = 4096
+MAX_SIGHTINGS = 65_536
+"""More are dropped while the Conductor is out of reach: it then counts the calls as lost."""
+
+
+class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
+    """`request_router_kwargs` are the fields of `RouterSettings`."""
+
+    def initialize_state(self, **settings: Any) -> None:
+        """Raises ValueError for a setting that is unknown or of a wrong type."""
+        try:
+            self._settings = msgspec.convert(settings, RouterSettings)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"request_router_kwargs of ConductorRouter: {error}") from None
+        self._conductor: Any = None
+        self._silent_until_s = 0.0
+        self._is_falling_back = False
+        self._placed: dict[str, str] = {}  # call -> replica, until it is sent
+        self._sightings: list[tuple[float, Sighting]] = []
+        self._lost: list[str] = []
+        self._flushing: asyncio.Task[None] | None = None
+
+    @property
+    def max_num_routing_tasks(self) -> int:
+        """Each call is placed by a task of its own, which may wait for room."""
+        return MOST_TASKS
+
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        return ObservedReplica(replica_info, self._on_tokens)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return await self._choose_two(candidate_replicas, pending_request)
+        pending_request.routing_context.should_backoff = True
+        by_name = {_name_of(each.replica_id): each for each in candidate_replicas}
+        call_id = pending_request.metadata.internal_request_id
+        name = self._placed.get(call_id)
+        if name is None or name not in by_name:
+            decision = await self._ask(pending_request, list(by_name))
+            if decision is None:
+                return await self._choose_two(candidate_replicas, pending_request)
+            if isinstance(decision, RefusedCall):
+                if not pending_request.future.done():
+                    pending_request.future.set_exception(refusal(decision))
+                return [candidate_replicas]  # Serve then sees that the call is over
+            name = self._placed[call_id] = decision.replica
+        return [[by_name[name]]] if name in by_name else []
+
+    async def _choose_two(
+        self, candidates: list[RunningReplica], pending: PendingRequest | None
+    ) -> list[list[RunningReplica]]:
+        found: list[list[RunningReplica]] = await super().choose_replicas(candidates, pending)
+        return found
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        self._placed.pop(pending_request.metadata.internal_request_id, None)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._placed.pop(internal_request_id, None)
+        name = _name_of(replica_id)
+        self._see(Sighting(internal_request_id, has_ended=True, replica=name))
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._lost.append(_name_of(replica_id))
+        self._start_flush()
+
+    def _on_tokens(self, call_id: str, num_tokens: int) -> None:
+        """Called by the loop, or the thread, of whoever reads the answer."""
+        sighting = Sighting(call_id, num_tokens=num_tokens)
+        self._event_loop.call_soon_threadsafe(self._see, sighting)
+
+    # The Conductor
+
+    async def _ask(self, pending: PendingRequest, replicas: list[str]) -> Decision | None:
+        """Returns None if there is no Conductor to ask."""
+        if time.monotonic() < self._silent_until_s:
+            return None
+        metadata = pending.metadata
+        call = read_call(
+            metadata.internal_request_id,
+            pending.args,
+            pending.kwargs,
+            metadata.multiplexed_model_id,
+        )
+        try:
+            if self._conductor is None:
+                self._conductor = await asyncio.to_thread(self._find)
+            decision: Decision = await self._conductor.choose.remote(call, replicas)
+        except (RayError, ValueError) as error:
+            self._fall_back(error)
+            return None
+        except asyncio.CancelledError:  # the client has left while the call waited for its place
+            self._see(Sighting(call.call_id, has_failed=True))
+            raise
+        if self._is_falling_back:
+            self._is_falling_back = False
+            log.warning("moonpool: the Conductor of %s is back", self._deployment_id)
+        return decision
+
+    def _find(self) -> Any:
+        deployment = self._deployment_id
+        name = f"conductor/{deployment.app_name}/{deployment.name}"
+        options = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "max_concurrency": CALLS,
+        }
+        return ray.remote(ConductorActor).options(**options).remote(self._settings)
+
+    def _fall_back(self, error: Exception) -> None:
+        self._conductor = None
+        self._silent_until_s = time.monotonic() + AGAIN_S
+        if not self._is_falling_back:
+            self._is_falling_back = True
+            log.warning(
+                "moonpool: the Conductor of %s is out of reach (%s): power of two choices places"
+                " its calls until it is back",
+                self._deployment_id,
+                str(error).partition("\n")[0] or type(error).__name__,
+            )
+
+    # Sightings
+
+    def _see(self, sighting: Sighting) -> None:
+        if len(self._sightings) < MAX_SIGHTINGS:
+            self._sightings.append((time.monotonic(), sighting))
+        self._start_flush()
+
+    def _start_flush(self) -> None:
+        if self._flushing is None or self._flushing.done():
+            self._flushing = self._event_loop.create_task(self._flush())
+
+    async def _flush(self) -> None:
+        while self._sightings or self._lost:
+            await asyncio.sleep(FLUSH_S)
+            found, self._sightings = self._sightings, []
+            lost, self._lost = self._lost, []
+            if self._conductor is None:
+                return
+            now = time.monotonic()
+            aged = [msgspec.structs.replace(each, age_s=now - at) for at, each in found]
+            try:
+                await self._conductor.see.remote(aged, lost)
+            except (RayError, ValueError) as error:
+                self._fall_back(error)
+                return
+
+
+def _name_of(replica_id: ReplicaID) -> str:
+    return str(replica_id.unique_id)
