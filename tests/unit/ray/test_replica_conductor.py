@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.ray.replicas.calls import RoutedCall, count_tokens, read_call
+from moonpool.ray.replicas.calls import ReplicaCall, count_tokens, read_call
 from moonpool.ray.replicas.replica_conductor import PlacedCall, RefusedCall, ReplicaConductor, Seen
 from moonpool.ray.replicas.settings import RouterSettings
 
 PREFILL_S, STEP_S = 0.05, 0.01
 
 
-def text_call(call_id: str, text: str, max_tokens: int = 4) -> RoutedCall:
+def text_call(call_id: str, text: str, max_tokens: int = 4) -> ReplicaCall:
     return read_call(call_id, [{"prompt": text, "max_tokens": max_tokens}], {})
 
 
@@ -29,7 +29,7 @@ class Driver:
         self.now = 1.0
         self.state.set_replicas([f"r{i}" for i in range(num_replicas)], self.now)
 
-    def send(self, call: RoutedCall) -> PlacedCall | RefusedCall | None:
+    def send(self, call: ReplicaCall) -> PlacedCall | RefusedCall | None:
         """Returns None while the call waits."""
         self.state.arrive(call, self.now)
         found = {each.call_id: each for each in self.state.take_decisions()}
@@ -44,7 +44,7 @@ class Driver:
         self.state.see([Seen(call_id, self.now, has_ended=True)])
         self.state.conductor.validate()
 
-    def run(self, call: RoutedCall, num_tokens: int = 4) -> str:
+    def run(self, call: ReplicaCall, num_tokens: int = 4) -> str:
         placed = self.send(call)
         assert isinstance(placed, PlacedCall), placed
         self.answer(call.call_id, num_tokens)

@@ -14,7 +14,7 @@ TEXT_FIELDS = ("messages", "prompt", "input")
 LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
-class RoutedCall(Struct, frozen=True):
+class ReplicaCall(Struct, frozen=True):
     """One call of a deployment. `token_ids` stand for pieces of its prompt: equal prefixes have
     equal ones, and there are about as many as tokens. `max_tokens` 0: it states no limit."""
 
@@ -26,7 +26,7 @@ class RoutedCall(Struct, frozen=True):
 
 def read_call(
     call_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], model: str = ""
-) -> RoutedCall:
+) -> ReplicaCall:
     """Reads a call of a handle: the first argument that has a prompt, whatever its kind. Of one
     without, such as a raw HTTP request, only that it is there is known."""
     for value in (*args, *kwargs.values()):
@@ -36,13 +36,13 @@ def read_call(
             continue
         limits = [fields[name] for name in LIMIT_FIELDS if isinstance(fields.get(name), int)]
         tokens = _tokens_of(prompts[0])
-        return RoutedCall(
+        return ReplicaCall(
             call_id=call_id,
             token_ids=tokens,
             max_tokens=max(limits[0], 0) if limits else 0,
             model=model,
         )
-    return RoutedCall(call_id=call_id, token_ids=(0,), model=model)
+    return ReplicaCall(call_id=call_id, token_ids=(0,), model=model)
 
 
 def _fields_of(value: Any) -> Mapping[str, Any]:

@@ -34,7 +34,7 @@ from moonpool.protocol.messages import (
     request_of,
 )
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.ray.replicas.calls import RoutedCall
+from moonpool.ray.replicas.calls import ReplicaCall
 from moonpool.ray.replicas.replica_times import ReplicaTimes
 from moonpool.ray.replicas.settings import RouterSettings
 from moonpool.scheduler.actions import SendReport
@@ -99,7 +99,7 @@ class _Replica:
 
 @dataclass(slots=True)
 class _UnderWay:
-    call: RoutedCall
+    call: ReplicaCall
     attempt_id: AttemptId | None = None
     replica: str = ""
     num_tokens: int = 0
@@ -179,7 +179,7 @@ class ReplicaConductor:
 
     # Calls
 
-    def arrive(self, call: RoutedCall, now: float) -> None:
+    def arrive(self, call: ReplicaCall, now: float) -> None:
         """A call is to be placed; again, if its replica did not take it."""
         self._cancel(call.call_id, now)
         self._calls[call.call_id] = _UnderWay(call)

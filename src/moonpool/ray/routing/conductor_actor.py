@@ -15,7 +15,7 @@ from secrets import token_hex
 import msgspec
 import ray
 
-from moonpool.ray.replicas.calls import RoutedCall
+from moonpool.ray.replicas.calls import ReplicaCall
 from moonpool.ray.replicas.replica_conductor import (
     Decision,
     ReplicaConductor,
@@ -56,7 +56,7 @@ class ConductorActor:
         self._asked_s = time.monotonic()
         self._ticks = asyncio.get_event_loop().create_task(self._tick())
 
-    async def choose(self, call: RoutedCall, replicas: Sequence[str]) -> Decision:
+    async def choose(self, call: ReplicaCall, replicas: Sequence[str]) -> Decision:
         """Waits until the call is placed or refused. `replicas`: those that its router knows."""
         now = self._asked_s = time.monotonic()
         self._name(replicas, now)
