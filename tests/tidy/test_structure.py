@@ -50,7 +50,7 @@ LEVELS = (
     {"api", "sim.hardware"},
     {"head", "sim"},
     {"vllm.block_names"},
-    {"vllm.known_cache"},
+    {"vllm.known_cache", "vllm.slot_table"},
     {"vllm.instance"},
     {"vllm"},
     {"sim.report"},
@@ -80,6 +80,7 @@ PURE_ROOMS = {
     "sim.hardware",
     "vllm.block_names",
     "vllm.known_cache",
+    "vllm.slot_table",
     "vllm.instance",
 }
 IMPURE_MODULES = {

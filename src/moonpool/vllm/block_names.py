@@ -47,7 +47,7 @@ def salt_of(layout_fingerprint: bytes, tenant: str, adapter: str = "") -> str | 
     return root_key(layout_fingerprint, tenant, adapter).hex() if tenant or adapter else None
 
 
-class _Changes:
+class Changes:
     """The keys gained and lost since the last `take`, without those both gained and lost."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class ExternalBlocks:
         self._copies: dict[tuple[ForeignHash, str], int] = {}  # by medium
         self._media: dict[ForeignHash, int] = {}
         self._holders: dict[BlockKey, int] = {}  # number of hashes with that key
-        self._changes = _Changes()
+        self._changes = Changes()
         self.other_block_tokens = 0
         """The block size of the last event whose blocks have another one; 0: there was none."""
 
@@ -179,7 +179,7 @@ class AssumedBlocks:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._held: dict[BlockKey, None] = {}  # the least recently used first
-        self._changes = _Changes()
+        self._changes = Changes()
 
     def __len__(self) -> int:
         return len(self._held)

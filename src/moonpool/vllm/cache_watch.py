@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from moonpool.protocol.messages import CacheView
 from moonpool.vllm.cache_check import HitCheck, why_no_events
-from moonpool.vllm.client import VllmClient, VllmError
+from moonpool.vllm.client import VllmError
+from moonpool.vllm.dialects.server_dialect import ServerDialect
 from moonpool.vllm.events import LOOK_MS, EventReader
 from moonpool.vllm.instance import CacheExplained, ExplainCache, PrefixesCounted
 
@@ -24,14 +25,15 @@ class CacheWatch:
 
     def __init__(
         self,
-        client: VllmClient,
+        dialect: ServerDialect,
         reader: EventReader | None,
         block_tokens: int,
         post: Callable[[CacheExplained | PrefixesCounted], None],
         fetches: bool = False,
     ) -> None:
         """`fetches`: as in `HitCheck`."""
-        self._client = client
+        self._dialect = dialect
+        self._client = dialect.client
         self._reader = reader
         self._block_tokens = block_tokens
         self._post = post
@@ -60,7 +62,7 @@ class CacheWatch:
             if self._reader is not None:
                 await self._look_at(self._reader)
             try:
-                counts = await self._client.prefix_counts()
+                counts = await self._dialect.counts()
             except VllmError:
                 counts = None  # its health is watched elsewhere
             if counts is not None:

@@ -116,7 +116,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     if sampling.prompt_logprobs is not None and not submit.handle:
         body["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.grammar:
-        body["structured_outputs"] = _structured_outputs(sampling.grammar)
+        body["structured_outputs"] = structured_outputs(sampling.grammar)
     salt = salt_of(layout_fingerprint, work.tenant, work.adapter)
     if not work.use_cache:
         salt = hashlib.sha256(work.attempt_id.encode()).hexdigest()
@@ -152,7 +152,7 @@ def _begins_bad_word(generated: Sequence[int], sampling: SamplingParams) -> bool
     )
 
 
-def _structured_outputs(grammar: str) -> dict[str, Any]:
+def structured_outputs(grammar: str) -> dict[str, Any]:
     """Converts a grammar of llguidance (see `api.structured_output`) to vLLM's field.
 
     A Lark grammar stays as it is. What llguidance wraps is unwrapped. vLLM itself lets a model

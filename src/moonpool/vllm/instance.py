@@ -1,4 +1,5 @@
-"""The state machine of an instance whose engine is vLLM; it is pure, like `scheduler.instance`.
+"""The state machine of an instance whose engine is vLLM or another server; it is pure, like
+`scheduler.instance`.
 
 vLLM batches, caches and evicts by itself. This state machine decides which requests to submit, and
 what to report to the head: the current prompt, the steps in which tokens came, and the blocks held.
@@ -10,7 +11,7 @@ The decode instance draws the first token again and must draw the same one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import BlockKey, FinishReason, Role, Token
 from moonpool.vllm.block_names import ForeignEvent
 from moonpool.vllm.known_cache import KnownCache, PrefixCounts
+from moonpool.vllm.slot_table import SlotTable
 
 SHOWN_OWNERS = 1024
 NO_HANDLE = "vLLM does not share its KVCache; start it with a --kv-transfer-config"
@@ -110,6 +112,13 @@ class CacheExplained:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsChanged:
+    """The engine's slots, or its saved slots, have changed. `counters`: what was done to them."""
+
+    counters: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """The events of the engine's cache are judged anew."""
 
@@ -158,6 +167,7 @@ VllmEvent = (
     | PrefixesCounted
     | CacheExplained
     | TimePassed
+    | SlotsChanged
 )
 VllmAction = SubmitRequest | CancelRequest | FlushStep | SendReport | ExitProcess | ExplainCache
 
@@ -199,13 +209,17 @@ class VllmInstance:
         role: Role,
         publishes_events: bool,
         caches: bool = True,
+        slots: SlotTable | None = None,
     ) -> None:
-        """`caches` is False for an engine without a prefix cache."""
+        """`caches` is False for an engine without a prefix cache. `slots`: of an engine whose cache
+        they are."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.role = role
         self.counters: dict[str, float] = {}
-        self._cache = KnownCache(layout, num_blocks, publishes_events, caches)
+        self._cache: KnownCache | SlotTable = (
+            KnownCache(layout, num_blocks, publishes_events, caches) if slots is None else slots
+        )
         self._view = CacheView(source=self._cache.source)
         self._first_counts: PrefixCounts | None = None
         self._attempts: dict[AttemptId, _VllmRequestState] = {}
@@ -240,6 +254,8 @@ class VllmInstance:
                 self._cache.hear(event.events, event.lost, now)
             case TimePassed():
                 self._judge_cache(now)
+            case SlotsChanged():
+                self.counters.update(event.counters)
             case PrefixesCounted():
                 self._note_counts(event.counts)
             case CacheExplained():
