@@ -16,9 +16,10 @@ from moonpool.log_limit import limited_logger
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import MALFORMED
 from moonpool.vllm.client import VllmClient, VllmError
+from moonpool.vllm.dialects.server_dialect import SlotUse
 from moonpool.vllm.instance import EngineOutput
 from moonpool.vllm.slot_folder import SlotFolder
-from moonpool.vllm.slot_table import Held, Prompt, SlotTable, held_by
+from moonpool.vllm.slot_table import Held, Prompt, SlotPlan, SlotTable, held_by
 
 log = limited_logger("moonpool.vllm")
 
@@ -50,8 +51,7 @@ class SlotGrant:
     """A slot that is one request's. `note` takes what it computes: its first output tells that the
     whole prompt is in the slot."""
 
-    slot: int
-    reuses: bool
+    use: SlotUse
     generated: list[int] = field(default_factory=list)
     is_known: bool = False
 
@@ -99,20 +99,36 @@ class SlotKeeper:
         async with self._free:
             plan = self._table.begin(prompt)
             assert plan is not None  # one for each permit
-            grant = SlotGrant(plan.slot, plan.reuses)
+            grant = SlotGrant(SlotUse(plan.slot, plan.reuses))
             held: Held | None = None
             try:
                 if plan.save is not None:
                     await self._try(self._save(plan.slot, plan.save), "saved")
                 if plan.restore is not None and not await self._restore(plan.slot, plan.restore):
-                    grant.reuses = self._table.has_one_root
+                    grant.use.reuses = self._table.has_one_root
                 yield grant
+                self._compare(plan, grant)
             finally:
                 if grant.is_known:
                     held = held_by(prompt, self._table.block_tokens, grant.generated)
                 self._table.end(plan.slot, held)
                 self.on_change()
         self._await_quiet()
+
+    def _compare(self, plan: SlotPlan, grant: SlotGrant) -> None:
+        """A server that has lost what a slot should hold was started again, or has other clients:
+        nobody knows what the others hold."""
+        found = grant.use.found_tokens
+        if found is None or 2 * found >= plan.expected_tokens - self._table.block_tokens:
+            return
+        log.info(
+            "%s found %d of %d tokens in a slot: what its others hold is not known any more",
+            self._client.url,
+            found,
+            plan.expected_tokens,
+        )
+        self._count("slots_lost")
+        self._table.forget_slots()
 
     def _await_quiet(self) -> None:
         if self._folder is not None and self._table.is_idle:

@@ -66,12 +66,13 @@ def name_of(identity: bytes, root: BlockKey, token_ids: Sequence[int]) -> str:
 
 class SlotPlan(NamedTuple):
     """Save what the slot holds, restore a file into it, and let it compute. `reuses`: it may use
-    what it then holds."""
+    what it then holds, of which the prompt should have `expected_tokens`."""
 
     slot: int
     reuses: bool
     save: Held | None = None
     restore: Held | None = None
+    expected_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -121,7 +122,8 @@ class SlotTable:
         # less than half of the slot stays.
         stays = after is not None and 2 * common * self.block_tokens >= after.num_tokens > 0
         reuses = bool(prompt.keys) and (stays or self.has_one_root)
-        return SlotPlan(number, reuses, save, restore)
+        expected_tokens = common * self.block_tokens if reuses else 0
+        return SlotPlan(number, reuses, save, restore, expected_tokens)
 
     def end(self, number: int, held: Held | None) -> None:
         """`held`: what is in the slot now."""

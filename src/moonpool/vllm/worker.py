@@ -41,7 +41,7 @@ from moonpool.vllm.cache_watch import CacheWatch
 from moonpool.vllm.client import Health, VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError
 from moonpool.vllm.dialects.find import find_dialect
-from moonpool.vllm.dialects.server_dialect import ServerDialect, SlotUse
+from moonpool.vllm.dialects.server_dialect import ServerDialect
 from moonpool.vllm.events import EventReader, EventsError
 from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import (
@@ -424,10 +424,10 @@ class VllmWorker(InstanceProcess):
         assert engine.layout is not None
         fingerprint = engine.layout.fingerprint
         async with contextlib.AsyncExitStack() as stack:
-            use = grant = None
+            grant = None
             if engine.slots is not None:
                 grant = await stack.enter_async_context(engine.slots.hold(submit.work))
-                use = SlotUse(grant.slot, grant.reuses)
+            use = None if grant is None else grant.use
             outputs = engine.dialect.outputs(submit, engine.facts, fingerprint, use)
             await stack.enter_async_context(contextlib.aclosing(outputs))
             async for output in outputs:

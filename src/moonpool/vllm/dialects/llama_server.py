@@ -167,7 +167,7 @@ class LlamaServer:
                     yield output
             return
         body = msgspec.json.encode(compute_fields(work, facts.offer.max_model_tokens) | own)
-        reader = _Reader(self, work)
+        reader = _Reader(self, work, use)
         events = self.client.answer(
             body, streamed=True, traceparent=work.traceparent, path=COMPUTE, is_done=_is_last
         )
@@ -202,8 +202,8 @@ class LlamaServer:
 
 
 def compute_fields(work: AttemptSpec, context: int) -> dict[str, Any]:
-    """The body for one attempt, but for its slot. `context`: tokens of a slot. Raises DialectError for what such a server cannot
-    do."""
+    """The body for one attempt, but for its slot. `context`: tokens of a slot. Raises DialectError
+    for what such a server cannot do."""
     sampling = work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
     lacks = _why_not(sampling, num_done)
@@ -265,8 +265,9 @@ def _is_last(event: bytes) -> bool:
 class _Reader:
     """Reads the events of one answer."""
 
-    def __init__(self, server: LlamaServer, work: AttemptSpec) -> None:
+    def __init__(self, server: LlamaServer, work: AttemptSpec, use: SlotUse | None = None) -> None:
         self._server = server
+        self._use = use
         self._work = work
         self._seen = 0
         self.is_cut = False
@@ -288,6 +289,8 @@ class _Reader:
                 raise DialectError(f"it ended the output early ({found.stop_type[:50]!r})")
             cached = 0 if found.timings is None else found.timings.cache_n
             self._server.note_hits(found.tokens_evaluated, cached)
+            if self._use is not None:
+                self._use.found_tokens = cached
         token_ids = await self._whole(found)
         tokens = self._tokens(token_ids, found.completion_probabilities)
         return self._until_stop(tokens, finish)
@@ -299,7 +302,8 @@ class _Reader:
         if missing <= 0:
             return found.tokens
         if found.stop:  # an answer that ends within a character: nobody knows of which
-            return (await self._server.tokenize(UNFINISHED))[-UNFINISHED_BYTES:][:missing]
+            stand_in = (await self._server.tokenize(UNFINISHED))[-UNFINISHED_BYTES:]
+            return (stand_in * missing)[:missing]
         token_ids = await self._server.tokenize(found.content)
         if token_ids and token_ids[-1] == found.tokens[-1]:
             token_ids = token_ids[-missing - 1 :]  # one more: a space that some begin a text with

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from moonpool.vllm.client import VllmClient
 from moonpool.vllm.facts import VllmFacts
@@ -11,11 +12,14 @@ from moonpool.vllm.instance import EngineOutput, SubmitRequest
 from moonpool.vllm.known_cache import PrefixCounts
 
 
-class SlotUse(NamedTuple):
-    """The slot that a request has to itself, and whether it may use what is in it."""
+@dataclass(slots=True)
+class SlotUse:
+    """The slot that a request has to itself, and whether it may use what is in it. `found_tokens`:
+    of its prompt, as the server then says; None: it has not said it."""
 
     slot: int
     reuses: bool
+    found_tokens: int | None = None
 
 
 class ServerDialect(Protocol):
