@@ -32,6 +32,7 @@ MAX_FILES = 4096
 STRAY_S = 600.0
 """After this a file without a note is no longer being written."""
 _PIECE_BYTES = 4 << 20
+_HEADER_BYTES = 4096
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -121,7 +122,7 @@ class SlotFolder:
         """A server has saved a slot of so many bytes. Returns whether it is of use; else it is
         deleted."""
         digest = self._digest(held.name, num_bytes)
-        if digest is None:
+        if digest is None or not self._names_tokens(held):
             self.remove(held.name)
             return False
         made = array("I", held.token_ids).tobytes()
@@ -203,6 +204,15 @@ class SlotFolder:
         tokens = array("I", note.token_ids)
         is_own = name_of(note.identity, BlockKey(note.root), tokens) == name
         return note if is_own else None
+
+    def _names_tokens(self, held: Held) -> bool:
+        """Whether the file begins with the slot's tokens. Another client may have used the slot."""
+        tokens = array("I", held.token_ids).tobytes()
+        try:
+            with open(self._data(held.name), "rb", opener=_open) as file:
+                return tokens in file.read(len(tokens) + _HEADER_BYTES)
+        except OSError:
+            return False
 
     def _digest(self, name: str, num_bytes: int) -> bytes | None:
         """Of a regular file of that size; None: it is another."""

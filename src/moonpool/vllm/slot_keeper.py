@@ -188,7 +188,7 @@ class SlotKeeper:
                 " clients"
             )
         if not await asyncio.to_thread(self._folder.admit, held, saved.n_written):
-            raise SlotError("its file cannot be read here")
+            raise SlotError("its file cannot be read here, or has another client's tokens")
         needless = self._table.add_file(Held(held.root, held.keys, held.num_tokens, held.name))
         self._count("slots_saved")
         for name in needless:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def held(seed: int = 0, identity: bytes = MODEL) -> Held:
 def put(folder: SlotFolder, one: Held, content: bytes = b"state" * 100) -> Path:
     """As a server saves a slot."""
     path = folder.path / folder.file_name(one.name)
+    content = b"ggsq" + array("I", one.token_ids).tobytes() + content
     path.write_bytes(content)
     assert folder.admit(one, len(content))
     return path
@@ -134,8 +136,16 @@ def test_a_file_of_another_size_than_the_server_said_is_not_taken(folder: SlotFo
     assert not path.exists()
 
 
+def test_a_slot_that_another_client_has_used_is_not_taken(folder: SlotFolder) -> None:
+    one, other = held(), held(5)
+    path = put(folder, other)
+    taken = path.rename(folder.path / folder.file_name(one.name))
+    assert not folder.admit(one, taken.stat().st_size)
+    assert not taken.exists()
+
+
 def test_the_folder_is_bounded_by_last_use(tmp_path: Path) -> None:
-    folder = SlotFolder(str(tmp_path), BLOCK, max_bytes=10_000)
+    folder = SlotFolder(str(tmp_path), BLOCK, max_bytes=14_800)
     files = [held(5 * number) for number in range(4)]
     for number, one in enumerate(files):
         path = put(folder, one, bytes(2000))
@@ -146,7 +156,7 @@ def test_the_folder_is_bounded_by_last_use(tmp_path: Path) -> None:
     put(folder, held(50), bytes(2000))
     assert folder.bound() == (files[2].name,)
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
-    assert sum(sizes) <= 10_000
+    assert sum(sizes) <= 14_800
 
 
 def test_only_own_files_are_touched(tmp_path: Path) -> None:
