@@ -43,7 +43,7 @@ LEVELS = (
     {"plugins"},
     {"rewind", "trace"},
     {"engine/transfer", "engine/engine"},
-    {"engine/storage"},
+    {"engine/storage", "engine/sglang"},
     {"engine/attention_offload"},
     {"engine/worker"},
     {"engine/attention_offload.worker_process", "engine/package", "engine/commands"},
