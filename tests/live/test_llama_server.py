@@ -229,7 +229,7 @@ def test_tenants_have_slots_of_their_own(stage: Stage, twin: LlamaProcess) -> No
         assert said(front, text, cache_salt=tenant) == expected
         counts.append(computed(server) - before)
     assert min(counts[:2]) >= len(text) > 10 * max(counts[2:])
-    tokens = array("I", text.encode()).tobytes()
+    tokens = array("I", list(text.encode())).tobytes()
 
     def count() -> int:
         return sum(tokens in note.read_bytes() for note in folder.glob("moonpool-*.note"))

@@ -14,7 +14,7 @@ from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import BlockKey
 from moonpool.vllm.client import VllmClient, VllmError
-from moonpool.vllm.dialects.llama_server import LlamaServer, next_logprobs
+from moonpool.vllm.dialects.llama_server import LlamaDialect, next_logprobs
 from moonpool.vllm.dialects.server_dialect import ServerDialect
 from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import SlotsChanged
@@ -103,7 +103,7 @@ async def _identities(
         text = f"its weights {facts.offer.root} tell which model it is, and cannot be read here"
         raise SlotError(f"{text}: {error.strerror}") from None
     found = {"": identity}
-    for lora in dialect.loras if isinstance(dialect, LlamaServer) else ():
+    for lora in dialect.loras if isinstance(dialect, LlamaDialect) else ():
         try:
             digest = await asyncio.to_thread(weights_digest, Path(lora.path))
         except OSError:

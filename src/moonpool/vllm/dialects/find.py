@@ -6,11 +6,11 @@ import msgspec
 
 from moonpool.types import MALFORMED
 from moonpool.vllm.client import VllmClient, VllmError
-from moonpool.vllm.dialects.llama_server import LlamaServer, is_props
-from moonpool.vllm.dialects.openai_server import Listed, OpenAiServer, read_listed
+from moonpool.vllm.dialects.llama_server import LlamaDialect, is_props
+from moonpool.vllm.dialects.openai_server import Listed, OpenAiDialect, read_listed
 from moonpool.vllm.dialects.server_dialect import ServerDialect
-from moonpool.vllm.dialects.sglang_server import INFO_PATHS, SglangServer, read_info
-from moonpool.vllm.dialects.vllm_server import VllmServer
+from moonpool.vllm.dialects.sglang_server import INFO_PATHS, SglangDialect, read_info
+from moonpool.vllm.dialects.vllm_server import VllmDialect
 
 
 class _Version(msgspec.Struct):
@@ -31,19 +31,19 @@ async def find_dialect(client: VllmClient) -> ServerDialect:
     listed = read_listed(await client.get("/v1/models"))
     owners = {model.owned_by for model in listed}
     if "vllm" in owners:
-        return VllmServer(client)
+        return VllmDialect(client)
     if is_props(await _asked(client, "/props")):
-        return LlamaServer(client)
+        return LlamaDialect(client)
     for path in INFO_PATHS:
         if read_info(await _asked(client, path)) is not None:
-            return SglangServer(client)
+            return SglangDialect(client)
     if _is_version(await _asked(client, "/api/version")):
-        return OpenAiServer(client, "Ollama")
+        return OpenAiDialect(client, "Ollama")
     if any("tensorrt" in owner for owner in owners):
-        return OpenAiServer(client, "TensorRT-LLM", takes_salt=True)
+        return OpenAiDialect(client, "TensorRT-LLM", takes_salt=True)
     if await _is_vllm(client, listed):
-        return VllmServer(client)
-    return OpenAiServer(client)
+        return VllmDialect(client)
+    return OpenAiDialect(client)
 
 
 async def _is_vllm(client: VllmClient, listed: list[Listed]) -> bool:

@@ -113,7 +113,7 @@ def is_props(found: bytes) -> bool:
     return True
 
 
-class LlamaServer:
+class LlamaDialect:
     make = "llama-server"
 
     def __init__(self, client: VllmClient) -> None:
@@ -265,7 +265,7 @@ def _is_last(event: bytes) -> bool:
 class _Reader:
     """Reads the events of one answer."""
 
-    def __init__(self, server: LlamaServer, work: AttemptSpec, use: SlotUse | None = None) -> None:
+    def __init__(self, server: LlamaDialect, work: AttemptSpec, use: SlotUse | None = None) -> None:
         self._server = server
         self._use = use
         self._work = work

@@ -96,7 +96,7 @@ def read_listed(models: bytes) -> list[Listed]:
         ) from None
 
 
-class OpenAiServer:
+class OpenAiDialect:
     """`make`: what it is found to be. `takes_salt`: it keeps prompts with another `cache_salt`
     apart."""
 

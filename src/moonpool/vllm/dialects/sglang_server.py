@@ -79,7 +79,7 @@ def read_info(found: bytes) -> Info | None:
         return None
 
 
-class SglangServer:
+class SglangDialect:
     make = "SGLang"
 
     def __init__(self, client: VllmClient) -> None:

@@ -14,7 +14,7 @@ from moonpool.vllm.instance import EngineOutput, SubmitRequest
 from moonpool.vllm.known_cache import PrefixCounts
 
 
-class VllmServer:
+class VllmDialect:
     make = "vLLM"
 
     def __init__(self, client: VllmClient) -> None:
