@@ -46,6 +46,7 @@ from moonpool.head.models.model_loading import ApiModel
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason
+from moonpool.vllm.dialects.vllm_server import VllmDialect
 from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.worker import FoundServer
@@ -73,7 +74,7 @@ class UnmeasuredWorker(EndpointWorker):
 
     async def _found(self) -> FoundServer:
         facts = VllmFacts(offer=OFFER, block_tokens=16, num_blocks=1 << 16)
-        found = FoundServer(facts, incarnation=1)
+        found = FoundServer(VllmDialect(self._client), facts, incarnation=1)
         found.cost, found.is_measured = COST, True
         return found
 

@@ -69,7 +69,10 @@ def test_it_fronts_vllm(place: Path) -> None:
     modules = "moonpool.head.cluster, moonpool.vllm.worker, moonpool.cli.worker"
     run(str(place / "venv/bin/python"), "-c", f"import {modules}", cwd=place)
     refused = moonpool(place, "serve", "--port", "0", "--vllm", "http://127.0.0.1:9")
-    assert refused.stderr.strip() == "moonpool: vLLM at http://127.0.0.1:9: no server listens there"
+    assert (
+        refused.stderr.strip()
+        == "moonpool: the server at http://127.0.0.1:9: no server listens there"
+    )
 
 
 def test_the_oldest_packages_it_allows_are_enough(place: Path, tmp_path: Path) -> None:
@@ -89,7 +92,10 @@ def test_the_oldest_packages_it_allows_are_enough(place: Path, tmp_path: Path) -
     line = (python, "-m", "moonpool", "simulate", "--trace", "trace.jsonl", "--report", "run.html")
     assert "effective" in run(*line, cwd=tmp_path).stdout
     refused = run(*line[:3], "serve", "--vllm", "http://127.0.0.1:9", cwd=tmp_path, check=False)
-    assert refused.stderr.strip() == "moonpool: vLLM at http://127.0.0.1:9: no server listens there"
+    assert (
+        refused.stderr.strip()
+        == "moonpool: the server at http://127.0.0.1:9: no server listens there"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp  # type: ignore[import-not-found]
+import aiohttp
 from aiohttp import web
 
 JSON = "application/json"

@@ -44,11 +44,18 @@ class ModelCard(Struct, frozen=True):
     generates: bool = True
     forwards: tuple[str, ...] = ()
     """Endpoints whose calls go to its vLLM servers as they are (see `forwarding`)."""
+    forwards_all: bool = False
+    """All calls go to its servers as they are: one takes no token ids, or they are unknown here."""
     parses: tuple[Parsing, ...] = ()
     """What all its vLLM servers find in their answers; chats with it go to them as they are."""
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
     system_fingerprint: str = ""  # of what answers follow from, beside the request
+
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether the tokenizer is the model's own, and no stand-in."""
+        return self.vocab_size > 0
 
     def adapter_of(self, name: str | None) -> str:
         """Returns what `Request.adapter` is for a model's name; "" for the model itself."""

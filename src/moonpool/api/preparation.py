@@ -159,6 +159,7 @@ class Preparer:
         """Returns the response with the number of prompt tokens of a message."""
         chat = messages.as_chat(decode_body(_COUNT_TOKENS, raw))
         check_model(chat.model, self._names)
+        self._check_known()
         Tools(chat)
         prompt = await self._prompts.read_chat(chat)
         return msgspec.json.encode({"input_tokens": len(prompt)})
@@ -215,8 +216,10 @@ class Preparer:
     def _is_parsed_there(self, raw: bytes) -> bool:
         """Whether the servers find in the answer what the client may expect there."""
         parses = self.card.parses
-        return "reasoning" in parses or (
-            "tools" in parses and bool(decode_body(_TOOLED, raw).tools)
+        return (
+            self.card.forwards_all
+            or "reasoning" in parses
+            or ("tools" in parses and bool(decode_body(_TOOLED, raw).tools))
         )
 
     async def _of_text(self, raw: bytes) -> EstimatedPrompt:
@@ -229,7 +232,7 @@ class Preparer:
             lambda: messages.as_chat(decode_body(_COUNT_TOKENS, known)),
             lambda: as_chat(decode_body(RESPONSES, known)),
         )
-        for read in reads:
+        for read in reads if self.card.knows_tokens else ():
             try:
                 body = read()
                 Tools(body)
@@ -264,6 +267,7 @@ class Preparer:
         """Returns the response of `/tokenize`. Raises ApiError without prompt and messages."""
         body = decode_body(_TOKENIZE, raw)
         check_model(body.model, self._names)
+        self._check_known()
         if body.messages is not None:
             text = self._prompts.chat_text(
                 body.messages,
@@ -295,6 +299,7 @@ class Preparer:
         out of the vocabulary."""
         body = decode_body(_DETOKENIZE, raw)
         check_model(body.model, self._names)
+        self._check_known()
         if body.tokens is None:
             raise missing_parameter("tokens")
         check_token_ids(body.tokens, self.card.vocab_size, "tokens")
@@ -316,6 +321,12 @@ class Preparer:
             grammar_field=field,
             bad_words=self._prompts.bad_words(body.bad_words or ()),
         )
+
+    def _check_known(self) -> None:
+        """Raises ApiError (404) where the tokens of the model are unknown."""
+        if not self.card.knows_tokens:
+            text = f"The tokenizer of the model '{self.card.model_id}' is not known here."
+            raise ApiError(text, status=404, code="unsupported_endpoint")
 
     def _check(self, body: ChatBody | CompletionBody) -> None:
         check_model(body.model, self._names)

@@ -235,14 +235,16 @@ def _check_events(vllm: VllmConfig) -> None:
 
 
 def _check_vllm(place: str) -> None:
-    """Fails here, and not in a worker that would wait for it, where no vLLM server is."""
+    """Fails here, and not in a worker that would wait for it, where no server is."""
     from moonpool.cli.worker import API_KEY_VARIABLE
     from moonpool.vllm.client import VllmClient, VllmError
+    from moonpool.vllm.dialect import DialectError
+    from moonpool.vllm.dialects.find import find_dialect
 
     async def read_facts() -> None:
         client = VllmClient(vllm_place(place).url, os.environ.get(API_KEY_VARIABLE, ""))
         try:
-            await client.facts()
+            await (await find_dialect(client)).facts()
         finally:
             await client.close()
 
@@ -250,8 +252,8 @@ def _check_vllm(place: str) -> None:
         asyncio.run(read_facts())
     except ConfigError as error:
         fail(f"--vllm: {error}")
-    except VllmError as error:
-        fail(f"vLLM at {vllm_place(place).url}: {error}")
+    except (VllmError, DialectError) as error:
+        fail(f"the server at {vllm_place(place).url}: {error}")
 
 
 def _open_fork_server(

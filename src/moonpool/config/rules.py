@@ -110,6 +110,7 @@ def _check_tls(config: Config) -> None:
 
 
 _WEB = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
+_MODEL_OF_SERVER = re.compile(r"[\w./:@+-]{1,200}", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+")
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]", re.ASCII)
 _RAY_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
@@ -377,19 +378,25 @@ def _check_attention_workers(config: Config) -> None:
 
 
 def vllm_place(text: str) -> VllmAddress:
-    """Parses "URL", "URL,EVENTS" or "URL,EVENTS,REPLAY". Raises ConfigError."""
+    """Parses "URL", "URL,EVENTS", "URL,EVENTS,REPLAY" or "URL,SLOTS". A URL may end with "#" and
+    the name of one of its models. Raises ConfigError."""
     url, *others = text.split(",")
-    web = _WEB.fullmatch(url)
+    address, _, model = url.partition("#")
+    web = _WEB.fullmatch(address)
+    is_right = web is not None and int((web[2] or ":0")[1:]) <= 65535
+    is_right = is_right and ("#" not in url or bool(_MODEL_OF_SERVER.fullmatch(model)))
+    if is_right and len(others) == 1 and others[0].startswith("/"):
+        return VllmAddress(url=url, slots=others[0])
     if (
-        not web
-        or int((web[2] or ":0")[1:]) > 65535
+        not is_right
         or len(others) > 2
         or not all(o.startswith(("tcp://", "ipc://")) for o in others)
     ):
         raise ConfigError(
-            f"{text!r} names no vLLM server: use its URL, such as http://127.0.0.1:8100, and after"
+            f"{text!r} names no server: use its URL, such as http://127.0.0.1:8100, and after"
             " a comma where it publishes KV events and repeats them, such as"
-            " http://127.0.0.1:8100,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558"
+            " http://127.0.0.1:8100,tcp://127.0.0.1:5557,tcp://127.0.0.1:5558, or the folder of a"
+            " llama-server's --slot-save-path, such as http://127.0.0.1:8080,/var/lib/slots"
         )
     return VllmAddress(**dict(zip(("url", "events", "replay"), (url, *others), strict=False)))
 

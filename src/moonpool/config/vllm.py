@@ -1,4 +1,4 @@
-"""The configuration of the vLLM servers that a cluster stands in front of."""
+"""The configuration of the servers that a cluster stands in front of: vLLM, and other makes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from moonpool.types import Struct
 
 
 class VllmAddress(Struct, frozen=True):
-    """Addresses of a vLLM: its HTTP server, its KV events and their replay. "": it has none."""
+    """Addresses of a server: HTTP, its KV events and their replay. `slots`: the folder in which a
+    llama-server saves slots. "": it has none."""
 
     url: str
     events: str = ""
     replay: str = ""
+    slots: str = ""
 
 
 Parsers = Literal["vllm", "moonpool"]
 
 
 class VllmConfig(Struct, frozen=True):
-    """The vLLM servers that serve as instances, by role, each as "URL", "URL,EVENTS" or
-    "URL,EVENTS,REPLAY" (see `vllm_place`), and what is left to them."""
+    """The servers that serve as instances, by role, each as "URL", "URL,EVENTS",
+    "URL,EVENTS,REPLAY" or "URL,SLOTS" (see `vllm_place`), and what is left to them."""
 
     prefill: Annotated[
         tuple[str, ...],
@@ -42,9 +44,10 @@ class VllmConfig(Struct, frozen=True):
     mixed: Annotated[
         tuple[str, ...],
         about(
-            "A running vLLM server as mixed instance; EVENTS sends KV events, REPLAY repeats them.",
+            "A running vLLM, SGLang, llama-server or OpenAI-like server as mixed instance; EVENTS"
+            " sends KV events, REPLAY repeats them, SLOTS is a llama-server's --slot-save-path.",
             "--vllm",
-            metavar="URL[,EVENTS[,REPLAY]]",
+            metavar="URL[,EVENTS[,REPLAY]|,SLOTS]",
         ),
     ] = ()
     parsers: Annotated[

@@ -383,9 +383,9 @@ class CacheView(Struct, frozen=True):
 
     `source`: "events" that the server publishes; "assumed" from the prompts that it has received,
     because no events were asked for; "distrusted": likewise, because the events do not come or do
-    not fit. Tokens are those since the instance joined: of prompts that it was sent, of which
-    `expected_tokens` should have been cached; and as the server counts them, which may have other
-    clients, too.
+    not fit; "slots" of a llama-server, in which moonpool puts each prompt. Tokens are those since
+    the instance joined: of prompts that it was sent, of which `expected_tokens` should have been
+    cached; and as the server counts them, which may have other clients, too.
     """
 
     source: str

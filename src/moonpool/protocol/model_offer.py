@@ -1,4 +1,4 @@
-"""What a vLLM server offers to the head that it is to work for."""
+"""What a server offers to the head that it is to work for."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ POOLING_PATHS = (
     "/v2/rerank",
 )
 """Endpoints of vLLM for models that generate nothing."""
+Takes = Literal["tokens", "either", "text"]
+"""What a server takes as a prompt: token ids, for which the head needs its tokenizer; or the
+client's own text; or either."""
 Parsing = Literal["tools", "reasoning"]
 """What a server finds in its answers by itself."""
 
@@ -34,7 +37,7 @@ class OfferedAdapter(Struct, frozen=True):
 class ModelOffer(Struct, frozen=True):
     """The model of one server. `root`: the folder or id of its weights. `names`: those by which its
     clients know it. `paths`: the endpoints of the lists above that it has; all of them if it does
-    not tell. `parses`: what it has shown to find in its answers.
+    not tell. `parses`: what it has shown to find in its answers. `takes`: of what kind prompts are.
     """
 
     root: str
@@ -43,6 +46,7 @@ class ModelOffer(Struct, frozen=True):
     paths: tuple[str, ...] = (COMPLETIONS, *MEDIA_PATHS)
     adapters: tuple[OfferedAdapter, ...] = ()
     parses: tuple[Parsing, ...] = ()
+    takes: Takes = "tokens"
 
     @property
     def generates(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moonpool.protocol.messages import (
@@ -70,6 +71,13 @@ class CacheExplained:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsChanged:
+    """The engine's slots, or its saved slots, have changed. `counters`: what was done to them."""
+
+    counters: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """The events of the engine's cache are judged anew."""
 
@@ -116,12 +124,14 @@ class SubmitRequest:
     """Submit an attempt with its tokens to the engine; post `EngineOutput`s or `SubmitFailed`.
 
     `hands_over`: compute only the prompt, and keep its KVCache for the holder of the handle.
-    `handle`: the place of the prompt's KVCache.
+    `handle`: the place of the prompt's KVCache. `has_pool`: the engine shares a pool, which names
+    blocks by the cache salt: it gets one in any case.
     """
 
     work: AttemptSpec
     hands_over: bool = False
     handle: bytes = b""
+    has_pool: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +164,7 @@ VllmEvent = (
     | CacheEventsReceived
     | PrefixesCounted
     | CacheExplained
+    | SlotsChanged
     | TimePassed
     | PoolJoined
     | PoolChanged

@@ -50,7 +50,7 @@ def salt_of(
     return root_key(layout_fingerprint, tenant, adapter).hex() if has_salt else None
 
 
-class _Changes:
+class Changes:
     """The keys gained and lost since the last `take`, without those both gained and lost."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class ExternalBlocks:
         self._copies: dict[tuple[ForeignHash, str], int] = {}  # by medium
         self._media: dict[ForeignHash, int] = {}
         self._holders: dict[BlockKey, int] = {}  # number of hashes with that key
-        self._changes = _Changes()
+        self._changes = Changes()
         self.other_block_tokens = 0
         """The block size of the last event whose blocks have another one; 0: there was none."""
 
@@ -182,7 +182,7 @@ class AssumedBlocks:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._held: dict[BlockKey, None] = {}  # the least recently used first
-        self._changes = _Changes()
+        self._changes = Changes()
 
     def __len__(self) -> int:
         return len(self._held)

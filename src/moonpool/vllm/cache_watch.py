@@ -10,7 +10,8 @@ from collections.abc import Callable
 from moonpool.protocol.messages import CacheView
 from moonpool.vllm.actions import CacheExplained, ExplainCache, PrefixesCounted
 from moonpool.vllm.cache_check import HitCheck, why_no_events
-from moonpool.vllm.client import VllmClient, VllmError
+from moonpool.vllm.client import VllmError
+from moonpool.vllm.dialects.server_dialect import ServerDialect
 from moonpool.vllm.events import LOOK_MS, EventReader
 
 log = logging.getLogger("moonpool.vllm")
@@ -24,7 +25,7 @@ class CacheWatch:
 
     def __init__(
         self,
-        client: VllmClient,
+        dialect: ServerDialect,
         reader: EventReader | None,
         block_tokens: int,
         post: Callable[[CacheExplained | PrefixesCounted], None],
@@ -32,7 +33,8 @@ class CacheWatch:
         count_s: float = COUNT_S,
     ) -> None:
         """`fetches`: as in `HitCheck`. `count_s`: from one look at the counters to the next."""
-        self._client = client
+        self._dialect = dialect
+        self._client = dialect.client
         self._reader = reader
         self._block_tokens = block_tokens
         self._post = post
@@ -62,7 +64,7 @@ class CacheWatch:
             if self._reader is not None:
                 await self._look_at(self._reader)
             try:
-                counts = await self._client.prefix_counts()
+                counts = await self._dialect.counts()
             except VllmError:
                 counts = None  # its health is watched elsewhere
             if counts is not None:

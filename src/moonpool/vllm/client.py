@@ -1,31 +1,34 @@
-"""The HTTP client of one vLLM server: its health, its properties, and its completions."""
+"""The HTTP client of one server of any make: its health, what it tells, and its completions."""
 
 from __future__ import annotations
 
 import logging
 import re
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import cache
 from typing import Any, Literal
 
 import httpx
 import msgspec
 
+from moonpool.protocol.model_offer import COMPLETIONS
 from moonpool.types import MALFORMED
-from moonpool.vllm.dialect import REFUSALS, DialectError
-from moonpool.vllm.facts import VllmFacts, read_counts, read_facts
-from moonpool.vllm.known_cache import PrefixCounts
+from moonpool.vllm.dialect import REFUSALS
 
 CONNECT_S = 5.0
 ASK_S = 10.0
 HEALTH_S = 5.0
+IDLE_S = 2.0
+"""How long a connection is kept for another request. A llama-server closes it after 5 s."""
 MAX_EVENT_BYTES = 16 << 20
 MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 16 << 20
 MAX_FORWARDED_BYTES = 48 << 20
 """Largest response that is passed on whole: it goes to the head in one frame."""
 EVENTS = "text/event-stream"
+LACKS = (404, 405, 501)
+"""Statuses of a server that does not serve a path."""
 _DONE = b"[DONE]"
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request
 
@@ -34,9 +37,13 @@ Health = Literal["well", "unwell", "gone"]
 """`gone`: no server listens at the address."""
 
 
+def _is_done(event: bytes) -> bool:
+    return False
+
+
 class VllmError(Exception):
-    """A request to vLLM failed; one line says why. Clients of the API may read it, so it does not
-    contain the server's address. `refused`: the request itself is at fault.
+    """A request to a server failed; one line says why. Clients of the API may read it, so it does
+    not contain the server's address. `refused`: the request itself is at fault.
     """
 
     def __init__(self, message: str, refused: bool = False, status: int = 0) -> None:
@@ -53,16 +60,20 @@ def _tls_context() -> ssl.SSLContext:
 
 
 class VllmClient:
-    """Calls the vLLM server at `url`. `api_key` is the key it was started with, if any."""
+    """Calls the server at `url`, which may end with "#" and one of its models. `api_key` is the key
+    that it was started with, if any."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        self.url = url.rstrip("/")
+        address, _, self.model = url.partition("#")
+        self.url = address.rstrip("/")
         headers = {"Content-Type": "application/json"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         # No read timeout: the caller cancels a response whose request has run out of time.
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S
+        )
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
@@ -79,35 +90,18 @@ class VllmClient:
         """Returns the server's state of health, within HEALTH_S."""
         try:
             found = await self._http.get("/health", timeout=HEALTH_S)
+            if found.status_code in LACKS:
+                found = await self._http.get("/v1/models", timeout=HEALTH_S)
         except httpx.ConnectError:
             return "gone"
         except httpx.HTTPError:
             return "unwell"
         return "well" if found.status_code == 200 else "unwell"
 
-    async def facts(self) -> VllmFacts:
-        """Reads the properties of a healthy server. Raises VllmError."""
-        health = await self.health()
-        if health != "well":
-            raise VllmError(
-                "no server listens there" if health == "gone" else "the server is not healthy"
-            )
-        try:
-            models = await self._get("/v1/models")
-            metrics = await self._get("/metrics")
-            document = await self._get("/openapi.json", optional=True)
-            return read_facts(models, metrics.decode(errors="replace"), document)
-        except DialectError as error:
-            raise VllmError(str(error)) from None
-
-    async def prefix_counts(self) -> PrefixCounts | None:
-        """Reads the hits of the server's prefix cache; None: it does not tell. Raises VllmError."""
-        return read_counts((await self._get("/metrics")).decode(errors="replace"))
-
     async def event_sources(self) -> dict[str, Any] | None:
         """Reads where the server publishes its KV events, by rank; None: it does not tell."""
         try:
-            found = msgspec.json.decode(await self._get("/kv_event_sources", optional=True))
+            found = msgspec.json.decode(await self.get("/kv_event_sources", optional=True))
         except (VllmError, *MALFORMED):
             return None
         return found if isinstance(found, dict) else None
@@ -131,24 +125,43 @@ class VllmClient:
         except httpx.HTTPError as error:
             raise VllmError(_why(error)) from None
 
-    async def _get(self, path: str, optional: bool = False) -> bytes:
-        """`optional`: a server without it gives b""."""
+    async def get(self, path: str, optional: bool = False) -> bytes:
+        """`optional`: a server that does not serve it gives b"". Raises VllmError."""
+        return await self._ask("GET", path, b"", optional, ASK_S)
+
+    async def post(
+        self, path: str, fields: Any, optional: bool = False, timeout_s: float = ASK_S
+    ) -> bytes:
+        """The same for a question with a JSON body."""
+        return await self._ask("POST", path, msgspec.json.encode(fields), optional, timeout_s)
+
+    async def _ask(
+        self, method: str, path: str, body: bytes, optional: bool, timeout_s: float
+    ) -> bytes:
         try:
-            async with self._http.stream("GET", path, timeout=ASK_S) as response:
-                body = await _read(response, MAX_METRICS_BYTES)
-                if response.status_code == 404 and optional:
+            asked = self._http.stream(method, path, content=body or None, timeout=timeout_s)
+            async with asked as response:
+                found = await _read(response, MAX_METRICS_BYTES)
+                if optional and response.status_code in LACKS:
                     return b""
                 if response.status_code == 404:
-                    raise VllmError(f"it has no {path}: it is another server than vLLM")
-                _check(response, body)
-                return body
+                    raise VllmError(f"it has no {path.partition('?')[0]}", status=404)
+                _check(response, found)
+                return found
         except httpx.HTTPError as error:
             raise VllmError(_why(error)) from None
 
     async def answer(
-        self, body: bytes, streamed: bool, traceparent: str = ""
+        self,
+        body: bytes,
+        streamed: bool,
+        traceparent: str = "",
+        path: str = COMPLETIONS,
+        is_done: Callable[[bytes], bool] = _is_done,
     ) -> AsyncGenerator[bytes]:
         """Yields the events of a completion, or the whole of it. Raises VllmError.
+
+        `is_done`: whether an event says that the response is whole, but for `[DONE]`.
 
         `traceparent` makes the server's own spans part of the request's trace.
         Closing the iterator early also aborts the request at the server. Reading to the end keeps
@@ -157,9 +170,7 @@ class VllmClient:
         done = False
         try:
             headers = {"traceparent": traceparent} if traceparent else {}
-            async with self._http.stream(
-                "POST", "/v1/completions", content=body, headers=headers
-            ) as response:
+            async with self._http.stream("POST", path, content=body, headers=headers) as response:
                 if response.status_code != 200 or not streamed:
                     whole = await _read(response, MAX_EVENT_BYTES)
                     _check(response, whole)
@@ -169,11 +180,12 @@ class VllmClient:
                     if event == _DONE:
                         done = True
                     elif not done:
+                        done = is_done(event)
                         yield event
         except httpx.HTTPError as error:
             raise VllmError(_why(error)) from None
         if not done:
-            raise VllmError("vLLM closed the connection in the middle of an output")
+            raise VllmError("the server closed the connection in the middle of an output")
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -187,7 +199,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
             if event.startswith(b"data:"):
                 yield event[5:].strip()
         if len(buffer) > MAX_EVENT_BYTES:
-            raise VllmError(f"vLLM sent an event of more than {MAX_EVENT_BYTES} bytes")
+            raise VllmError(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 async def _whole_events(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -199,7 +211,7 @@ async def _whole_events(response: httpx.Response) -> AsyncIterator[bytes]:
             yield bytes(buffer[: end + 2])
             del buffer[: end + 2]
         if len(buffer) > MAX_EVENT_BYTES:
-            raise VllmError(f"vLLM sent an event of more than {MAX_EVENT_BYTES} bytes")
+            raise VllmError(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
     if buffer:
         yield bytes(buffer)
 
@@ -209,21 +221,21 @@ async def _read(response: httpx.Response, most_bytes: int) -> bytes:
     async for chunk in response.aiter_bytes():
         body += chunk
         if len(body) > most_bytes:
-            raise VllmError(f"vLLM sent a response of more than {most_bytes} bytes")
+            raise VllmError(f"the server sent a response of more than {most_bytes} bytes")
     return bytes(body)
 
 
 def _check(response: httpx.Response, body: bytes) -> None:
     if response.status_code == 401:
         raise VllmError(
-            "vLLM requires an API key: set VLLM_API_KEY to the key that it was started with"
+            "the server requires an API key: set VLLM_API_KEY to the key that it was started with"
         )
     if response.status_code != 200:
         text = body[:MAX_ERROR_BYTES].decode(errors="replace")
         message = re.search(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', text)
         what = (message.group(1) if message else text).strip().replace("\n", " ")[:300]
         status = response.status_code
-        what = what or f"vLLM responded with status {status}"
+        what = what or f"the server responded with status {status}"
         raise VllmError(what, status in REFUSALS, status)
 
 

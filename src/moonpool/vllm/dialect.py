@@ -64,13 +64,11 @@ _COMPLETION = msgspec.json.Decoder(_Completion)
 _encode = msgspec.json.encode
 
 
-def completion_body(
-    submit: SubmitRequest, model_id: str, layout_fingerprint: bytes, has_pool: bool = False
-) -> bytes:
+def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: bytes) -> bytes:
     """Returns the body of the request for one attempt.
 
     Tokens generated before a fault are part of the prompt. The seed changes then, so later draws
-    are as random but not the same. `has_pool`: as `VllmInstance.has_pool`. Raises DialectError.
+    are as random but not the same. Raises DialectError.
     """
     work, sampling = submit.work, submit.work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
@@ -118,17 +116,15 @@ def completion_body(
     if sampling.prompt_logprobs is not None and not submit.handle:
         body["prompt_logprobs"] = sampling.prompt_logprobs
     if sampling.grammar:
-        body["structured_outputs"] = _structured_outputs(sampling.grammar)
-    body |= _cache_fields(submit, layout_fingerprint, has_pool)
+        body["structured_outputs"] = structured_outputs(sampling.grammar)
+    body |= _cache_fields(submit, layout_fingerprint)
     return _encode(body)
 
 
-def _cache_fields(
-    submit: SubmitRequest, layout_fingerprint: bytes, has_pool: bool
-) -> dict[str, Any]:
+def _cache_fields(submit: SubmitRequest, layout_fingerprint: bytes) -> dict[str, Any]:
     """Whose blocks the request may share, and where its KVCache goes or comes from."""
     work, body = submit.work, dict[str, Any]()
-    salt = salt_of(layout_fingerprint, work.tenant, work.adapter, has_pool)
+    salt = salt_of(layout_fingerprint, work.tenant, work.adapter, submit.has_pool)
     if not work.use_cache:
         salt = hashlib.sha256(work.attempt_id.encode()).hexdigest()
     if salt is not None:
@@ -163,7 +159,7 @@ def _begins_bad_word(generated: Sequence[int], sampling: SamplingParams) -> bool
     )
 
 
-def _structured_outputs(grammar: str) -> dict[str, Any]:
+def structured_outputs(grammar: str) -> dict[str, Any]:
     """Converts a grammar of llguidance (see `api.structured_output`) to vLLM's field.
 
     A Lark grammar stays as it is. What llguidance wraps is unwrapped. vLLM itself lets a model

@@ -27,12 +27,17 @@ _UNBOUNDED_CONTEXTS = 64
 
 
 class VllmFacts(msgspec.Struct, frozen=True):
-    """`offer` is what it serves; the others describe its KVCache."""
+    """`offer` is what it serves; the others describe its KVCache. `make`: of the server.
+    `assumed`: what of it the server does not tell, in words; "": it tells all. `num_slots`: places
+    of one sequence each that its KVCache is cut into; 0: it is not cut."""
 
     offer: ModelOffer
     block_tokens: int
     num_blocks: int
     caches_prefixes: bool = True
+    make: str = "vLLM"
+    assumed: str = ""
+    num_slots: int = 0
 
     @property
     def model_id(self) -> str:

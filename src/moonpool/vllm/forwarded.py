@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from types import MappingProxyType
+from typing import Any
+
 import msgspec
 
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import MALFORMED, FinishReason, Token
 from moonpool.vllm.actions import EngineOutput
 from moonpool.vllm.block_names import salt_of
+from moonpool.vllm.client import VllmClient
 from moonpool.vllm.dialect import DialectError
 
 OWN_FIELDS = ("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params")
@@ -29,10 +35,16 @@ _encode = msgspec.json.encode
 
 
 def forwarded_body(
-    work: AttemptSpec, model_id: str, layout_fingerprint: bytes, has_pool: bool = False
+    work: AttemptSpec,
+    model_id: str,
+    layout_fingerprint: bytes,
+    takes_salt: bool = True,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    has_pool: bool = False,
 ) -> bytes:
     """Returns the client's body with the server's name of the model and the tenant's cache salt.
-    Raises DialectError."""
+    `takes_salt`: the server knows the field. `more`: further fields of its own. Raises
+    DialectError."""
     assert work.call is not None
     if len(work.token_ids) > work.num_prompt_tokens:
         raise DialectError("the answer cannot go on elsewhere; send the request again")
@@ -40,13 +52,26 @@ def forwarded_body(
         fields = _FIELDS.decode(work.call.body)
     except MALFORMED as error:
         raise DialectError(f"the body is no JSON object: {error}", refused=True) from None
-    for name in OWN_FIELDS:
+    for name in (*OWN_FIELDS, *more):
         fields.pop(name, None)
-    fields["model"] = msgspec.Raw(_encode(work.adapter or model_id))
+    own: dict[str, Any] = {"model": work.adapter or model_id, **more}
     salt = salt_of(layout_fingerprint, work.tenant, work.adapter, has_pool)
-    if salt is not None:
-        fields["cache_salt"] = msgspec.Raw(_encode(salt))
+    if salt is not None and takes_salt:
+        own["cache_salt"] = salt
+    fields |= {name: msgspec.Raw(_encode(value)) for name, value in own.items()}
     return _encode(fields)
+
+
+async def forwarded_outputs(
+    client: VllmClient, work: AttemptSpec, body: bytes
+) -> AsyncGenerator[EngineOutput]:
+    """The outputs of a call with this body. Raises VllmError."""
+    assert work.call is not None
+    parts = client.forward(work.call.path, body, work.traceparent)
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            yield read_part(work, part)
+    yield end_of(work)
 
 
 def read_part(work: AttemptSpec, part: bytes) -> EngineOutput:

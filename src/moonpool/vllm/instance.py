@@ -1,4 +1,5 @@
-"""The state machine of an instance whose engine is vLLM; it is pure, like `scheduler.instance`.
+"""The state machine of an instance whose engine is vLLM or another server; it is pure, like
+`scheduler.instance`.
 
 vLLM batches, caches and evicts by itself. This state machine decides which requests to submit, and
 what to report to the head: the current prompt, the steps in which tokens came, and the blocks held.
@@ -64,6 +65,7 @@ from moonpool.vllm.actions import (
     PoolLost,
     PoolReady,
     PrefixesCounted,
+    SlotsChanged,
     SubmitFailed,
     SubmitRequest,
     TimePassed,
@@ -72,6 +74,7 @@ from moonpool.vllm.actions import (
 )
 from moonpool.vllm.known_cache import KnownCache, PrefixCounts
 from moonpool.vllm.pooled_blocks import PooledBlocks, address_of
+from moonpool.vllm.slot_table import SlotTable
 
 SHOWN_OWNERS = 1024
 NO_HANDLE = "vLLM does not share its KVCache; start it with a --kv-transfer-config"
@@ -116,13 +119,17 @@ class VllmInstance:
         role: Role,
         publishes_events: bool,
         caches: bool = True,
+        slots: SlotTable | None = None,
     ) -> None:
-        """`caches` is False for an engine without a prefix cache."""
+        """`caches` is False for an engine without a prefix cache. `slots`: of an engine whose cache
+        they are."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.role = role
         self.counters: dict[str, float] = {}
-        self._cache = KnownCache(layout, num_blocks, publishes_events, caches)
+        self._cache: KnownCache | SlotTable = (
+            KnownCache(layout, num_blocks, publishes_events, caches) if slots is None else slots
+        )
         self._view = CacheView(source=self._cache.source)
         self._pool: PooledBlocks | None = None
         self._takeovers: dict[AttemptId, int] = {}
@@ -159,6 +166,8 @@ class VllmInstance:
                 self._cache.hear(event.events, event.lost, now)
             case TimePassed():
                 self._judge_cache(now)
+            case SlotsChanged():
+                self.counters.update(event.counters)
             case PrefixesCounted():
                 self._note_counts(event.counts)
             case CacheExplained():
@@ -196,11 +205,6 @@ class VllmInstance:
             self._on_abort(attempt_id)
         actions, self._actions = self._actions, []
         return actions
-
-    @property
-    def has_pool(self) -> bool:
-        """Whether the engine shares a pool with others of its host."""
-        return self._pool is not None
 
     def is_idle(self) -> bool:
         """Whether no attempt is under way."""
@@ -251,7 +255,7 @@ class VllmInstance:
             return
         request.prefilling = True
         self._queue[command.work.attempt_id] = None
-        submit = SubmitRequest(command.work, request.hands_over)
+        submit = self._request(command.work, hands_over=request.hands_over)
         fetch = command.fetch
         if self._pool is None or fetch is None or not request.keys:
             self._actions.append(submit)
@@ -262,6 +266,11 @@ class VllmInstance:
             return
         if len(self._queue) == 1:
             self._begin_prefill(request)
+
+    def _request(
+        self, work: AttemptSpec, hands_over: bool = False, handle: bytes = b""
+    ) -> SubmitRequest:
+        return SubmitRequest(work, hands_over, handle, self._pool is not None)
 
     def _begin_prefill(self, request: _VllmRequestState, early: bool = False) -> None:
         """Reports the start of a prefill, as far as it is visible from outside. `early`: it may
@@ -294,9 +303,9 @@ class VllmInstance:
             self._expect(num_tokens, full)
         source = address_of(command.handle) if self._pool is not None else None
         if source is None:
-            self._actions.append(SubmitRequest(request.work, handle=command.handle))
+            self._actions.append(self._request(request.work, handle=command.handle))
             return
-        request.submitted, request.then = False, SubmitRequest(request.work)
+        request.submitted, request.then = False, self._request(request.work)
         keys = tuple(request.keys[: (len(request.work.token_ids) - 1) // self.layout.block_tokens])
         self._actions.append(AwaitPool(command.attempt_id, keys, source))
 

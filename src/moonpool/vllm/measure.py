@@ -1,4 +1,4 @@
-"""Measures prefills and decode steps of a vLLM server with a few requests, and fits the cost model.
+"""Measures prefills and decode steps of a server with a few requests, and fits the cost model.
 
 A server is served by assumed times until then. Each request waits for a moment without others; they
 would make the times longer, which the Conductor corrects while it serves.
@@ -22,6 +22,7 @@ from moonpool.types import SamplingParams, Slo
 from moonpool.vllm.actions import SubmitRequest
 from moonpool.vllm.client import VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError, completion_body, read_output
+from moonpool.vllm.dialects.server_dialect import ServerDialect
 from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import NO_HANDLE
 
@@ -58,17 +59,17 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 FirstToken = Callable[[int], Awaitable[float]]
 
 
-async def probe(client: VllmClient, facts: VllmFacts, hands_over: bool = False) -> None:
+async def probe(dialect: ServerDialect, facts: VllmFacts, hands_over: bool = False) -> None:
     """Asks for one short answer. `hands_over`: its KVCache, too, is to be shared. Raises VllmError
     if the server cannot give it in a form that is understood."""
     if hands_over:
-        await _check_connector(client, facts)
+        await _check_connector(dialect.client, facts)
         return
-    await _prompts_of(client, facts)(PREFILL_TOKENS[0])
+    await _prompts_of(dialect, facts)(min(PREFILL_TOKENS[0], facts.offer.max_model_tokens - 1))
 
 
 async def measure(
-    client: VllmClient,
+    dialect: ServerDialect,
     facts: VllmFacts,
     is_quiet: Callable[[], bool],
     note: Callable[[str], None],
@@ -84,7 +85,7 @@ async def measure(
             await asyncio.sleep(QUIET_LOOK_S)
 
     longest = max(facts.offer.max_model_tokens - STEPS - 1, 1)
-    first_token_s = _prompts_of(client, facts)
+    first_token_s = _prompts_of(dialect, facts)
     prefills: list[PrefillSample] = []
     for num_tokens in (min(PREFILL_TOKENS[0], longest), *PREFILL_TOKENS[1:]):
         if prefills and (num_tokens > longest or prefills[-1].seconds > PATIENCE_S):
@@ -99,11 +100,11 @@ async def measure(
     for batch, num_tokens in DECODES if facts.offer.generates else ():
         if num_tokens <= most_tokens:
             await begin(f"{batch} answers to {num_tokens} tokens")
-            step_s = await _step_s(client, facts, batch, num_tokens)
+            step_s = await _step_s(dialect, facts, batch, num_tokens)
             context_tokens = batch * (num_tokens + STEPS // 2)
             decodes.append(DecodeSample(batch=batch, context_tokens=context_tokens, seconds=step_s))
     if not decodes:
-        step_s = await _step_s(client, facts, 1, 1) if facts.offer.generates else LEAST_STEP_S
+        step_s = await _step_s(dialect, facts, 1, 1) if facts.offer.generates else LEAST_STEP_S
         decodes.append(DecodeSample(batch=1, context_tokens=1, seconds=step_s))
     return msgspec.structs.replace(
         fit_cost(prefills, decodes),
@@ -134,19 +135,19 @@ def describe_cost(cost: FittedCost) -> str:
     return f"{prompt}, a step of 8 answers {step_s * 1e3:.1f} ms"
 
 
-def _prompts_of(client: VllmClient, facts: VllmFacts) -> FirstToken:
+def _prompts_of(dialect: ServerDialect, facts: VllmFacts) -> FirstToken:
     """What computes a prompt of so many tokens and returns the seconds."""
     if facts.offer.generates:
-        return lambda num_tokens: _first_token_s(client, facts, num_tokens)
+        return lambda num_tokens: _first_token_s(dialect, facts, num_tokens)
     path = next((path for path in INPUTS if path in facts.offer.paths), "")
     if not path:
         raise VllmError(f"its endpoints {', '.join(facts.offer.paths)} are not understood")
-    return lambda num_tokens: _pooled_s(client, facts, path, num_tokens)
+    return lambda num_tokens: _pooled_s(dialect.client, facts, path, num_tokens)
 
 
-async def _first_token_s(client: VllmClient, facts: VllmFacts, num_tokens: int) -> float:
+async def _first_token_s(dialect: ServerDialect, facts: VllmFacts, num_tokens: int) -> float:
     began_s = time.perf_counter()
-    times_s = await _answer(client, facts, num_tokens, 1)
+    times_s = await _answer(dialect, facts, num_tokens, 1)
     return times_s[0] - began_s
 
 
@@ -158,9 +159,9 @@ async def _pooled_s(client: VllmClient, facts: VllmFacts, path: str, num_tokens:
     return time.perf_counter() - began_s
 
 
-async def _step_s(client: VllmClient, facts: VllmFacts, batch: int, num_tokens: int) -> float:
+async def _step_s(dialect: ServerDialect, facts: VllmFacts, batch: int, num_tokens: int) -> float:
     """Returns the time of a step in which all requests decode."""
-    runs = (_answer(client, facts, num_tokens, STEPS) for _ in range(batch))
+    runs = (_answer(dialect, facts, num_tokens, STEPS) for _ in range(batch))
     answers = await asyncio.gather(*runs)
     all_in_s = max(times_s[0] for times_s in answers)
     # Several tokens may arrive at once, so only their total time is meaningful.
@@ -174,18 +175,16 @@ async def _step_s(client: VllmClient, facts: VllmFacts, batch: int, num_tokens: 
 
 
 async def _answer(
-    client: VllmClient, facts: VllmFacts, num_tokens: int, max_tokens: int
+    dialect: ServerDialect, facts: VllmFacts, num_tokens: int, max_tokens: int
 ) -> Sequence[float]:
     """Returns the arrival time of each token of one request."""
     work = _lone_work(f"measure-{secrets.token_hex(6)}", _random_prompt(num_tokens), max_tokens)
     times_s: list[float] = []
-    body = completion_body(SubmitRequest(work), facts.model_id, b"")
-    async for event in client.answer(body, streamed=True):
-        try:
-            output = read_output(work, event)
-        except DialectError as error:
-            raise VllmError(str(error)) from None
-        times_s.extend([time.perf_counter()] * len(output.tokens))
+    try:
+        async for output in dialect.outputs(SubmitRequest(work), facts, b""):
+            times_s.extend([time.perf_counter()] * len(output.tokens))
+    except DialectError as error:
+        raise VllmError(str(error)) from None
     if not times_s:
         raise VllmError(f"it generated no token for a prompt of {num_tokens} tokens")
     return times_s

@@ -1,4 +1,4 @@
-"""Finds out what a vLLM server parses: tool calls (`--tool-call-parser`) and reasoning
+"""Finds out what a server parses: tool calls (`--tool-call-parser`) and reasoning
 (`--reasoning-parser`). No endpoint tells, so it is asked for one short answer."""
 
 from __future__ import annotations

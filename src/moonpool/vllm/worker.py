@@ -1,4 +1,4 @@
-"""The process of an instance whose engine is a vLLM server that already runs.
+"""The process of an instance whose engine is a server that already runs: vLLM, or another make.
 
 The instance is joined while that server is healthy. When the server is gone, the instance leaves,
 so that its requests continue on other instances. When the server is back, the instance joins again
@@ -43,6 +43,7 @@ from moonpool.types import InstanceId, Role
 from moonpool.vllm.actions import (
     AwaitPool,
     CacheEventsReceived,
+    CacheExplained,
     CancelRequest,
     EngineOutput,
     EngineStepEnded,
@@ -57,14 +58,17 @@ from moonpool.vllm.actions import (
 )
 from moonpool.vllm.cache_watch import COUNT_S, CacheWatch
 from moonpool.vllm.client import Health, VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, completion_body, is_streamed, read_output
+from moonpool.vllm.dialect import DialectError
+from moonpool.vllm.dialects.find import find_dialect
+from moonpool.vllm.dialects.server_dialect import ServerDialect
 from moonpool.vllm.events import EventReader, EventsError
 from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.forwarded import end_of, forwarded_body, read_part
 from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.measure import ASSUMED_COST, describe_cost, measure, probe
 from moonpool.vllm.parsers import find_parsers
 from moonpool.vllm.pool_watch import PoolWatch
+from moonpool.vllm.served_slots import ServedSlots, open_slots
+from moonpool.vllm.slot_keeper import SlotError
 
 log = logging.getLogger("moonpool.vllm")
 
@@ -84,14 +88,16 @@ be slow to respond."""
 
 @dataclass(slots=True)
 class FoundServer:
-    """The vLLM server, from when it was found until it is gone."""
+    """The server, from when it was found until it is gone. `slots`: of one that has any."""
 
+    dialect: ServerDialect
     facts: VllmFacts
     incarnation: int
     cost: FittedCost | None = None
     is_measured: bool = False  # else `cost` is assumed
     layout: BlockLayout | None = None
     instance: VllmInstance | None = None  # set by the first `Setup`
+    slots: ServedSlots | None = None  # likewise
 
 
 class _Progress:
@@ -111,7 +117,7 @@ class _Progress:
             await asyncio.sleep(SAY_S)
             seconds += SAY_S
             log.info(
-                "measuring vLLM at %s for %.0f s, now %s; meanwhile it serves by assumed times",
+                "measuring %s for %.0f s, now %s; meanwhile it serves by assumed times",
                 self._url,
                 seconds,
                 self._what,
@@ -179,15 +185,15 @@ class VllmWorker(InstanceProcess):
         last_error = ""
         while True:
             try:
-                facts = await self._client.facts()
-                facts = await self._with_parsers(facts)
+                dialect = await find_dialect(self._client)
+                facts = await self._with_parsers(await dialect.facts())
                 break
-            except VllmError as error:
+            except (VllmError, DialectError) as error:
                 if str(error) != last_error:
                     last_error = str(error)
-                    log.warning("waiting for vLLM at %s: %s", self._place.url, last_error)
+                    log.warning("waiting for the server at %s: %s", self._place.url, last_error)
             await asyncio.sleep(LOOK_S)
-        found = FoundServer(facts, secrets.randbits(62))
+        found = FoundServer(dialect, facts, secrets.randbits(62))
         before = self._engine
         if before is not None and before.facts == facts:
             # Measured again it would be too slow: requests rush to it.
@@ -196,10 +202,19 @@ class VllmWorker(InstanceProcess):
 
     async def _with_parsers(self, facts: VllmFacts) -> VllmFacts:
         """Raises VllmError."""
-        log.info("vLLM at %s is up; asking it for a short answer", self._place.url)
+        log.info("%s at %s is up; asking it for a short answer", facts.make, self._place.url)
+        if facts.assumed:
+            log.info(
+                "%s at %s does not tell, and moonpool assumes: %s",
+                facts.make,
+                self._place.url,
+                facts.assumed,
+            )
         found = await find_parsers(self._client, facts)
         if found:
-            log.info("vLLM at %s parses %s by itself", self._place.url, " and ".join(found))
+            log.info(
+                "%s at %s parses %s by itself", facts.make, self._place.url, " and ".join(found)
+            )
         offer = msgspec.structs.replace(facts.offer, parses=found)
         return msgspec.structs.replace(facts, offer=offer)
 
@@ -212,6 +227,8 @@ class VllmWorker(InstanceProcess):
     async def _end_tasks(self) -> None:
         self._requests.clear()
         self._pool = self._rates = None
+        if self._engine is not None and self._engine.slots is not None:
+            self._engine.slots.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -261,27 +278,41 @@ class VllmWorker(InstanceProcess):
         layout = _layout(setup.model.name, facts)
         if engine.layout not in (None, layout):
             return "the head came back with another configuration; restart this worker"
+        if self.role is not Role.MIXED and facts.make != "vLLM":
+            return f"{facts.make} at {url} cannot hand KVCache over: use it as a mixed instance"
         has_pool = await self._find_pool(facts)
         if engine.cost is None:
             try:
                 hands_over = self.role is Role.PREFILL and not has_pool
-                await probe(self._client, facts, hands_over=hands_over)
+                await probe(engine.dialect, facts, hands_over=hands_over)
             except VllmError as error:
                 if await self._client.health() == "well":
-                    return f"vLLM at {url}: {error}"
+                    return f"{facts.make} at {url}: {error}"
                 self._leave_gone()
                 return ""
             engine.cost = ASSUMED_COST
         if engine.instance is None:
             engine.layout = layout
+            if facts.num_slots:
+                engine.slots = ServedSlots(self._client, facts, layout.fingerprint, self._post)
             engine.instance = VllmInstance(
-                layout, facts.num_blocks, self.role, self._reader is not None, facts.caches_prefixes
+                layout,
+                facts.num_blocks,
+                self.role,
+                self._reader is not None,
+                facts.caches_prefixes,
+                None if engine.slots is None else engine.slots.table,
             )
             if self._reader is not None:
                 self._spawn(self._listen(self._reader))
             fetches = self.role is Role.DECODE
             self._watch = CacheWatch(
-                self._client, self._reader, facts.block_tokens, self._post, fetches, self._count_s
+                engine.dialect,
+                self._reader,
+                facts.block_tokens,
+                self._post,
+                fetches,
+                self._count_s,
             )
             if self._pool is not None:
                 self._pool.tell()
@@ -294,6 +325,9 @@ class VllmWorker(InstanceProcess):
         assert engine.instance is not None
         if not engine.is_measured:
             await self._profile(engine, engine.instance)
+        if engine.slots is not None:
+            engine.slots.table.forget_slots()  # what was measured is in them
+            self._spawn(self._open_slots(engine, engine.slots))
         if self._watch is not None:
             await self._watch.run(lambda: self._load().cache_view)
 
@@ -302,17 +336,27 @@ class VllmWorker(InstanceProcess):
         saying = self._spawn(progress.say())
         try:
             quiet = instance.is_idle
-            engine.cost = await measure(self._client, engine.facts, quiet, progress.note)
+            engine.cost = await measure(engine.dialect, engine.facts, quiet, progress.note)
         except VllmError as error:
-            log.warning("vLLM at %s is served by assumed times: %s", self._place.url, error)
+            log.warning("%s is served by assumed times: %s", self._place.url, error)
         else:
             if self._rates is not None and engine.layout is not None:
                 engine.cost = _with_pool(engine.cost, engine.layout, self._rates)
-            log.info("measured vLLM at %s: %s", self._place.url, describe_cost(engine.cost))
+            log.info("measured %s: %s", self._place.url, describe_cost(engine.cost))
             engine.is_measured = True
             self._report_cost()
         finally:
             saying.cancel()
+
+    async def _open_slots(self, engine: FoundServer, slots: ServedSlots) -> None:
+        if not self._place.slots:
+            return
+        try:
+            await open_slots(slots, engine.dialect, engine.facts, self._place.slots)
+        except SlotError as error:
+            log.warning("no slots of %s are saved: %s", self._place.url, error)
+            note = f"its slots are not saved: {error}"
+            self._post(CacheExplained(note))
 
     def _report_cost(self) -> None:
         """What is measured before this instance joins is in its description."""
@@ -408,7 +452,7 @@ class VllmWorker(InstanceProcess):
     async def _run_request(self, submit: SubmitRequest) -> None:
         """Runs one request to its end. An error ends only this attempt."""
         attempt_id = submit.work.attempt_id
-        failure = SubmitFailed(attempt_id, "the vLLM server ended an output without a reason")
+        failure = SubmitFailed(attempt_id, "the server ended an output without a reason")
         try:
             async with contextlib.aclosing(self._outputs(submit)) as outputs:
                 async for output in outputs:
@@ -418,13 +462,13 @@ class VllmWorker(InstanceProcess):
         except (VllmError, DialectError) as error:
             failure = self._failure(submit.work, error)
         except Exception as error:
-            log.exception("the request %s to vLLM at %s failed", attempt_id, self._place.url)
+            log.exception("the request %s to %s failed", attempt_id, self._place.url)
             failure = SubmitFailed(
-                attempt_id, f"unexpected {type(error).__name__} in the vLLM client"
+                attempt_id, f"unexpected {type(error).__name__} in the server's client"
             )
         if self._requests.pop(attempt_id, None) is not None:
             if not failure.refused:  # else its client is told
-                log.warning("vLLM at %s: %s: %s", self._place.url, attempt_id, failure.message)
+                log.warning("%s: %s: %s", self._place.url, attempt_id, failure.message)
             self._post(failure)
 
     def _failure(self, work: AttemptSpec, error: VllmError | DialectError) -> SubmitFailed:
@@ -438,21 +482,18 @@ class VllmWorker(InstanceProcess):
         engine = self._engine
         assert engine is not None
         assert engine.layout is not None
-        work, model_id = submit.work, engine.facts.model_id
-        has_pool = engine.instance is not None and engine.instance.has_pool
-        if work.call is not None:
-            body = forwarded_body(work, model_id, engine.layout.fingerprint, has_pool)
-            parts = self._client.forward(work.call.path, body, work.traceparent)
-            async with contextlib.aclosing(parts):
-                async for part in parts:
-                    yield read_part(work, part)
-            yield end_of(work)
-            return
-        body = completion_body(submit, model_id, engine.layout.fingerprint, has_pool)
-        answer = self._client.answer(body, is_streamed(submit), work.traceparent)
-        async with contextlib.aclosing(answer):
-            async for event in answer:
-                yield read_output(submit.work, event)
+        fingerprint = engine.layout.fingerprint
+        async with contextlib.AsyncExitStack() as stack:
+            grant = None
+            if engine.slots is not None:
+                grant = await stack.enter_async_context(engine.slots.hold(submit.work))
+            use = None if grant is None else grant.use
+            outputs = engine.dialect.outputs(submit, engine.facts, fingerprint, use)
+            await stack.enter_async_context(contextlib.aclosing(outputs))
+            async for output in outputs:
+                if grant is not None:
+                    grant.note(submit.work, output)
+                yield output
 
     # The server's health
 
@@ -470,9 +511,9 @@ class VllmWorker(InstanceProcess):
                 return
 
     def _leave_gone(self) -> None:
-        log.warning("vLLM at %s is gone; the instance leaves until it is back", self._place.url)
+        log.warning("%s is gone; the instance leaves until it is back", self._place.url)
         self._gone, self._joined = True, False
-        self._link.stop("its vLLM server is gone")
+        self._link.stop("its server is gone")
 
     async def _listen(self, reader: EventReader) -> None:
         """Passes the server's cache events on, and reconnects when they end."""

@@ -100,7 +100,7 @@ def test_a_fetch_goes_before_the_prefill() -> None:
     assert actions == [AwaitPool(AttemptId("a"), KEYS[:2], address("far"))]
     vllm.handle(PoolChanged(BlocksSnapshot(next_sequence=0, keys=KEYS[:2])), 0.0)
     actions = vllm.handle(PoolReady(AttemptId("a"), 2), 0.0)
-    assert SubmitRequest(work("a")) in actions
+    assert SubmitRequest(work("a"), has_pool=True) in actions
     (started,) = reports(actions, PrefillStarted)
     assert (started.cached_tokens, started.fetched_tokens) == (8, 8)  # type: ignore[attr-defined]
 
@@ -118,7 +118,9 @@ def test_a_prefill_is_handed_over_once_the_pool_has_it() -> None:
     decode.handle(ReserveDecode(work=work("a")), 0.0)
     start = StartDecode(attempt_id=AttemptId("a"), token=done.token, handle=done.handle)
     assert decode.handle(start, 0.0) == [AwaitPool(AttemptId("a"), KEYS, address("own"))]
-    assert decode.handle(PoolReady(AttemptId("a"), 3), 0.0) == [SubmitRequest(work("a"))]
+    assert decode.handle(PoolReady(AttemptId("a"), 3), 0.0) == [
+        SubmitRequest(work("a"), has_pool=True)
+    ]
 
 
 def test_a_prefix_is_taken_over_into_the_pool() -> None:

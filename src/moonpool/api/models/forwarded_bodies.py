@@ -79,6 +79,7 @@ class _MediaBody(ForwardedBody, kw_only=True):
     input: list[Any] | str | None = None
     system: Any = None
     instructions: Any = None
+    prompt: Any = None
 
 
 FORWARDED = msgspec.json.Decoder(ForwardedBody)
@@ -145,8 +146,11 @@ class ForwardedReader:
     def texts(self, raw: bytes) -> EstimatedPrompt:
         """A body of an API with messages that cannot be rendered here."""
         body = decode_body(_MEDIA, raw)
-        said = [body.system or body.instructions, body.messages or body.input]
-        return self._estimate(body, _of_text("\n".join(_texts(said))))
+        said = [body.system or body.instructions, body.messages or body.input, body.prompt]
+        tokens = _of_text("\n".join(_texts(said)))
+        if isinstance(body.prompt, list) and not tokens:  # of token ids
+            self._add(body.prompt, tokens)
+        return self._estimate(body, tokens)
 
     def pooling(self, raw: bytes) -> EstimatedPrompt:
         """Reads a body of an endpoint that computes vectors, scores or classes of texts, or that

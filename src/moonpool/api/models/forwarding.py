@@ -40,7 +40,7 @@ from moonpool.api.resume.resumed_events import resume_tokens
 from moonpool.api.sampling import check_range
 from moonpool.api.trace_context import read_traceparent
 from moonpool.protocol.messages import ForwardedCall
-from moonpool.protocol.model_offer import MEDIA_PATHS
+from moonpool.protocol.model_offer import COMPLETIONS, MEDIA_PATHS
 from moonpool.types import (
     PRIORITY_RANGE,
     FinishReason,
@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FORWARDED_BYTES = 48 << 20
 """Largest body: it goes to the instance in one frame."""
+GENERATING = (COMPLETIONS, *MEDIA_PATHS)
 EVENTS = b"text/event-stream"
 
 
@@ -93,7 +94,7 @@ class _Call:
 
     @property
     def generates(self) -> bool:
-        return self.path in MEDIA_PATHS
+        return self.path in GENERATING
 
     @property
     def path(self) -> str:
@@ -132,7 +133,13 @@ class Forwarder:
     async def takes(self, context: HttpContext) -> bool:
         """Answers a call with images or sounds, or with an answer that the servers parse by
         themselves. Returns False for any other, and for one that no server can take."""
-        if context.scope["path"] not in self._frontend.card.forwards:
+        path, card = context.scope["path"], self._frontend.card
+        if path not in card.forwards:
+            if card.forwards_all:
+                text = f"The servers of the model '{card.model_id}' have no {path}."
+                raise ApiError(text, status=404, code="unsupported_endpoint")
+            return False
+        if path == COMPLETIONS and not card.forwards_all:
             return False
         was_forwarded = _was_forwarded(context)
         if was_forwarded is None:
@@ -148,6 +155,8 @@ class Forwarder:
     def _may_take(self, raw: bytes) -> bool:
         """Whether it is worth reading the body for what makes it one to forward."""
         parses = self._frontend.card.parses
+        if self._frontend.card.forwards_all:
+            return True
         if may_hold_media(raw):
             return True
         if not parses or self._frontend.why_not_forwarded():
@@ -388,7 +397,7 @@ async def _end_with_error(call: _Call, error: ApiError) -> None:
     context = call.context
     if not context.started:
         raise error
-    if call.path == "/v1/chat/completions":
+    if call.path in ("/v1/chat/completions", COMPLETIONS):
         await context.end_events(b"data: " + error.payload() + b"\n\n")
         return
     payload = error.payload()

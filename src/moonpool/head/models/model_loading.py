@@ -32,6 +32,7 @@ from moonpool.types import Pooling
 
 log = logging.getLogger("moonpool")
 
+STAND_IN_VOCABULARY = 512
 UNKNOWN_TOKENS = 1 << 30
 """The context of a model whose files state none. The instances' pools limit it."""
 
@@ -87,9 +88,24 @@ async def load_model(config: Config, is_new: bool = True) -> ApiModel:
 async def load_offered(
     config: Config, offer: ModelOffer, is_first: bool, is_new: bool = True
 ) -> ApiModel:
-    """The model of a vLLM server. `is_first`: the names, adapters and template of the configuration
+    """The model of a server. `is_first`: the names, adapters and template of the configuration
     are meant for it. `is_new`: no head has loaded it before. Raises ClusterError."""
     settings = _settings_of(config, is_first)
+    if offer.takes != "text":
+        try:
+            return await _load_tokens(config, offer, settings, is_new)
+        except ClusterError as error:
+            if offer.takes == "tokens":
+                raise
+            text = "calls for %s go to its servers as they are, for its tokens are unknown: %s"
+            log.info(text, offer.names[0], error)
+    return _load_text(config, offer, settings)
+
+
+async def _load_tokens(
+    config: Config, offer: ModelOffer, settings: ModelConfig, is_new: bool
+) -> ApiModel:
+    """Raises ClusterError."""
     files = await asyncio.to_thread(_read_offered, offer, settings)
     try:
         reader = await begin_reader(files, is_new)
@@ -104,6 +120,15 @@ async def load_offered(
         raise ClusterError(_why_unreadable(offer, error)) from None
     card = _offered_card(config, offer, settings, files.info)
     return _api_model(card, tokenizer, files, reader)
+
+
+def _load_text(config: Config, offer: ModelOffer, settings: ModelConfig) -> ApiModel:
+    """A model whose tokens nobody knows here. Its tokenizer is a stand-in, by which no call is
+    read."""
+    unknown = ModelInfo(0, (), 0, BYTE_TOKENIZER)
+    card = _offered_card(config, offer, settings, unknown)
+    card = msgspec.structs.replace(card, forwards_all=True)
+    return ApiModel(card, open_tokenizer(BYTE_TOKENIZER, STAND_IN_VOCABULARY), BYTE_TOKENIZER)
 
 
 def named_offer(name: str) -> ModelOffer:
@@ -181,13 +206,18 @@ def _read_offered(offer: ModelOffer, settings: ModelConfig) -> ModelFiles:
     """Raises ClusterError."""
     template = _read_template(settings.chat_template)
     try:
-        if offer.root.startswith(BUILT_IN):
+        is_gguf = offer.takes == "either" and offer.root.endswith(GGUF_SUFFIX)
+        if offer.root.startswith(BUILT_IN) or is_gguf:
             info = own_engine().model_info(offer.root, settings.dtype)
         else:
             info = read_model_info(offer.root)
         return ModelFiles(info, _tokenizer_parts(info.tokenizer), template)
     except (ModelError, TokenizerError) as error:
         raise ClusterError(_why_unreadable(offer, error)) from None
+    except ModuleNotFoundError as error:
+        if not is_gguf:
+            raise
+        raise ClusterError(f"GGUF files are read by the package {error.name}") from None
 
 
 def _settings_of(config: Config, is_first: bool) -> ModelConfig:
@@ -199,12 +229,12 @@ def _settings_of(config: Config, is_first: bool) -> ModelConfig:
 
 
 def _why_unreadable(offer: ModelOffer, error: Exception) -> str:
-    if offer.root.endswith(GGUF_SUFFIX):
+    if offer.takes == "tokens" and offer.root.endswith(GGUF_SUFFIX):
         return (
             f"vLLM serves the GGUF file {offer.root}: name the folder with its config.json and"
             " tokenizer, too, as MODEL"
         )
-    return f"config and tokenizer of vLLM's model cannot be read here: {error}"
+    return f"config and tokenizer of the server's model cannot be read here: {error}"
 
 
 def _model_info(config: Config) -> ModelInfo:

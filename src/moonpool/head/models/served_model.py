@@ -27,7 +27,13 @@ from moonpool.head.watch.metrics_collector import MetricsCollector
 from moonpool.log_limit import limited_logger
 from moonpool.plugins.policies import load_policies, own_classes
 from moonpool.protocol.messages import ForwardedCall, InstanceInfo
-from moonpool.protocol.model_offer import MEDIA_PATHS, POOLING_PATHS, ModelOffer, Parsing
+from moonpool.protocol.model_offer import (
+    COMPLETIONS,
+    MEDIA_PATHS,
+    POOLING_PATHS,
+    ModelOffer,
+    Parsing,
+)
 from moonpool.request_record import RequestRecord
 from moonpool.rewind.event_log import EventLog, write_file
 from moonpool.text.tokenizer import Tokenizer
@@ -256,15 +262,21 @@ class ServedModel:
 
     def _forwards(self, offer: ModelOffer) -> tuple[str, ...]:
         known = self.card.forwards if self.has_offers else ()
-        return tuple(
-            path for path in (*MEDIA_PATHS, *POOLING_PATHS) if path in known or path in offer.paths
-        )
+        paths: tuple[str, ...] = (*MEDIA_PATHS, *POOLING_PATHS)
+        if offer.takes != "tokens":
+            paths = (COMPLETIONS, *paths)
+        return tuple(path for path in paths if path in known or path in offer.paths)
 
     def set_parsing(self, offers: Iterable[ModelOffer]) -> None:
-        """What all these servers find in their answers is left to them."""
+        """What all these servers find in their answers is left to them; and all calls, if one of
+        them takes no token ids."""
         shared: set[Parsing] = set(get_args(Parsing))
+        forwards_all = not self.card.knows_tokens
         for offer in offers:
             shared &= set(offer.parses)
+            forwards_all = forwards_all or offer.takes == "text"
+        if forwards_all != self.card.forwards_all:
+            self.card = msgspec.structs.replace(self.card, forwards_all=forwards_all)
         if not self.has_offers or self._settings.config.vllm.parsers == "moonpool":
             shared = set()
         parses = tuple(one for one in get_args(Parsing) if one in shared)

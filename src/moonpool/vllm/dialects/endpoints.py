@@ -1,0 +1,29 @@
+"""Which endpoints a server has, where no document of it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonpool.protocol.model_offer import MEDIA_PATHS
+from moonpool.vllm.client import VllmClient, VllmError
+from moonpool.vllm.dialect import REFUSALS
+
+
+async def offered_paths(client: VllmClient, surely: Sequence[str] = ()) -> tuple[str, ...]:
+    """Those `surely`, and each endpoint with messages that refuses an empty body as one that it
+    reads. Raises VllmError if the server fails."""
+    found = list(surely)
+    for path in MEDIA_PATHS:
+        if await takes_body(client, path):
+            found.append(path)
+    return tuple(found)
+
+
+async def takes_body(client: VllmClient, path: str) -> bool:
+    """Whether the server reads bodies at the endpoint. Raises VllmError if it fails."""
+    try:
+        return bool(await client.post(path, {}, optional=True))
+    except VllmError as error:
+        if error.status in REFUSALS or error.status >= 500:
+            return True  # some answer 500 to a body that lacks all
+        raise

@@ -1,0 +1,71 @@
+"""Finds out of which make a server is. It is asked; no flag says it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.types import MALFORMED
+from moonpool.vllm.client import VllmClient, VllmError
+from moonpool.vllm.dialects.llama_server import LlamaDialect, is_props
+from moonpool.vllm.dialects.openai_server import Listed, OpenAiDialect, read_listed
+from moonpool.vllm.dialects.server_dialect import ServerDialect
+from moonpool.vllm.dialects.sglang_server import INFO_PATHS, SglangDialect, read_info
+from moonpool.vllm.dialects.vllm_server import VllmDialect
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+_VERSION = msgspec.json.Decoder(_Version)
+
+
+async def find_dialect(client: VllmClient) -> ServerDialect:
+    """How the server is asked. Raises VllmError if it is gone or not healthy, and DialectError for
+    one that is not understood."""
+    health = await client.health()
+    if health != "well":
+        raise VllmError(
+            "no server listens there" if health == "gone" else "the server is not healthy"
+        )
+    listed = read_listed(await client.get("/v1/models"))
+    owners = {model.owned_by for model in listed}
+    if "vllm" in owners:
+        return VllmDialect(client)
+    if is_props(await _asked(client, "/props")):
+        return LlamaDialect(client)
+    for path in INFO_PATHS:
+        if read_info(await _asked(client, path)) is not None:
+            return SglangDialect(client)
+    if _is_version(await _asked(client, "/api/version")):
+        return OpenAiDialect(client, "Ollama")
+    if any("tensorrt" in owner for owner in owners):
+        return OpenAiDialect(client, "TensorRT-LLM", takes_salt=True)
+    if await _is_vllm(client, listed):
+        return VllmDialect(client)
+    return OpenAiDialect(client)
+
+
+async def _is_vllm(client: VllmClient, listed: list[Listed]) -> bool:
+    """Behind a proxy, and of some builds, it has another owner."""
+    if any(model.max_model_len for model in listed):
+        return True
+    return b"vllm:" in await _asked(client, "/metrics")
+
+
+def _is_version(found: bytes) -> bool:
+    try:
+        _VERSION.decode(found)
+    except MALFORMED:
+        return False
+    return True
+
+
+async def _asked(client: VllmClient, path: str) -> bytes:
+    """b"": it does not answer that. Raises VllmError if it is gone."""
+    try:
+        return await client.get(path, optional=True)
+    except VllmError as error:
+        if error.status:
+            return b""
+        raise

@@ -1,0 +1,206 @@
+"""A server with OpenAI's endpoints that takes no token ids: Ollama, TensorRT-LLM, or another.
+
+It gets the client's own body. Of its KVCache nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+
+from moonpool.protocol.messages import AttemptSpec
+from moonpool.protocol.model_offer import COMPLETIONS, ModelOffer
+from moonpool.types import MALFORMED, FinishReason, Token
+from moonpool.vllm.actions import EngineOutput, SubmitRequest
+from moonpool.vllm.client import VllmClient, VllmError
+from moonpool.vllm.dialect import DialectError
+from moonpool.vllm.dialects.endpoints import offered_paths, takes_body
+from moonpool.vllm.dialects.server_dialect import SlotUse
+from moonpool.vllm.facts import VllmFacts
+from moonpool.vllm.forwarded import forwarded_body, forwarded_outputs
+from moonpool.vllm.known_cache import PrefixCounts
+
+BLOCK_TOKENS = 16
+ASSUMED_CONTEXT = 32_768
+CONTEXTS = 64
+"""Whole contexts that it is taken to hold at a time."""
+CHAT = "/v1/chat/completions"
+
+
+class Listed(msgspec.Struct):
+    """A model in `/v1/models`, with the names that servers have for its context."""
+
+    id: str
+    owned_by: str = ""
+    parent: str | None = None
+    max_model_len: int | None = None
+    context_length: int | None = None
+    context_window: int | None = None
+    max_context_length: int | None = None
+
+    @property
+    def context(self) -> int:
+        names = ("max_model_len", "context_length", "context_window", "max_context_length")
+        return next((found for name in names if (found := getattr(self, name))), 0)
+
+
+class _Models(msgspec.Struct):
+    data: list[Listed]
+
+
+class _Loaded(msgspec.Struct):
+    name: str = ""
+    model: str = ""
+    context_length: int = 0
+
+
+class _AllLoaded(msgspec.Struct):
+    models: list[_Loaded]
+
+
+class _Shown(msgspec.Struct):
+    model_info: dict[str, Any] = {}
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+_MODELS = msgspec.json.Decoder(_Models)
+_LOADED = msgspec.json.Decoder(_AllLoaded)
+_SHOWN = msgspec.json.Decoder(_Shown)
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+def read_listed(models: bytes) -> list[Listed]:
+    """The models of `/v1/models`. Raises DialectError."""
+    try:
+        return _MODELS.decode(models).data
+    except MALFORMED:
+        raise DialectError(
+            "its /v1/models lists no models: it has no API that moonpool knows"
+        ) from None
+
+
+class OpenAiDialect:
+    """`make`: what it is found to be. `takes_salt`: it keeps prompts with another `cache_salt`
+    apart."""
+
+    def __init__(
+        self, client: VllmClient, make: str = "OpenAI-like server", takes_salt: bool = False
+    ) -> None:
+        self.client = client
+        self.make = make
+        self._takes_salt = takes_salt
+
+    async def facts(self) -> VllmFacts:
+        listed = read_listed(await self.client.get("/v1/models"))
+        names = [model.id for model in listed]
+        if not names:
+            raise DialectError("it has no model")
+        if not self.client.model and len(names) > 1:
+            raise DialectError(
+                f"it has {len(names)} models; name one, as {self.client.url}#{names[0]}, and give"
+                f" its URL again for each further one: {', '.join(names[:20])}"
+            )
+        name = self.client.model or names[0]
+        model = next((one for one in listed if one.id == name), None)
+        if model is None:
+            raise DialectError(f"it has no model {name}, but {', '.join(names[:20])}")
+        context = model.context or await self._context_of(name)
+        surely = (COMPLETIONS,) if await takes_body(self.client, COMPLETIONS) else ()
+        paths = await offered_paths(self.client, surely)
+        if not paths:
+            raise DialectError("it serves neither completions nor chats")
+        assumed = ["what it has cached"]
+        if not context:
+            assumed.insert(0, f"a context of {ASSUMED_CONTEXT:,} tokens")
+        context = context or ASSUMED_CONTEXT
+        offer = ModelOffer(name, (name,), context, paths, takes="text")
+        blocks = -(-context // BLOCK_TOKENS) * CONTEXTS
+        words = " and ".join(assumed)
+        return VllmFacts(offer, BLOCK_TOKENS, blocks, make=self.make, assumed=words)
+
+    async def _context_of(self, name: str) -> int:
+        """As Ollama tells it: of the loaded model, else of its file. 0: it does not."""
+        with contextlib.suppress(VllmError, *MALFORMED):
+            for one in _LOADED.decode(await self.client.get("/api/ps")).models:
+                if name in (one.name, one.model) and one.context_length:
+                    return one.context_length
+        with contextlib.suppress(VllmError, *MALFORMED):
+            shown = _SHOWN.decode(await self.client.post("/api/show", {"model": name}))
+            for key, value in shown.model_info.items():
+                if key.endswith(".context_length") and isinstance(value, int) and value > 0:
+                    return value
+        return 0
+
+    async def outputs(
+        self,
+        submit: SubmitRequest,
+        facts: VllmFacts,
+        layout_fingerprint: bytes,
+        use: SlotUse | None = None,
+    ) -> AsyncGenerator[EngineOutput]:
+        work = submit.work
+        if work.call is None:
+            async with contextlib.aclosing(self._measured(work, facts)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        body = forwarded_body(work, facts.model_id, layout_fingerprint, self._takes_salt)
+        async with contextlib.aclosing(forwarded_outputs(self.client, work, body)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _measured(self, work: AttemptSpec, facts: VllmFacts) -> AsyncGenerator[EngineOutput]:
+        """A prompt of about as many tokens as the attempt has; only the times count."""
+        text = " ".join(f"{token:x}" for token in work.token_ids[: -(-len(work.token_ids) // 2)])
+        is_chat = CHAT in facts.offer.paths
+        path = CHAT if is_chat else COMPLETIONS
+        prompt = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+        fields = {
+            "model": facts.model_id,
+            "max_tokens": work.sampling.max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            **prompt,
+        }
+        events = self.client.answer(msgspec.json.encode(fields), streamed=True, path=path)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield _measured_output(work, event)
+
+    async def counts(self) -> PrefixCounts | None:
+        return None
+
+
+def _measured_output(work: AttemptSpec, event: bytes) -> EngineOutput:
+    """Each event with text counts as a token. Raises DialectError."""
+    try:
+        found = _EVENT.decode(event)
+    except MALFORMED as error:
+        raise DialectError(f"its response has another format: {error}") from None
+    if found.error is not None:
+        raise DialectError(" ".join(str(found.error).split())[:300])
+    tokens: tuple[Token, ...] = ()
+    finish = None
+    for choice in found.choices[:1]:
+        if choice.text or choice.delta is not None:
+            tokens = (Token(0),)
+        if choice.finish_reason is not None:
+            finish = FinishReason.LENGTH
+    return EngineOutput(work.attempt_id, tokens, finish)
