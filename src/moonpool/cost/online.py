@@ -98,7 +98,7 @@ class LearnedFactor:
 
     def _quantile(self) -> float:
         ordered = sorted(self._recent)
-        left_s = self._share * fsum(expected_s for _, expected_s in ordered)
+        left_s = self._share * fsum([expected_s for _, expected_s in ordered])
         for ratio, expected_s in ordered:
             left_s -= expected_s
             if left_s < 0.0:

@@ -389,7 +389,7 @@ class BlockPool:
                     self._take_keys((block_id,))
                 if keys[block_id] is not None:
                     # As `_may_precede`, for most blocks.
-                    if run and 0 < (before := depths[block_id]) and depths[run[-1]] <= before:
+                    if run and (before := depths[block_id]) > 0 and depths[run[-1]] <= before:
                         self._evictable.add(run[::-1], None)
                         run = []
                     run.append(block_id)

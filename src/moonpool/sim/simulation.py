@@ -426,9 +426,11 @@ class Simulation:
 
     def _keep_ticking(self) -> None:
         """Ticks only while requests or drains are pending: a trace may pause for years."""
+        if self._ticking:
+            return
         drains = any(state.drain for state in self.conductor.instances.values())
         scales = self.config.conductor.autoscale and self._more
-        if (self._num_output_tokens or drains or scales) and not self._ticking:
+        if self._num_output_tokens or drains or scales:
             self._ticking = True
             next_s = (self.clock.now // TICK_S + 1.0) * TICK_S
             self.clock.at(next_s, Priority.TICK, self._tick)

@@ -118,8 +118,10 @@ class ReplicaTracker:
             spare_at = here & ~owners.of(key, here) if here & (here - 1) else 0
             if spare_at:
                 notified_of[key] = spare_at
-            for bit in bits_of(spare_at & ~notified):
-                spare[bit].append(key)
-            for bit in bits_of(notified & here & ~spare_at):
-                last[bit].append(key)
+            if new := spare_at & ~notified:
+                for bit in bits_of(new):
+                    spare[bit].append(key)
+            if old := notified & here & ~spare_at:
+                for bit in bits_of(old):
+                    last[bit].append(key)
         return {bit: ReplicaChanges(spare[bit], last[bit]) for bit in {*spare, *last}}
