@@ -128,6 +128,9 @@ class Node:
                     self._depart()
 
     def _run(self, step: RunStep) -> None:
+        if step.max_repeats > 1:  # decodes only, which neither wait for blocks nor send any
+            self.engine.submit(step)
+            return
         held = [index for index, entry in enumerate(step.entries) if entry.arriving is not None]
         num_layers = self.info.layout.num_layers
         start_s, end_s = self.engine.submit(step, num_layers if held else 0)

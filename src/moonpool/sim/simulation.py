@@ -126,8 +126,9 @@ class Simulation:
         self._rng = Random(seed)
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._links: dict[InstanceId, NodeLinks] = {}
-        self._num_output_tokens: dict[RequestId, int] = {}
-        self._num_prompt_tokens: dict[RequestId, int] = {}
+        # By request id. A plain text: `RequestId` would be called several times a step.
+        self._num_output_tokens: dict[str, int] = {}
+        self._num_prompt_tokens: dict[str, int] = {}
         self._arrivals: Iterator[Arrival] = iter(())
         self._num_arrived = 0
         self._more, self._ticking = True, False
@@ -370,11 +371,11 @@ class Simulation:
 
     def _output_of(self, attempt_id: AttemptId) -> int:
         """The true length of an attempt's answer; 1 if its request has ended."""
-        return self._num_output_tokens.get(RequestId(attempt_id[: attempt_id.index("/")]), 1)
+        return self._num_output_tokens.get(attempt_id.partition("/")[0], 1)
 
     def _prompt_of(self, attempt_id: AttemptId) -> int:
         """The length of its request's prompt; 0 if its request has ended."""
-        return self._num_prompt_tokens.get(RequestId(attempt_id[: attempt_id.index("/")]), 0)
+        return self._num_prompt_tokens.get(attempt_id.partition("/")[0], 0)
 
     def _note_prefill(self, attempt_id: AttemptId, seconds: float) -> None:
         request_id = _request_of(attempt_id)

@@ -132,10 +132,13 @@ class ReplicaAwareEviction(WrappedEviction):
             raise KeyError("fewer blocks are evictable")
         popped: list[BlockId] = []
         refused: list[BlockId] = []
+        evict = self._policy.evict
         while self._loose and len(popped) < num_blocks:
             block_id, _ = self._loose.popitem(last=False)
-            if self._policy.evict(block_id):
-                self._end(block_id)
+            if evict(block_id):
+                # As `_end_all`: a loose block counts nowhere, and no tight one continues it.
+                self._parent[block_id] = NO_LIFE
+                self._lives[block_id] += LIFE
                 popped.append(block_id)
             else:
                 refused.append(block_id)

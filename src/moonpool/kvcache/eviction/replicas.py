@@ -109,8 +109,13 @@ class ReplicaTracker:
         spare: defaultdict[int, list[BlockKey]] = defaultdict(list)
         last: defaultdict[int, list[BlockKey]] = defaultdict(list)
         changed, notified_of = self._changed, self._notified
-        for key in list(islice(changed, num_keys)):
-            del changed[key]
+        if len(changed) <= num_keys:
+            taken, self._changed = changed, {}
+        else:
+            taken = dict.fromkeys(islice(changed, num_keys))
+            for key in taken:
+                del changed[key]
+        for key in taken:
             here = holders.get(key, 0)
             if demoted:
                 here &= ~demoted.get(key, 0)
