@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -33,9 +32,10 @@ def main(sources: str) -> None:
     times: dict[str, float] = {}
     with rare_collections():
         for instances, requests in SIZES:
-            times[f"{requests:,} requests simulated on {instances} instances"] = _cpu_s(
-                lambda size=(instances, requests): run_one(*size)
-            )
+            began_s = time.process_time()
+            run_one(instances, requests)
+            name = f"{requests:,} requests simulated on {instances} instances"
+            times[name] = time.process_time() - began_s
     gc.collect()
     decisions = bench_conductor(
         (FLEET,), 1000, 10, NUM_DECISIONS, ConductorConfig(), lambda line: None
@@ -43,12 +43,6 @@ def main(sources: str) -> None:
     median_us = decisions[f"instances_{FLEET}"]["decision_us"]["median"]
     times[f"1,000 decisions among {FLEET:,} instances, by their median"] = median_us / 1e3
     sys.stdout.write(msgspec.json.encode(times).decode())
-
-
-def _cpu_s(run: Callable[[], object]) -> float:
-    began_s = time.process_time()
-    run()
-    return time.process_time() - began_s
 
 
 if __name__ == "__main__":
