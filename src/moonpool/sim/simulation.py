@@ -126,8 +126,7 @@ class Simulation:
         self._rng = Random(seed)
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._links: dict[InstanceId, NodeLinks] = {}
-        # By request id. A plain text: `RequestId` would be called several times a step.
-        self._num_output_tokens: dict[str, int] = {}
+        self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
         self._num_prompt_tokens: dict[str, int] = {}
         self._arrivals: Iterator[Arrival] = iter(())
         self._num_arrived = 0
