@@ -410,9 +410,9 @@ SECTIONS = (
     ),
     Section(
         "Conductor",
-        "Time of one decision by these policies, with ten requests in flight and a thousand blocks"
-        " on each instance: the median and the 99th percentile. The others are medians. The command"
-        " measures the default policies in CPU time.",
+        "CPU time of one decision by the default policies, with ten requests in flight and a"
+        " thousand blocks on each instance: the median and the 99th percentile. The others are"
+        " medians. Other programs kept the machine busy meanwhile.",
         ("conductor",),
         ("instances", "policies", "decision", "P99", "end of a request", "token"),
         conductor_rows,
