@@ -12,7 +12,7 @@ HAS_CPU_TORCH = found=$$($(PIP) install -q --dry-run --ignore-installed --no-dep
   $$(grep -o '^torch==[^ ]*' requirements.lock) | grep -o '"sha256": "[^"]*' | cut -d '"' -f 4); \
   grep -q "$$found" requirements.lock
 
-.PHONY: setup setup-dev demo test lint types check long docs lock wheel swarm soak bench house peer-tests clean
+.PHONY: setup setup-dev demo test lint types check long docs lock wheel swarm soak bench bench-guard house peer-tests clean
 
 setup: $(VENV)/.installed
 
@@ -95,6 +95,11 @@ swarm: setup-dev
 
 soak: setup-dev
 	$(BIN)/python -m tests.soak --operations 200000
+
+# The CPU time of the simulator and of the default decision beside another commit's: by default the
+# last release's, or that of the commit before. COMMIT names another.
+bench-guard: setup
+	$(BIN)/python -m benchmarks.guard $(COMMIT)
 
 # Lines of each package, imports across their borders, circles of imports.
 house: setup

@@ -410,9 +410,11 @@ SECTIONS = (
     ),
     Section(
         "Conductor",
-        "Median time of one decision, with ten requests in flight on each instance.",
+        "CPU time of one decision by the default policies, with ten requests in flight and a"
+        " thousand blocks on each instance: the median and the 99th percentile. The others are"
+        " medians. Other programs kept the machine busy meanwhile.",
         ("conductor",),
-        ("instances", "decision", "end of a request", "token"),
+        ("instances", "policies", "decision", "P99", "end of a request", "token"),
         conductor_rows,
     ),
     Section(

@@ -75,11 +75,14 @@ def colocated_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def conductor_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of the time of one decision by number of instances."""
+    """Rows of the time of one decision by number of instances, with the policies that decided."""
+    policies = f"{found['placement']}, {found['admission']}"
     for key, row in found.items():
         if key.startswith("instances_"):
             times = (row[name]["median"] for name in ("decision_us", "ending_us", "token_us"))
-            yield (f"{int(key.split('_')[1]):,}", *(f"{each:.0f} us" for each in times))
+            decision, *others = (f"{each:.0f} us" for each in times)
+            p99 = f"{row['decision_us']['p99']:.0f} us"
+            yield (f"{int(key.split('_')[1]):,}", policies, decision, p99, *others)
 
 
 def conversation_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -164,10 +164,10 @@ def conductor(
     ] = "kvcache-centric",
     admission: Annotated[
         Admission, "Policy that rejects requests whose service levels would be missed."
-    ] = "predictive",
+    ] = "goodput",
     json_file: str | None,
 ) -> None:
-    """Measure microseconds per decision, ending, token and block event over the instances."""
+    """Measure CPU time per decision, ending, token and block event over the instances."""
     from benchmarks.suite.cluster.conductor import bench_conductor
 
     if min(instances) < 2:

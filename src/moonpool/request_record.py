@@ -116,7 +116,7 @@ class RequestRecord:
         """Mean of the longest tenth of the gaps between tokens: the paper's TBT of a request."""
         if not self.gap_runs:
             return self.kept_tbt_top10_mean_s
-        count = left = max(1, sum(number for _, number in self.gap_runs) // 10)
+        count = left = max(1, sum([number for _, number in self.gap_runs]) // 10)
         total_s = 0.0
         for gap_s, number in sorted(self.gap_runs, reverse=True):
             taken = min(number, left)

@@ -161,7 +161,7 @@ class LearnedFactor:
 
     def _quantile(self) -> float:
         ordered = sorted(self._recent)
-        left_s = self._share * fsum(expected_s for _, expected_s in ordered)
+        left_s = self._share * fsum([expected_s for _, expected_s in ordered])
         for ratio, expected_s in ordered:
             left_s -= expected_s
             if left_s < 0.0:
@@ -177,7 +177,7 @@ class FactorsBySize:
     last ones of all sizes too, so that one slow step does not stop its use.
     """
 
-    __slots__ = ("_all", "_num_observed", "_ratios", "_seen", "_share")
+    __slots__ = ("_all", "_num_observed", "_ratios", "_seen", "_share", "_values")
 
     def __init__(self, share: float) -> None:
         """`share`: the quantile, as in `LearnedFactor`."""
@@ -185,11 +185,18 @@ class FactorsBySize:
         self._all: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # with the class of size
         self._ratios: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}
+        self._values: dict[int, float] = {}  # by class of size, since the last observation
         self._num_observed = 0
 
     def value(self, size: int) -> float:
         """The factor of a step of `size` tiles; 1 with too few observations of all sizes."""
         own = _size_class(size)
+        value = self._values.get(own)
+        if value is None:
+            value = self._values[own] = self._quantile(own)
+        return value
+
+    def _quantile(self, own: int) -> float:
         ratios = list(self._ratios.get(own, ()))
         if len(ratios) * (1.0 - self._share) <= 1.0:
             ratios += [ratio for other, ratio in self._all if other != own]
@@ -203,6 +210,7 @@ class FactorsBySize:
             return
         ratio = min(max(seconds / expected_s, 1.0 / MAX_FACTOR), MAX_FACTOR)
         own = _size_class(size)
+        self._values.clear()
         self._ratios.setdefault(own, deque(maxlen=WINDOW)).append(ratio)
         self._all.append((own, ratio))
         self._num_observed += 1

@@ -273,16 +273,19 @@ class BlockPool:
     def cache_run(self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depth: int) -> None:
         """`cache_block` for consecutive blocks of a prompt, the first at index `depth`
         (mutates)."""
+        if len(keys) == 1:
+            self.cache_block(block_ids[0], keys[0], depth)
+            return
         if len(set(keys)) < len(keys) or not self._block_of.keys().isdisjoint(keys):
             for block_id, key in zip(block_ids, keys, strict=True):
                 self.cache_block(block_id, key, depth)
                 depth += 1
             return
-        holds, key_of = self._num_holds, self._key_of
+        holds, key_of, twins = self._num_holds, self._key_of, self._twin_key
         for block_id in block_ids:
             assert holds[block_id] > 0 and key_of[block_id] is None
-            if self._twin_key:
-                self._twin_key.pop(block_id, None)
+            if twins:
+                twins.pop(block_id, None)
         self._set_keys(block_ids, keys, range(depth, depth + len(keys)))
 
     def uncache(self, block_ids: Iterable[BlockId]) -> None:
@@ -371,16 +374,22 @@ class BlockPool:
     def _end_holds(self, blocks: Sequence[BlockId]) -> None:
         """Ends one hold on each block. Consecutive blocks of a prompt that become evictable are
         added to the policy as one run."""
-        holds, keys = self._num_holds, self._key_of
+        holds, keys, depths, withdrawn = (
+            self._num_holds,
+            self._key_of,
+            self._depth_of,
+            self._withdrawn,
+        )
         run: list[BlockId] = []  # from the last block of the prompt to the first
         for block_id in reversed(blocks):
-            holds[block_id] -= 1
-            if not holds[block_id]:
-                if block_id in self._withdrawn:
+            holds[block_id] = left = holds[block_id] - 1
+            if not left:
+                if withdrawn and block_id in withdrawn:
                     self._withdrawn.remove(block_id)
                     self._take_keys((block_id,))
                 if keys[block_id] is not None:
-                    if run and not self._may_precede(block_id, run[-1]):
+                    # As `_may_precede`, for most blocks.
+                    if run and (before := depths[block_id]) > 0 and depths[run[-1]] <= before:
                         self._evictable.add(run[::-1], None)
                         run = []
                     run.append(block_id)
@@ -452,10 +461,14 @@ class BlockPool:
             depth_of[block_id] = depth
             num_uses[block_id] = 0
             block_of[key] = block_id
-            if key in removed:
-                del removed[key]
-            else:
-                stored[key] = None
+        if not removed or removed.keys().isdisjoint(keys):
+            stored.update(dict.fromkeys(keys))
+        else:
+            for key in keys:
+                if key in removed:
+                    del removed[key]
+                else:
+                    stored[key] = None
         self._evictable.store(block_ids, keys, depths)
         if self._rekeyed is not None:
             self._rekeyed.update(dict.fromkeys(block_ids))

@@ -130,9 +130,12 @@ class PrefixIndex:
             self._drop(announced, list(announced.keys))
             return False
         announced.next_sequence += 1
-        self._drop(announced, removed)
-        self._add(announced, stored)
-        self._demote(announced, demoted)
+        if removed:
+            self._drop(announced, removed)
+        if stored:
+            self._add(announced, stored)
+        if demoted:
+            self._demote(announced, demoted)
         return True
 
     def load_snapshot(
@@ -314,13 +317,12 @@ class PrefixIndex:
                     shared.append(key)
                 continue
             own[key] = None
-            others = holders.get(key)
-            if others is None:
-                holders[key] = bit
-            else:
+            others = holders.setdefault(key, bit)
+            if others is not bit:
                 holders[key] = others | bit
                 shared.append(key)
-        self._replicas.note(shared)
+        if shared:
+            self._replicas.note(shared)
 
     def _drop(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
         """The instance does not have these blocks any more."""
@@ -328,9 +330,8 @@ class PrefixIndex:
         demoted = self._demoted
         shared = []
         for key in keys:
-            if key not in own:
+            if own.pop(key, 0) is not None:
                 continue
-            del own[key]
             if holders[key] is bit:
                 del holders[key]
             else:
@@ -338,7 +339,8 @@ class PrefixIndex:
                 shared.append(key)
             if demoted and demoted.get(key, 0) & bit:
                 self._discard(demoted, key, bit)
-        self._replicas.note_dropped(shared, bit)
+        if shared:
+            self._replicas.note_dropped(shared, bit)
 
     def _demote(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
         """The instance has these blocks on its SSD only."""

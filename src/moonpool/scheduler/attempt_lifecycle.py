@@ -283,23 +283,27 @@ class AttemptLifecycle:
         self._effects.count("step_s", event.seconds / self._config.micro_batches)  # per stage
         step_tokens = 0
         for index, (request, num_tokens) in enumerate(step):
-            step_tokens += request.num_prompt_tokens_of(num_tokens)
+            in_prompt = request.num_computed < len(request.attempt.token_ids)
+            if in_prompt:
+                step_tokens += request.num_prompt_tokens_of(num_tokens)
             if request.closing:
                 request.drafts, request.draft_task = (), None
                 self._release_if_idle(request)
                 continue
-            if not self._overlap.on_step_ended(request, index in event.missed):
+            overlaps = request.num_overlap_blocks > 0
+            if overlaps and not self._overlap.on_step_ended(request, index in event.missed):
                 continue
             token = event.tokens[index]
             if index in event.scored:
                 request.scored.update(enumerate(event.scored[index], request.num_computed + 1))
-            if request.num_computed < len(request.attempt.token_ids):
+            if in_prompt:
                 request.report_span(self._effects, "prefill_chunk", event.seconds, num_tokens)
             request.pooled = event.pooled.get(index, b"")
             request.num_computed += num_tokens - len(request.drafts)
             tokens = () if token is None else (token, *event.further.get(index, ()))
             step_tokens += len(tokens)
-            self._take_drafts(request, tokens, event.drafted.get(index))
+            if self._speculation is not None and tokens:
+                self._take_drafts(self._speculation, request, tokens, event.drafted.get(index))
             self._kv_cache.cache_full_blocks(request)
             self._kv_cache.release_unseen(request)
             if not tokens:
@@ -317,15 +321,17 @@ class AttemptLifecycle:
         self._fail_too_long()
 
     def _take_drafts(
-        self, request: RequestState, tokens: tuple[Token, ...], drafted: Sequence[int] | None
+        self,
+        speculation: Speculation,
+        request: RequestState,
+        tokens: tuple[Token, ...],
+        drafted: Sequence[int] | None,
     ) -> None:
         """Takes the drafts that were right, whose KVCache the step has computed. The rows of the
         others are void: the next step writes over them. `drafted`: what the draft model guessed."""
-        if self._speculation is None or not tokens:
-            return
         token_ids = [token.token_id for token in tokens]
-        self._speculation.end_draft_task(request, drafted, len(token_ids) - 1)
-        self._speculation.judge(request, token_ids)
+        speculation.end_draft_task(request, drafted, len(token_ids) - 1)
+        speculation.judge(request, token_ids)
         request.drafts = ()
         request.tokens.extend(token_ids[:-1])
         request.num_computed += len(tokens) - 1

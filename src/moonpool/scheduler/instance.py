@@ -267,12 +267,18 @@ class Instance:
         return self._finish()
 
     def _finish(self) -> list[WorkerAction]:
+        if self._kv_cache.tier is None:
+            changes = self._kv_cache.take_changes()
+            if changes is not None:
+                self._effects.report(changes)
+            return self._effects.take()
         self._prefetch.run()
         self._demotion.run()
         self._report_blocks()
         return self._effects.take()
 
     def _report_blocks(self) -> None:
+        """Reports what changed in both tiers, and copies what the SSD should have."""
         kv_cache = self._kv_cache
         changes = kv_cache.take_changes()
         self._effects.count("dropped_blocks", kv_cache.num_dropped)

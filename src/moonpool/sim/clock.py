@@ -89,7 +89,16 @@ class Clock:
         self, delay_s: float, priority: int, callback: Callable[..., object], *args: Any
     ) -> Timer:
         """Schedules `callback(*args)` for `delay_s` from now."""
-        return self.at(self.now + delay_s, priority, callback, *args)
+        # As `at`, which would unpack and pack the arguments once more.
+        time_s = self.now + delay_s
+        if not self.now <= time_s < inf:
+            raise ValueError(
+                f"cannot schedule for {time_s} s at {self.now} s: give a later, finite time"
+            )
+        self._sequence = sequence = self._sequence + 1
+        timer = Timer(self, callback, args)
+        heappush(self._heap, (time_s, priority, sequence, timer))
+        return timer
 
     def run(self, until: float | None = None) -> None:
         """Runs callbacks in order up to and including `until`, and sets `now` to `until`.

@@ -10,6 +10,7 @@ requests. A histogram of our own: its bins are at most 0.05 % off, it takes a co
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import exp, floor, log
 from typing import Any
 
@@ -194,11 +195,14 @@ class Collector:
     def note_ended(self, record: RequestRecord) -> None:
         """Adds a request that has ended. The record itself is not kept."""
         self.num_requests += 1
+        gap_runs = record.gap_runs
+        if record.outcome in COMPLETED:
+            record.forget_gaps()  # TBT figures sort the gaps; the runs are kept here
         self._note_tenant(record)
         prefill_s = self._prefill_s.pop(record.request_id, 0.0)
         status, reason = self._refused.pop(record.request_id, (0, ""))
         if record.outcome in COMPLETED:
-            self._note_completed(record, prefill_s)
+            self._note_completed(record, gap_runs, prefill_s)
             return
         if prefill_s:
             self.wasted_prefill_s += prefill_s
@@ -226,9 +230,9 @@ class Collector:
             figures.output_tokens += record.num_generated_tokens
             figures.ttft_s.add(record.ttft_s)
 
-    def _note_completed(self, record: RequestRecord, prefill_s: float) -> None:
-        gap_runs = record.gap_runs
-        record.forget_gaps()  # TBT figures sort the gaps; the runs are kept here
+    def _note_completed(
+        self, record: RequestRecord, gap_runs: Sequence[tuple[float, int]], prefill_s: float
+    ) -> None:
         self.num_completed += 1
         self.num_effective += record.effective
         self.input_tokens += record.num_prompt_tokens

@@ -47,6 +47,7 @@ class Node:
     ) -> None:
         self.info = info
         self.instance = instance
+        self._pool = instance.pool
         self.held_block_s: dict[Role, float] = {}  # KVCache occupation, blocks x seconds
         self.role_s: dict[Role, float] = {}  # time in each role
         self.busy_s: dict[Role, float] = {}  # compute time in each role, complete after `note_role`
@@ -66,7 +67,7 @@ class Node:
         """Adds the occupation since the last call to the current role."""
         now = self._clock.now
         if now > self._noted_s:
-            block_s = self.instance.pool.num_held * (now - self._noted_s)
+            block_s = self._pool.num_held * (now - self._noted_s)
             self.held_block_s[self._role] = self.held_block_s.get(self._role, 0.0) + block_s
             self._noted_s = now
 
@@ -127,6 +128,9 @@ class Node:
                     self._depart()
 
     def _run(self, step: RunStep) -> None:
+        if step.max_repeats > 1:  # decodes only, which neither wait for blocks nor send any
+            self.engine.submit(step)
+            return
         held = [index for index, entry in enumerate(step.entries) if entry.arriving is not None]
         num_layers = self.info.layout.num_layers
         start_s, end_s = self.engine.submit(step, num_layers if held else 0)

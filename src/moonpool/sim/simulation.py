@@ -126,8 +126,8 @@ class Simulation:
         self._rng = Random(seed)
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._links: dict[InstanceId, NodeLinks] = {}
-        self._num_output_tokens: dict[RequestId, int] = {}
-        self._num_prompt_tokens: dict[RequestId, int] = {}
+        self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
+        self._num_prompt_tokens: dict[str, int] = {}
         self._arrivals: Iterator[Arrival] = iter(())
         self._num_arrived = 0
         self._more, self._ticking = True, False
@@ -370,11 +370,11 @@ class Simulation:
 
     def _output_of(self, attempt_id: AttemptId) -> int:
         """The true length of an attempt's answer; 1 if its request has ended."""
-        return self._num_output_tokens.get(RequestId(attempt_id[: attempt_id.index("/")]), 1)
+        return self._num_output_tokens.get(attempt_id.partition("/")[0], 1)
 
     def _prompt_of(self, attempt_id: AttemptId) -> int:
         """The length of its request's prompt; 0 if its request has ended."""
-        return self._num_prompt_tokens.get(RequestId(attempt_id[: attempt_id.index("/")]), 0)
+        return self._num_prompt_tokens.get(attempt_id.partition("/")[0], 0)
 
     def _note_prefill(self, attempt_id: AttemptId, seconds: float) -> None:
         request_id = _request_of(attempt_id)
@@ -426,9 +426,11 @@ class Simulation:
 
     def _keep_ticking(self) -> None:
         """Ticks only while requests or drains are pending: a trace may pause for years."""
+        if self._ticking:
+            return
         drains = any(state.drain for state in self.conductor.instances.values())
         scales = self.config.conductor.autoscale and self._more
-        if (self._num_output_tokens or drains or scales) and not self._ticking:
+        if self._num_output_tokens or drains or scales:
             self._ticking = True
             next_s = (self.clock.now // TICK_S + 1.0) * TICK_S
             self.clock.at(next_s, Priority.TICK, self._tick)

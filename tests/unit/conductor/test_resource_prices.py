@@ -5,12 +5,16 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moonpool.conductor.admission.resource_prices import (
+    MAX_ARRIVALS,
     MIN_ARRIVALS,
     ClusterCapacity,
     RequestNeed,
     ResourcePrices,
+    _Recent,
 )
 
 CAPACITY = ClusterCapacity(
@@ -152,3 +156,45 @@ def test_decode_instances_that_compute_prompts_add_to_the_capacity() -> None:
     expected = prices.cost(needs[-1], more, needs[-1].at_s)[0] / needs[-1].prefill_s
     assert helped < alone
     assert helped == pytest.approx(expected, rel=0.05)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, MAX_ARRIVALS), st.floats(0.0, 2.0)), min_size=1, max_size=12)
+)
+def test_recent_rows_are_the_last_ones_and_stay(
+    steps: list[tuple[int, float]],
+) -> None:
+    recent, expected, now = _Recent(2), [], 0.0
+    for num_rows, window in steps:
+        taken = recent.columns
+        before = taken.copy()
+        for _ in range(num_rows):
+            now += 1.0
+            recent.add(now, -now)
+            expected = [*expected, now][-MAX_ARRIVALS:]
+        assert (taken == before).all(), "who has the columns keeps them"
+        recent.drop_before(now - window * MAX_ARRIVALS)
+        expected = [at for at in expected if at >= now - window * MAX_ARRIVALS]
+        assert recent.columns[0].tolist() == expected
+        assert recent.columns[1].tolist() == [-at for at in expected]
+        assert len(recent) == len(expected)
+
+
+def test_a_new_update_gives_the_same_prices_as_a_new_window() -> None:
+    """What arrays keep of earlier arrivals changes nothing."""
+    needs = arrivals(rate=12.0, prefill_s=1.0, decode_s=0.01)
+    old = ResourcePrices()
+    for need in needs:
+        old.note_arrival(need)
+        old.cost(need, CAPACITY, need.at_s)
+    last_s = needs[-1].at_s
+    new = ResourcePrices()
+    for need in needs[-MAX_ARRIVALS:]:
+        new.note_arrival(need)
+    new.cost(needs[-1], CAPACITY, last_s + 1.0)
+    old.cost(needs[-1], CAPACITY, last_s + 1.0)
+    new._decode = old._decode = 0.0
+    new._prefill = old._prefill = 0.0
+    new.cost(needs[-1], CAPACITY, last_s + 2.0)
+    old.cost(needs[-1], CAPACITY, last_s + 2.0)
+    assert old.prices == new.prices and old.prices[0] > 0.0

@@ -7,6 +7,8 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.eviction.policies import make_eviction
@@ -198,10 +200,28 @@ def test_ghosts_are_bounded() -> None:
 def test_without_history_the_order_is_that_of_lru() -> None:
     worths = ReuseModel(period=1, decay=0.99)
     class_id = worths.add_class(0)
-    by_age = worths.worths_of(class_id)
+    by_age = worths.worths()[class_id]
     assert len(by_age) == NUM_AGES
     assert all(younger > older for younger, older in pairwise(by_age[1:]))
     assert by_age[-1] == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans()), max_size=60))
+def test_worths_are_the_same_however_often_they_are_asked_for(
+    epochs: list[tuple[int, int, bool]],
+) -> None:
+    """A pool that evicts nothing for long asks once for what many lessons taught."""
+    often, seldom = ReuseModel(period=2, decay=0.9), ReuseModel(period=2, decay=0.9)
+    for family, age_range, asks in epochs:
+        for model in (often, seldom):
+            class_id = model.add_class(family)
+            model.note_release(class_id, 1000)
+            model.note_reuse(class_id, age_range, 300)
+            model.end_epoch()
+        often.worths()
+        if asks:
+            assert often.worths() == seldom.worths()
+    assert often.worths() == seldom.worths()
 
 
 def learn(model: ReuseModel, class_id: int, age_range: int, share: float) -> None:

@@ -13,10 +13,10 @@ pause. A shorter queue permits more than the capacity, a longer one less.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 WINDOW_S = 120.0
 """Arrivals of the last so many seconds are the demand."""
@@ -36,6 +36,10 @@ BURST_SHARE = 0.2
 """A burst that ends within this part of the TTFT SLO is taken by the queue."""
 
 
+ROUNDING = 1.0 + 1e-9
+"""More than sums of the same needs in two orders may differ by."""
+
+
 class RequestNeed(NamedTuple):
     """What one request would use."""
 
@@ -44,12 +48,6 @@ class RequestNeed(NamedTuple):
     prefill_s: float
     decode_s: float  # what it adds to each step, times its duration over the mean duration
     alone_s: float = 0.0  # its whole prefill, whoever shares its blocks later
-
-
-class _Placed(NamedTuple):
-    at_s: float
-    prefill_s: float
-    on_decode: bool
 
 
 class ClusterCapacity(NamedTuple):
@@ -64,35 +62,75 @@ class ClusterCapacity(NamedTuple):
     lifetime_s: float  # mean duration of a decode
 
 
+Floats = npt.NDArray[np.float64]
+
+
+class _Recent:
+    """The last `MAX_ARRIVALS` rows of numbers, as arrays by column. A row is written once, so that
+    no array is built anew for each decision."""
+
+    def __init__(self, num_columns: int) -> None:
+        self._rows = np.zeros((num_columns, 2 * MAX_ARRIVALS))
+        self._begin = self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    def add(self, *row: float) -> None:
+        """Appends a row; the oldest one may leave (mutates)."""
+        if self._end == self._rows.shape[1]:
+            kept = np.zeros(self._rows.shape)  # who has columns may keep them
+            kept[:, : len(self)] = self.columns
+            self._rows, self._begin, self._end = kept, 0, len(self)
+        self._rows[:, self._end] = row
+        self._end += 1
+        self._begin = max(self._begin, self._end - MAX_ARRIVALS)
+
+    def drop_before(self, at_s: float) -> None:
+        """Drops the oldest rows with a smaller number in their first column (mutates)."""
+        while self._begin < self._end and self._rows.item(0, self._begin) < at_s:
+            self._begin += 1
+
+    @property
+    def columns(self) -> Floats:
+        """The rows, the oldest first: [num_columns, len(self)]. It stays as it is while rows are
+        added."""
+        return self._rows[:, self._begin : self._end]
+
+
 class ResourcePrices:
     """Learns from every arrival, admitted or not."""
 
     def __init__(self) -> None:
-        self._needs: deque[RequestNeed] = deque(maxlen=MAX_ARRIVALS)
-        self._placed: deque[_Placed] = deque(maxlen=MAX_ARRIVALS)
+        self._needs = _Recent(len(RequestNeed._fields))
+        # Time of the placement, seconds of prefill on prefill instances and on decode instances.
+        self._placed = _Recent(3)
         self._prefill = self._decode = (
             0.0  # effective requests per second and per `RequestNeed.decode_s`
         )
         self._updated_s = float("-inf")
         # Of the recent arrivals, for `delay`.
         self._worth = self._alone_s = np.zeros(0)
+        self._all_alone_s = 0.0
         self._elapsed_s = 1.0
 
     def note_arrival(self, need: RequestNeed) -> None:
-        self._needs.append(need)
+        self._needs.add(*need)
 
     def note_placed(self, prefill_s: float, on_decode: bool, now: float) -> None:
         """A prompt was placed, on a decode instance or not. `prefill_s`: on a prefill instance."""
-        self._placed.append(_Placed(now, prefill_s, on_decode))
+        self._placed.add(now, *((0.0, prefill_s) if on_decode else (prefill_s, 0.0)))
 
     def _help(self, now: float) -> float:
         """The work on prompts that decode instances take, over that of the prefill instances."""
-        own_s = taken_s = 0.0
-        for placed in self._placed:
-            if placed.at_s >= now - WINDOW_S:
-                own_s += 0.0 if placed.on_decode else placed.prefill_s
-                taken_s += placed.prefill_s if placed.on_decode else 0.0
-        return min(taken_s / own_s, MOST_HELP) if own_s else 0.0
+        if not len(self._placed):
+            return 0.0
+        at_s, own_s, taken_s = self._placed.columns
+        # Sums in the order of time are the same on every machine.
+        counts = at_s >= now - WINDOW_S
+        own = np.cumsum(np.where(counts, own_s, 0.0)).item(-1)
+        taken = np.cumsum(np.where(counts, taken_s, 0.0)).item(-1)
+        return min(taken / own, MOST_HELP) if own else 0.0
 
     def cost(self, need: RequestNeed, capacity: ClusterCapacity, now: float) -> tuple[float, float]:
         """How many effective requests the prefill and the decode of a request would displace."""
@@ -114,11 +152,14 @@ class ResourcePrices:
         """
         if not len(self._worth) or not num_prefills:
             return 0.0
-        busy = float(self._alone_s.sum()) / (num_prefills * self._elapsed_s)
+        busy = self._all_alone_s / (num_prefills * self._elapsed_s)
+        all_busy = min(busy, 1.0) ** (num_prefills - 1)
+        if not all_busy:
+            return 0.0
         rest_s = np.maximum(slo_ttft_s - self._alone_s, 0.0)
         late_s = np.maximum(begin_s + prefill_s - rest_s, 0.0) - np.maximum(begin_s - rest_s, 0.0)
         late = float((self._worth * late_s).sum()) / self._elapsed_s / max(busy, 1.0)
-        return late * min(busy, 1.0) ** (num_prefills - 1) / num_prefills
+        return late * all_busy / num_prefills
 
     @property
     def prices(self) -> tuple[float, float]:
@@ -127,16 +168,15 @@ class ResourcePrices:
 
     def _update(self, capacity: ClusterCapacity, now: float) -> None:
         slo_s = min(max(capacity.slo_ttft_s, 1e-3), WINDOW_S)
-        while self._needs and self._needs[0].at_s < now - WINDOW_S:
-            self._needs.popleft()
+        self._needs.drop_before(now - WINDOW_S)
         if len(self._needs) < MIN_ARRIVALS:
             self._prefill = self._decode = 0.0
             self._worth = self._alone_s = np.zeros(0)
             return
-        needs = np.array(self._needs)
-        elapsed_s = max(now - needs.item(0, 0), BURST_SHARE * slo_s)
-        worth, prefill_s, decode_s = needs[:, 1], needs[:, 2], needs[:, 3]
-        self._worth, self._alone_s, self._elapsed_s = worth, needs[:, 4], elapsed_s
+        at_s, worth, prefill_s, decode_s, alone_s = self._needs.columns
+        elapsed_s = max(now - at_s.item(0), BURST_SHARE * slo_s)
+        self._worth, self._alone_s, self._elapsed_s = worth, alone_s, elapsed_s
+        self._all_alone_s = float(alone_s.sum())
         pace = _pace(capacity.queue_s / slo_s)
         supply_s = capacity.num_prefills * (1.0 + self._help(now)) * elapsed_s * pace
         self._prefill = _price(worth - self._decode * decode_s, prefill_s, supply_s)
@@ -152,16 +192,12 @@ def _pace(waiting: float) -> float:
     return max(1.0 + GAIN * (QUEUE_SHARE - waiting), 0.0)
 
 
-def _price(
-    worth: np.ndarray[tuple[int], np.dtype[np.float64]],
-    need: np.ndarray[tuple[int], np.dtype[np.float64]],
-    supply: float,
-) -> float:
+def _price(worth: Floats, need: Floats, supply: float) -> float:
     """The worth of the last unit: requests are served by falling worth per need until the supply is
     used up. 0 if it suffices for all that are worth something."""
     wanted = worth > 0.0
     worth, need = worth[wanted], np.maximum(need[wanted], 1e-9)
-    if not len(need):
+    if not len(need) or float(need.sum()) * ROUNDING <= supply:
         return 0.0
     density = worth / need
     order = np.argsort(-density, kind="stable")

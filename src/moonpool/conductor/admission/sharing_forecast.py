@@ -10,7 +10,7 @@ count whether they are admitted or not: it is the demand for a prefix, not its h
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from moonpool.conductor.forecast.estimators import RunningMean
@@ -37,7 +37,9 @@ class SharingForecast:
     """Learns from the blocks of every arrival, admitted or not. Bounded by `MAX_BLOCKS`."""
 
     def __init__(self) -> None:
-        self._asked: dict[BlockKey, tuple[int, float]] = {}  # how often, and when last; by time
+        # How often, and when last; by time. The first entry of a plain dict is found in linear time
+        # once others before it were deleted.
+        self._asked: OrderedDict[BlockKey, tuple[int, float]] = OrderedDict()
         self._waiting: deque[tuple[float, BlockKey]] = deque()  # by time, not yet expired
         self._again = [0.0] * (MAX_ASKED + 1)
         self._never = [PRIOR_BLOCKS] * (MAX_ASKED + 1)
@@ -49,19 +51,22 @@ class SharingForecast:
         were asked for before: all that a cache could have held."""
         self._expire(now)
         known = 0
-        for key in keys[:: _stride(block_tokens)]:
-            times, last_s = self._asked.pop(key, (0, now))
+        asked, waiting, unknown = self._asked, self._waiting, (0, now)
+        asked_once = (1, now)
+        stride = _stride(block_tokens)
+        for key in keys[::stride]:
+            times, last_s = asked.pop(key, unknown)
             if times:
                 known += 1
                 if last_s <= self._expired_s:
                     self._never[times] = max(self._never[times] - 1.0, 0.0)
                 self._count(self._again, times)
                 self._pause_s.add(now - last_s)
-            self._asked[key] = min(times + 1, MAX_ASKED), now
-            self._waiting.append((now, key))
-        while len(self._asked) > MAX_BLOCKS:
-            del self._asked[next(iter(self._asked))]
-        return min(known * _stride(block_tokens), len(keys))
+            asked[key] = (min(times + 1, MAX_ASKED), now) if times else asked_once
+            waiting.append((now, key))
+        while len(asked) > MAX_BLOCKS:
+            asked.popitem(last=False)
+        return min(known * stride, len(keys))
 
     def own_share(self, keys: Sequence[BlockKey], num_cached: int, block_tokens: int) -> float:
         """The share of the prefill of the blocks from `num_cached` on that is the request's own: 1
@@ -71,9 +76,9 @@ class SharingForecast:
         computed = keys[first::stride]
         if not computed:
             return 1.0
-        later = self._later()
-        shares = (1.0 / (1.0 + later[self._asked.get(key, (1, 0.0))[0]]) for key in computed)
-        return sum(shares) / len(computed)
+        share_of = [1.0 / (1.0 + later) for later in self._later()]
+        asked, never = self._asked.get, (1, 0.0)
+        return sum([share_of[asked(key, never)[0]] for key in computed]) / len(computed)
 
     def _later(self) -> list[float]:
         """Expected later requests for a block, by how often it has been asked for."""

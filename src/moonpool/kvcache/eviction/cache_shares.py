@@ -87,6 +87,9 @@ class CacheShareEviction(WrappedEviction):
                     part.evictable.pop(block_id, None)
         self._policy.remove(block_ids)
 
+    def evict(self, block_id: BlockId) -> bool:
+        return super().evict(block_id) if self._part_of else self._policy.evict(block_id)
+
     def pop(self, num_blocks: int) -> list[BlockId]:
         """Blocks above a share go first, then those that the wrapped policy chooses. Raises
         KeyError if fewer are evictable."""

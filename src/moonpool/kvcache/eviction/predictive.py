@@ -14,6 +14,7 @@ its queue when those are gone, so no block stays cached whose predecessor was ev
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import frexp
@@ -38,6 +39,9 @@ MIN_MEMORY_TOUCHES = 1 << 15
 """How far back the statistics reach: in turnovers of the pool, but at least this many touches."""
 
 LEFT_BEHIND = -1  # in place of a number of uses
+CELL_BITS = 24
+CELL_MASK = (1 << CELL_BITS) - 1
+LEAST_RANK = -(1 << 62)
 
 
 class _Segment:
@@ -78,29 +82,29 @@ class PredictiveEviction:
         self._ghosts: OrderedDict[BlockKey, tuple[int, int, int]] = OrderedDict()
         self._class_ids: dict[tuple[int, int, int], int] = {}
         self._queues: list[OrderedDict[_Segment, None]] = []  # by class and range of ages
-        self._worths: list[float] = []
-        self._by_worth: list[int] = []  # cells, least first
-        self._place: list[int] = []  # of each cell in `_by_worth`
-        self._first = 0  # no cell before this place in `_by_worth` has a segment
+        self._ranks: list[int] = []  # by cell
+        self._order: list[int] = []  # the ranks of all cells, least first
+        self._ordered = True  # whether both follow from what was learned
+        self._first = LEAST_RANK  # no cell with a smaller rank has a segment
 
     def store(
         self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
     ) -> None:
+        if block_ids and (highest := max(block_ids)) >= len(self._keys):
+            self._grow(highest + 1)
+        key_of, num_uses, depth_of, ghosts = self._keys, self._num_uses, self._depth, self._ghosts
         for block_id, key, depth in zip(block_ids, keys, depths, strict=True):
-            self._store(block_id, key, depth)
-
-    def _store(self, block_id: BlockId, key: BlockKey, depth: int) -> None:
-        if block_id >= len(self._keys):
-            self._grow(block_id + 1)
-        num_uses = 1
-        ghost = self._ghosts.pop(key, None)
-        if ghost is not None:
-            num_uses += ghost[0]
-            self._model.note_reuse(ghost[1], self._age_range(ghost[2]), 1)
-        self._keys[block_id] = key
-        self._num_uses[block_id] = num_uses
-        self._depth[block_id] = depth
-        self._tick(1)
+            key_of[block_id] = key
+            depth_of[block_id] = depth
+            ghost = ghosts.pop(key, None)
+            if ghost is None:
+                num_uses[block_id] = 1
+            else:
+                num_uses[block_id] = 1 + ghost[0]
+                self._model.note_reuse(ghost[1], self._age_range(ghost[2]), 1)
+            self._clock += 1
+            if self._clock >= self._epoch_ends:
+                self._tick(0)
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
         num_uses = self._num_uses
@@ -144,13 +148,20 @@ class PredictiveEviction:
         """Raises KeyError if fewer blocks are evictable."""
         if num_blocks > self._size:
             raise KeyError("fewer blocks are evictable")
+        if not self._ordered:
+            self._rank()
+        order, queues = self._order, self._queues
         popped: list[BlockId] = []
+        place = bisect_left(order, self._first)
         while len(popped) < num_blocks:
-            queue = self._queues[self._by_worth[self._first]]
+            queue = queues[order[place] & CELL_MASK]
             if not queue:
-                self._first += 1
+                place += 1
                 continue
+            self._first = order[place]
             self._pop_end(next(iter(queue)), num_blocks - len(popped), popped)
+            if self._first < order[place]:  # a segment that was continued is an end now
+                place = bisect_left(order, self._first)
         self._size -= num_blocks
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
@@ -312,7 +323,8 @@ class PredictiveEviction:
         cell = segment.class_id * NUM_AGES + self._age_range(segment.released_at)
         segment.cell = cell
         self._queues[cell][segment] = None
-        self._first = min(self._first, self._place[cell])
+        if self._ordered and self._ranks[cell] < self._first:
+            self._first = self._ranks[cell]
 
     def _dequeue(self, segment: _Segment) -> None:
         if segment.cell >= 0:
@@ -330,8 +342,7 @@ class PredictiveEviction:
         if class_id is None:
             class_id = self._class_ids[name] = self._model.add_class(own)
             self._queues.extend(OrderedDict() for _ in range(NUM_AGES))
-            self._worths.extend(self._model.worths_of(class_id))
-            self._rank()
+            self._ordered = False
         return class_id
 
     def _age_range(self, released_at: int) -> int:
@@ -345,7 +356,7 @@ class PredictiveEviction:
             learned = self._model.end_epoch()
             self._age_segments()
             if learned:
-                self._learn()
+                self._ordered = False
 
     def _age_segments(self) -> None:
         for cell in range(len(self._queues) - 1, -1, -1):
@@ -358,20 +369,19 @@ class PredictiveEviction:
                 del queue[segment]
                 segment.cell = segment.class_id * NUM_AGES + age_range
                 self._queues[segment.cell][segment] = None
-        self._first = 0
-
-    def _learn(self) -> None:
-        self._worths = [worth for ages in self._model.worths() for worth in ages]
-        self._rank()
+        self._first = LEAST_RANK
 
     def _rank(self) -> None:
-        levels = [_level(worth) for worth in self._worths]
-        cells = range(len(levels))
-        self._by_worth = sorted(cells, key=lambda cell: (levels[cell], -(cell % NUM_AGES), cell))
-        self._place = [0] * len(levels)
-        for place, cell in enumerate(self._by_worth):
-            self._place[cell] = place
-        self._first = 0
+        """Orders the cells by what was learned: by their worth; among equals, the older blocks come
+        first. Many pools evict nothing for long, so this waits until a block must go."""
+        # One whole number for level, age and cell is compared faster than three.
+        self._ranks = [
+            (_level(worth) * NUM_AGES - age << CELL_BITS) + class_id * NUM_AGES + age
+            for class_id, worths in enumerate(self._model.worths())
+            for age, worth in enumerate(worths)
+        ]
+        self._order = sorted(self._ranks)
+        self._ordered, self._first = True, LEAST_RANK
 
     def _grow(self, num_blocks: int) -> None:
         missing = num_blocks - len(self._keys)

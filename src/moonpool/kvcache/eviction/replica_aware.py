@@ -100,14 +100,20 @@ class ReplicaAwareEviction(WrappedEviction):
         self._clock += len(block_ids)
         clock, let_go_at = self._clock, self._let_go_at
         parents, lives = self._parent, self._lives
+        spare, num_tight = self._spare, self._num_tight
         before = NO_LIFE if parent is None else lives[parent]
         for block_id in block_ids:
             let_go_at[block_id] = clock
-            if parents[block_id] != before and before != NO_LIFE:
-                self._link(block_id, before)
+            known = parents[block_id]
+            if known != before and before != NO_LIFE:
+                if known == NO_LIFE and not spare:  # all blocks are tight
+                    parents[block_id] = before
+                    num_tight[before % LIFE] += 1
+                else:
+                    self._link(block_id, before)
             before = lives[block_id]
-        if self._spare:
-            spare, num_tight, loose = self._spare, self._num_tight, self._loose
+        if spare:
+            loose = self._loose
             for block_id in reversed(block_ids):
                 if block_id in spare and not num_tight[block_id]:
                     loose[block_id] = None
@@ -126,16 +132,18 @@ class ReplicaAwareEviction(WrappedEviction):
             raise KeyError("fewer blocks are evictable")
         popped: list[BlockId] = []
         refused: list[BlockId] = []
+        evict = self._policy.evict
         while self._loose and len(popped) < num_blocks:
             block_id, _ = self._loose.popitem(last=False)
-            if self._policy.evict(block_id):
-                self._end(block_id)
+            if evict(block_id):
+                # As `_end_all`: a loose block counts nowhere, and no tight one continues it.
+                self._parent[block_id] = NO_LIFE
+                self._lives[block_id] += LIFE
                 popped.append(block_id)
             else:
                 refused.append(block_id)
         chosen = self._policy.pop(num_blocks - len(popped))
-        for block_id in chosen:
-            self._end(block_id)
+        self._end_all(chosen)
         for block_id in reversed(refused):  # they are still loose, and still first
             if block_id in self._policy and self._is_loose(block_id):
                 self._loose[block_id] = None
@@ -199,11 +207,24 @@ class ReplicaAwareEviction(WrappedEviction):
                 self._turn(parent, change < 0)
 
     def _end(self, block_id: BlockId) -> None:
-        """Ends the life of a block that lost its key. `is_spare` stays as it was until the block
+        self._end_all((block_id,))
+
+    def _end_all(self, block_ids: Sequence[BlockId]) -> None:
+        """Ends the lives of blocks that lost their keys. `is_spare` stays as it was until a block
         has another key."""
-        self._loose.pop(block_id, None)
-        if not self._is_loose(block_id):
-            self._count_tight(block_id, -1)
-        self._parent[block_id] = NO_LIFE
-        self._num_tight[block_id] = 0
-        self._lives[block_id] += LIFE
+        spare, num_tight, loose = self._spare, self._num_tight, self._loose
+        lives, parents = self._lives, self._parent
+        for block_id in block_ids:
+            if loose:
+                loose.pop(block_id, None)
+            life = parents[block_id]
+            if life != NO_LIFE:
+                if block_id not in spare or num_tight[block_id]:
+                    parent = BlockId(life % LIFE)
+                    if lives[parent] == life:
+                        num_tight[parent] -= 1
+                        if not num_tight[parent] and parent in spare:
+                            self._turn(parent, True)
+                parents[block_id] = NO_LIFE
+            num_tight[block_id] = 0
+            lives[block_id] += LIFE

@@ -109,8 +109,13 @@ class ReplicaTracker:
         spare: defaultdict[int, list[BlockKey]] = defaultdict(list)
         last: defaultdict[int, list[BlockKey]] = defaultdict(list)
         changed, notified_of = self._changed, self._notified
-        for key in list(islice(changed, num_keys)):
-            del changed[key]
+        if len(changed) <= num_keys:
+            taken, self._changed = changed, {}
+        else:
+            taken = dict.fromkeys(islice(changed, num_keys))
+            for key in taken:
+                del changed[key]
+        for key in taken:
             here = holders.get(key, 0)
             if demoted:
                 here &= ~demoted.get(key, 0)
@@ -118,8 +123,10 @@ class ReplicaTracker:
             spare_at = here & ~owners.of(key, here) if here & (here - 1) else 0
             if spare_at:
                 notified_of[key] = spare_at
-            for bit in bits_of(spare_at & ~notified):
-                spare[bit].append(key)
-            for bit in bits_of(notified & here & ~spare_at):
-                last[bit].append(key)
+            if new := spare_at & ~notified:
+                for bit in bits_of(new):
+                    spare[bit].append(key)
+            if old := notified & here & ~spare_at:
+                for bit in bits_of(old):
+                    last[bit].append(key)
         return {bit: ReplicaChanges(spare[bit], last[bit]) for bit in {*spare, *last}}

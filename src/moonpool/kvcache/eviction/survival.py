@@ -97,6 +97,8 @@ class ReuseModel:
         self._epoch = 0  # since the last lesson
         self._overall: Sequence[float] = _PRIOR
         self._family_shares: dict[int, list[float]] = {}
+        self._num_learned = 0  # classes that there were at the last lesson
+        self._curves_known = True  # of families and overall, as of the last lesson
 
     def add_class(self, family: int) -> int:
         """Adds a class of a family and returns its number (mutates)."""
@@ -112,20 +114,27 @@ class ReuseModel:
         self._histories[class_id].reused_now[age_range] += num_blocks
 
     def end_epoch(self) -> bool:
-        """Ends an epoch (mutates). Returns True if the worths have changed."""
+        """Ends an epoch (mutates). Returns True if `worths` has changed."""
         self._epoch += 1
         if self._epoch < self._period:
             return False
         self._epoch = 0
         for history in self._histories:
             history.learn(self._decay)
+        self._num_learned, self._curves_known = len(self._histories), False
         return True
 
     def worths(self) -> list[list[float]]:
-        """Recomputes the worths of all classes by range of ages (mutates)."""
+        """The worths of all classes by range of ages, as of the last lesson. A class that came
+        after it has its family's curve."""
+        if not self._curves_known:
+            self._learn_curves()
+        return [self._worths_of(history) for history in self._histories]
+
+    def _learn_curves(self) -> None:
         total = _Sums()
         sums: dict[int, _Sums] = {}
-        for history in self._histories:
+        for history in self._histories[: self._num_learned]:
             sums.setdefault(history.family, _Sums()).add(history)
             total.add(history)
         self._overall = _shares(total.reused, total.exposed, _PRIOR)
@@ -133,12 +142,9 @@ class ReuseModel:
             family: _shares(part.reused, part.exposed, self._overall)
             for family, part in sums.items()
         }
-        return [self.worths_of(class_id) for class_id in range(len(self._histories))]
+        self._curves_known = True
 
-    def worths_of(self, class_id: int) -> list[float]:
-        """The worths of one class by range of ages, with its family's curve as of the last
-        `worths`."""
-        history = self._histories[class_id]
+    def _worths_of(self, history: _History) -> list[float]:
         family = self._family_shares.get(history.family, self._overall)
         return _worths(_own_shares(history, family))
 

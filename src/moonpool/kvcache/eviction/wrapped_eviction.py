@@ -14,6 +14,10 @@ class WrappedEviction(ABC):
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
+        # The policy beneath all others knows the evictable blocks.
+        self._innermost: EvictionPolicy = (
+            policy._innermost if isinstance(policy, WrappedEviction) else policy
+        )
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
         self._policy.touch(block_ids)
@@ -29,10 +33,10 @@ class WrappedEviction(ABC):
         self._end(block_id)
 
     def __len__(self) -> int:
-        return len(self._policy)
+        return len(self._innermost)
 
     def __contains__(self, block_id: object) -> bool:
-        return block_id in self._policy
+        return block_id in self._innermost
 
     @abstractmethod
     def _end(self, block_id: BlockId) -> None:
