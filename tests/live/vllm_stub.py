@@ -38,6 +38,7 @@ class VllmStub:
         max_model_len: int = 1024,
         num_blocks: int = 4096,
         parses: tuple[str, ...] = (),
+        port: int = 0,
     ) -> None:
         self.names = names or ("m",)
         self.root = root
@@ -58,7 +59,7 @@ class VllmStub:
         self.refuses: tuple[int, str] | None = None  # status and message
         self._server: ThreadingHTTPServer | None = None
         self._open: list[socket.socket] = []
-        self.port = 0
+        self.port = port
 
     @property
     def url(self) -> str:
@@ -256,7 +257,10 @@ def _together(path: str, body: Body, events: list[Body]) -> Body:
             {str(token): {"logprob": -float(token), "rank": 9}, "7": {"logprob": -0.1, "rank": 1}}
             for token in body["prompt"][1:]
         ]
-    return {"choices": [choice]}
+    whole: Body = {"choices": [choice]}
+    if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):  # as a connector does
+        whole["kv_transfer_params"] = {"do_remote_prefill": True, "remote_host": "127.0.0.1"}
+    return whole
 
 
 @contextmanager

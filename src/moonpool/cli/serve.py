@@ -127,6 +127,7 @@ HEAD_FLAGS = ConfigFlags(
     "engine.kind",
     "network.head_host",
     "network.head_port",
+    "network.keep_workers",
     "tls.certfile",
     "tls.keyfile",
     "tls.ca_certs",

@@ -160,6 +160,11 @@ class VllmWorker(InstanceProcess):
         finally:
             await self._client.close()
 
+    def not_ready(self) -> str:
+        if self._engine is None or self._gone:
+            return f"vLLM at {self._place.url} does not respond"
+        return super().not_ready()
+
     async def _found(self) -> _Engine:
         """Waits for the server without a limit."""
         last_error = ""
