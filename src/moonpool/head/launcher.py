@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -111,6 +112,8 @@ class LocalLauncher:
         self._stopping = False
         self._started = False
         self._returning: set[str] = set()
+        self._listed: dict[str, tuple[Role, str]] = {}
+        self._leaving: set[str] = set()
         self._oom_kills = OomKills()
         self.on_crash: Callable[[str], None] = lambda instance_id: None
         """Called with a worker that has ended by itself."""
@@ -120,6 +123,39 @@ class LocalLauncher:
         for role, instance_id in self._wanted:
             name = f"keeper of {instance_id}"
             self.keepers.append(asyncio.create_task(self._keep(role, instance_id), name=name))
+
+    def add(self, name: str, role: Role, place: str) -> None:
+        """Starts a worker of the vLLM server at `place`, beside those of the configuration. One of
+        the same name that still drains goes on first."""
+        self._listed[name] = (role, place)
+        former = next((k for k in self.keepers if k.get_name() == f"keeper of {name}"), None)
+        keeper = asyncio.create_task(self._keep_listed(name, former), name=f"keeper of {name}")
+        self.keepers.append(keeper)
+
+    def drain(self, name: str) -> None:
+        """Lets a worker that was added leave in order: its requests end first."""
+        self._listed.pop(name, None)
+        self._leaving.add(name)
+        process = self._processes.get(name)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+
+    @property
+    def listed(self) -> dict[str, tuple[Role, str]]:
+        return dict(self._listed)
+
+    async def _keep_listed(self, name: str, former: asyncio.Task[None] | None) -> None:
+        if former is not None:
+            await asyncio.wait([former])
+            self.keepers.remove(former)
+            self._processes.pop(name, None)
+        self._leaving.discard(name)
+        if name not in self._listed:
+            return  # it left again meanwhile
+        role, place = self._listed[name]
+        self._places[name] = ("--vllm", place)
+        await self._keep(role.value, name)
 
     def adopt(self, workers: Mapping[str, int], memory: Mapping[str, tuple[int, int]]) -> None:
         """Goes on with the workers of an earlier program of this process, in place of `start`."""
@@ -135,7 +171,7 @@ class LocalLauncher:
         """The process ids of all workers that have not left; 0 for one that does not run."""
         left = {keeper.get_name() for keeper in self.keepers if keeper.done()}
         found = {}
-        for _, name in self._wanted:
+        for name in [*(name for _, name in self._wanted), *self._listed]:
             process = self._processes.get(name)
             runs = process is not None and process.returncode is None
             if f"keeper of {name}" not in left:
@@ -202,8 +238,11 @@ class LocalLauncher:
             code = await self._run_once(role, instance_id)
             if self._stopping:
                 return
-            if is_crash(code, self._oom_kills.is_new()):
+            if instance_id not in self._leaving and is_crash(code, self._oom_kills.is_new()):
                 self.on_crash(instance_id)
+            if instance_id in self._leaving:
+                log.info("%s has left the cluster", instance_id)
+                return
             if code == 0 and instance_id in self._returning:
                 self._returning.discard(instance_id)
                 log.info("%s has left; another one starts in its place", instance_id)
