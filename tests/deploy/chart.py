@@ -20,11 +20,13 @@ def values_of(path: Path) -> dict[str, Any]:
     return found
 
 
-def render(values: dict[str, Any]) -> list[Manifest]:
+def render(
+    values: dict[str, Any], release: str = RELEASE, namespace: str = NAMESPACE
+) -> list[Manifest]:
     """Returns the objects. Skips the test without Helm; raises its HelmError."""
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(CHART)) as chart:
-        texts = chart.render(values, name=RELEASE, namespace=NAMESPACE)
+        texts = chart.render(values, name=release, namespace=namespace)
     found = [
         each
         for name, text in sorted(texts.items())

@@ -20,6 +20,7 @@ import msgspec
 
 from moonpool.config.tables import VllmAddress
 from moonpool.cost.fitted import FittedCost
+from moonpool.discovery.membership import HOLD_OFFS_S, STEADY_S
 from moonpool.gc_tuning import settle_memory
 from moonpool.link.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
 from moonpool.link.tls import PeerTls
@@ -142,10 +143,11 @@ class VllmWorker(InstanceProcess):
 
     async def run(self, head_host: str, head_port: int) -> None:
         """Serves while the vLLM server comes and goes. Raises WorkerError."""
+        num_short = 0
         try:
             while True:
                 self._engine = await self._found()
-                self._gone = False
+                self._gone, began_s = False, self._loop.time()
                 self._link = HeadLink(
                     self.instance_id, self._secret, self, self._tls, self._link.heads
                 )
@@ -157,6 +159,13 @@ class VllmWorker(InstanceProcess):
                     await self._end_tasks()
                 if not self._gone:
                     return
+                if self._loop.time() - began_s > STEADY_S:
+                    num_short = 0
+                hold_s = HOLD_OFFS_S[min(num_short, len(HOLD_OFFS_S) - 1)]
+                num_short += 1
+                if hold_s:
+                    log.warning("vLLM at %s comes and goes: held off %g s", self._place.url, hold_s)
+                    await asyncio.sleep(hold_s)
         finally:
             await self._client.close()
 
