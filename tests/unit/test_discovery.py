@@ -24,7 +24,7 @@ from moonpool.discovery.membership import (
     Membership,
     TooManyServers,
 )
-from moonpool.types import Role
+from moonpool.types import InstanceId, Role
 from tests.live.test_discovery import nameserver
 
 A, B = (ListedServer(name, Role.MIXED, f"http://{name}:8000") for name in "ab")
@@ -195,3 +195,46 @@ def test_a_server_that_is_held_off_is_said_once() -> None:
     found.see([], ABSENT_S)
     said = [action for at in (4.0, 5.0) for action in found.see([A], at)]
     assert said == [HoldServerOff(A, ABSENT_S + HOLD_OFFS_S[1] - 4.0)]
+
+
+def test_a_listed_server_that_dies_again_and_again_is_held_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its worker waits before it joins again: not after the first death, then longer each time."""
+    from moonpool.config.vllm import VllmAddress
+    from moonpool.vllm import worker as vllm_worker
+
+    slept: list[float] = []
+
+    async def run() -> None:
+        worker = vllm_worker.VllmWorker(
+            Role.MIXED, InstanceId("v"), "here", b"s" * 16, VllmAddress("http://127.0.0.1:1")
+        )
+        num_lives = 0
+
+        async def found() -> None:
+            nonlocal num_lives
+            num_lives += 1
+            worker._gone = True
+
+        class Link:
+            def __init__(self, *_: object) -> None:
+                self.heads, self.stopping = None, False
+
+            def send(self, *_: object) -> None: ...
+
+            async def run(self, *_: object) -> None:
+                worker._gone = num_lives < 6
+
+        async def sleep(seconds: float) -> None:
+            if seconds in HOLD_OFFS_S:
+                slept.append(seconds)
+
+        monkeypatch.setattr(worker, "_found", found)
+        monkeypatch.setattr(worker, "_beat", lambda: asyncio.Event().wait())
+        monkeypatch.setattr(vllm_worker, "HeadLink", Link)
+        monkeypatch.setattr(vllm_worker.asyncio, "sleep", sleep)
+        await worker.run("127.0.0.1", 1)
+
+    asyncio.run(run())
+    assert slept == list(HOLD_OFFS_S[1:])

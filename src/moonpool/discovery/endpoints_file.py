@@ -92,6 +92,8 @@ def _server(entry: Any) -> ListedServer | None:
         raise SourceError(
             f"the label {ROLE} is {label[:40]!r}: use {', '.join(filter(None, ROLES))}"
         )
-    ports = [port_of(labels[key], key) if key in labels else 0 for key in (EVENTS, REPLAY)]
+    events, replay = (port_of(labels[key], key) if key in labels else 0 for key in (EVENTS, REPLAY))
+    if replay and not events:
+        raise SourceError(f"{REPLAY} needs {EVENTS}")
     port = port_of(entry.get("port"), "port")
-    return server_at(address, port, ROLES[label], *ports, name=name)
+    return server_at(address, port, ROLES[label], events, replay, name)
