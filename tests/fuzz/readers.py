@@ -19,6 +19,9 @@ from moonpool.api.keys import KeyFileError, collect_keys
 from moonpool.api.resume.event_ids import EventPosition, last_event_id
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import ConfigError
+from moonpool.discovery.dns_records import parse_srv
+from moonpool.discovery.endpoints_file import parse_endpoints
+from moonpool.discovery.listed_server import SourceError
 from moonpool.link.auth import AuthError, ClientHandshake, Identity, ServerHandshake
 from moonpool.protocol.frames import DownFrame, UpFrame
 from moonpool.sim.hardware.catalogue import package_text, parse_catalogue
@@ -145,6 +148,17 @@ LOGS = (
         b"INFO 11-20 10:11:04 [logger.py:88] Generated response a: output: 'y', "
         b"output_token_ids: [3, 4], finish_reason: stop\n"
     ),
+)
+ENDPOINTS = b"""endpoints:
+  - {name: a, address: 10.0.0.1, port: "8000", labels: {llm-d.ai/role: decode}}
+  - name: b
+    address: fd00::1
+    port: 8001
+"""
+SRV = bytes.fromhex(  # two records of "_a._tcp", after its question
+    "123481800001000200000000025f61045f7463700000210001c00c0021000100"
+    "0000010009000000001f40016100c00c00210001000000010009000000001f41"
+    "016200"
 )
 KEYS = b"# key tenant share\nsk-abc123 acme 2.5\nsk-def456 other\nsk-0\n"
 
@@ -485,6 +499,8 @@ READERS = (
         _read_text(lambda text: collect_keys((), text, "")),
         (KeyFileError,),
     ),
+    Reader("endpoints", lambda: [ENDPOINTS], lambda d, folder: parse_endpoints(d), (SourceError,)),
+    Reader("srv-records", lambda: [SRV], lambda d, folder: parse_srv(SRV[:25], d), (SourceError,)),
     Reader("model-config", _model_configs, _read_model_config, (ModelError,)),
     Reader("model-fields", _model_configs, _read_model_config, (ModelError,), by_field=True),
     Reader(

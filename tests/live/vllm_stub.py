@@ -38,6 +38,7 @@ class VllmStub:
         max_model_len: int = 1024,
         num_blocks: int = 4096,
         parses: tuple[str, ...] = (),
+        port: int = 0,
     ) -> None:
         self.names = names or ("m",)
         self.root = root
@@ -62,7 +63,7 @@ class VllmStub:
         self.refuses: tuple[int, str] | None = None  # status and message
         self._server: ThreadingHTTPServer | None = None
         self._open: list[socket.socket] = []
-        self.port = 0
+        self.port = port
 
     @property
     def url(self) -> str:
@@ -275,8 +276,8 @@ def _together(path: str, body: Body, events: list[Body]) -> Body:
         ]
     usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(answer)}
     whole: Body = {"choices": [choice], "usage": usage}
-    if body.get("kv_transfer_params"):  # where its KVCache is
-        whole["kv_transfer_params"] = {"remote_engine_id": "stub"}
+    if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):  # as a connector does
+        whole["kv_transfer_params"] = {"do_remote_prefill": True, "remote_host": "127.0.0.1"}
     return whole
 
 

@@ -143,3 +143,24 @@ def test_hadolint_accepts_the_containerfile() -> None:
     line = [str(HADOLINT), str(CONTAINER / "Containerfile")]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
+
+
+SBATCH = DEPLOY / "slurm" / "moonpool.sbatch"
+
+
+def test_the_script_for_slurm_is_bash_that_starts_what_moonpool_accepts() -> None:
+    done = subprocess.run(["bash", "-n", str(SBATCH)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    text = SBATCH.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^.*?\b(?<!#)moonpool ((?:head|worker) .*?) &", text, re.M)
+    values = {"$model": "m", "$address": "h", "$host": "h", "$port": "1", "$head_port": "1"}
+    values |= {"$role": "decode", "$SLURM_PROCID": "1", "$MOONPOOL_HEAD": "h:1"}
+    for line in lines:
+        words = []
+        for word in shlex.split(line):
+            for name in sorted(values, key=len, reverse=True):
+                word = word.replace(name, values[name])
+            words.append(word)
+        parse(words)
+    assert [line.split()[0] for line in lines] == ["head", "worker"]
+    assert "--signal=B:TERM@60" in text, "more than the drain, before the job's time is up"

@@ -37,7 +37,7 @@ LEVELS = (
     {"config", "request_record"},
     {"cores", "gc_tuning", "installation", "log_limit"},
     {"kvcache", "cost", "text"},
-    {"protocol"},
+    {"protocol", "discovery"},
     {"scheduler.attention_pools"},
     {"scheduler", "conductor", "link"},
     {"host_pool.block_space"},
@@ -130,6 +130,9 @@ UNSAFE_ATTRIBUTES = {
     ("np", "load"),
     ("os", "system"),
     ("os", "popen"),
+    ("yaml", "load"),
+    ("yaml", "full_load"),
+    ("yaml", "unsafe_load"),
     ("asyncio", "create_subprocess_shell"),
 }
 MACHINE_PATH = re.compile(r"(?<![\w.:*])/(?:work|opt|home|root|Users|mnt)/")

@@ -121,6 +121,7 @@ SERVE_FLAGS = ConfigFlags(
     "vllm.mixed",
     "vllm.prefill",
     "vllm.decode",
+    "vllm.endpoints",
     *_SHARED_KEYS,
     "network.head_port",
     helps=_SLO_HELPS,
@@ -130,6 +131,7 @@ HEAD_FLAGS = ConfigFlags(
     "engine.kind",
     "network.head_host",
     "network.head_port",
+    "network.keep_workers",
     "tls.certfile",
     "tls.keyfile",
     "tls.ca_certs",
@@ -178,6 +180,7 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     _check_events(config.vllm)
     if places:
         _check_vllm(places[0])
+    _check_sources(config.vllm.endpoints)
     if cluster.launcher == "ray":
         _serve_on_ray(config)
         return
@@ -232,6 +235,18 @@ def _check_events(vllm: VllmConfig) -> None:
         from moonpool.vllm.events import no_pyzmq
 
         fail(no_pyzmq())
+
+
+def _check_sources(sources: Sequence[str]) -> None:
+    """Fails here, where a source of endpoints is none or cannot be read at all."""
+    from moonpool.discovery.listed_server import SourceError
+    from moonpool.discovery.watch import check_source
+
+    for source in sources:
+        try:
+            asyncio.run(check_source(source))
+        except SourceError as error:
+            fail(f"--vllm-endpoints: {error}")
 
 
 def _check_vllm(place: str) -> None:

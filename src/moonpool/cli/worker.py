@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -108,6 +109,12 @@ def cluster_secret() -> bytes:
     " API key is VLLM_API_KEY in the environment.",
 )
 @click.option(
+    "--health",
+    metavar="HOST:PORT",
+    help="Answer the probes of an orchestrator here: /live, and /ready while the instance is"
+    " joined.",
+)
+@click.option(
     "--cores", default="", help="Cores of the engine's threads, such as 0-3; any unless given."
 )
 @click.option("--other-cores", default="", help="Cores of all other threads; any unless given.")
@@ -129,6 +136,7 @@ def worker(
     num_ranks: int | None,
     drain_seconds: float,
     place: str | None,
+    health: str | None,
     cores: str,
     other_cores: str,
     certfile: str,
@@ -174,12 +182,38 @@ def worker(
     )
     make = worker_maker(kind)
 
+    probed = None if health is None else head_place(health, "--health")
+
     async def run() -> None:
         running = make(settings)
         _end_in_order(running, drain_seconds)
-        await running.run(head_host, port)
+        async with _answering_probes(running, probed):
+            await running.run(head_host, port)
 
     _run(run(), exit_with_parent)
+
+
+@contextlib.asynccontextmanager
+async def _answering_probes(
+    running: RunnableWorker, probed: tuple[str, int] | None
+) -> AsyncGenerator[None]:
+    """Raises WorkerError if the address cannot be had."""
+    if probed is None:
+        yield
+        return
+    from moonpool.link.head_link import WorkerError
+    from moonpool.link.health import HealthServer
+
+    server = HealthServer(running.not_ready)
+    try:
+        await server.start(*probed)
+    except OSError as error:
+        host, port = probed
+        raise WorkerError(f"cannot answer probes at {host}:{port} (--health): {error}") from None
+    try:
+        yield
+    finally:
+        server.close()
 
 
 def _run(work: Coroutine[Any, Any, None], is_launched: bool) -> None:

@@ -45,7 +45,7 @@ def _settle_vllms(tables: dict[str, Any]) -> None:
     ones to serve unless one is named (mutates)."""
     named = tables.get("vllm")
     roles = ("prefill", "decode", "mixed")
-    names_any = isinstance(named, dict) and any(named.get(role) for role in roles)
+    names_any = isinstance(named, dict) and any(named.get(key) for key in (*roles, "endpoints"))
     if names_any:
         tables.setdefault("engine", {}).setdefault("kind", "vllm")
     if tables.get("engine", {}).get("kind") == "vllm":

@@ -28,7 +28,7 @@ def check_values(config: Config) -> None:
 def _check_cluster(config: Config) -> None:
     cluster = config.cluster
     require(
-        bool(cluster.mixed or (cluster.prefill and cluster.decode)),
+        bool(cluster.mixed or (cluster.prefill and cluster.decode) or config.vllm.endpoints),
         "cluster",
         "at least one prefill and one decode instance, or one mixed one",
     )
@@ -189,12 +189,17 @@ def _check_vllm(config: Config) -> None:
     for place in (place for places in named.values() for place in places):
         vllm_place(place)
     if config.engine.kind != "vllm":
-        require(not any(named.values()), "engine.kind", '"vllm" where [vllm] names any')
+        require(not config.vllm.names_any, "engine.kind", '"vllm" where [vllm] names any')
         return
+    require(
+        not config.vllm.endpoints or not any(named.values()),
+        "vllm.endpoints",
+        "the only source of servers: put those that always are there into the file, too",
+    )
     for role, places in named.items():
         number = getattr(cluster, role)
         require(
-            not any(named.values()) or number == len(places),
+            not config.vllm.names_any or number == len(places),
             f"cluster.{role}",
             f"{len(places)}, as many as [vllm] names: moonpool's engine and vLLM do not mix",
         )

@@ -253,6 +253,13 @@ class NetworkConfig(Struct, frozen=True):
         int,
         about("Port at which the head listens for workers; 0 takes a free one.", ge=0, le=65535),
     ] = 0
+    keep_workers: Annotated[
+        bool,
+        about(
+            "When the head is told to stop, workers of other machines stay for the next head, for a"
+            " minute."
+        ),
+    ] = False
     use_shared_memory: Annotated[
         bool, about("Move blocks between processes of one machine through shared memory.")
     ] = True

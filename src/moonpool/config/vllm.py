@@ -50,6 +50,15 @@ class VllmConfig(Struct, frozen=True):
             metavar="URL[,EVENTS[,REPLAY]|,SLOTS]",
         ),
     ] = ()
+    endpoints: Annotated[
+        tuple[str, ...],
+        about(
+            "Where vLLM servers that come and go are listed: a file in llm-d's endpoints.yaml form,"
+            " dns://NAME:PORT or srv://NAME; repeat the flag for more.",
+            "--vllm-endpoints",
+            metavar="SOURCE...",
+        ),
+    ] = ()
     parsers: Annotated[
         Parsers,
         about(
@@ -71,4 +80,4 @@ class VllmConfig(Struct, frozen=True):
 
     @property
     def names_any(self) -> bool:
-        return any(self.places.values())
+        return any(self.places.values()) or bool(self.endpoints)

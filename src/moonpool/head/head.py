@@ -196,7 +196,8 @@ class Head:
         if self._server is not None:
             self._server.close()
         for link in list(self._open):
-            link.channel.send(Stop())
+            if not self.config.network.keep_workers:
+                link.channel.send(Stop())
             link.channel.close()
         for _ in range(LAST_LOOKS):
             if self._open:

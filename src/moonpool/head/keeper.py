@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable
 
@@ -44,6 +45,8 @@ class Keeper:
         """Whether the cluster ends, so that no further process is started."""
         self.returns = False
         """Whether another process takes the place of the one that is about to leave."""
+        self.is_leaving = False
+        """Whether the process was told to leave, so that no other one takes its place."""
         self.on_crash: Callable[[str], None] = lambda name: None
         """Called with the name when the process has ended by itself."""
         self._spawn = spawn
@@ -62,6 +65,13 @@ class Keeper:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
 
+    def leave(self) -> None:
+        """Tells the process to end in order; none takes its place."""
+        self.is_leaving = True
+        if self.pid and self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+
     async def run(self) -> bool:
         """Returns whether the process has left in order. Raises OSError if none can start."""
         restarts = 0
@@ -70,6 +80,9 @@ class Keeper:
             code = await self._run_once()
             if self.is_ending:
                 break
+            if self.is_leaving:
+                log.info("%s has left the cluster", self.name)
+                return True
             if is_crash(code, self._oom_kills.is_new()):
                 self.on_crash(self.name)
             if code == 0 and self.returns:

@@ -104,6 +104,9 @@ class LocalLauncher:
         }
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
         self._stopping = False
+        self._started = False
+        self._listed: dict[str, tuple[Role, str]] = {}
+        self._adopted: dict[str, int] = {}
         self.on_crash: Callable[[str], None] = lambda instance_id: None
         """Called with a worker that has ended by itself."""
 
@@ -114,6 +117,40 @@ class LocalLauncher:
             name = f"keeper of {instance_id}"
             self.keepers.append(asyncio.create_task(self._keep(keeper), name=name))
 
+    def add(self, name: str, role: Role, place: str) -> None:
+        """Starts a worker of the vLLM server at `place`, beside those of the configuration. One of
+        the same name that still drains goes on first."""
+        self._listed[name] = (role, place)
+        former = next((k for k in self.keepers if k.get_name() == f"keeper of {name}"), None)
+        keeper = asyncio.create_task(self._keep_listed(name, former), name=f"keeper of {name}")
+        self.keepers.append(keeper)
+
+    def drain(self, name: str) -> None:
+        """Lets a worker that was added leave in order: its requests end first."""
+        self._listed.pop(name, None)
+        if name in self._kept:
+            self._kept[name].leave()
+
+    @property
+    def listed(self) -> dict[str, tuple[Role, str]]:
+        return dict(self._listed)
+
+    async def _keep_listed(self, name: str, former: asyncio.Task[None] | None) -> None:
+        if former is not None:
+            await asyncio.wait([former])
+            self.keepers.remove(former)
+            self._kept.pop(name, None)
+        if name not in self._listed:
+            return  # it left again meanwhile
+        role, place = self._listed[name]
+        self._places[name] = ("--vllm", place)
+        keeper = Keeper(name, partial(self._spawn, role.value, name), self._oom_kills)
+        keeper.on_crash, keeper.is_started = self.on_crash, self._started
+        if self._adopted.get(name):
+            keeper.process = ForkedProcess(self._adopted.pop(name))
+        self._kept[name] = keeper
+        await self._keep(keeper)
+
     def adopt(self, workers: Mapping[str, int], memory: Mapping[str, tuple[int, int]]) -> None:
         """Goes on with the workers of an earlier program of this process, in place of `start`."""
         self._memory = {name: KeptMemoryFiles(fds) for name, fds in memory.items()}
@@ -121,17 +158,16 @@ class LocalLauncher:
         for name, keeper in self._kept.items():
             if workers[name]:
                 keeper.process = ForkedProcess(workers[name])
+        self._adopted = {name: pid for name, pid in workers.items() if name not in self._kept}
         self.note_started()
         self.start()
 
     def workers(self) -> dict[str, int]:
         """The process ids of all workers that have not left; 0 for one that does not run."""
         left = {keeper.get_name() for keeper in self.keepers if keeper.done()}
-        return {
-            name: keeper.pid
-            for name, keeper in self._kept.items()
-            if f"keeper of {name}" not in left
-        }
+        known = {name: keeper.pid for name, keeper in self._kept.items()}
+        known |= {name: 0 for name in self._listed if name not in known}
+        return {name: pid for name, pid in known.items() if f"keeper of {name}" not in left}
 
     def memory(self) -> dict[str, tuple[int, int]]:
         """The memory files of the workers."""
@@ -157,6 +193,7 @@ class LocalLauncher:
 
     def note_started(self) -> None:
         """The cluster is up: from now on no worker is given up."""
+        self._started = True
         for keeper in self._kept.values():
             keeper.is_started = True
 

@@ -24,6 +24,8 @@ import setproctitle
 
 from moonpool.config.tables import Config
 from moonpool.cores import CoreShare
+from moonpool.discovery.listed_server import ListedServer
+from moonpool.discovery.watch import Discovery
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
 from moonpool.head.keeper import WorkerProcess
@@ -107,6 +109,7 @@ class Supervisor:
         self._control = control
         self._fork_server = fork_server
         self._launcher: LocalLauncher | None = None
+        self._discovery: asyncio.Task[None] | None = None
         self._packets: PacketSocket[FromHead, ToHead] | None = None
         self._head: WorkerProcess | None = None
         self._answers: dict[int, tuple[int, int]] = {}  # number -> socket, log
@@ -345,6 +348,21 @@ class Supervisor:
         self._launcher = self._new_launcher(prepared)
         self._launcher.start()
         self._watch_keepers(self._launcher)
+        self._discover(self._launcher)
+
+    def _discover(self, launcher: LocalLauncher) -> None:
+        """Lets the workers of vLLM servers follow what the sources list."""
+        sources = self._config.vllm.endpoints
+        if not sources:
+            return
+        discovery = Discovery(
+            sources,
+            lambda server: launcher.add(server.name, server.role, server.place),
+            lambda server: launcher.drain(server.name),
+        )
+        servers = [ListedServer(name, *of) for name, of in launcher.listed.items()]
+        discovery.membership.adopt(servers, time.monotonic())
+        self._discovery = asyncio.create_task(discovery.run())
 
     def _watch_keepers(self, launcher: LocalLauncher) -> None:
         for keeper in launcher.keepers:
@@ -446,6 +464,7 @@ class Supervisor:
             memory={} if launcher is None else launcher.memory(),
             epoch=self._epoch,
             offers=self._offers,
+            listed={} if launcher is None else launcher.listed,
         )
 
     def _adopt(self, state: SupervisorState) -> None:
@@ -461,6 +480,9 @@ class Supervisor:
             self._launcher = self._new_launcher(state.prepared)
             self._launcher.adopt(state.workers, state.memory)
             self._watch_keepers(self._launcher)
+            for name, (role, place) in state.listed.items():
+                self._launcher.add(name, role, place)
+            self._discover(self._launcher)
 
     # The head's health, and the end
 
@@ -502,6 +524,8 @@ class Supervisor:
             self._upgrade.cancel()
         if self._next_head is not None:
             self._next_head.end()
+        if self._discovery is not None:
+            self._discovery.cancel()
         if self._launcher is not None:
             await self._launcher.stop()
         if self._fork_server is not None:

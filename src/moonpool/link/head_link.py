@@ -139,6 +139,12 @@ class HeadLink:
         """Of the present connection, as agreed on; 0 without one."""
         return 0 if self.channel is None else self.channel.protocol
 
+    def not_open(self) -> str:
+        """Returns "", or that there is no head."""
+        address = self.heads.address
+        where = f"{address.host}:{address.port}"
+        return "" if self.protocol else f"there is no connection to the head at {where}"
+
     def send(self, *frames: UpFrame) -> None:
         """Sends frames; does nothing while there is no connection."""
         if self.channel is not None:
@@ -332,6 +338,12 @@ class InstanceProcess(ABC):
         self._leave_by_s = time.monotonic() + within_s
         self._report_leaving()
         return True
+
+    def not_ready(self) -> str:
+        """Returns "", or why no request comes to this instance."""
+        if self._leave_by_s is not None:
+            return "the instance is leaving"
+        return "" if self._joined else self._link.not_open() or "the instance is starting"
 
     @abstractmethod
     def on_head(self) -> None: ...

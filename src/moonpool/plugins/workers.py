@@ -44,6 +44,9 @@ class RunnableWorker(Protocol):
     async def run(self, head_host: str, head_port: int) -> None:
         """Serves until the head stops this worker, or it is cancelled. Raises WorkerError."""
 
+    def not_ready(self) -> str:
+        """Returns "", or why it does not work for the head now."""
+
 
 @runtime_checkable
 class DrainableWorker(RunnableWorker, Protocol):

@@ -256,6 +256,8 @@ class SupervisorState(Struct, frozen=True):
     ended: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
     """By answer: heads that its call has ended, and that were killed with it."""
     offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
+    listed: dict[str, tuple[Role, str]] = msgspec.field(default_factory=dict)
+    """By name: role and place of each vLLM server that a source lists."""
 
     @property
     def fds(self) -> list[int]:

@@ -22,6 +22,7 @@ import msgspec
 
 from moonpool.config.tables import VllmAddress
 from moonpool.cost.fitted import FittedCost
+from moonpool.discovery.membership import HOLD_OFFS_S, STEADY_S
 from moonpool.gc_tuning import settle_memory
 from moonpool.host_pool.places import default_socket
 from moonpool.link.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
@@ -157,10 +158,11 @@ class VllmWorker(InstanceProcess):
 
     async def run(self, head_host: str, head_port: int) -> None:
         """Serves while the vLLM server comes and goes. Raises WorkerError."""
+        num_short = 0
         try:
             while True:
                 self._engine = await self._found()
-                self._gone = False
+                self._gone, began_s = False, self._loop.time()
                 self._link = self._open_link()
                 self._spawn(self._beat())
                 try:
@@ -170,6 +172,13 @@ class VllmWorker(InstanceProcess):
                     await self._end_tasks()
                 if not self._gone:
                     return
+                if self._loop.time() - began_s > STEADY_S:
+                    num_short = 0
+                hold_s = HOLD_OFFS_S[min(num_short, len(HOLD_OFFS_S) - 1)]
+                num_short += 1
+                if hold_s:
+                    log.warning("vLLM at %s comes and goes: held off %g s", self._place.url, hold_s)
+                    await asyncio.sleep(hold_s)
         finally:
             await self._client.close()
 
@@ -179,6 +188,11 @@ class VllmWorker(InstanceProcess):
     async def _pause(self) -> None:
         """From one look at the server's health to the next."""
         await asyncio.sleep(HEARTBEAT_S)
+
+    def not_ready(self) -> str:
+        if self._engine is None or self._gone:
+            return f"vLLM at {self._place.url} does not respond"
+        return super().not_ready()
 
     async def _found(self) -> FoundServer:
         """Waits for the server without a limit."""

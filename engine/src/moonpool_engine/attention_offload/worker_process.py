@@ -53,6 +53,10 @@ class AttentionWorker:
             if self._service is not None:
                 await asyncio.to_thread(self._service.close)
 
+    def not_ready(self) -> str:
+        """Returns "", or why it keeps no KVCache yet."""
+        return self._link.not_open() or ("" if self._ready else "the worker is starting")
+
     # Callbacks of the head link
 
     def on_head(self) -> None:

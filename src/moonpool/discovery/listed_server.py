@@ -1,0 +1,110 @@
+"""A server that a source lists, and the sources by their names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import parse_qs, urlsplit
+
+from moonpool.types import Role
+
+ROLES = {
+    "": Role.MIXED,
+    "both": Role.MIXED,
+    "mixed": Role.MIXED,
+    "prefill-decode": Role.MIXED,
+    "prefill": Role.PREFILL,
+    "decode": Role.DECODE,
+}
+"""By the value of the label `llm-d.ai/role`."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+_HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}", re.ASCII)
+
+
+class SourceError(ValueError):
+    """A source cannot be read; one line. What it listed last holds on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedServer:
+    """A vLLM server. `place`: as `--vllm` takes it. Equal servers are the same."""
+
+    name: str
+    role: Role
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """A file in llm-d's `endpoints.yaml` form."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class DnsSource:
+    """A name whose records are the servers. `port` is None for SRV records, which have one each.
+    `events`, `replay`: ports of KV events and their replay; 0: none."""
+
+    name: str
+    port: int | None
+    role: Role
+    events: int = 0
+    replay: int = 0
+
+
+Source = FileSource | DnsSource
+
+
+def parse_source(text: str) -> Source:
+    """Reads what `--vllm-endpoints` was given. Raises SourceError."""
+    if not text.startswith(("dns://", "srv://")):
+        if not text or "://" in text:
+            raise SourceError(f"{text!r} is no source: use a file, dns://NAME:PORT or srv://NAME")
+        return FileSource(text)
+    form = "dns://NAME:PORT or srv://NAME, then optionally ?role=prefill&events=5557&replay=5558"
+    try:
+        split = urlsplit(text)
+        asked = parse_qs(split.query, strict_parsing=bool(split.query))
+        port = split.port
+        known = set(asked) <= {"role", "events", "replay"}
+        role = ROLES[asked.get("role", [""])[0]]
+        events, replay = (_port(asked.get(key, ["0"])[0], 0) for key in ("events", "replay"))
+    except (ValueError, KeyError):
+        raise SourceError(f"{text!r} is no source: use {form}") from None
+    name, is_srv = split.hostname or "", split.scheme == "srv"
+    if not known or not _HOST.fullmatch(name) or (port is None) is not is_srv or split.path:
+        raise SourceError(f"{text!r} is no source: use {form}")
+    if replay and not events:
+        raise SourceError(f"{text!r} has a port of replay, and none of events")
+    return DnsSource(name, port, role, events, replay)
+
+
+def server_at(
+    host: str, port: int, role: Role, events: int = 0, replay: int = 0, name: str = ""
+) -> ListedServer:
+    """Makes a server. Raises SourceError for a name or address that can be none."""
+    own = name or f"{role.value}-{host.replace(':', '-')}-{port}"
+    if not _NAME.fullmatch(own):
+        raise SourceError(f"{own[:80]!r} is no name: use letters, digits, '.', '_' and '-'")
+    if not _HOST.fullmatch(host):
+        raise SourceError(f"{own}: {host[:80]!r} is no address")
+    at = f"[{host}]" if ":" in host else host
+    ports = [number for number in (events, replay) if number]
+    place = ",".join([f"http://{at}:{port}", *(f"tcp://{at}:{number}" for number in ports)])
+    return ListedServer(own, role, place)
+
+
+def _port(value: object, least: int = 1) -> int:
+    number = int(str(value))
+    if not least <= number <= 65535:
+        raise ValueError("out of range")
+    return number
+
+
+def port_of(value: object, what: str) -> int:
+    """Reads a port. Raises SourceError."""
+    try:
+        return _port(value)
+    except ValueError:
+        raise SourceError(f"{what}: {str(value)[:40]!r} is no port") from None

@@ -1,0 +1,108 @@
+"""Every container of the chart runs: what is rendered starts, is ready, answers, and ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import pytest
+
+from moonpool.cli.main import cli
+from tests.certificates import make_certificates
+from tests.deploy.chart import RELEASE, VALUES, render, values_of
+from tests.deploy.loopback import Container, Loopback, loopback, unchecked
+from tests.live.vllm_stub import MODEL
+
+QUICK = "default-values.yaml"
+
+
+def here(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values for this machine, which has another model and no GPU."""
+    if values.get("engine") != "vllm":
+        return values
+    vllm = {"kvEvents": False} | values.get("vllm", {})  # the stub publishes none
+    return values | {"model": os.environ.get("MOONPOOL_TEST_MODEL", MODEL), "vllm": vllm}
+
+
+def existing_secrets(folder: Path) -> dict[str, dict[str, bytes]]:
+    """Those that the value files say the cluster has."""
+    files = make_certificates(folder, "authority", "part")
+    named = zip(("tls.crt", "tls.key", "ca.crt"), files, strict=True)
+    tls = {key: Path(path).read_bytes() for key, path in named}
+    return {
+        "llm-keys": {"keys": b"sk-one team share=2\n", "admin-key": b"sk-operator"},
+        "llm-cluster": {"secret": bytes(range(32)).hex().encode()},
+        "hub": {"token": b"hf_none"},
+        "llm-tls": tls,
+        "llm-cluster-tls": tls,
+        "moonpool-cluster-tls": tls,
+    }
+
+
+def is_absent(container: Container) -> bool:
+    """Whether this release lacks the command of a container, which is off by default."""
+    name, *more = container.spec.get("args", [""])
+    if container.spec["command"] != ["moonpool"] or container.spec["name"] not in ("pool", "epp"):
+        return False
+    command = cli.get_command(click.Context(cli), name)
+    if isinstance(command, click.Group):
+        command = command.get_command(click.Context(command), more[0])
+    return command is None
+
+
+def asked(place: Loopback, values: dict[str, Any], **body: Any) -> httpx.Response:
+    """Asks as a client does: by the Service, with a key of the Secret."""
+    port = values.get("head", {}).get("service", {}).get("port", 8000)
+    scheme = "https" if values.get("tls", {}).get("httpSecret") else "http"
+    auth = values.get("auth", {})
+    headers = {}
+    if auth.get("enabled", True):
+        keys = place.secret(auth.get("existingSecret", f"{RELEASE}-moonpool-auth"), "keys")
+        headers["authorization"] = f"Bearer {keys.decode().split()[0]}"
+    url = f"{scheme}://127.0.0.1:{place.port_of(f'{RELEASE}-moonpool', port)}"
+    with httpx.Client(base_url=url, headers=headers, verify=unchecked(), timeout=120) as client:
+        return client.post("/v1/completions", json=body)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path.name == QUICK else pytest.mark.long) for path in VALUES],
+    ids=lambda path: path.stem,
+)
+def test_what_is_rendered_starts_answers_and_ends(path: Path, tmp_path: Path) -> None:
+    values = here(values_of(path))
+    manifests = render(values)
+    with loopback(manifests, tmp_path / "pods", existing_secrets(tmp_path)) as place:
+        place.start(but=is_absent)
+        answer = asked(place, values, prompt=list(range(40, 140)), max_tokens=4)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        if values.get("auth", {}).get("enabled", True):
+            stranger = values | {"auth": {"enabled": False}}
+            assert asked(place, stranger, prompt=[40]).status_code == 401
+        place.stop()
+        assert not any(container.process for pod in place.pods for container in pod.containers)
+
+
+@pytest.mark.live
+def test_workers_stay_when_the_head_is_replaced(tmp_path: Path) -> None:
+    """As by an upgrade of the release: the pod of the head ends, and another one starts."""
+    values: dict[str, Any] = {}
+    with loopback(render(values), tmp_path / "pods") as place:
+        place.start()
+        first = asked(place, values, prompt=list(range(40, 140)), max_tokens=4).json()
+        head = next(pod for pod in place.pods if "-head-" in pod.name)
+        workers = [c.process.pid for pod in place.pods if pod is not head for c in pod.containers]
+        place.end(head)
+        place.start(but=lambda container: container.pod is not head)
+        for pod in place.pods:
+            place.wait_until_ready(pod)
+        again = asked(place, values, prompt=list(range(40, 140)), max_tokens=4).json()
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64, "KVCache stayed"
+        found = [c.process.pid for pod in place.pods if pod is not head for c in pod.containers]
+        assert found == workers

@@ -1,0 +1,44 @@
+"""The kustomize base: what the chart renders, and what kustomize takes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy.chart import ROOT
+from tests.deploy.kustomize_base import BASE, base_files
+
+
+def test_the_base_is_what_the_chart_renders() -> None:
+    files = base_files()
+    assert {path.name for path in BASE.glob("*.yaml")} == set(files)
+    for name, text in files.items():
+        assert (BASE / name).read_text() == text, "python -m tests.deploy.kustomize_base"
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_kustomize_builds_the_example(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "deploy" / "kustomize", tmp_path / "k")
+    example = tmp_path / "k" / "example"
+    (example / "cluster.env").write_text("secret=00\n")
+    (example / "auth.env").write_text("keys=sk-a default\nadmin-key=sk-b\n")
+    line = ["kubectl", "kustomize", str(example)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    built = list(yaml.safe_load_all(done.stdout))
+    assert {each["metadata"]["namespace"] for each in built} == {"llm"}
+    sets = {e["metadata"]["name"]: e for e in built if e["kind"] == "StatefulSet"}
+    assert sets["moonpool-decode"]["spec"]["replicas"] == 3
+    (container,) = sets["moonpool-decode"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry.example/moonpool:0.1.0"
+    secrets = {each["metadata"]["name"] for each in built if each["kind"] == "Secret"}
+    refs = [
+        e["valueFrom"]["secretKeyRef"]["name"]
+        for e in container["env"]
+        if "valueFrom" in e and "secretKeyRef" in e["valueFrom"]
+    ]
+    assert set(refs) <= secrets, "the generated names reach the pods"
