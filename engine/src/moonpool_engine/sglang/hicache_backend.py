@@ -12,6 +12,7 @@ rank's, or one that is laid out in another way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import sglang.srt.mem_cache.utils as sglang_hashes
@@ -25,12 +26,24 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from moonpool.host_pool.places import default_socket
 from moonpool_engine.sglang.page_store import BlockClient, PageStore, Piece, namespace_of, pieces_of
+from moonpool_engine.sglang.pool_client import HostPoolClient
+from moonpool_engine.vllm.model_identity import UnknownModelError, hash_folder
 
 KV = "kv"
 """The pool of host memory that has a page for every token."""
 Opener = Callable[[dict[str, Any], bytes], BlockClient]
 """Opens the pool for this configuration and namespace."""
+
+
+def open_host_pool(extra: dict[str, Any], namespace: bytes) -> BlockClient:
+    """The pool of this host, at the socket `pool` of the configuration or where
+    `moonpool pool serve` opens it."""
+    named = extra.get("pool")
+    path = Path(named) if named else default_socket()
+    sizes = [int(size) for size in extra.get("piece_bytes", ())]
+    return HostPoolClient(path, namespace, str(extra["model_identity"]), sizes)
 
 
 class UnsupportedError(RuntimeError):
@@ -41,8 +54,8 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
     """One for each rank. SGLang calls it from threads of its own, one for loads and one for
     stores."""
 
-    open_client: Opener | None = None
-    """Set once for the process, before SGLang makes a backend."""
+    open_client: Opener = staticmethod(open_host_pool)
+    """How the pool is opened; tests have another one."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, _kwargs: Any = None) -> None:
         """Raises UnsupportedError."""
@@ -70,19 +83,22 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
         self.registered_pools[name] = host_pool
         self._namespaces[name] = self._namespace_of(host_pool)
         if self._store is None:
-            opener = type(self).open_client
-            if opener is None:
-                raise UnsupportedError("no pool is open in this process")
-            client = opener(self._extra, self._namespaces[name])
+            extra = self._extra | {"model_identity": self._identity}
+            extra |= {"piece_bytes": _piece_bytes(host_pool)}
+            client = type(self).open_client(extra, self._namespaces[name])
             self._store = PageStore(client, self._namespaces)
 
     def _identity_of(self, config: HiCacheStorageConfig) -> str:
         identity = str(self._extra.get("model_identity") or "")
         if not identity:
-            raise UnsupportedError(
-                "the pool knows models by the hash of their weights, and none was given"
-                " (model_identity)"
-            )
+            folder = Path(str(self._extra.get("model_path") or config.model_name or ""))
+            try:
+                identity = hash_folder(folder)
+            except UnknownModelError as error:
+                raise UnsupportedError(
+                    f"the pool knows models by the hash of their weights: {error}; name the folder"
+                    " as model_path"
+                ) from None
         return f"{identity} as {config.model_name}"
 
     def _namespace_of(self, host_pool: Any) -> bytes:
@@ -267,6 +283,15 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
         if self._store is None:
             raise UnsupportedError("SGLang has registered no host memory")
         return self._store
+
+
+def _piece_bytes(host_pool: Any) -> list[int]:
+    """The bytes of a page's pieces, as far as the memory says them before a page is moved."""
+    try:
+        first = torch.arange(int(getattr(host_pool, "page_size", 1) or 1))
+        return [int(size) for size in host_pool.get_page_buffer_meta(first)[1]]
+    except Exception:  # of another release of SGLang: the first page says it
+        return []
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -1,0 +1,87 @@
+"""SGLang's pages in the pool of a host: the client, on plain memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from moonpool_engine.sglang.page_store import PageStore, Piece
+from moonpool_engine.sglang.pool_client import HostPoolClient
+from tests.live.test_host_pool import Pool, wait_for
+
+PAGES, PIECES, PIECE_BYTES = 6, 4, 2048
+HASHES = [f"hash {number}" for number in range(PAGES)]
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    found = Pool("--dram", "16MiB")
+    yield found
+    found.close()
+
+
+class Memory:
+    """Host memory of some pages, at a multiple of 64."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        raw = np.zeros(PAGES * PIECES * PIECE_BYTES + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        self.bytes = raw[start : start + PAGES * PIECES * PIECE_BYTES]
+        if seed is not None:
+            self.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(self.bytes))
+
+    def pieces(self) -> list[list[Piece]]:
+        """The pieces of a page lie far apart, as those of layers do."""
+        at = self.bytes.ctypes.data
+        return [
+            [(at + (piece * PAGES + page) * PIECE_BYTES, PIECE_BYTES) for piece in range(PIECES)]
+            for page in range(PAGES)
+        ]
+
+
+def store(pool: Pool, namespace: bytes = b"n" * 32) -> PageStore:
+    client = HostPoolClient(pool.socket, namespace, "m", [PIECE_BYTES] * PIECES)
+    return PageStore(client, {"kv": namespace})
+
+
+def test_pages_outlive_the_process_and_the_pool(pool: Pool) -> None:
+    stored, first = Memory(seed=1), store(pool)
+    assert first.leading("kv", HASHES) == 0
+    assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES
+    assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES  # it is there already
+    wait_for(lambda: first.leading("kv", HASHES) == PAGES)
+    first.close()
+    pool.kill()
+    pool.start()
+    second, loaded = store(pool), Memory()
+    assert second.leading("kv", [*HASHES[:3], "other"]) == 3
+    assert second.get("kv", HASHES, loaded.pieces()) == [True] * PAGES
+    assert np.array_equal(loaded.bytes, stored.bytes)
+    second.close()
+
+
+def test_a_changed_page_is_a_miss_and_forgotten(pool: Pool) -> None:
+    stored, pages = Memory(seed=1), store(pool)
+    pages.put("kv", HASHES, stored.pieces())
+    wait_for(lambda: pages.leading("kv", HASHES) == PAGES)
+    (arena,) = pool.memory.glob("*/arena")
+    data = bytearray(arena.read_bytes())
+    at = data.index(stored.bytes[2 * PIECE_BYTES : 3 * PIECE_BYTES].tobytes())
+    data[at + 5] ^= 1
+    with arena.open("r+b") as file:
+        file.write(data)
+    assert pages.get("kv", HASHES, Memory().pieces()) == [number != 2 for number in range(PAGES)]
+    wait_for(lambda: pages.leading("kv", HASHES) == 2)
+    pages.close()
+
+
+def test_a_pool_that_dies_is_a_miss(pool: Pool) -> None:
+    stored, pages = Memory(seed=1), store(pool)
+    pages.put("kv", HASHES, stored.pieces())
+    pool.kill()
+    assert pages.get("kv", HASHES, Memory().pieces()) == [False] * PAGES
+    assert pages.put("kv", HASHES, stored.pieces()) == [False] * PAGES
+    assert pages.leading("kv", HASHES) == 0
+    pages.close()
