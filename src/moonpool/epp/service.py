@@ -33,7 +33,7 @@ async def serve_picker(
     fails_open: bool,
     api_key: str,
 ) -> None:
-    """Serves until `stop` is set. Raises ClusterError, SourceError, PortInUseError, and as
+    """Serves until `stop` is set. Raises ClusterError, EndpointsError, PortInUseError, and as
     `open_keys` and `open_tls`."""
     config = resolved(config)
     keys, tls = open_keys(config), open_tls(config)

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from moonpool.epp.sources.source import SourceError
+from moonpool.epp.sources.source import EndpointsError
 from moonpool.log_limit import limited_logger
 from moonpool.types import MALFORMED
 
@@ -40,13 +40,13 @@ class ApiServer:
     because it is replaced every hour."""
 
     def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
-        """Raises SourceError."""
+        """Raises EndpointsError."""
         self.url = url
         self._token_file = token_file
         try:
             context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
         except (OSError, ssl.SSLError) as error:
-            raise SourceError(f"the CA of the Kubernetes API, {ca_file}: {error}") from None
+            raise EndpointsError(f"the CA of the Kubernetes API, {ca_file}: {error}") from None
         timeout = httpx.Timeout(30.0, read=SILENCE_S)
         self._http = httpx.AsyncClient(
             base_url=url, verify=context, timeout=timeout, trust_env=False
@@ -54,10 +54,10 @@ class ApiServer:
 
     @classmethod
     def of_pod(cls, environment: Mapping[str, str] = os.environ) -> ApiServer:
-        """The API of the cluster in which this process runs. Raises SourceError."""
+        """The API of the cluster in which this process runs. Raises EndpointsError."""
         host, port = (environment.get(f"KUBERNETES_SERVICE_{each}") for each in ("HOST", "PORT"))
         if not host:
-            raise SourceError(
+            raise EndpointsError(
                 "this is no pod of a Kubernetes cluster (KUBERNETES_SERVICE_HOST is not set): name"
                 " the API with --kube-url, or use --endpoints or --dns"
             )
