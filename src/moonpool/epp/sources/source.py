@@ -15,6 +15,6 @@ class EndpointsError(Exception):
 class EndpointSource(Protocol):
     async def follow(self, update: Callable[[Listing], None]) -> None:
         """Calls `update` with all that there is, at first and after each change, until cancelled.
-        Where the source fails for a time, what it said last holds. Raises EndpointsError if it cannot
-        begin."""
+        Where the source fails for a time, what it said last holds. Raises EndpointsError if it
+        cannot begin."""
         ...
