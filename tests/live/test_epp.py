@@ -97,7 +97,7 @@ def wait_until(holds: Callable[[], bool], wait_s: float = 240.0) -> None:
 
 
 def test_a_call_goes_where_the_conductor_says(two: Gateway) -> None:
-    wait_until(lambda: two.picker.log.read_text().count("measured vLLM") == 2)
+    wait_until(lambda: two.picker.log.read_text().count("measured http") == 2)
     prompt = PROMPT * 6
     found = two.complete({"x-request-id": "first"}, prompt=prompt)
     assert found.status_code == 200

@@ -74,7 +74,7 @@ class Pool:
 
     def __init__(self, *flags: str, secret: str = "") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="moonpool-pool-"))
-        self.memory = Path(tempfile.mkdtemp(prefix="moonpool-pool-", dir="/dev/shm"))
+        self.memory = Path(tempfile.mkdtemp(dir="/dev/shm"))
         self.memory.chmod(0o700)
         self.socket = self.folder / "pool.sock"
         self._flags = flags

@@ -159,7 +159,7 @@ def test_what_is_no_vllm_is_one_line(tmp_path: Path) -> None:
         LocalServer(["--vllm", f"http://127.0.0.1:{free_port()}"]),
     ):
         pass
-    with pytest.raises(ServerError, match="names no vLLM"), LocalServer(["--vllm", "localhost"]):
+    with pytest.raises(ServerError, match="names no server"), LocalServer(["--vllm", "localhost"]):
         pass
     with pytest.raises(ServerError, match="--vllm URL"), LocalServer(["--config", str(config)]):
         pass

@@ -435,7 +435,7 @@ def test_it_serves_before_it_has_measured() -> None:
 
 def test_a_prefill_vllm_without_a_connector_is_told_at_the_start() -> None:
     with (
-        stubs(VllmStub("m"), VllmStub("m")) as (one, other),
+        stubs(VllmStub("m", connector=False), VllmStub("m")) as (one, other),
         pytest.raises(ServerError, match="start it with a --kv-transfer-config"),
         LocalServer(["--vllm-prefill", one.url, "--vllm-decode", other.url, *EASY]),
     ):

@@ -39,7 +39,10 @@ class VllmStub:
         num_blocks: int = 4096,
         parses: tuple[str, ...] = (),
         port: int = 0,
+        connector: bool = True,
     ) -> None:
+        """`connector`: it hands KVCache over, where a prefill asks for that."""
+        self.connector = connector
         self.names = names or ("m",)
         self.root = root
         self.paths = paths
@@ -181,7 +184,9 @@ class _Handler(BaseHTTPRequestHandler):
         if body.get("stream"):
             self._stream(events, stub.dies_after if own else None)
         else:
-            self._whole(200, json.dumps(_together(self.path, body, events)).encode())
+            self._whole(
+                200, json.dumps(_together(self.path, body, events, stub.connector)).encode()
+            )
 
     def _body(self) -> bytes:
         length = self.headers["content-length"]
@@ -250,7 +255,7 @@ def _events(path: str, body: Body) -> Iterator[Body]:
         }
 
 
-def _together(path: str, body: Body, events: list[Body]) -> Body:
+def _together(path: str, body: Body, events: list[Body], connector: bool) -> Body:
     if path in POOLING:
         return {"object": "list", "model": body["model"], "data": [], "usage": {"prompt_tokens": 7}}
     if path != "/v1/completions":
@@ -276,7 +281,7 @@ def _together(path: str, body: Body, events: list[Body]) -> Body:
         ]
     usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(answer)}
     whole: Body = {"choices": [choice], "usage": usage}
-    if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):  # as a connector does
+    if connector and (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
         whole["kv_transfer_params"] = {"do_remote_prefill": True, "remote_host": "127.0.0.1"}
     return whole
 

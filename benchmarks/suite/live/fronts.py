@@ -195,7 +195,7 @@ def _measured_url_of(server: LocalServer, num_engines: int) -> Iterator[str]:
     """Once the times of all engines are measured, which it does while it serves."""
     with server:
         until_s = time.monotonic() + MEASURED_S
-        while sum("measured vLLM" in line for line in server.log_lines()) < num_engines:
+        while sum("measured http" in line for line in server.log_lines()) < num_engines:
             if time.monotonic() > until_s:
                 raise ServerError(f"the vLLMs were not measured: {server.last_words()}")
             time.sleep(0.2)

@@ -98,7 +98,7 @@ def test_figures_are_printed_and_written_by_the_designs_names(trace: str, tmp_pa
     assert found["requests"] == NUM_REQUESTS
     assert found["completed"] + found["rejected"] + found["failed"] == NUM_REQUESTS
     assert found["seed"] == found["config"]["conductor"]["seed"] == 3
-    cluster = {"prefill": 8, "decode": 8, "mixed": 0, "attention": 0}
+    cluster = {"prefill": 8, "decode": 8, "mixed": 0, "attention": 0, "launcher": "local"}
     assert found["config"]["cluster"] == cluster
     assert f"{found['ttft_s']['p50']:.3g}" in done.stdout
     names = set(re.findall(r"^\| `([a-z_0-9]+)[`{]", SIMULATING, re.M))
@@ -147,7 +147,13 @@ def test_flags_and_file_shape_the_cluster(trace: str, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('[cluster]\nprefill = 3\ndecode = 2\n[conductor]\nplacement = "random"\n')
     found = figures_of(tmp_path, "--trace", trace, "--config", str(file), "--decode", "4")
-    assert found["config"]["cluster"] == {"prefill": 3, "decode": 4, "mixed": 0, "attention": 0}
+    assert found["config"]["cluster"] == {
+        "prefill": 3,
+        "decode": 4,
+        "mixed": 0,
+        "attention": 0,
+        "launcher": "local",
+    }
     assert found["config"]["conductor"]["placement"] == "random"
     some = figures_of(tmp_path, "--trace", trace, "--requests", "10", "--speed", "2")
     assert some["requests"] == 10
@@ -157,7 +163,13 @@ def test_flags_and_file_shape_the_cluster(trace: str, tmp_path: Path) -> None:
 def test_mixed_instances_stand_alone_or_beside_the_others(trace: str, tmp_path: Path) -> None:
     none = ("--trace", trace, "--admission", "none")
     alone = figures_of(tmp_path, *none, "--mixed", "6")
-    assert alone["config"]["cluster"] == {"prefill": 0, "decode": 0, "mixed": 6, "attention": 0}
+    assert alone["config"]["cluster"] == {
+        "prefill": 0,
+        "decode": 0,
+        "mixed": 6,
+        "attention": 0,
+        "launcher": "local",
+    }
     assert set(alone["utilisation"]) == {"mixed"} and alone["completed"] == NUM_REQUESTS
     beside = figures_of(tmp_path, *none, "--mixed", "2", "--prefill", "2", "--decode", "2")
     assert set(beside["utilisation"]) == {"prefill", "decode", "mixed"}
