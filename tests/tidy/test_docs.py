@@ -12,6 +12,7 @@ import click
 import pytest
 from test_structure import LEVELS
 
+from benchmarks import page_pool
 from benchmarks.clients import page as clients_page
 from benchmarks.clients.environments import read_clients
 from benchmarks.page import PAGE as BENCHMARK_PAGE
@@ -101,6 +102,13 @@ def test_the_tables_of_the_config_are_those_the_page_names() -> None:
 
 def test_the_benchmark_page_is_what_the_results_give() -> None:
     assert benchmark_page() == BENCHMARK_PAGE.read_text(), "run `python -m benchmarks.page`"
+
+
+def test_the_table_of_pools_is_what_the_result_gives() -> None:
+    result = json.loads(page_pool.RESULT.read_text())
+    page = page_pool.PAGE.read_text()
+    section = page_pool.pool_section(result)
+    assert page_pool.with_section(page, section) == page, "run `python -m benchmarks.page_pool`"
 
 
 def test_the_clients_page_is_what_the_results_give() -> None:
