@@ -146,7 +146,7 @@ def epp(
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from moonpool.epp.server import GrpcPort, PortInUseError
     from moonpool.epp.service import serve_picker
-    from moonpool.epp.sources.source import SourceError
+    from moonpool.epp.sources.source import EndpointsError
     from moonpool.head.cluster_error import ClusterError
 
     overrides = FLAGS.overrides(flags)
@@ -180,7 +180,7 @@ def epp(
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())
-    except (ClusterError, PortError, PortInUseError, SourceError, *UNPROTECTED) as error:
+    except (ClusterError, PortError, PortInUseError, EndpointsError, *UNPROTECTED) as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -193,7 +193,7 @@ def _source(
     pool_namespace: str,
     kube_url: str,
 ) -> EndpointSource:
-    """Raises SourceError."""
+    """Raises EndpointsError."""
     if endpoints_file is not None:
         from moonpool.epp.sources.endpoints_file import EndpointsFile
 
