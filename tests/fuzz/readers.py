@@ -22,6 +22,7 @@ from moonpool.config.tables import ConfigError
 from moonpool.discovery.dns_records import parse_srv
 from moonpool.discovery.endpoints_file import parse_endpoints
 from moonpool.discovery.listed_server import SourceError
+from moonpool.host_pool.messages import TO_POOL, Commit, Find, JoinPool, PoolMessage, Reserve
 from moonpool.link.auth import AuthError, ClientHandshake, Identity, ServerHandshake
 from moonpool.protocol.frames import DownFrame, UpFrame
 from moonpool.sim.hardware.catalogue import package_text, parse_catalogue
@@ -455,12 +456,25 @@ def _profiles() -> list[bytes]:
     return [msgspec.json.encode(profile) for profile in (CONVERSATION, TOOLAGENT)]
 
 
+def _pool_requests() -> list[bytes]:
+    keys = (bytes(16), bytes(range(16)))
+    found = (
+        JoinPool(protocol=1),
+        Find(owner="o", group=bytes(32), keys=keys, wait_s=1.0),
+        Reserve(number=1, keys=keys, first_depth=2),
+        Commit(number=1, checksums=bytes(16)),
+    )
+    return [msgspec.msgpack.encode(one) for one in found]
+
+
 READERS = (
     _message("control-up", UpFrame),
     _message("control-down", DownFrame),
     _message("attention-opening", attention_wire.Opening),
     _message("attention-command", attention_wire.AttentionCommand),
     _message("attention-event", attention_wire.AttentionEvent),
+    Reader("pool-client", _pool_requests, lambda data, folder: TO_POOL.decode(data), MALFORMED),
+    _message("pool-server", PoolMessage),
     Reader(
         "transfer",
         lambda: samples_of(Message, 1),

@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
+from moonpool.host_pool.framing import framed, is_own_user, read_message
 from moonpool.host_pool.messages import (
     FROM_POOL,
-    MAX_FRAME_BYTES,
     PROTOCOL,
     ClientMessage,
     Describe,
@@ -47,7 +44,6 @@ STORE_WAIT_S = 1.0
 """How long a prefill waits until its last blocks are in the pool."""
 FETCH_S = 10.0
 MARGIN_S = 2.0
-_LENGTH = struct.Struct(">I")
 
 PoolEvent = PoolJoined | PoolChanged | PoolLost | PoolReady
 
@@ -119,9 +115,11 @@ class PoolWatch:
             asyncio.open_unix_connection(str(self._path)), CONNECT_S
         )
         try:
+            if not is_own_user(writer.get_extra_info("socket")):
+                raise ValueError("its socket is another user's")
             self._writer = writer
             self._send(JoinPool(protocol=PROTOCOL))
-            hello = await asyncio.wait_for(_read(reader), CONNECT_S)
+            hello = await asyncio.wait_for(read_message(reader, FROM_POOL), CONNECT_S)
             if isinstance(hello, PoolRefused):
                 raise ValueError(hello.error)
             if not isinstance(hello, PoolJoinAccepted):
@@ -129,7 +127,7 @@ class PoolWatch:
             looks = asyncio.create_task(self._look())
             try:
                 while True:
-                    self._on_message(await _read(reader))
+                    self._on_message(await read_message(reader, FROM_POOL))
             finally:
                 looks.cancel()
         finally:
@@ -143,8 +141,7 @@ class PoolWatch:
 
     def _send(self, message: ClientMessage) -> None:
         if self._writer is not None:
-            body = msgspec.msgpack.encode(message)
-            self._writer.write(_LENGTH.pack(len(body)) + body)
+            self._writer.write(framed(message))
 
     def _on_message(self, message: PoolMessage) -> None:
         match message:
@@ -242,11 +239,3 @@ class PoolWatch:
             return await asyncio.wait_for(future, timeout_s)
         finally:
             self._answers.pop(name, None)
-
-
-async def _read(reader: asyncio.StreamReader) -> PoolMessage:
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"it sent a frame of {length} bytes")
-    message: PoolMessage = FROM_POOL.decode(await reader.readexactly(length))
-    return message

@@ -7,22 +7,21 @@ model whose clients have gone keeps its blocks until another model needs the pla
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import shutil
 import socket
-import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from moonpool import __version__
 from moonpool.host_pool.block_space import BlocksFetched, BlocksFound
+from moonpool.host_pool.framing import framed, is_own_user, read_message
 from moonpool.host_pool.messages import (
-    MAX_FRAME_BYTES,
     PROTOCOL,
     TO_POOL,
     AttachRank,
@@ -63,9 +62,8 @@ FIRST_S = 10.0
 MAX_CLIENTS = 256
 MAX_FINDS = 4096
 MAX_RESERVATIONS = 256
+MAX_FETCHES = 1024
 MAX_UNSENT_BYTES = 256 << 20
-_LENGTH = struct.Struct(">I")
-_PEER = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +130,7 @@ class _Client:
         """A client that does not read is cut off."""
         if self._writer.is_closing():
             return
-        body = msgspec.msgpack.encode(message)
-        self._writer.write(_LENGTH.pack(len(body)) + body)
+        self._writer.write(framed(message))
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             log.warning("%s does not read its answers; its connection ends", self.name)
             self._writer.transport.abort()
@@ -188,11 +185,11 @@ class PoolServer:
                 client.send(PoolRefused(error=problem))
                 return
             self._clients.add(client)
-            message = await asyncio.wait_for(_read(reader), FIRST_S)
+            message = await asyncio.wait_for(read_message(reader, TO_POOL), FIRST_S)
             if not await self._greet(client, message):
                 return
             while True:
-                self._on_message(client, await _read(reader))
+                self._on_message(client, await read_message(reader, TO_POOL))
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             pass
         except (*MALFORMED, ValueError) as error:
@@ -204,12 +201,8 @@ class PoolServer:
 
     def _stranger(self, writer: asyncio.StreamWriter) -> str:
         """Returns why this peer is not served; "" if it is."""
-        sock = writer.get_extra_info("socket")
-        pid, uid, _ = _PEER.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        )
-        if uid != os.geteuid():
-            log.warning("process %d of user %d asked for the pool and was refused", pid, uid)
+        if not is_own_user(writer.get_extra_info("socket")):
+            log.warning("a process of another user asked for the pool and was refused")
             return "the pool belongs to another user"
         if len(self._clients) >= MAX_CLIENTS:
             return f"the pool has {MAX_CLIENTS} clients already"
@@ -422,8 +415,13 @@ class PoolServer:
 
     def _on_fetch(self, client: _Client, message: FetchToPool) -> None:
         group = self._groups.get(message.group)
-        if group is None or len(message.sources) != len(group.hosts) or not group.state.is_whole:
-            error = "the pool has no such model with as many ranks"
+        if (
+            group is None
+            or len(group.fetches) >= MAX_FETCHES
+            or len(message.sources) != len(group.hosts)
+            or not group.state.is_whole
+        ):
+            error = "the pool has no such model with as many ranks, or too many fetches"
             client.send(Fetched(number=message.number, num_blocks=0, error=error))
             return
         self._use(group)
@@ -515,17 +513,12 @@ class PoolServer:
         )
 
 
-async def _read(reader: asyncio.StreamReader) -> ClientMessage:
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {length} bytes exceeds the {MAX_FRAME_BYTES} allowed")
-    message: ClientMessage = TO_POOL.decode(await reader.readexactly(length))
-    return message
-
-
 def _listen(path: Path) -> socket.socket:
     """Listens at `path`, which only the user of this process can reach. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.parent.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise OSError(errno.EPERM, f"others can write in {path.parent}; name another --socket")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and not _is_alive(path):

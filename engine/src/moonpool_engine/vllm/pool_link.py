@@ -18,12 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import msgspec
 import numpy as np
 
+from moonpool.host_pool.framing import LENGTH, body_bytes, framed, is_own_user
 from moonpool.host_pool.messages import (
     FROM_POOL,
-    MAX_FRAME_BYTES,
     AttachRank,
     ClientMessage,
     JoinPool,
@@ -37,10 +36,7 @@ from moonpool.types import MALFORMED
 log = logging.getLogger("moonpool.vllm_connector")
 
 SEND_S = 0.05
-GREETING_S = 300.0
-"""The pool may have to take its memory first."""
 RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-_LENGTH = struct.Struct(">I")
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -74,7 +70,6 @@ class PoolLink:
         self._greeting = greeting
         self._on_message = on_message
         self._on_end = on_end
-        self._encoder = msgspec.msgpack.Encoder()
         self._send_lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._stopping = threading.Event()
@@ -92,7 +87,7 @@ class PoolLink:
 
     def send(self, message: ClientMessage) -> bool:
         """Returns False if there is no pool now. May be called from any thread."""
-        body = self._encoder_bytes(message)
+        body = framed(message)
         with self._send_lock:
             sock = self._sock
             if sock is None:
@@ -109,10 +104,6 @@ class PoolLink:
         sock = self._sock
         if sock is not None:
             self._cut(sock)
-
-    def _encoder_bytes(self, message: ClientMessage) -> bytes:
-        body = msgspec.msgpack.encode(message)
-        return _LENGTH.pack(len(body)) + body
 
     def _cut(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -150,10 +141,12 @@ class PoolLink:
             sock.settimeout(SEND_S * 20)
             sock.connect(str(self.path))
             sock.settimeout(None)
+            if not is_own_user(sock):
+                raise _RefusedError("its socket is another user's")
             timeout = _TIMEVAL.pack(0, int(SEND_S * 1e6))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             reader = cast(BinaryIO, sock.makefile("rb", buffering=1 << 16))
-            sock.sendall(self._encoder_bytes(self._greeting))
+            sock.sendall(framed(self._greeting))
             message = _read(reader)
             match message:
                 case PoolRefused():
@@ -180,12 +173,10 @@ class _RefusedError(Exception):
 
 
 def _read(reader: BinaryIO) -> PoolMessage:
-    head = reader.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
+    head = reader.read(LENGTH.size)
+    if len(head) < LENGTH.size:
         raise ConnectionError("it ended the connection")
-    (length,) = _LENGTH.unpack(head)
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"it sent a frame of {length} bytes")
+    length = body_bytes(head)
     body = reader.read(length)
     if len(body) < length:
         raise ConnectionError("it ended the connection")
