@@ -137,8 +137,8 @@ def test_large_bodies_pass_both_ways(two: Gateway) -> None:
     body = CHAT | {"messages": [{"role": "user", "content": [image]}]}
     found = two.http.post("/v1/chat/completions", json=body)
     assert found.status_code == 200, found.text
-    sent = [each for stub in two.stubs for each in stub.bodies("/v1/chat/completions")][-1]
-    assert sent["messages"] == body["messages"]
+    sent = [each for stub in two.stubs for each in stub.bodies("/v1/chat/completions")]
+    assert body["messages"] in [each["messages"] for each in sent]
 
 
 def test_calls_without_a_body_are_not_booked(two: Gateway) -> None:
