@@ -10,7 +10,7 @@ imported the same.
 
 `multiprocessing`'s forkserver is not used because its children belong to the fork server, not to
 the supervisor, and end with it. It also pickles what it starts (see
-docs/decisions/005-fork-server.md).
+docs/decisions/local-processes.md).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def test_shifts_are_followed_and_roles_do_not_swing() -> None:
     told: list[str] = []
     found = decided_days(range(20_000, 20_003), 4, 400.0, told.append)
     assert found["shifts"] == 9 and len(told) == 3
-    assert found["followed_in_60_s"] >= 0.5  # of so few shifts; none with the rules of record 076
+    assert found["followed_in_60_s"] >= 0.5  # of so few shifts; none with the first rules
     assert found["phases_with_several_turns"] == 0
 
 

@@ -78,7 +78,8 @@ def test_a_flood_of_one_tenant_leaves_the_others_time_to_first_token(
     alone = mean(ttfts(small, chunk_tokens)["small"][1:])
     both = ttfts([*small, *flood], chunk_tokens)
     # Prompts of a flood take longer than the profile says, which the Conductor takes for a slow
-    # machine at first (record 191): then short prompts go to the prefill instance, too.
+    # machine at first (docs/decisions/cost-estimates.md): then short prompts go to the prefill
+    # instance, too.
     assert mean(both["small"][1:]) < 1.3 * alone
     assert mean(both["flood"]) > 20 * alone, "the flood was no flood"
 

@@ -1,7 +1,7 @@
 """The built-in default model: a Llama with constructed weights instead of learned ones.
 
 It continues a text as the text continued when the same bytes last occurred. So any wrong, stale or
-misplaced KVCache block is visible in the answer (docs/decisions/037).
+misplaced KVCache block is visible in the answer (docs/decisions/batch-invariance.md).
 
 The residual stream (hidden 288) consists of eighteen slots of 16 numbers. Slot 0 holds the code of
 the row's own token, slot 17 the constant 1. The layers fill the other slots, each with one

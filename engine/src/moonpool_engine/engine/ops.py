@@ -9,7 +9,7 @@ Two rules bind every implementation, because a cache hit must not change an answ
 * **Rows are independent (batch invariance).** The bits of a row's result depend on that row's
   input, and in attention on the KVCache before it. They do not depend on the number or order of
   rows in the call, on the chunks of the prompt, or on the thread count. Library kernels break this
-  rule: `F.linear` differs at 1 to 3 rows in float32 (docs/decisions/034).
+  rule: `F.linear` differs at 1 to 3 rows in float32 (docs/decisions/batch-invariance.md).
 * **No result reads past a sequence's context.** Blocks may hold any bytes there, NaN included.
 """
 

@@ -149,6 +149,6 @@ def unseen_share(name: str, context_tokens: int) -> float:
     ],
 )
 def test_what_whole_blocks_hold_in_vain(name: str, shares: tuple[float, ...]) -> None:
-    """The figures of the decision record 127."""
+    """The figures behind the decision on eviction."""
     found = [unseen_share(name, context) for context in (4096, 16_384, 131_072)]
     assert found == pytest.approx(shares, abs=0.01)

@@ -1,6 +1,7 @@
 """Triton kernels for GPUs. Importing this module needs Triton.
 
-The kernels are our own because library kernels are not batch-invariant (docs/decisions/034, 039).
+The kernels are our own because library kernels are not batch-invariant
+(docs/decisions/batch-invariance.md, gpu.md).
 Here every sum runs in one fixed order over tiles of fixed size, counted from token 0 or feature 0,
 for any number of rows. Padding rows of a tile change nothing, since tensor cores compute each row
 by itself. A tile of keys that a row may not see adds exact zeros. So the number of rows in a

@@ -2,8 +2,8 @@
 
 The kernels are our own because most library kernels are not batch-invariant, and because oneDNN
 reads weights at 0.35 of the memory bandwidth at batch 1, where ours reach 0.89
-(docs/decisions/035). `NativeOps` in `native.ops` implements `Ops`. Importing this package does not
-import torch, so that `setup.py` can build the kernels.
+(docs/decisions/cpu-kernels.md). `NativeOps` in `native.ops` implements `Ops`. Importing this
+package does not import torch, so that `setup.py` can build the kernels.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ returns as soon as the first stage has computed a step, and steps end in the ord
 
 All stages write their layers' slices into one arena, so the rest of the system sees whole blocks.
 On GPUs each stage computes in GPU blocks and copies its slices to the arena. The engine does not
-decide what runs, and keeps nothing but weights between steps. Figures: docs/decisions/045.
+decide what runs, and keeps nothing but weights between steps. Figures:
+docs/decisions/parallelism.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collective operations of the ranks of one machine over torch.distributed's gloo.
 
 Used where the native kernels are missing. Over gloo, decodes of two ranks ran at 0.58 to 1.03 of
-the speed of one process, against 1.14 to 1.66 over shared memory (docs/decisions/047).
+the speed of one process, against 1.14 to 1.66 over shared memory (docs/decisions/parallelism.md).
 
 Gloo listens on free loopback ports without authentication while the ranks connect. Addresses are
 therefore in anonymous memory that only the ranks inherit. Each rank then proves to the others, over

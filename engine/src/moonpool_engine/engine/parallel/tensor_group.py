@@ -5,7 +5,7 @@ same bits for every assignment of shards to ranks, as long as each rank's shards
 
 `ShmGroup` runs over anonymous memory that only the ranks inherit, so no other process can take
 part. A message costs one transfer of cache lines between cores; gloo takes two sockets and two
-threads (`tensor_gloo`, used where the kernels are missing). Figures: docs/decisions/047.
+threads (`tensor_gloo`, used where the kernels are missing). Figures: docs/decisions/parallelism.md.
 """
 
 from __future__ import annotations

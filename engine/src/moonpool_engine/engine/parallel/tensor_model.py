@@ -2,7 +2,7 @@
 
 A shard has, of every layer, some KV heads with their queries and some columns of the FFN. A cluster
 has one number of shards. Every instance computes all of them, in one process or divided between its
-ranks, and a shard gives the same bits wherever it is computed (docs/decisions/046).
+ranks, and a shard gives the same bits wherever it is computed (docs/decisions/parallelism.md).
 
 Each layer uses the same two dense halves as `DecoderModel`. The residual stream has the same bits
 on all ranks. Only the first rank embeds tokens and computes logits.

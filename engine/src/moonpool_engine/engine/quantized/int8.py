@@ -3,7 +3,7 @@
 The input features are divided into groups of `GROUP`. Per group an output has 8-bit weights and one
 scale; a row has 16-bit numbers, finer than bfloat16, and one scale. Sums within a group are whole
 numbers and exact in any order; groups are added in rising order. So the native kernels give the
-same bits, and rows are independent (docs/decisions/036).
+same bits, and rows are independent (docs/decisions/quantised-weights.md).
 """
 
 from __future__ import annotations
