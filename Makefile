@@ -12,7 +12,7 @@ HAS_CPU_TORCH = found=$$($(PIP) install -q --dry-run --ignore-installed --no-dep
   $$(grep -o '^torch==[^ ]*' requirements.lock) | grep -o '"sha256": "[^"]*' | cut -d '"' -f 4); \
   grep -q "$$found" requirements.lock
 
-.PHONY: setup setup-dev demo test lint types check long docs lock wheel swarm soak bench bench-guard house peer-tests clean
+.PHONY: setup setup-dev demo test lint types check long docs lock wheel release swarm soak bench bench-guard house peer-tests clean
 
 setup: $(VENV)/.installed
 
@@ -80,6 +80,7 @@ lock: setup-dev
 # use the OpenMP library that torch brings: a second one in the same process would have threads of its
 # own.
 DIST ?= dist
+wheel: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct 2>/dev/null)
 wheel: setup-dev
 	rm -rf $(DIST)
 	MOONPOOL_RELEASE=1 $(BIN)/python -m build --no-isolation --outdir $(DIST) .
@@ -89,6 +90,10 @@ wheel: setup-dev
 	  --wheel-dir $(DIST) $(DIST)/unrepaired/*.whl
 	mv $(DIST)/unrepaired/*.tar.gz $(DIST)
 	rm -r $(DIST)/unrepaired
+
+# Wheels, sdists, chart, site, list of parts and checksums in dist/. The version is that of the tag.
+release: wheel docs
+	$(BIN)/python release.py $(DIST)
 
 swarm: setup-dev
 	$(BIN)/python -m tests.sim.swarm --seeds 5000

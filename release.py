@@ -1,0 +1,174 @@
+"""Makes a release (`make release`): three wheels and sdists, chart, site, list of parts, checksums.
+
+All of it follows from the commit: times are the commit's, files are in one order, so whoever builds
+the same commit with the same tools gets the same bytes. `make release` builds the wheels and the
+site first; this packs what is beside them, compares the versions, and writes `SHA256SUMS`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lock import RUNS, read_lock
+
+ROOT = Path(__file__).resolve().parent
+PROJECTS = ("pyproject.toml", "engine/pyproject.toml", "lab/pyproject.toml")
+CHART = ROOT / "deploy" / "helm" / "moonpool"
+SITE = ROOT / "build" / "site"
+
+
+class ReleaseError(Exception):
+    """The release cannot be made; one line says why."""
+
+
+def main(dist: Path) -> None:
+    """Packs and checks what `dist` has to have beside wheels and sdists. Raises ReleaseError."""
+    version = one_version(versions())
+    tag = _git("tag", "--points-at", "HEAD", "v*").split()
+    if tag and f"v{version}" not in tag:
+        raise ReleaseError(f"the commit is tagged {', '.join(tag)}, its files say {version}")
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    if tag and f"## [{version}]" not in changes:
+        raise ReleaseError(f"CHANGELOG.md has no section [{version}]")
+    built_s = int(_git("log", "-1", "--format=%ct"))
+    pack(CHART, dist / f"moonpool-chart-{version}.tgz", "moonpool", built_s)
+    if SITE.is_dir():
+        pack(SITE, dist / f"moonpool-site-{version}.tar.gz", "site", built_s)
+    parts = json.dumps(bill_of_materials(version), indent=1, sort_keys=True) + "\n"
+    (dist / f"moonpool-{version}.cdx.json").write_text(parts)
+    write_checksums(dist)
+    state = "release" if tag else "candidate: the commit has no tag"
+    print(f"moonpool {version} ({state}) in {dist}; SHA256SUMS lists {len(files_of(dist))} files")
+
+
+def versions() -> dict[str, str]:
+    """The version by the place that states it."""
+    found = {
+        name: tomllib.loads((ROOT / name).read_text())["project"]["version"] for name in PROJECTS
+    }
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    found |= {"Chart.yaml": chart["version"], "Chart.yaml's appVersion": chart["appVersion"]}
+    for name, pattern in (
+        ("setup.py", r'^VERSION = "(.+)"$'),
+        ("src/moonpool/__init__.py", r'^__version__ = "(.+)"$'),
+        ("CITATION.cff", r"^version: (.+)$"),
+    ):
+        match = re.search(pattern, (ROOT / name).read_text(), re.M)
+        found[name] = match[1] if match else "none"
+    return found
+
+
+def one_version(found: dict[str, str]) -> str:
+    """Raises ReleaseError where places differ."""
+    if len(set(found.values())) != 1:
+        raise ReleaseError(
+            "the versions differ: " + ", ".join(f"{name} {text}" for name, text in found.items())
+        )
+    return next(iter(found.values()))
+
+
+def pack(folder: Path, target: Path, top: str, built_s: int) -> None:
+    """Writes a .tar.gz of `folder` as folder `top`; equal files give equal bytes."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            entry = tarfile.TarInfo(f"{top}/{path.relative_to(folder).as_posix()}")
+            entry.size, entry.mtime, entry.mode = path.stat().st_size, built_s, 0o644
+            with path.open("rb") as file:
+                archive.addfile(entry, file)
+    target.write_bytes(gzip.compress(data.getvalue(), mtime=built_s))
+
+
+def bill_of_materials(version: str) -> dict[str, Any]:
+    """What an installation by the lock consists of, in CycloneDX's form (version 1.6)."""
+    components = []
+    for name, (requirement, options) in sorted(read_lock(RUNS).items()):
+        pinned = next(iter(requirement.specifier)).version
+        url = f"pkg:pypi/{name}@{pinned}"
+        component: dict[str, Any] = {
+            "type": "library",
+            "name": name,
+            "version": pinned,
+            "purl": url,
+            "bom-ref": url,
+            "hashes": sorted(
+                (
+                    {"alg": "SHA-256", "content": option.partition("sha256:")[2]}
+                    for option in options
+                    if "sha256:" in option
+                ),
+                key=lambda each: each["content"],
+            ),
+        }
+        licence = _licence(name)
+        if licence:
+            component["licenses"] = [{"license": {"name": licence}}]
+        components.append(component)
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "application",
+                "name": "moonpool",
+                "version": version,
+                "licenses": [{"license": {"id": "Apache-2.0"}}],
+            }
+        },
+        "components": components,
+    }
+
+
+def _licence(name: str) -> str:
+    try:
+        facts = metadata(name)
+    except PackageNotFoundError:
+        return ""
+    stated = next((facts[key] for key in ("License-Expression", "License") if key in facts), "")
+    classifiers = facts.get_all("Classifier") or []
+    by_classifier = [each.rpartition(" :: ")[2] for each in classifiers if "License ::" in each]
+    first = stated.strip().splitlines()[:1]
+    return (first[0] if first else "") or ", ".join(by_classifier)
+
+
+def files_of(dist: Path) -> list[Path]:
+    return sorted(path for path in dist.iterdir() if path.is_file() and path.name != "SHA256SUMS")
+
+
+def write_checksums(dist: Path) -> None:
+    """`sha256sum -c SHA256SUMS` in the folder compares them."""
+    lines = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in files_of(dist)
+    ]
+    (dist / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(  # noqa: S603 - fixed arguments
+        ["git", *words],  # noqa: S607 - of the path, as make's own
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except ReleaseError as error:
+        sys.exit(f"release: {error}")

@@ -1,0 +1,53 @@
+"""`make release`: one version, equal bytes for equal files, a list of parts with their hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import release
+
+
+def test_all_places_state_one_version() -> None:
+    assert release.one_version(release.versions())
+
+
+def test_versions_that_differ_are_named() -> None:
+    with pytest.raises(release.ReleaseError, match=r"setup.py 0.2.0"):
+        release.one_version(release.versions() | {"setup.py": "0.2.0"})
+
+
+def test_equal_files_give_equal_bytes(tmp_path: Path) -> None:
+    packed = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        (folder / "sub").mkdir(parents=True)
+        for name in ("b", "a", "sub/c")[:: 1 if number else -1]:
+            (folder / name).write_text(name)
+            os.utime(folder / name, (number, number))
+        target = tmp_path / f"{number}.tgz"
+        release.pack(folder, target, "top", 1_000_000)
+        packed.append(target.read_bytes())
+    assert packed[0] == packed[1]
+    with tarfile.open(target) as archive:
+        assert archive.getnames() == ["top/a", "top/b", "top/sub/c"]
+
+
+def test_each_locked_package_is_listed_with_its_hashes() -> None:
+    parts = release.bill_of_materials("1.2.3")["components"]
+    assert len(parts) == len(release.read_lock(release.RUNS))
+    assert all(part["hashes"] and part["version"] for part in parts)
+    numpy = next(part for part in parts if part["name"] == "numpy")
+    assert numpy["purl"] == f"pkg:pypi/numpy@{numpy['version']}"
+    assert "BSD" in numpy["licenses"][0]["license"]["name"]
+
+
+def test_checksums_are_those_that_sha256sum_compares(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"1")
+    (tmp_path / "SHA256SUMS").write_text("old")
+    release.write_checksums(tmp_path)
+    assert (tmp_path / "SHA256SUMS").read_text() == f"{hashlib.sha256(b'1').hexdigest()}  x\n"
