@@ -122,6 +122,15 @@ def test_the_page_asks_for_a_key_chats_and_explains(tools: Path, tmp_path: Path)
             assert source in seen["sources"]
         assert "TTFT" in seen["note"] and "prefill-0" in seen["note"]
         assert "predicted" in seen["why"] and "prefill" in seen["why"]
-    assert tenant["state"] == "live, requests of one" and operator["state"] == "live"
+        assert seen["views"] == [True, False]
+        assert seen["stopped"].startswith("Stopped.") or "TTFT" in seen["stopped"]
+        assert {"h3", "strong", "code", "a", "li", "pre", "th", "td"} <= set(
+            seen["markdown"]["tags"]
+        )
+        assert "i" not in seen["markdown"]["tags"] and "<i>j</i>" in seen["markdown"]["text"]
+        assert seen["markdown"]["tags"].count("a") == 1, "no link but to the web"
+    assert tenant["state"] == "serving, requests of one" and operator["state"] == "serving"
+    assert not tenant["events"] and "joined prefill-0 joined as prefill" in operator["events"]
+    assert not tenant["payers"]
     assert others_request not in tenant["rows"] and tenant["others"] == 404
     assert others_request in operator["rows"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
 from moonpool.api.http_context import HttpContext
+from moonpool.pages import whole_page
 
 _POLICY = (
     b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
@@ -22,7 +21,7 @@ class HtmlPage:
     """Sends one HTML file of this folder; the browser may load nothing from elsewhere."""
 
     def __init__(self, file_name: str) -> None:
-        self._page = resources.files(__package__).joinpath(file_name).read_bytes()
+        self._page = whole_page(__package__, file_name).encode()
 
     async def send(self, context: HttpContext) -> None:
         await context.respond(200, self._page, b"text/html; charset=utf-8", _HEADERS)

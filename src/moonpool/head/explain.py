@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from moonpool import __version__
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.forecast.cost_estimator import learned_factors
 from moonpool.conductor.roles.role_balance import Pools
@@ -39,6 +41,21 @@ def stage_of(record: RequestRecord | None) -> str:
         tokens = f"{record.num_prompt_tokens} tokens, {record.cached_tokens} of them cached"
         return f"prefill of {tokens}"
     return "handover" if record.first_token_s is None else "decode"
+
+
+def describe_head(
+    up_s: float, restarts: int, upgrades: int, upgrade_error: str | None, epoch: int
+) -> dict[str, Any]:
+    """Describes this process, which has run for `up_s` and follows others."""
+    return {
+        "pid": os.getpid(),
+        "up_s": round(up_s, 1),
+        "restarts": restarts,
+        "upgrades": upgrades,
+        "upgrade_error": upgrade_error,
+        "release": __version__,
+        "epoch": epoch,
+    }
 
 
 def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ It owns the sockets, the clock and the response streams; it decides nothing. It 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from moonpool import __version__
 from moonpool.api.frontend import Output
 from moonpool.api.models.metrics_text import metrics_text
 from moonpool.conductor.actions import (
@@ -47,7 +45,7 @@ from moonpool.config.tables import Config, ConfigError
 from moonpool.head.answers import STOPPING_RETRY_S, Answers, stopping
 from moonpool.head.attention_links import AttentionLinks
 from moonpool.head.cluster_error import ClusterError
-from moonpool.head.explain import describe_record, describe_server, describe_slo
+from moonpool.head.explain import describe_head, describe_record, describe_server, describe_slo
 from moonpool.head.models.describe_models import describe_models, describe_models_to_tenant
 from moonpool.head.models.model_loading import ApiModel
 from moonpool.head.models.served_model import HeadSettings, ServedModel
@@ -108,6 +106,7 @@ class Head:
         """`loaded`: the model that the configuration names; None: vLLM servers bring theirs."""
         self.config = config
         self.now = now
+        self._began_s = now()
         settings = HeadSettings(config, token_hex(4), tenant_shares or {}, tenant_caches or {})
         self.default_slo = settings.default_slo
         self.request_timeout_s = config.api.request_timeout_s
@@ -117,7 +116,7 @@ class Head:
         self._traces = open_exporter(config.telemetry.otlp_traces_endpoint)
         self._live = LiveView(self.served.conductors, self._post, now)
         logger, traces = RequestLogger(config.telemetry.log_requests), self._traces
-        observers = (logger, self._live.history, *(() if traces is None else (traces,)))
+        observers = (logger, *self._live.observers, *(() if traces is None else (traces,)))
         self._answers = Answers(EndedRequests(observers, now))
         self.work = self._answers.work
         if loaded is not None:
@@ -304,22 +303,20 @@ class Head:
             link = self._links[instance["instance_id"]]
             instance["release"] = link.release or None
             instance["protocol"] = link.channel.protocol
-        described["head"] = {
-            "pid": os.getpid(),
-            "restarts": self.num_restarts,
-            "upgrades": self.num_upgrades,
-            "upgrade_error": self.succession.upgrade_error,
-            "release": __version__,
-            "epoch": self.standbys.epoch,
-        }
+        described["head"] = self._describe()
         described["standbys"] = self.standbys.describe(self._clock.listened_s)
         described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = self._attention.describe()
         return described
 
+    def _describe(self) -> dict[str, Any]:
+        up_s, error = self.now() - self._began_s, self.succession.upgrade_error
+        return describe_head(up_s, self.num_restarts, self.num_upgrades, error, self.standbys.epoch)
+
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
         own = self.standbys.describe(self._clock.listened_s) if tenant is None else []
-        more = {"standbys": own, "lack": self.served.lack}
+        head = self._describe() if tenant is None else None
+        more = {"standbys": own, "lack": self.served.lack, "head": head}
         return self._live.frame(self._answers.ended.newest(), tenant) | more
 
     def is_stopping(self) -> bool:
@@ -584,7 +581,7 @@ class Head:
                 log.warning("the head stood still for %.1f s; its workers get this time", missed_s)
                 await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
-            self._live.history.tick(self.now())
+            self._live.tick(self.now())
             for model in self.served:
                 model.checkpoints.renew()
             if self.standbys.are_due(self._clock.listened_s):

@@ -15,6 +15,7 @@ from moonpool.conductor.actions import HotRequested
 from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
 from moonpool.head.watch.hot_list import HotList
+from moonpool.head.watch.live_events import LiveEvents
 from moonpool.head.watch.live_history import ANSWERED, LiveHistory, most_loaded
 from moonpool.head.watch.moved_bytes import MovedBytes
 from moonpool.request_record import RequestRecord
@@ -23,6 +24,8 @@ from moonpool.types import Slo, payer_of
 RECENT_S = 600.0
 NUM_LISTED = 40
 """Most requests that a frame lists, those under way included."""
+MAX_PAYERS = 20
+"""Most tenants that a frame lists."""
 PERCENTILES = (0.5, 0.9, 0.99)
 
 
@@ -40,7 +43,14 @@ class LiveView:
         self._now = now
         self.hot = HotList(conductors, post, now)
         self.history = LiveHistory(conductors)
+        self.events = LiveEvents(conductors)
         self._moved = MovedBytes()
+        self.observers = (self.history, self.events)
+        """They want to hear of each request that has ended."""
+
+    def tick(self, now: float) -> None:
+        self.history.tick(now)
+        self.events.tick(now)
 
     def frame(self, newest: Iterable[RequestRecord], tenant: str | None) -> dict[str, Any]:
         """Returns one frame. Hot prefixes and transfers are the operator's: the key of a block does
@@ -52,6 +62,7 @@ class LiveView:
             described["hot"] = self.hot.watched()
             states = [state for each in self._conductors for state in each.instances.values()]
             described["moved"] = self._moved.describe(states, now)
+            described["events"] = self.events.describe(now)
         return described
 
 
@@ -87,7 +98,7 @@ def describe_live(
         "stages": dict(Counter(_stage_of(tracked) for tracked in own)),
         "totals": _totals(recent),
         "requests": running + ended,
-    }
+    } | ({} if tenant is not None else {"payers": _describe_payers(own, recent)})
 
 
 def _recent(newest: Iterable[RequestRecord], now: float, tenant: str | None) -> list[RequestRecord]:
@@ -186,6 +197,26 @@ def _totals(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "tokens": _tokens_by_tier(records),
         "not_answered": dict(ended_early.most_common()),
     }
+
+
+def _describe_payers(
+    running: Sequence[TrackedRequest], ended: Sequence[RequestRecord]
+) -> list[dict[str, Any]]:
+    """Returns what each tenant had in the last ten minutes, those with most prompt tokens first."""
+    by_payer: dict[str, list[RequestRecord]] = {}
+    for record in ended:
+        by_payer.setdefault(payer_of(record.tenant), []).append(record)
+    under_way = Counter(payer_of(tracked.request.tenant) for tracked in running)
+    most = Counter(
+        {
+            name: sum(r.num_prompt_tokens for r in by_payer.get(name, ()))
+            for name in {*by_payer, *under_way}
+        }
+    )
+    return [
+        {"tenant": name, "under_way": under_way[name], **_totals(by_payer.get(name, ()))}
+        for name, _ in most.most_common(MAX_PAYERS)
+    ]
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:

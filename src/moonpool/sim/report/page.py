@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
 
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import Config
+from moonpool.pages import look
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
 from moonpool.sim.report.cluster_figures import busy_share, cluster_figures, kvcache_figures
@@ -74,13 +76,15 @@ def environment() -> Environment:
     """The templates of this folder; all text in them is escaped."""
     folder = resources.files(__package__)
     load = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
-    return Environment(
+    templates = Environment(
         loader=load,
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    templates.globals["look"] = Markup(look())  # noqa: S704 - the package's own style sheet
+    return templates
 
 
 def _lead(simulation: Simulation, figures: dict[str, Any], trace_name: str) -> str:
