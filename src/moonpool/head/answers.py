@@ -41,10 +41,16 @@ class Answers:
     def all(self) -> list[tuple[RequestId, ResponseStream]]:
         return list(self._streams.items())
 
-    def open(self, request_id: RequestId, call: ForwardedCall | None) -> ResponseStream:
-        """A client waits from now on. `call`: of a forwarded request."""
+    def open(
+        self,
+        request_id: RequestId,
+        call: ForwardedCall | None,
+        answer: ResponseStream | None = None,
+    ) -> ResponseStream:
+        """A client waits from now on. `call`: of a forwarded request. `answer`: of a front."""
         assert request_id not in self._streams
-        answer = self._streams[request_id] = ResponseStream(self.work.number)
+        answer = answer or ResponseStream(self.work.number)
+        self._streams[request_id] = answer
         if call is not None:
             self._calls[request_id] = call
         return answer

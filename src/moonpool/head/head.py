@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from secrets import token_hex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -80,6 +80,9 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
 
+if TYPE_CHECKING:
+    from moonpool.head.fronts.front_links import FrontLinks
+
 log = limited_logger("moonpool.head")
 
 TICK_S = 0.1
@@ -145,6 +148,8 @@ class Head:
         self.num_restarts = self.num_upgrades = 0
         """Earlier heads of this cluster: those that died, and those that handed over."""
         self.succession: Succession = NoSuccession()
+        self.fronts: FrontLinks | None = None
+        self.on_tick: Callable[[], None] = _do_nothing
 
     async def start(self, listener: socket.socket | None, tls: PeerTls | None = None) -> None:
         """Accepts workers, with `tls` only encrypted connections. `listener`: None: its instances
@@ -248,14 +253,15 @@ class Head:
         delivered: tuple[int, ...] | None = None,
         call: ForwardedCall | None = None,
         on_refused: Callable[[Refuse], None] | None = None,
+        answer: ResponseStream | None = None,
     ) -> ResponseStream:
         """Lets the Conductor decide on a request, and returns its answer, which must be closed.
-        `on_refused`: called when it is refused, maybe at once. Raises RequestRefused for a head
-        that is stopping."""
+        `on_refused`: called when it is refused, maybe at once. `answer`: that of a front. Raises
+        RequestRefused for a head that is stopping."""
         if self._leaving:
             model.note_refused("server_stopping")
             raise stopping()
-        answer = self._answers.open(request.request_id, call)
+        answer = self._answers.open(request.request_id, call, answer)
         answer.on_refused = on_refused
         try:
             self._post(RequestArrived(request, delivered), model)
@@ -263,6 +269,10 @@ class Head:
             self.close(model, request.request_id)
             raise
         return answer
+
+    def is_running(self, request_id: RequestId) -> bool:
+        """Whether a client waits for an answer of this name."""
+        return self._answers.find(request_id) is not None
 
     def close(self, model: ServedModel, request_id: RequestId) -> None:
         """Nobody waits for the answer any more: it is cancelled, if it has not ended."""
@@ -312,6 +322,7 @@ class Head:
             "release": __version__,
             "epoch": self.standbys.epoch,
         }
+        described["fronts"] = [] if self.fronts is None else self.fronts.describe()
         described["standbys"] = self.standbys.describe(self._clock.listened_s)
         described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = self._attention.describe()
@@ -585,6 +596,7 @@ class Head:
                 await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
             self._live.history.tick(self.now())
+            self.on_tick()
             for model in self.served:
                 model.checkpoints.renew()
             if self.standbys.are_due(self._clock.listened_s):

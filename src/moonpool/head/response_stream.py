@@ -52,18 +52,19 @@ class ResponseStream:
         await self._wakeup.wait()
         self._wakeup.clear()
         if self._refused is not None and not self._tokens:
-            refused = self._refused
-            error = RequestRefused(
-                refused.status,
-                refused.reason,
-                refused.message,
-                refused.retry_after_s,
-                refused.projection,
-            )
-            error.is_counted = True  # by the record of the request
-            raise error
+            raise self.refusal()
         if self._refused is not None:
             self._wakeup.set()  # the tokens before it go first
+        return self.take_output()
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `take_output` has anything."""
+        is_last = self._last is not None and self._last.finish is not None
+        return bool(self._tokens) or (is_last and self._refused is None)
+
+    def take_output(self) -> Output:
+        """Returns what has come since the last output."""
         assert self._last is not None
         tokens = tuple(self._tokens)
         self._tokens.clear()
@@ -73,6 +74,20 @@ class ResponseStream:
             cached_tokens=self._last.cached_tokens,
             timings_s=self.timings_s if self._last.finish is not None else None,
         )
+
+    def refusal(self) -> RequestRefused:
+        """The refusal of a refused answer."""
+        assert self._refused is not None
+        refused = self._refused
+        error = RequestRefused(
+            refused.status,
+            refused.reason,
+            refused.message,
+            refused.retry_after_s,
+            refused.projection,
+        )
+        error.is_counted = True  # by the record of the request
+        return error
 
 
 class WorkWatch:

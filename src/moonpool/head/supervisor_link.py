@@ -49,6 +49,8 @@ from moonpool.protocol.supervision import (
     TakeAnswer,
     TakeConnection,
     TakeCutAnswer,
+    TakeFront,
+    TakeHead,
     TakeNoMore,
     ToHead,
     UpgradeFailed,
@@ -87,6 +89,10 @@ class SupervisorLink:
         self.hands_over = False
         self.upgrade_error: str | None = None
         """Why the last upgrade was called off."""
+        self.heads: asyncio.Queue[socket.socket] = asyncio.Queue()
+        """Of a front: connections to further heads."""
+        self.fronts: asyncio.Queue[tuple[int, socket.socket]] = asyncio.Queue()
+        """Of a head: the places of fronts, and connections to them."""
         self._inherited: asyncio.Future[Inheritance] = asyncio.get_running_loop().create_future()
         self._inheritance: Inheritance | None = None
         self._next_number = 0
@@ -232,6 +238,10 @@ class SupervisorLink:
             case TakeConnection():
                 assert self._inheritance is not None
                 self._inheritance.connections.append(socket.socket(fileno=fds[0]))
+            case TakeHead():
+                self.heads.put_nowait(socket.socket(fileno=fds[0]))
+            case TakeFront():
+                self.fronts.put_nowait((packet.number, socket.socket(fileno=fds[0])))
             case WorkerCrashed():
                 self.on_crash(packet.instance_id)
             case UpgradeFailed():

@@ -120,6 +120,8 @@ class ServedModel:
         self._loaded = loaded
         self._reader = loaded.reader
         self.has_offers = False  # else it is known by the configuration alone
+        self.offer: ModelOffer | None = None
+        """What it was read from; None: the configuration of the own engine."""
 
     def is_named(self, name: str) -> bool:
         return name in (self.key, self.card.model_id, *self.card.other_names)

@@ -1,0 +1,311 @@
+"""The head's side of one front: its requests become the Conductor's, and their tokens go back."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from moonpool.api.frontend import RequestRefused
+from moonpool.api.rate_limits import RateLimits
+from moonpool.conductor.actions import Deliver, Refuse
+from moonpool.head.fronts.channel import FrontChannel
+from moonpool.head.fronts.messages import (
+    FROM_FRONT,
+    AbortAnswer,
+    AdmitCall,
+    AnswerFetched,
+    AnswerName,
+    AnswerPart,
+    AnswerPlaced,
+    AnswerRefused,
+    AnswersGrown,
+    AskHead,
+    BeginAnswer,
+    CloseAnswer,
+    CountAnswered,
+    CountRefused,
+    FetchAnswer,
+    FinishAnswer,
+    ForgetAnswer,
+    FromFront,
+    HeadState,
+    HoldAnswer,
+    ModelKnown,
+    Refusal,
+    SpendTokens,
+    Told,
+)
+from moonpool.head.models.served_model import ServedModel
+from moonpool.head.response_stream import ResponseStream
+from moonpool.log_limit import limited_logger
+from moonpool.types import RequestId
+
+if TYPE_CHECKING:
+    from moonpool.head.head import Head
+
+log = limited_logger("moonpool.head")
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class FrontAnswer(ResponseStream):
+    """An answer whose client waits at a front."""
+
+    def __init__(self, link: FrontLink, number: int, model: ServedModel) -> None:
+        super().__init__()
+        self.front_number = number
+        self.model = model
+        self.request_id = RequestId("")
+        self.stage = ""
+        self._link = link
+
+    def deliver(self, action: Deliver) -> None:
+        super().deliver(action)
+        self._link.note_grown(self)
+
+    def refuse(self, action: Refuse) -> None:
+        super().refuse(action)
+        self._link.note_grown(self)
+
+
+class FrontsOfHead(Protocol):
+    """All fronts of a head, as one of them sees them."""
+
+    rates: RateLimits
+
+    def on_gone(self, link: FrontLink) -> None: ...
+
+    def holder(self, name: AnswerName) -> FrontLink | None: ...
+
+    def others(self, link: FrontLink) -> list[FrontLink]: ...
+
+    async def ask(self, question: AskHead) -> Any: ...
+
+    def fetch(self, link: FrontLink, fetch: FetchAnswer) -> None: ...
+
+    def on_fetched(self, fetched: AnswerFetched) -> None: ...
+
+
+class FrontLink:
+    """One front's connection, from `open` until the front is gone."""
+
+    def __init__(
+        self,
+        head: Head,
+        fronts: FrontsOfHead,
+        number: int,
+        spawn: Callable[[Any], None],
+    ) -> None:
+        """`number`: the front's place among all. `spawn`: runs a coroutine beside the rest."""
+        self.number = number
+        self.held: dict[AnswerName, None] = {}
+        self._head = head
+        self._fronts = fronts
+        self._spawn = spawn
+        self._answers: dict[int, FrontAnswer] = {}
+        self._grown: dict[int, FrontAnswer] = {}
+        self._silent: dict[int, FrontAnswer] = {}  # no token yet
+        self._models: list[tuple[object, str]] = []
+        self._state: HeadState | None = None
+        self._channel: FrontChannel[FromFront] = FrontChannel(
+            FROM_FRONT, self._on_message, self._on_end, self._send_grown
+        )
+
+    async def open(self, sock: socket.socket) -> None:
+        await self._channel.open(sock)
+        self.tell_state()
+
+    def send(self, message: Any) -> None:
+        self._channel.send(message)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    @property
+    def num_answers(self) -> int:
+        return len(self._answers)
+
+    @property
+    def num_calls(self) -> int:
+        """Several answers may be of one call."""
+        names = (answer.request_id.partition("~")[0] for answer in self._answers.values())
+        return len(set(names))
+
+    # What the front is told unasked
+
+    def tell_state(self) -> None:
+        """Tells what has changed of the models and the head."""
+        for place, model in enumerate(self._head.models()):
+            known = model.card, model.why_not_forwarded()
+            if place < len(self._models) and self._models[place] == known:
+                continue
+            self._models[place:] = [known, *self._models[place + 1 :]]
+            self.send(ModelKnown(model.key, place, model.card, model.offer, known[1]))
+        state = HeadState(self._head.not_ready(), self._head.is_stopping())
+        if state != self._state:
+            self._state = state
+            self.send(state)
+
+    def tell_stages(self) -> None:
+        """Tells what requests without a token do now, for streams that say it."""
+        for number, answer in self._silent.items():
+            stage = answer.model.stage(answer.request_id)
+            if stage != answer.stage:
+                answer.stage = stage
+                self.send(AnswerPlaced(number, stage))
+
+    def note_grown(self, answer: FrontAnswer) -> None:
+        self._grown[answer.front_number] = answer
+        self._channel.wake()
+
+    def _send_grown(self) -> None:
+        """Sends what the answers have got in this turn."""
+        if not self._grown:
+            return
+        grown, self._grown = self._grown, {}
+        parts: list[AnswerPart] = []
+        ends: list[AnswerRefused] = []
+        for number, answer in grown.items():
+            if number not in self._answers:
+                continue
+            self._silent.pop(number, None)
+            if answer.has_output:
+                found = answer.take_output()
+                known = found.finish_reason, found.cached_tokens, found.timings_s
+                parts.append(AnswerPart(number, found.tokens, *known))
+            if answer.refused:
+                ends.append(AnswerRefused(number, refusal_of(answer.refusal())))
+        if parts:
+            self.send(AnswersGrown(tuple(parts)))
+        for end in ends:
+            self.send(end)
+
+    # Messages
+
+    def _on_message(self, message: FromFront) -> None:
+        match message:
+            case BeginAnswer():
+                self._begin(message)
+            case CloseAnswer():
+                self._close(message.number)
+            case FinishAnswer():
+                answer = self._answers.get(message.number)
+                if answer is not None:
+                    made = message.reason, message.num_tokens, answer.model
+                    self._head.finish(answer.request_id, *made)
+            case AbortAnswer():
+                answer = self._answers.get(message.number)
+                if answer is not None:
+                    self._head.abort(answer.request_id, message.reason, answer.model)
+            case AdmitCall():
+                self._admit(message)
+            case SpendTokens():
+                for tenant, num_tokens in message.spent.items():
+                    self._fronts.rates.spend(tenant, num_tokens)
+            case CountRefused() | CountAnswered():
+                self._count(message)
+            case AskHead():
+                self._spawn(self._answer(message))
+            case _:
+                self._on_held(message)
+
+    def _on_held(self, message: HoldAnswer | ForgetAnswer | FetchAnswer | AnswerFetched) -> None:
+        """What concerns other fronts."""
+        match message:
+            case HoldAnswer():
+                self.held[message.name] = None
+            case ForgetAnswer():
+                self.held.pop(message.name, None)
+            case FetchAnswer():
+                self._fronts.fetch(self, message)
+                return
+            case AnswerFetched():
+                self._fronts.on_fetched(message)
+                return
+        for other in self._fronts.others(self):
+            other.send(message)
+
+    def _begin(self, message: BeginAnswer) -> None:
+        model = self._head.served.by_key(message.model)
+        if message.number in self._answers or model is None:
+            text = "The server was replaced, and does not have this model yet. Send it again."
+            refusal = Refusal(503, "head_replaced", text, 1.0)
+            self.send(AnswerRefused(message.number, refusal))
+            return
+        answer = FrontAnswer(self, message.number, model)
+        request = message.request
+        if self._head.is_running(request.request_id):
+            # Clients of two fronts may give the same X-Request-Id; requests may not share it.
+            name = f"{request.request_id}-{self.number}.{message.number}"
+            request = msgspec.structs.replace(request, request_id=RequestId(name))
+        answer.request_id = request.request_id
+        self._answers[message.number] = self._silent[message.number] = answer
+        try:
+            told = message.delivered, message.call
+            self._head.begin(answer.model, request, *told, answer=answer)
+        except RequestRefused as refused:
+            self._forget(message.number)
+            self.send(AnswerRefused(message.number, refusal_of(refused)))
+        except Exception:
+            log.exception("the request %s failed", request.request_id)
+            self._forget(message.number)
+            text = "The server failed on this request; its log has the details."
+            self.send(AnswerRefused(message.number, Refusal(500, "internal_error", text)))
+
+    def _forget(self, number: int) -> FrontAnswer | None:
+        self._silent.pop(number, None)
+        return self._answers.pop(number, None)
+
+    def _close(self, number: int) -> None:
+        answer = self._forget(number)
+        if answer is not None:
+            self._head.close(answer.model, answer.request_id)
+
+    def _admit(self, message: AdmitCall) -> None:
+        refusal = None
+        try:
+            self._fronts.rates.begin(message.tenant, message.arrived_s)
+        except RequestRefused as refused:
+            refusal = refusal_of(refused)
+        self.send(Told(message.number, refusal=refusal))
+
+    def _count(self, message: CountRefused | CountAnswered) -> None:
+        model = None if message.model is None else self._head.served.by_key(message.model)
+        if isinstance(message, CountAnswered):
+            if model is not None:
+                model.note_answered(message.lengths)
+        elif model is not None:
+            model.note_refused(message.reason)
+        else:
+            self._head.note_refused(message.reason)
+
+    async def _answer(self, question: AskHead) -> None:
+        try:
+            value = _encode(await self._fronts.ask(question))
+        except Exception:
+            log.exception("cannot answer %s", question.question)
+            text = "The head could not answer this; its log has the details."
+            self.send(Told(question.number, refusal=Refusal(500, "internal_error", text)))
+        else:
+            self.send(Told(question.number, value))
+
+    def _on_end(self, reason: str) -> None:
+        """The front is gone: another one begins its answers again."""
+        for number in list(self._answers):
+            self._close(number)
+        self._fronts.on_gone(self)
+        log.info("front %d: %s", self.number, reason)
+
+
+def refusal_of(refused: RequestRefused) -> Refusal:
+    return Refusal(
+        refused.status,
+        refused.reason,
+        str(refused),
+        refused.retry_after_s,
+        refused.projection,
+        refused.is_counted,
+    )
