@@ -8,7 +8,13 @@ from moonpool.api.frontend import RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
 from moonpool.head.response_stream import ResponseStream, WorkWatch
 from moonpool.head.watch.ended_requests import EndedRequests, RequestObserver
-from moonpool.protocol.messages import Command, ForwardedCall, StartPrefill, request_of
+from moonpool.protocol.messages import (
+    Command,
+    ForwardedCall,
+    ReserveDecode,
+    StartPrefill,
+    request_of,
+)
 from moonpool.types import FinishReason, RequestId
 
 STOPPING_RETRY_S = 5.0
@@ -76,14 +82,18 @@ class Answers:
         record.outcome = reason
         return True
 
-    def with_call(self, command: Command) -> Command:
-        """The Conductor does not have the bodies of forwarded requests."""
-        if not self._calls or not isinstance(command, StartPrefill):
+    def completed(self, command: Command) -> Command:
+        """The command as it is sent: the Conductor knows neither the bodies of forwarded requests
+        nor where their tokens go."""
+        if not isinstance(command, StartPrefill | ReserveDecode):
             return command
-        call = self._calls.get(request_of(command.work.attempt_id))
-        if call is None:
+        request_id = request_of(command.work.attempt_id)
+        answer = self._streams.get(request_id)
+        call = self._calls.get(request_id) if isinstance(command, StartPrefill) else None
+        route = None if answer is None else answer.route(command.work.attempt_id)
+        if call is None and route is None:
             return command
-        work = msgspec.structs.replace(command.work, call=call)
+        work = msgspec.structs.replace(command.work, call=call, route=route)
         return msgspec.structs.replace(command, work=work)
 
     def deliver(self, action: Deliver) -> None:

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from logging import INFO, WARNING
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
@@ -433,7 +434,7 @@ class Head:
                 case Send():
                     link = self._links.get(action.instance_id)
                     if link is not None:
-                        link.channel.send(self._answers.with_call(action.command))
+                        link.channel.send(self._answers.completed(action.command))
                 case Deliver():
                     self._answers.deliver(action)
                 case Refuse():
@@ -522,7 +523,8 @@ class Head:
                 model.observer.instance_load(state, report)
         elif isinstance(report, TransferDone):
             model.observer.transfer_done(report)
-        self._post(Reported(link.instance_id, report), model)
+        with nullcontext() if self.fronts is None else self.fronts.hears(report):
+            self._post(Reported(link.instance_id, report), model)
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
+from moonpool.protocol.messages import AttemptId, TokenRoute
 from moonpool.types import RequestId, Token
 
 
@@ -55,16 +56,6 @@ class ResponseStream:
             raise self.refusal()
         if self._refused is not None:
             self._wakeup.set()  # the tokens before it go first
-        return self.take_output()
-
-    @property
-    def has_output(self) -> bool:
-        """Whether `take_output` has anything."""
-        is_last = self._last is not None and self._last.finish is not None
-        return bool(self._tokens) or (is_last and self._refused is None)
-
-    def take_output(self) -> Output:
-        """Returns what has come since the last output."""
         assert self._last is not None
         tokens = tuple(self._tokens)
         self._tokens.clear()
@@ -74,6 +65,10 @@ class ResponseStream:
             cached_tokens=self._last.cached_tokens,
             timings_s=self.timings_s if self._last.finish is not None else None,
         )
+
+    def route(self, attempt_id: AttemptId) -> TokenRoute | None:
+        """Where the tokens of an attempt go directly; None: to the head."""
+        return None
 
     def refusal(self) -> RequestRefused:
         """The refusal of a refused answer."""

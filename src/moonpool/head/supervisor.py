@@ -103,7 +103,7 @@ class Supervisor:
         self._head: WorkerProcess | None = None
         cut = None if taken is None else dict(enumerate(taken.answers))
         fronts = () if state is None else state.fronts
-        self._fronts = Fronts(config, http, self._spawn, fronts, cut)
+        self._fronts = Fronts(config, http, self._spawn, secret, fronts, cut)
         cut = None if config.api.fronts > 1 else cut
         self._held = HeldAnswers(cut, None if state is None else state.held)
         self._expected: dict[InstanceId, Role] = {} if taken is None else taken.instances

@@ -31,6 +31,7 @@ from moonpool.head.fronts.messages import (
     FinishAnswer,
     ForgetAnswer,
     FromFront,
+    FrontListens,
     HeadState,
     HoldAnswer,
     ModelKnown,
@@ -41,6 +42,7 @@ from moonpool.head.fronts.messages import (
 from moonpool.head.models.served_model import ServedModel
 from moonpool.head.response_stream import ResponseStream
 from moonpool.log_limit import limited_logger
+from moonpool.protocol.messages import AttemptId, TokenRoute
 from moonpool.types import RequestId
 
 if TYPE_CHECKING:
@@ -52,29 +54,57 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class FrontAnswer(ResponseStream):
-    """An answer whose client waits at a front."""
+    """An answer whose client waits at a front. `position`: the tokens that the Conductor knows."""
 
-    def __init__(self, link: FrontLink, number: int, model: ServedModel) -> None:
+    def __init__(self, link: FrontLink, number: int, model: ServedModel, position: int) -> None:
         super().__init__()
         self.front_number = number
         self.model = model
         self.request_id = RequestId("")
         self.stage = ""
+        self.is_silent = True
         self._link = link
+        self._position = position
+        self._parts: list[AnswerPart] = []
+        self._attempts: list[AttemptId] = []
 
     def deliver(self, action: Deliver) -> None:
-        super().deliver(action)
-        self._link.note_grown(self)
+        """The front has got the first tokens of it directly, or none."""
+        self.is_silent = False
+        num_direct = self._link.num_direct(action.request_id)
+        position = self._position + num_direct
+        self._position += len(action.tokens)
+        tokens = action.tokens[num_direct:] if num_direct else action.tokens
+        if tokens or action.finish is not None:
+            told = action.finish, action.cached_tokens
+            self._parts.append(AnswerPart(self.front_number, position, tokens, *told))
+            self._link.note_grown(self)
 
     def refuse(self, action: Refuse) -> None:
         super().refuse(action)
         self._link.note_grown(self)
+
+    def take_parts(self) -> list[AnswerPart]:
+        """Returns what the front has not got yet."""
+        parts, self._parts = self._parts, []
+        if parts and parts[-1].finish is not None:
+            parts[-1] = msgspec.structs.replace(parts[-1], timings_s=self.timings_s)
+        return parts
+
+    def route(self, attempt_id: AttemptId) -> TokenRoute | None:
+        """Where the tokens of an attempt go directly."""
+        if attempt_id not in self._attempts:
+            self._attempts.append(attempt_id)
+        return self._link.route(self.front_number, self._attempts.index(attempt_id) + 1)
 
 
 class FrontsOfHead(Protocol):
     """All fronts of a head, as one of them sees them."""
 
     rates: RateLimits
+
+    num_direct: dict[RequestId, int]
+    """Of the report that is handled now."""
 
     def on_gone(self, link: FrontLink) -> None: ...
 
@@ -110,6 +140,7 @@ class FrontLink:
         self._silent: dict[int, FrontAnswer] = {}  # no token yet
         self._models: list[tuple[object, str]] = []
         self._state: HeadState | None = None
+        self._listens: FrontListens | None = None
         self._channel: FrontChannel[FromFront] = FrontChannel(
             FROM_FRONT, self._on_message, self._on_end, self._send_grown
         )
@@ -151,11 +182,22 @@ class FrontLink:
 
     def tell_stages(self) -> None:
         """Tells what requests without a token do now, for streams that say it."""
+        self._silent = {n: answer for n, answer in self._silent.items() if answer.is_silent}
         for number, answer in self._silent.items():
             stage = answer.model.stage(answer.request_id)
             if stage != answer.stage:
                 answer.stage = stage
                 self.send(AnswerPlaced(number, stage))
+
+    def num_direct(self, request_id: RequestId) -> int:
+        """How many of the tokens that are delivered now the front has got directly."""
+        return self._fronts.num_direct.get(request_id, 0)
+
+    def route(self, number: int, attempt: int) -> TokenRoute | None:
+        listens = self._listens
+        if listens is None:
+            return None
+        return TokenRoute(front=listens.front, port=listens.port, number=number, attempt=attempt)
 
     def note_grown(self, answer: FrontAnswer) -> None:
         self._grown[answer.front_number] = answer
@@ -171,11 +213,7 @@ class FrontLink:
         for number, answer in grown.items():
             if number not in self._answers:
                 continue
-            self._silent.pop(number, None)
-            if answer.has_output:
-                found = answer.take_output()
-                known = found.finish_reason, found.cached_tokens, found.timings_s
-                parts.append(AnswerPart(number, found.tokens, *known))
+            parts += answer.take_parts()
             if answer.refused:
                 ends.append(AnswerRefused(number, refusal_of(answer.refusal())))
         if parts:
@@ -187,6 +225,8 @@ class FrontLink:
 
     def _on_message(self, message: FromFront) -> None:
         match message:
+            case FrontListens():
+                self._listens = message
             case BeginAnswer():
                 self._begin(message)
             case CloseAnswer():
@@ -235,8 +275,8 @@ class FrontLink:
             refusal = Refusal(503, "head_replaced", text, 1.0)
             self.send(AnswerRefused(message.number, refusal))
             return
-        answer = FrontAnswer(self, message.number, model)
         request = message.request
+        answer = FrontAnswer(self, message.number, model, len(message.delivered or ()))
         if self._head.is_running(request.request_id):
             # Clients of two fronts may give the same X-Request-Id; requests may not share it.
             name = f"{request.request_id}-{self.number}.{message.number}"

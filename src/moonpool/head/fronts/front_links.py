@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from moonpool.api.cluster_view import OwnClusterView
@@ -20,6 +21,8 @@ from moonpool.head.fronts.messages import (
     FetchAnswer,
     HoldAnswer,
 )
+from moonpool.protocol.messages import Report, StepTokens, request_of
+from moonpool.types import RequestId
 
 if TYPE_CHECKING:
     from moonpool.head.head import Head
@@ -35,6 +38,7 @@ class FrontLinks:
 
     def __init__(self, head: Head, limits: Mapping[str, TenantLimits]) -> None:
         self.rates = RateLimits(limits)
+        self.num_direct: dict[RequestId, int] = {}
         self._head = head
         self._view = OwnClusterView(head)
         self._links: dict[int, FrontLink] = {}
@@ -68,6 +72,21 @@ class FrontLinks:
         """Something of the models or of the head may have changed."""
         for link in self._links.values():
             link.tell_state()
+
+    @contextmanager
+    def hears(self, report: Report) -> Iterator[None]:
+        """Within it the report of an instance is handled: what the fronts have got directly is not
+        sent to them again."""
+        if isinstance(report, StepTokens):
+            self.num_direct = {
+                request_of(work.attempt_id): work.num_direct
+                for work in report.works
+                if work.num_direct
+            }
+        try:
+            yield
+        finally:
+            self.num_direct = {}
 
     def close(self) -> None:
         for link in self._links.values():

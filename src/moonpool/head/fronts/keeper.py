@@ -179,6 +179,7 @@ class Fronts:
         config: Config,
         http: socket.socket,
         spawn: Spawn,
+        secret: bytes,
         states: Sequence[HeldState] = (),
         cut_answers: Mapping[int, int] | None = None,
     ) -> None:
@@ -187,6 +188,7 @@ class Fronts:
         self._config = config
         self._http = http
         self._spawn = spawn
+        self._secret = secret
         count = config.api.fronts if config.api.fronts > 1 else 0
         left = [*states, *[None] * count][: max(count, len(states))]
         self._held = [
@@ -206,7 +208,7 @@ class Fronts:
         if self._fronts:
             return
         begin = HeadBegin(
-            config=self._config, secret=b"", launch=False, num_restarts=0, expected={}
+            config=self._config, secret=self._secret, launch=False, num_restarts=0, expected={}
         )
         for number, held in enumerate(self._held):
             made = number, begin, self._http, self._spawn, self._connect, held

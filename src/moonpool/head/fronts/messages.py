@@ -3,8 +3,9 @@
     front                                                     head
       | <-- ModelKnown (for each model, when it changes) ------ |
       | <-- HeadState (whether it serves) --------------------- |  then the front accepts
+      | -- FrontListens (where instances send tokens) --------> |
       | -- BeginAnswer (a request) ---------------------------> |  the Conductor decides
-      | <-- AnswersGrown (tokens of all answers of a turn) ---- |
+      | <-- AnswersGrown (the first and the last tokens) ------ |
       | <-- AnswerPlaced (what a silent request does) --------- |
       | <-- AnswerRefused ------------------------------------- |
       | -- FinishAnswer (a stop string), AbortAnswer ---------> |
@@ -17,6 +18,10 @@
       | -- HoldAnswer, ForgetAnswer (its client is gone) -----> |  to all other fronts
       | -- FetchAnswer (its client came back here) -----------> |  to the front that has it
       | <-- FetchAnswer, -- AnswerFetched --------------------> |
+
+All other tokens come from the instances (`protocol.direct_tokens`), and those of an instance that
+cannot reach the front by the head. A position orders them. The front has the truth: where an
+attempt goes on from other tokens than the client has, the front begins the request again.
 
 The front names an answer by a number of its own. The head forgets all answers of a front that is
 gone; the next front sends them again with the tokens that their clients have. A front whose head is
@@ -87,6 +92,13 @@ class FinishAnswer(_Message, frozen=True, tag=True):
     number: int
     reason: FinishReason
     num_tokens: int
+
+
+class FrontListens(_Message, frozen=True, tag=True):
+    """Instances may send tokens directly to this port. `front`: names this process."""
+
+    front: str
+    port: int
 
 
 class CountRefused(_Message, frozen=True, tag=True):
@@ -185,9 +197,11 @@ class HeadState(_Message, frozen=True, tag=True):
 
 
 class AnswerPart(Struct, frozen=True, array_like=True):
-    """More tokens of one answer; see `Output`."""
+    """More tokens of one answer; see `Output`. `position`: how many tokens of it come before these,
+    with those that the client has from another head."""
 
     number: int
+    position: int
     tokens: tuple[Token, ...]
     finish: FinishReason | None = None
     cached_tokens: int = 0
@@ -232,7 +246,8 @@ class Told(_Message, frozen=True, tag=True):
 
 
 FromFront = (
-    BeginAnswer
+    FrontListens
+    | BeginAnswer
     | CloseAnswer
     | AbortAnswer
     | FinishAnswer

@@ -17,7 +17,7 @@ import msgspec
 
 from moonpool.api.connection.kept_stream import MAX_FRUITLESS
 from moonpool.api.connection.poison import poison_error
-from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.frontend import Output
 from moonpool.api.keys import TenantLimits
 from moonpool.api.rate_limits import RateLimits
 from moonpool.head.fronts.channel import FrontChannel
@@ -26,7 +26,6 @@ from moonpool.head.fronts.messages import (
     AbortAnswer,
     AdmitCall,
     AnswerFetched,
-    AnswerPart,
     AnswerPlaced,
     AnswerRefused,
     AnswersGrown,
@@ -37,6 +36,7 @@ from moonpool.head.fronts.messages import (
     FetchAnswer,
     FinishAnswer,
     ForgetAnswer,
+    FrontListens,
     HeadState,
     HoldAnswer,
     ModelKnown,
@@ -46,13 +46,17 @@ from moonpool.head.fronts.messages import (
     ToFront,
     Told,
 )
+from moonpool.head.fronts.remote_answer import RemoteAnswer, refused_as
 from moonpool.head.fronts.remote_models import RemoteModel, RemoteModels
 from moonpool.log_limit import limited_logger
+from moonpool.protocol.direct_tokens import DirectWork
 from moonpool.protocol.messages import ForwardedCall
-from moonpool.types import FinishReason, Request, RequestId, Token
+from moonpool.types import FinishReason, Request, RequestId
 
 log = limited_logger("moonpool.front")
 
+LACK_S = 3.0
+"""How long the tokens before others are awaited, which may come over another connection."""
 NO_HEAD = "the head process is being replaced"
 
 
@@ -68,58 +72,6 @@ class HeldAnswers(Protocol):
     def tell_all(self) -> None: ...
 
 
-class RemoteAnswer:
-    """The outputs of one request. A slow reader gets several in one."""
-
-    def __init__(self, begin: BeginAnswer) -> None:
-        self.begin = begin
-        self.stage = ""
-        self.num_lost = 0
-        """Heads that were lost in a row without a token of this answer."""
-        self.timings_s: dict[str, float] | None = None
-        self._token_ids = list(begin.delivered or ())
-        self._tokens: list[Token] = []
-        self._last: AnswerPart | None = None
-        self._refused: Refusal | None = None
-        self._wakeup = asyncio.Event()
-
-    def grow(self, part: AnswerPart) -> None:
-        self.stage, self.num_lost = "decode", 0
-        self._tokens += part.tokens
-        self._token_ids += [token.token_id for token in part.tokens]
-        self._last = part
-        self.timings_s = part.timings_s or self.timings_s
-        self._wakeup.set()
-
-    def refuse(self, refusal: Refusal) -> None:
-        self._refused = refusal
-        self._wakeup.set()
-
-    @property
-    def is_complete(self) -> bool:
-        has_finish = self._last is not None and self._last.finish is not None
-        return has_finish or self._refused is not None
-
-    def again(self) -> BeginAnswer:
-        """The request for the next head. What its client has counts, also if that is nothing: the
-        request was admitted."""
-        self.num_lost += 1
-        return msgspec.structs.replace(self.begin, delivered=tuple(self._token_ids))
-
-    async def next_output(self) -> Output:
-        """Raises RequestRefused."""
-        await self._wakeup.wait()
-        self._wakeup.clear()
-        if self._refused is not None and not self._tokens:
-            raise _refused(self._refused)
-        if self._refused is not None:
-            self._wakeup.set()  # the tokens before it go first
-        assert self._last is not None
-        tokens, self._tokens = tuple(self._tokens), []
-        last = self._last
-        return Output(tokens, last.finish, last.cached_tokens, last.timings_s)
-
-
 class RemoteHead:
     """As `CallFrontend` and `ClusterView`. `models` are those that the head has told."""
 
@@ -133,7 +85,9 @@ class RemoteHead:
         self._channel: FrontChannel[ToFront] | None = None
         self._numbers = itertools.count()
         self._answers: dict[int, RemoteAnswer] = {}
-        self._names: dict[RequestId, int] = {}
+        self._named: dict[RequestId, RemoteAnswer] = {}
+        self.listens: FrontListens | None = None
+        """Where instances may send tokens directly."""
         self._asked: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
         self._spent: dict[str, int] = {}
         self._arrivals: asyncio.Queue[ModelKnown | HeadState] = asyncio.Queue()
@@ -200,8 +154,7 @@ class RemoteHead:
         """As `ModelFrontend.submit`, of the model with this key."""
         number = next(self._numbers)
         answer = RemoteAnswer(BeginAnswer(number, model, request, delivered, call))
-        self._answers[number] = answer
-        self._names[request.request_id] = number
+        self._answers[number] = self._named[request.request_id] = answer
         self.send(answer.begin)
         try:
             while True:
@@ -210,28 +163,63 @@ class RemoteHead:
                 if output.finish_reason is not None:
                     return
         finally:
-            del self._answers[number]
-            if self._names.get(request.request_id) == number:
-                del self._names[request.request_id]
-            self.send(CloseAnswer(number))
+            del self._answers[answer.number]
+            if self._named.get(request.request_id) is answer:
+                del self._named[request.request_id]
+            self.send(CloseAnswer(answer.number))
+
+    def on_tokens(self, work: DirectWork) -> None:
+        """An instance sends tokens of an answer."""
+        answer = self._answers.get(work.number)
+        if answer is not None:
+            answer.grow_directly(work.attempt, work.position, work.tokens)
+            self._check(answer)
+
+    def _check(self, answer: RemoteAnswer) -> None:
+        """An answer may lack tokens, or go on from others than its client has."""
+        if answer.is_wrong:
+            self.send(CloseAnswer(answer.number))
+            self._restart(answer)
+        elif answer.lacks_since_s is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(LACK_S, self._look_for, answer, answer.lacks_since_s)
+
+    def _look_for(self, answer: RemoteAnswer, since_s: float) -> None:
+        if answer.lacks_since_s == since_s and answer.number in self._answers:
+            log.warning("tokens of an answer did not arrive: it goes on from those that did")
+            self.send(CloseAnswer(answer.number))
+            self._restart(answer)
+
+    def _restart(self, answer: RemoteAnswer) -> None:
+        """Begins a request again with the tokens that are here, at this head or its next one."""
+        if answer.num_lost > MAX_FRUITLESS:
+            poison = poison_error()
+            answer.refuse(Refusal(poison.status, "head_failed", str(poison)))
+        elif answer.begin.call is not None and answer.has_begun:
+            text = "The server was replaced in the middle of this answer. Send the request again."
+            answer.refuse(Refusal(503, "head_replaced", text))
+        else:
+            del self._answers[answer.number]
+            self.send(answer.begin_again(next(self._numbers)))
+            self._answers[answer.number] = answer
 
     def abort(self, request_id: RequestId, reason: str) -> None:
-        number = self._names.get(request_id)
-        if number is not None:
-            self.send(AbortAnswer(number, reason))
+        answer = self._named.get(request_id)
+        if answer is not None:
+            self.send(AbortAnswer(answer.number, reason))
 
     def finish(
         self, request_id: RequestId, reason: FinishReason, num_tokens: int
     ) -> dict[str, float] | None:
-        number = self._names.get(request_id)
-        if number is None:
+        answer = self._named.get(request_id)
+        if answer is None:
             return None
-        self.send(FinishAnswer(number, reason, num_tokens))
-        return self._answers[number].timings_s
+        self.send(FinishAnswer(answer.number, reason, num_tokens))
+        return answer.timings_s
 
     def stage(self, request_id: RequestId) -> str:
-        number = self._names.get(request_id)
-        return "" if number is None else self._answers[number].stage
+        answer = self._named.get(request_id)
+        return "" if answer is None else answer.stage
 
     # Questions
 
@@ -240,7 +228,7 @@ class RemoteHead:
         RequestRefused."""
         told: Told = await self._ask(make)
         if told.refusal is not None:
-            raise _refused(told.refusal)
+            raise refused_as(told.refusal)
         return told
 
     async def fetch(self, make: Any) -> AnswerFetched:
@@ -281,6 +269,7 @@ class RemoteHead:
                     answer = self._answers.get(part.number)
                     if answer is not None:
                         answer.grow(part)
+                        self._check(answer)
             case AnswerPlaced():
                 if message.number in self._answers:
                     self._answers[message.number].stage = message.stage
@@ -312,21 +301,14 @@ class RemoteHead:
 
     def _begin_again(self) -> None:
         """Gives a new head what an earlier one had not ended."""
+        if self.listens is not None:
+            self.send(self.listens)
         if self.kept is not None:
             self.kept.tell_all()
-        for number, answer in list(self._answers.items()):
-            if answer.is_complete:
-                continue
-            if answer.num_lost >= MAX_FRUITLESS:
-                poison = poison_error()
-                answer.refuse(Refusal(poison.status, "head_failed", str(poison)))
-                continue
-            if answer.begin.call is not None and answer.stage == "decode":
-                text = "The server was replaced in the middle of this answer. Send it again."
-                answer.refuse(Refusal(503, "head_replaced", text))
-                continue
-            self.send(answer.again())
-            log.debug("answer %d goes on at the next head", number)
+        for answer in list(self._answers.values()):
+            if not answer.is_complete:
+                answer.num_lost += 1
+                self._restart(answer)
         for asked, _ in self._asked.values():
             self.send(asked)
 
@@ -345,15 +327,3 @@ class RemoteRates(RateLimits):
     def spend(self, tenant: str, num_tokens: int) -> None:
         if self.counts(tenant) and num_tokens:
             self._head.spend(tenant, num_tokens)
-
-
-def _refused(refusal: Refusal) -> RequestRefused:
-    error = RequestRefused(
-        refusal.status,
-        refusal.reason,
-        refusal.message,
-        refusal.retry_after_s,
-        refusal.projection,
-    )
-    error.is_counted = refusal.is_counted
-    return error
