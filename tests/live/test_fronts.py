@@ -148,6 +148,8 @@ def test_one_page_of_metrics_and_one_cluster_whoever_answers(stub: VllmStub) -> 
             assert fresh.get(f"{server.url}/load", timeout=WAIT_S).json() == {"server_load": 0}
         cluster = fresh.get(f"{server.url}/cluster", timeout=WAIT_S).json()
         assert [front["front"] for front in cluster["fronts"]] == [0, 1]
+        assert sum(front["tokens"] for front in cluster["fronts"]) == 60
+        assert sum(front["direct_tokens"] for front in cluster["fronts"]) > 30, "not by the head"
         assert post_apart(f"{server.url}/reset_prefix_cache") == 200
         bad = fresh.post(f"{server.url}/v1/completions", json={"prompt": 5}, timeout=WAIT_S)
         assert bad.status_code == 400

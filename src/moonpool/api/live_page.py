@@ -26,6 +26,7 @@ class LivePage:
         self._frontend, self._view = frontend, view
         self._viewers = SharedBuffer(MAX_VIEWERS)
         self._frames: dict[str | None, tuple[float, bytes]] = {}
+        self._computing = asyncio.Lock()
 
     async def events(self, context: HttpContext) -> None:
         """Sends a frame each second until the client or the server ends.
@@ -45,13 +46,17 @@ class LivePage:
             async with context.watch():
                 await context.start_events()
                 while not self._frontend.is_stopping():
-                    await context.send_events(await self._frame(tenant))
+                    await context.send_events(await self._shared_frame(tenant))
                     await asyncio.sleep(FRAME_S)
                 await context.end_events(b"event: end\ndata: {}\n\n")
         finally:
             viewers.release(party)
             if not viewers.taken:
                 self._frames.clear()
+
+    async def _shared_frame(self, tenant: str | None) -> bytes:
+        async with self._computing:  # the head may be another process
+            return await self._frame(tenant)
 
     async def _frame(self, tenant: str | None) -> bytes:
         now = self._frontend.now()

@@ -271,10 +271,6 @@ class Head:
             raise
         return answer
 
-    def is_running(self, request_id: RequestId) -> bool:
-        """Whether a client waits for an answer of this name."""
-        return self._answers.find(request_id) is not None
-
     def close(self, model: ServedModel, request_id: RequestId) -> None:
         """Nobody waits for the answer any more: it is cancelled, if it has not ended."""
         if not self._answers.close(request_id):
@@ -573,18 +569,7 @@ class Head:
         if self._links.get(info.instance_id, link) is not link:
             return f"an instance named {info.instance_id} exists already; choose another --name"
         model = self.served.of(info.instance_id)
-        if model is None:
-            return NO_OFFER
-        wanted = tuple(card.adapter for card in model.card.adapters)
-        if self.config.engine.kind != "vllm" and info.adapters != wanted:
-            return "its LoRA adapters differ from the head's: give all machines the same folders"
-        others = [state.info for state in model.conductor.instances.values()]
-        if others and others[0].layout.fingerprint != info.layout.fingerprint:
-            return (
-                "its blocks differ from the cluster's: it has another model, dtype, block size,"
-                " moonpool release or kind of CPU"
-            )
-        return None
+        return NO_OFFER if model is None else model.why_not(info)
 
     def setup(self) -> Setup:
         return setup_of(self.config)

@@ -250,6 +250,8 @@ class TokenRoutes:
             if self._timer is None:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(REPORT_S, self._report_late)
+        else:
+            self._gaps_s.clear()
         if not by_head:
             return []
         is_whole = len(by_head) == len(report.works) and not any(i.num_direct for i in by_head)

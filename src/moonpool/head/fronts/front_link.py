@@ -73,6 +73,8 @@ class FrontAnswer(ResponseStream):
         self.is_silent = False
         num_direct = self._link.num_direct(action.request_id)
         position = self._position + num_direct
+        self._link.num_tokens += len(action.tokens)
+        self._link.num_direct_tokens += num_direct
         self._position += len(action.tokens)
         tokens = action.tokens[num_direct:] if num_direct else action.tokens
         if tokens or action.finish is not None:
@@ -103,6 +105,8 @@ class FrontsOfHead(Protocol):
 
     rates: RateLimits
 
+    names: set[RequestId]
+    """Of all answers under way."""
     num_direct: dict[RequestId, int]
     """Of the report that is handled now."""
 
@@ -132,6 +136,8 @@ class FrontLink:
         """`number`: the front's place among all. `spawn`: runs a coroutine beside the rest."""
         self.number = number
         self.held: dict[AnswerName, None] = {}
+        self.num_tokens = self.num_direct_tokens = 0
+        """Of its answers, and those of them that instances sent to it directly."""
         self._head = head
         self._fronts = fronts
         self._spawn = spawn
@@ -277,11 +283,12 @@ class FrontLink:
             return
         request = message.request
         answer = FrontAnswer(self, message.number, model, len(message.delivered or ()))
-        if self._head.is_running(request.request_id):
+        if request.request_id in self._fronts.names:
             # Clients of two fronts may give the same X-Request-Id; requests may not share it.
             name = f"{request.request_id}-{self.number}.{message.number}"
             request = msgspec.structs.replace(request, request_id=RequestId(name))
         answer.request_id = request.request_id
+        self._fronts.names.add(request.request_id)
         self._answers[message.number] = self._silent[message.number] = answer
         try:
             told = message.delivered, message.call
@@ -297,7 +304,10 @@ class FrontLink:
 
     def _forget(self, number: int) -> FrontAnswer | None:
         self._silent.pop(number, None)
-        return self._answers.pop(number, None)
+        answer = self._answers.pop(number, None)
+        if answer is not None:
+            self._fronts.names.discard(answer.request_id)
+        return answer
 
     def _close(self, number: int) -> None:
         answer = self._forget(number)

@@ -38,6 +38,7 @@ class FrontLinks:
 
     def __init__(self, head: Head, limits: Mapping[str, TenantLimits]) -> None:
         self.rates = RateLimits(limits)
+        self.names: set[RequestId] = set()
         self.num_direct: dict[RequestId, int] = {}
         self._head = head
         self._view = OwnClusterView(head)
@@ -94,7 +95,12 @@ class FrontLinks:
 
     def describe(self) -> list[dict[str, Any]]:
         return [
-            {"front": number, "requests_under_way": link.num_answers}
+            {
+                "front": number,
+                "requests_under_way": link.num_answers,
+                "tokens": link.num_tokens,
+                "direct_tokens": link.num_direct_tokens,
+            }
             for number, link in sorted(self._links.items())
         ]
 

@@ -285,6 +285,19 @@ class ServedModel:
         if parses != self.card.parses:
             self.card = msgspec.structs.replace(self.card, parses=parses)
 
+    def why_not(self, info: InstanceInfo) -> str | None:
+        """Returns why an instance cannot be one of this model, or None."""
+        wanted = tuple(card.adapter for card in self.card.adapters)
+        if self._settings.config.engine.kind != "vllm" and info.adapters != wanted:
+            return "its LoRA adapters differ from the head's: give all machines the same folders"
+        others = [state.info for state in self.conductor.instances.values()]
+        if others and others[0].layout.fingerprint != info.layout.fingerprint:
+            return (
+                "its blocks differ from the cluster's: it has another model, dtype, block size,"
+                " moonpool release or kind of CPU"
+            )
+        return None
+
     def limit_context_to(self, info: InstanceInfo, offer: ModelOffer | None) -> None:
         """An instance joins. `offer`: of a vLLM server."""
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
