@@ -83,7 +83,8 @@ def load(server: LocalServer, streams: int, tokens: int, calls: int) -> dict[str
         raise BenchError(f"the load failed: {done.stderr.strip().splitlines()[-1:]}")
     found: dict[str, Any] = json.loads(done.stdout)
     if found["errors"]:
-        raise BenchError(f"{found['errors']} calls failed: {found['first_error']}")
+        error = f"{found['errors']} calls failed: {found['first_error']}"
+        raise BenchError(f"{error}; {server.last_words()}")
     after = spent_s(server)
     return found | {"cpu_s": {kind: after[kind] - before[kind] for kind in KINDS if after[kind]}}
 
@@ -121,12 +122,15 @@ def on_paper(found: dict[str, Any], num_fronts: int) -> dict[str, float]:
     return shares
 
 
+def name_of(num_fronts: int) -> str:
+    return "1 process" if num_fronts == 1 else f"{num_fronts} fronts"
+
+
 def servers(asked: argparse.Namespace, urls: Sequence[str]) -> Iterator[tuple[str, LocalServer]]:
     flags = [word for url in urls for word in ("--vllm", url)]
     flags += ["--admission", "none", "--request-timeout", "3600"]
-    yield "1 process", LocalServer(flags)
     for count in asked.fronts:
-        yield f"{count} fronts", LocalServer([*flags, "--fronts", str(count)])
+        yield name_of(count), LocalServer([*flags, "--fronts", str(count)])
     if asked.router_python:
         yield "vllm-router", RouterServer(asked.router_python, urls, ["--policy", "round_robin"])
 
@@ -150,7 +154,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="Tokens of each stream.")
     parser.add_argument("--connections", type=int, default=16, help="Of the short calls.")
     parser.add_argument("--calls", type=int, default=64, help="Short calls of each connection.")
-    parser.add_argument("--fronts", type=int, nargs="*", default=[2])
+    parser.add_argument("--fronts", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--stubs", type=int, default=2, help="Servers that compute nothing.")
     parser.add_argument("--gap", type=float, default=0.02, help="Seconds of a stub's step.")
     parser.add_argument("--router-python", default="", help="Python with vllm-router.")
@@ -165,11 +169,8 @@ def main() -> None:
                 time.sleep(1.0)
                 found = figures[name] = measure(server, asked)
                 show(name, found)
-    paper = {
-        f"{count} fronts": on_paper(figures[f"{asked.fronts[0]} fronts"], count)
-        for count in PAPER_FRONTS
-        if asked.fronts
-    }
+    measured = figures[name_of(max(asked.fronts))]
+    paper = {f"{count} fronts": on_paper(measured, count) for count in PAPER_FRONTS}
     for name, found in paper.items():
         tokens, requests = found["tokens_per_s"], found["requests_per_s"]
         print(f"on paper, {name}: {tokens:,.0f} tokens/s, {requests:,.0f} requests/s")

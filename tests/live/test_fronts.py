@@ -56,6 +56,13 @@ def fronts_of(server: LocalServer, count: int = 2) -> list[int]:
     raise AssertionError(f"there are no {count} fronts")
 
 
+def first_worker(server: LocalServer) -> int:
+    until_s = time.monotonic() + WAIT_S
+    while not (found := server.worker_pids()) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return found[0]
+
+
 def counted(url: str, name: str) -> float:
     """The sum of a counter over its labels."""
     text = fresh.get(f"{url}/metrics", timeout=WAIT_S).text
@@ -111,6 +118,22 @@ def test_a_process_that_is_killed_costs_no_answer(whose: str) -> None:
     assert wait_until_gone(pids) == []
 
 
+def test_an_instance_that_is_killed_costs_no_answer() -> None:
+    """Its tokens went to the fronts directly: these know what the head had not heard of."""
+    line = [MODEL, "--mixed", "2", *SMALL, "--admission", "none", *FRONTS]
+    with LocalServer(line) as server:
+        asked = bodies()
+        expected = [ask(server.url, path, body) for path, body in asked]
+        num_kills = 0
+        while not num_kills:
+            streams = Streams(server.url, asked)
+            num_kills = kill_while(streams, asked, lambda _: first_worker(server))
+            assert streams.errors == []
+            assert [streams.got[number] for number in range(NUM_STREAMS)] == expected
+        fronts = fresh.get(f"{server.url}/cluster", timeout=WAIT_S).json()["fronts"]
+        assert sum(front["direct_tokens"] for front in fronts) > 0
+
+
 def test_a_client_that_comes_back_over_any_front_gets_the_rest() -> None:
     """By its request id and the number of its tokens; by its last event; by its request id alone.
     The connections are new each time, so the kernel may give them to either front."""
@@ -134,6 +157,7 @@ def test_a_client_that_comes_back_over_any_front_gets_the_rest() -> None:
 
 
 def test_one_page_of_metrics_and_one_cluster_whoever_answers(stub: VllmStub) -> None:
+    stub.gap_s = 0.02
     with LocalServer(["--vllm", stub.url, *FRONTS]) as server:
         for number in range(12):
             body = {"model": "m", "prompt": [number + 1] * 20, "max_tokens": 5}
