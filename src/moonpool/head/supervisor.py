@@ -123,7 +123,7 @@ class Supervisor:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises ClusterError if the cluster cannot start."""
-        _raise_file_limit()
+        _raise_file_limit(self._config.api.fronts)
         watches = [asyncio.create_task(self._watch()), asyncio.create_task(self._look())]
         try:
             if self._state is not None:
@@ -506,10 +506,11 @@ def _kill(process: WorkerProcess) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def _raise_file_limit() -> None:
+def _raise_file_limit(num_fronts: int) -> None:
     """Each answer takes two file descriptors, and two more while the next head is given it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    most = MAX_FILES * num_fronts
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
     if soft < wanted:
         with contextlib.suppress(ValueError):  # macOS has a limit that `hard` does not tell
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -98,10 +98,7 @@ class SupervisorLink:
         self._next_number = 0
         self._kept: dict[int, str] = {}  # -> party
         self._num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        by_files = MAX_KEPT
-        if self._num_files != resource.RLIM_INFINITY:
-            by_files = self._num_files // MAX_KEPT_SHARE
-        self._places = SharedBuffer(min(MAX_KEPT, by_files))
+        self._places = self._make_places(1)
         self._log_bytes = SharedBuffer(MAX_LOG_BYTES)
         self.enders = Enders()
         self.mark: WorkMark | None = None
@@ -109,6 +106,12 @@ class SupervisorLink:
         self._packets: PacketSocket[ToHead, FromHead] = PacketSocket(
             sock, msgspec.msgpack.Decoder(ToHead), self._on_packet, self._on_end
         )
+
+    def _make_places(self, num_fronts: int) -> SharedBuffer:
+        """For kept answers: the supervisor holds those of all fronts."""
+        if self._num_files == resource.RLIM_INFINITY:
+            return SharedBuffer(MAX_KEPT)
+        return SharedBuffer(min(MAX_KEPT, self._num_files // (MAX_KEPT_SHARE * num_fronts)))
 
     async def inherit(self) -> Inheritance:
         """Waits for what an earlier head has left."""
@@ -225,6 +228,7 @@ class SupervisorLink:
             case HeadBegin():
                 http, control = (socket.socket(fileno=fd) for fd in fds)
                 self._inheritance = Inheritance(packet, http, control)
+                self._places = self._make_places(packet.config.api.fronts)
                 self._note_work(packet)
             case TakeAnswer():
                 self._take(packet, *fds)

@@ -37,6 +37,8 @@ RESTART_DELAYS_S = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0)
 """Delay after the first, second, ... death of a front in short succession."""
 STEADY_S = 10.0
 HUNG_S = 30.0
+"""A front that does not respond for this long hangs, unless it goes from call to call."""
+BUSY_S = 300.0
 FINISH_S = 10.0
 """How long a front may take to end, when no answer is under way."""
 LAST_PACKETS_S = 5.0
@@ -118,10 +120,11 @@ class Front:
         self._listened_s = listened_s
         if self.process is None or self._beat_s is None:
             return
+        silent_s = listened_s - self._beat_s
         if is_stopped(self.process.pid):
             self._beat_s = listened_s
-        elif listened_s - self._beat_s > HUNG_S:
-            log.error("front %d has not responded for %.0f s; killing it", self.number, HUNG_S)
+        elif silent_s > HUNG_S and not (silent_s < BUSY_S and self.held.culprits.is_working()):
+            log.error("front %d has not responded for %.0f s; killing it", self.number, silent_s)
             self.held.culprits.note_hang()
             self._beat_s = None
             self.kill()
