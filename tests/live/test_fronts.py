@@ -17,12 +17,16 @@ from typing import Any
 import httpx
 import pytest
 
+from moonpool_lab.demo.local_server import free_port
 from tests.forked.commands import LocalServer
+from tests.live import test_answers_go_on
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_answers_go_on import DRAWN, Got, Reader
 from tests.live.test_faults import children_of, command_of, wait_until_gone
 from tests.live.test_head_death import NUM_STREAMS, Streams, ask, bodies, events, head_of
+from tests.live.test_parts import Part
+from tests.live.test_standby import Pair
 from tests.live.test_upgrade import Load, OneConnection, upgrade
 from tests.live.vllm_stub import VllmStub
 
@@ -226,6 +230,26 @@ def test_an_upgrade_replaces_the_fronts_too_and_costs_no_answer() -> None:
         assert num_right, "answers ended while the processes were replaced"
         assert not {*fronts_of(server), head_of(server)} & {*former}
         assert wait_until_gone(former) == []
+
+
+class FrontPair(Pair):
+    """Both heads have fronts."""
+
+    def start_head(self, *options: str) -> Part:
+        return super().start_head(*FRONTS, *options)
+
+    def start_standby(self, port: int) -> Part:
+        ports = ["--head-port", str(free_port()), "--port", str(port)]
+        return self.start("head", "--standby-of", f"127.0.0.1:{self.head_port}", *ports, *FRONTS)
+
+
+@pytest.mark.long
+def test_streams_go_on_at_a_standby_with_fronts() -> None:
+    pair = FrontPair()
+    try:
+        test_answers_go_on.test_streams_go_on_at_a_standby_which_computes_only_the_rest(pair)
+    finally:
+        pair.end()
 
 
 def test_answers_end_before_the_fronts_do() -> None:

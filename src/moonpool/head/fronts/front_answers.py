@@ -11,12 +11,15 @@ from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.head.fronts.messages import (
     AnswerFetched,
     AnswerName,
+    CopyAnswers,
     FetchAnswer,
     ForgetAnswer,
     HoldAnswer,
 )
 from moonpool.head.fronts.remote_head import RemoteHead
+from moonpool.head.takeover.answer_feed import AnswerFeed
 from moonpool.log_limit import limited_logger
+from moonpool.protocol.frames import AnswersCopied
 
 log = limited_logger("moonpool.front")
 
@@ -31,6 +34,7 @@ class FrontAnswers(KeptAnswers):
         self._head = head
         self._elsewhere: set[AnswerName] = set()
         self._gives: set[asyncio.Task[None]] = set()
+        self._feed: AnswerFeed | None = None
         head.kept = self
 
     async def find(
@@ -58,6 +62,14 @@ class FrontAnswers(KeptAnswers):
 
     def forget_others(self) -> None:
         self._elsewhere.clear()
+        self.copy(False)  # the next head says whether there is a standby
+
+    def copy(self, is_wanted: bool) -> None:
+        if is_wanted and self._feed is None:
+            self._feed = AnswerFeed(self, _CopyChannel(self._head))
+        elif not is_wanted and self._feed is not None:
+            self._feed.end()
+            self._feed = None
 
     def tell_all(self) -> None:
         for kept in self.cut.values():
@@ -83,6 +95,21 @@ class FrontAnswers(KeptAnswers):
             for number in [n for n, kept in self.cut.items() if name_of(kept) == name]:
                 self.forget(number)
         self._head.send(AnswerFetched(fetch.number, known))
+
+
+class _CopyChannel:
+    """To a standby, by the head."""
+
+    def __init__(self, head: RemoteHead) -> None:
+        self._head = head
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        return self._head.num_unsent_bytes
+
+    def send(self, *frames: AnswersCopied) -> None:
+        for frame in frames:
+            self._head.send(CopyAnswers(frame))
 
 
 def name_of(kept: KeptStream) -> AnswerName:

@@ -25,6 +25,7 @@ from moonpool.head.fronts.messages import (
     AskHead,
     BeginAnswer,
     CloseAnswer,
+    CopyAnswers,
     CountAnswered,
     CountRefused,
     FetchAnswer,
@@ -42,6 +43,7 @@ from moonpool.head.fronts.messages import (
 from moonpool.head.models.served_model import ServedModel
 from moonpool.head.response_stream import ResponseStream
 from moonpool.log_limit import limited_logger
+from moonpool.protocol.frames import AnswersCopied
 from moonpool.protocol.messages import AttemptId, TokenRoute
 from moonpool.types import RequestId
 
@@ -118,6 +120,8 @@ class FrontsOfHead(Protocol):
 
     async def ask(self, question: AskHead) -> Any: ...
 
+    def copy(self, number: int, copied: AnswersCopied) -> None: ...
+
     def fetch(self, link: FrontLink, fetch: FetchAnswer) -> None: ...
 
     def on_fetched(self, fetched: AnswerFetched) -> None: ...
@@ -181,7 +185,9 @@ class FrontLink:
                 continue
             self._models[place:] = [known, *self._models[place + 1 :]]
             self.send(ModelKnown(model.key, place, model.card, model.offer, known[1]))
-        state = HeadState(self._head.not_ready(), self._head.is_stopping())
+        head = self._head
+        copies = head.standbys.wants_copies
+        state = HeadState(head.not_ready(), head.is_stopping(), copies)
         if state != self._state:
             self._state = state
             self.send(state)
@@ -253,6 +259,8 @@ class FrontLink:
                     self._fronts.rates.spend(tenant, num_tokens)
             case CountRefused() | CountAnswered():
                 self._count(message)
+            case CopyAnswers():
+                self._fronts.copy(self.number, message.copied)
             case AskHead():
                 self._spawn(self._answer(message))
             case _:

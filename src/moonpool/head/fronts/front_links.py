@@ -10,6 +10,8 @@ from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from moonpool.api.cluster_view import OwnClusterView
 from moonpool.api.keys import TenantLimits
 from moonpool.api.rate_limits import RateLimits
@@ -21,6 +23,7 @@ from moonpool.head.fronts.messages import (
     FetchAnswer,
     HoldAnswer,
 )
+from moonpool.protocol.frames import AnswersCopied
 from moonpool.protocol.messages import Report, StepTokens, request_of
 from moonpool.types import RequestId
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 STAGES_S = 1.0
 """How often fronts are told what silent requests do."""
+MAX_FRONTS = 64
 FETCH_S = 5.0
 """How long another front may take to give an answer away."""
 
@@ -46,6 +50,7 @@ class FrontLinks:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}  # for answers of other fronts
         self._numbers = itertools.count()
+        self._copied: dict[int, set[int]] = {}  # by front, what a standby follows
         self._stages_s = time.monotonic()
 
     async def add(self, number: int, sock: socket.socket) -> None:
@@ -148,6 +153,22 @@ class FrontLinks:
             if known:
                 break
         link.send(AnswerFetched(fetch.number, known))
+
+    def copy(self, number: int, copied: AnswersCopied) -> None:
+        """Sends the standby what is new of a front's answers, under numbers of their own."""
+
+        def own(answer: int) -> int:
+            return answer * MAX_FRONTS + number
+
+        begun = tuple(replace(each, number=own(each.number)) for each in copied.begun)
+        ended = [own(answer) for answer in copied.ended]
+        known = self._copied.setdefault(number, set())
+        if copied.is_first:  # of this front: what it does not begin again is over
+            ended += known - {each.number for each in begun}
+        known.update(each.number for each in begun)
+        known.difference_update(ended)
+        grown = tuple((own(answer), data) for answer, data in copied.grown)
+        self._head.standbys.copy(AnswersCopied(begun=begun, grown=grown, ended=tuple(ended)))
 
     def on_fetched(self, fetched: AnswerFetched) -> None:
         found = self._waiting.get(fetched.number)

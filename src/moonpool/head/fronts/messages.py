@@ -15,6 +15,7 @@
       | -- SpendTokens, CountRefused, CountAnswered ----------> |
       | -- AskHead (what `/metrics` and others show) ---------> |
       | <-- Told ---------------------------------------------- |
+      | -- CopyAnswers (what a standby follows) --------------> |  to the standby
       | -- HoldAnswer, ForgetAnswer (its client is gone) -----> |  to all other fronts
       | -- FetchAnswer (its client came back here) -----------> |  to the front that has it
       | <-- FetchAnswer, -- AnswerFetched --------------------> |
@@ -35,6 +36,7 @@ from typing import Any, Literal
 import msgspec
 
 from moonpool.api.frontend import ModelCard
+from moonpool.protocol.frames import AnswersCopied
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.types import FinishReason, Request, Struct, Token
@@ -137,6 +139,15 @@ class AskHead(_Message, frozen=True, tag=True):
     arguments: tuple[Any, ...] = ()
 
 
+# To a standby, by the head
+
+
+class CopyAnswers(_Message, frozen=True, tag=True):
+    """What is new of the logs of a front's answers."""
+
+    copied: AnswersCopied
+
+
 # To other fronts, by the head
 
 
@@ -190,10 +201,12 @@ class ModelKnown(_Message, frozen=True, tag=True):
 
 
 class HeadState(_Message, frozen=True, tag=True):
-    """As `Frontend.not_ready` and `Frontend.is_stopping`."""
+    """As `Frontend.not_ready` and `Frontend.is_stopping`. `wants_copies`: a standby follows the
+    answers under way."""
 
     not_ready: str
     is_stopping: bool
+    wants_copies: bool = False
 
 
 class AnswerPart(Struct, frozen=True, array_like=True):
@@ -256,6 +269,7 @@ FromFront = (
     | AdmitCall
     | SpendTokens
     | AskHead
+    | CopyAnswers
     | HoldAnswer
     | ForgetAnswer
     | FetchAnswer

@@ -71,6 +71,10 @@ class HeldAnswers(Protocol):
 
     def tell_all(self) -> None: ...
 
+    def copy(self, is_wanted: bool) -> None:
+        """Whether a standby follows the answers."""
+        ...
+
 
 class RemoteHead:
     """As `CallFrontend` and `ClusterView`. `models` are those that the head has told."""
@@ -138,6 +142,10 @@ class RemoteHead:
 
     def note_refused(self, reason: str) -> None:
         self.send(CountRefused(None, reason))
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        return 0 if self._channel is None else self._channel.num_unsent_bytes
 
     def send(self, message: Any) -> None:
         """What is lost with the head may be."""
@@ -292,6 +300,8 @@ class RemoteHead:
             message = await self._arrivals.get()
             if isinstance(message, HeadState):
                 self._state = message
+                if self.kept is not None:
+                    self.kept.copy(message.wants_copies)
                 self.is_told.set()
                 continue
             try:
