@@ -16,7 +16,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -56,9 +56,9 @@ def kind_of(pid: int) -> str:
     return "supervisor"
 
 
-def spent_s(server: LocalServer) -> Counter[str]:
+def spent_s(server: LocalServer) -> defaultdict[str, float]:
     """CPU seconds by kind of process."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for pid in family(server.pid):
         try:
             kind = "router" if isinstance(server, RouterServer) else kind_of(pid)

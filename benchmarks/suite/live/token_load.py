@@ -37,6 +37,9 @@ class _Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
+    def itself(self) -> _Client:
+        return self
+
     def begin(self) -> None:
         self._calls -= 1
         self._begun_s = time.monotonic()
@@ -89,7 +92,7 @@ async def load(port: int, streams: int, tokens: int, calls: int) -> dict[str, ob
         ends += [loop.create_future() for _ in range(some)]
         made = [_Client(request, calls, over) for over in ends[-some:]]
         await asyncio.gather(
-            *[loop.create_connection(lambda c=client: c, "127.0.0.1", port) for client in made]
+            *[loop.create_connection(client.itself, "127.0.0.1", port) for client in made]
         )
         clients += made
     began_s = time.monotonic()

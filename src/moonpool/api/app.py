@@ -97,8 +97,7 @@ def make_front_app(
     memory, access = BodyMemory(options.max_body_bytes), CallerCheck(options)
     calls = ModelCalls(models, view)
     inspector = Inspector(frontend, view, models)
-    controller = Controller(view, options)
-    live_page = LivePage(frontend, view)
+    controller, live_page = Controller(view, options), LivePage(frontend, view)
 
     async def openapi(context: HttpContext) -> None:
         await context.respond(200, openapi_document(app.routes))

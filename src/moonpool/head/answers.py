@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
 import msgspec
 
 from moonpool.api.frontend import RequestRefused
@@ -11,6 +14,7 @@ from moonpool.head.watch.ended_requests import EndedRequests, RequestObserver
 from moonpool.protocol.messages import (
     Command,
     ForwardedCall,
+    Report,
     ReserveDecode,
     StartPrefill,
     request_of,
@@ -26,6 +30,16 @@ def stopping() -> RequestRefused:
     refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
     refused.is_counted = True
     return refused
+
+
+class AnsweringFronts(Protocol):
+    """The fronts of a head, as the head sees them."""
+
+    def hears(self, report: Report) -> AbstractContextManager[None]:
+        """Within it the report of an instance is handled."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]: ...
 
 
 class Answers:

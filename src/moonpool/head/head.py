@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import nullcontext
 from logging import INFO, WARNING
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -45,7 +45,7 @@ from moonpool.conductor.actions import (
     Tick,
 )
 from moonpool.config.tables import Config, ConfigError
-from moonpool.head.answers import STOPPING_RETRY_S, Answers, stopping
+from moonpool.head.answers import STOPPING_RETRY_S, AnsweringFronts, Answers, stopping
 from moonpool.head.attention_links import AttentionLinks
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.explain import describe_record, describe_server, describe_slo
@@ -80,9 +80,6 @@ from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
-
-if TYPE_CHECKING:
-    from moonpool.head.fronts.front_links import FrontLinks
 
 log = limited_logger("moonpool.head")
 
@@ -149,7 +146,7 @@ class Head:
         self.num_restarts = self.num_upgrades = 0
         """Earlier heads of this cluster: those that died, and those that handed over."""
         self.succession: Succession = NoSuccession()
-        self.fronts: FrontLinks | None = None
+        self.fronts: AnsweringFronts | None = None
         self.on_tick: Callable[[], None] = _do_nothing
 
     async def start(self, listener: socket.socket | None, tls: PeerTls | None = None) -> None:

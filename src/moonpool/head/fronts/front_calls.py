@@ -17,7 +17,8 @@ class FrontCalls:
 
     def __init__(self, link: SupervisorLink, head: Head, options: ApiOptions) -> None:
         self._link = link
-        self._links = head.fronts = FrontLinks(head, options.limits)
+        self._links = FrontLinks(head, options.limits)
+        head.fronts = self._links
         head.on_tick = self._links.tick
         know = head.on_instances
 

@@ -60,7 +60,7 @@ LACK_S = 3.0
 NO_HEAD = "the head process is being replaced"
 
 
-class HeldAnswers(Protocol):
+class AnswersHere(Protocol):
     """The answers that this front holds for clients that may come back."""
 
     def on_message(self, message: HoldAnswer | ForgetAnswer | FetchAnswer) -> None: ...
@@ -82,7 +82,7 @@ class RemoteHead:
     def __init__(self, models: RemoteModels) -> None:
         self.is_told = asyncio.Event()
         """Set when the head has said what it serves."""
-        self.kept: HeldAnswers | None = None
+        self.kept: AnswersHere | None = None
         self._models = models
         self._views_end = False
         self._state = HeadState("the head has not started yet", False)
