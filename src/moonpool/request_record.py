@@ -189,10 +189,15 @@ class RequestRecord:
         """An embedding became visible in place of tokens (mutates)."""
         self.first_token_s = self.last_token_s = now
 
-    def note_tokens(self, count: int, now: float, gap_s: float = 0.0) -> None:
+    def note_tokens(
+        self, count: int, now: float, gap_s: float = 0.0, longest_gap_s: float = 0.0
+    ) -> None:
         """Adds `count` tokens that became visible `gap_s` apart, the last one at `now` (mutates).
-        `gap_s` 0: of a step that did not only decode."""
+        `gap_s` 0: of a step that did not only decode; or, with a `longest_gap_s`, of several."""
         if count <= 0:
+            return
+        if longest_gap_s and not gap_s and self.last_token_s is not None:
+            self._note_steps(count, now, longest_gap_s)
             return
         first_s = now - gap_s * (count - 1)
         if self.last_token_s is None:
@@ -202,6 +207,18 @@ class RequestRecord:
             self.shared_steps += gap_s == 0.0
         if count > 1:
             self.gap_runs.append((gap_s, count - 1))
+        self.last_token_s = now
+        self.num_generated_tokens += count
+
+    def _note_steps(self, count: int, now: float, longest_gap_s: float) -> None:
+        """Adds tokens of several steps, of whose gaps the longest is known."""
+        assert self.last_token_s is not None
+        total_s = now - self.last_token_s
+        longest_s = total_s if count == 1 else min(longest_gap_s, total_s)
+        self.gap_runs.append((longest_s, 1))
+        if count > 1:
+            self.gap_runs.append(((total_s - longest_s) / (count - 1), count - 1))
+        self.shared_steps += 1
         self.last_token_s = now
         self.num_generated_tokens += count
 

@@ -28,7 +28,8 @@ from uvicorn.server import ServerState
 from moonpool.api import messages
 from moonpool.api.access.admission import CallerCheck
 from moonpool.api.access.route_rules import RouteRule, rule_of
-from moonpool.api.connection.acceptor import Acceptor
+from moonpool.api.cluster_view import CallFrontend, ClusterView, OwnClusterView
+from moonpool.api.connection.acceptor import MOST_AT_ONCE, Acceptor
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.http_protocol import LimitedProtocol, limited_protocol
@@ -74,6 +75,18 @@ def make_app(
     models: ModelApis | None = None,
     answers_calls: bool = True,
 ) -> Starlette:
+    """As `make_front_app`, for a head in this process."""
+    view = OwnClusterView(frontend)
+    return make_front_app(frontend, view, options, models, answers_calls)
+
+
+def make_front_app(
+    frontend: CallFrontend,
+    view: ClusterView,
+    options: ApiOptions | None = None,
+    models: ModelApis | None = None,
+    answers_calls: bool = True,
+) -> Starlette:
     """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop.
 
     `models` is closed by the caller. `answers_calls`: without it, only what shows and steers the
@@ -82,10 +95,9 @@ def make_app(
     options = options or ApiOptions()
     models = models or ModelApis(frontend, options)
     memory, access = BodyMemory(options.max_body_bytes), CallerCheck(options)
-    calls = ModelCalls(models)
-    inspector = Inspector(frontend, models)
-    controller = Controller(frontend, options)
-    live_page = LivePage(frontend)
+    calls = ModelCalls(models, view)
+    inspector = Inspector(frontend, view, models)
+    controller, live_page = Controller(view, options), LivePage(frontend, view)
 
     async def openapi(context: HttpContext) -> None:
         await context.respond(200, openapi_document(app.routes))
@@ -187,7 +199,7 @@ class _Endpoint:
         rule: RouteRule,
         memory: BodyMemory,
         payload_of: ErrorPayload,
-        counter: Frontend | None,
+        counter: CallFrontend | None,
     ):
         """`payload_of` writes an error in the endpoint's format. `counter` counts refusals that the
         head does not know; None: they are not those of requests."""
@@ -272,12 +284,15 @@ class DatedState(ServerState):
 class HttpServer(uvicorn.Server):
     """`await serve(sockets=[...])` returns after `should_exit` is set. It handles no signals."""
 
-    def __init__(self, config: uvicorn.Config, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, tls: TlsFiles | None = None, shares_port: bool = False
+    ) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exit = asyncio.Event()
         super().__init__(config)
         self.server_state = DatedState(config)
         self._tls = tls
+        self._most_at_once = 1 if shares_port else MOST_AT_ONCE
 
     @property
     def should_exit(self) -> bool:
@@ -296,7 +311,7 @@ class HttpServer(uvicorn.Server):
         keeps = self._new_protocol().keeper is not None and self._tls is None
         await super().startup([] if keeps else sockets)
         if keeps:
-            acceptors = [Acceptor(sock, self._begin) for sock in sockets or ()]
+            acceptors = [Acceptor(sock, self._begin, self._most_at_once) for sock in sockets or ()]
             self.servers = cast(list[asyncio.Server], acceptors)  # uvicorn closes them
 
     def _begin(self, sock: socket.socket) -> LimitedProtocol:
@@ -371,11 +386,12 @@ def http_server(
     keeper: StreamKeeper | None = None,
     answers: KeptAnswers | None = None,
     mark: WorkMark | None = None,
+    shares_port: bool = False,
 ) -> HttpServer:
     """Returns the server. Responses may go on for `drain_s` seconds after `should_exit`.
 
     With `tls` it serves HTTPS alone. `keeper` holds the logs of `answers`. `mark` shows on which
-    call it works.
+    call it works. `shares_port`: other processes accept on the same socket.
     """
     config = uvicorn.Config(
         app,
@@ -393,4 +409,4 @@ def http_server(
     if tls is not None:
         config.load()
         config.ssl = tls.context
-    return HttpServer(config, tls)
+    return HttpServer(config, tls, shares_port)

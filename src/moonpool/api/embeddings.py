@@ -71,7 +71,7 @@ class Embedder:
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
         is_resumed = context.kept is not None and context.kept.is_resumed
         if not is_resumed:
-            self._rates.begin(context.tenant, arrived_s)
+            await self._rates.admit(context.tenant, arrived_s)
         digest = await context.digest(raw)
         arrived_s, _ = context.keep_call(raw, arrived_s, self._frontend.card, digest=digest)
         left_s = seconds_left(arrived_s, timeout_s, self._frontend)

@@ -12,8 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from moonpool.api.bodies import decode_body
 from moonpool.api.body_process import Kind
+from moonpool.api.cluster_view import CallFrontend, ClusterView
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions, Frontend
+from moonpool.api.frontend import ApiOptions
 from moonpool.api.generate import limits_of
 from moonpool.api.http_context import HttpContext, scoped_id
 from moonpool.api.models.model_apis import ModelApi, ModelApis
@@ -26,8 +27,8 @@ _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 class Inspector:
     """Serves the endpoints that only read from one frontend."""
 
-    def __init__(self, frontend: Frontend, models: ModelApis):
-        self._frontend = frontend
+    def __init__(self, frontend: CallFrontend, view: ClusterView, models: ModelApis):
+        self._frontend, self._view = frontend, view
         self._models = models
 
     async def models(self, context: HttpContext) -> None:
@@ -52,14 +53,14 @@ class Inspector:
         await context.respond(503 if reason else 200, body)
 
     async def metrics(self, context: HttpContext) -> None:
-        text = self._frontend.metrics_text()
+        text = await self._view.metrics_text()
         await context.respond(200, text, CONTENT_TYPE_LATEST.encode())
 
     async def version(self, context: HttpContext) -> None:
         await _respond(context, {"version": installed_version()})
 
     async def server_info(self, context: HttpContext) -> None:
-        info = self._frontend.server_info()
+        info = await self._view.server_info()
         if not context.is_admin:
             slo = info.get("config", {}).get("slo")
             assumed = {key: info[key] for key in ("assumed_slos",) if key in info}
@@ -68,7 +69,7 @@ class Inspector:
 
     async def cluster(self, context: HttpContext) -> None:
         tenant = None if context.is_admin else context.tenant
-        await _respond(context, self._frontend.cluster(tenant))
+        await _respond(context, await self._view.cluster(tenant))
 
     async def hot(self, context: HttpContext) -> None:
         """Takes `?limit=N`, the most prefixes to return. Block keys do not tell their tenant.
@@ -78,19 +79,19 @@ class Inspector:
         text = _asked(context, "limit") or str(DEFAULT_HOT)
         if not text.isdigit() or not 1 <= int(text[:9]) <= MAX_HOT:
             raise ApiError(f"'limit' must be between 1 and {MAX_HOT}.", status=400, param="limit")
-        found = await self._frontend.hot_prefixes(int(text))
+        found = await self._view.hot_prefixes(int(text))
         await _respond(context, {"prefixes": found})
 
     async def beliefs(self, context: HttpContext) -> None:
         """Shows what the Conductor assumes of each instance; `?model=NAME`: of another model than
         the default."""
-        await _respond(context, self._frontend.beliefs(_asked(context, "model")))
+        await _respond(context, await self._view.beliefs(_asked(context, "model")))
 
     async def event_log(self, context: HttpContext) -> None:
         """The log holds the token ids of all tenants' prompts and answers. `?model=NAME` takes
         another model's than the default's. Raises ApiError for an unknown model."""
         name = _asked(context, "model")
-        log = self._frontend.event_log(name)
+        log = await self._view.event_log(name)
         if log is None:
             self._models.named(name)
             raise ApiError("There is no model yet.", status=404, code="model_not_found")
@@ -105,7 +106,7 @@ class Inspector:
         tenant = context.tenant
         if context.is_admin:  # may name another tenant: `?tenant=NAME`
             tenant = _asked(context, "tenant") or tenant
-        found = self._frontend.explain(scoped_id(tenant, request_id))
+        found = await self._view.explain(scoped_id(tenant, request_id))
         if found is None:
             text = (
                 f"The request '{given_id[:200]}' is unknown. The server keeps recent requests only."
@@ -190,13 +191,13 @@ _DRAIN = msgspec.json.Decoder(DrainBody)
 class Controller:
     """Serves the endpoints that change the cluster."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions):
-        self._frontend = frontend
+    def __init__(self, view: ClusterView, options: ApiOptions):
+        self._view = view
         self._options = options
 
     async def reset_prefix_cache(self, context: HttpContext) -> None:
         """Empties the prefix cache, as vLLM does; instances do so a moment later."""
-        self._frontend.drop_cached_blocks()
+        await self._view.drop_cached_blocks()
         await context.respond(200, b"", b"text/plain")
 
     async def drain(self, context: HttpContext) -> None:
@@ -212,7 +213,7 @@ class Controller:
         if not 0 <= body.within_s <= MAX_WITHIN_S:
             text = f"'within_s' must be between 0 and {MAX_WITHIN_S:.0f} seconds."
             raise ApiError(text, status=400, param="within_s")
-        refusal = self._frontend.drain(body.instance_id, body.within_s, body.returns)
+        refusal = await self._view.drain(body.instance_id, body.within_s, body.returns)
         if refusal:
             raise ApiError(refusal, status=409, param="instance_id", code="cannot_drain")
         await context.respond(200, msgspec.json.encode({"draining": body.instance_id}))
@@ -220,5 +221,5 @@ class Controller:
     async def upgrade(self, context: HttpContext) -> None:
         """Replaces the head by one from the code on disk, and responds at once. `/cluster` shows
         the next head, or why there is none."""
-        self._frontend.upgrade()
+        await self._view.upgrade()
         await context.respond(202, msgspec.json.encode({"upgrading": True}))

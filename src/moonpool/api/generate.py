@@ -153,7 +153,7 @@ class Generator:
         facts, known, num_returns = continued
         is_new = facts is None and not (context.kept is not None and context.kept.is_resumed)
         if is_new:
-            self._rates.begin(context.tenant, arrived_s)
+            await self._rates.admit(context.tenant, arrived_s)
         card = self._frontend.card
         arrived_s, facts = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
         left_s = seconds_left(arrived_s, timeout_s, self._frontend)

@@ -10,8 +10,8 @@ import asyncio
 
 import msgspec
 
+from moonpool.api.cluster_view import CallFrontend, ClusterView
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import Frontend
 from moonpool.api.http_context import HttpContext
 from moonpool.api.sharing.shared_buffer import SharedBuffer
 
@@ -22,10 +22,11 @@ MAX_VIEWERS = 32
 class LivePage:
     """Serves the events of the page for one frontend."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, frontend: CallFrontend, view: ClusterView) -> None:
+        self._frontend, self._view = frontend, view
         self._viewers = SharedBuffer(MAX_VIEWERS)
         self._frames: dict[str | None, tuple[float, bytes]] = {}
+        self._computing = asyncio.Lock()
 
     async def events(self, context: HttpContext) -> None:
         """Sends a frame each second until the client or the server ends.
@@ -45,7 +46,7 @@ class LivePage:
             async with context.watch():
                 await context.start_events()
                 while not self._frontend.is_stopping():
-                    await context.send_events(self._frame(tenant))
+                    await context.send_events(await self._shared_frame(tenant))
                     await asyncio.sleep(FRAME_S)
                 await context.end_events(b"event: end\ndata: {}\n\n")
         finally:
@@ -53,12 +54,16 @@ class LivePage:
             if not viewers.taken:
                 self._frames.clear()
 
-    def _frame(self, tenant: str | None) -> bytes:
+    async def _shared_frame(self, tenant: str | None) -> bytes:
+        async with self._computing:  # the head may be another process
+            return await self._frame(tenant)
+
+    async def _frame(self, tenant: str | None) -> bytes:
         now = self._frontend.now()
         made_s, frame = self._frames.get(tenant, (float("-inf"), b""))
         if now - made_s < FRAME_S / 2:
             return frame
-        described = self._frontend.live_view(tenant)
+        described = await self._view.live_view(tenant)
         frame = b"data: %s\n\n" % msgspec.json.encode(described)
         self._frames[tenant] = now, frame
         return frame

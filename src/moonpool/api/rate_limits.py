@@ -49,6 +49,10 @@ class RateLimits:
         self._calls = _buckets({name: one.requests_per_s for name, one in limits.items()}, 1.0)
         self._tokens = _buckets({name: one.tokens_per_s for name, one in limits.items()}, 0.0)
 
+    async def admit(self, tenant: str, now: float) -> None:
+        """As `begin`. The buckets may be in another process."""
+        self.begin(tenant, now)
+
     def begin(self, tenant: str, now: float) -> None:
         """A call of the tenant has come. Raises RequestRefused (429) with the time to wait."""
         calls, tokens = self._calls.get(tenant), self._tokens.get(tenant)
@@ -80,6 +84,10 @@ class RateLimits:
     def counts(self, tenant: str) -> bool:
         """Whether the tenant's tokens are counted."""
         return tenant in self._tokens
+
+    def limits_calls(self, tenant: str) -> bool:
+        """Whether a call of the tenant may be refused."""
+        return tenant in self._calls or tenant in self._tokens
 
     def spend(self, tenant: str, num_tokens: int) -> None:
         """Counts tokens of the tenant; below 0: gives them back."""

@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import click
 import uvloop
@@ -19,6 +21,9 @@ from moonpool.link.parent import end_with
 from moonpool.plugins.engines import own_engine
 from moonpool.plugins.workers import WorkerKind, worker_maker
 
+if TYPE_CHECKING:
+    from moonpool.head.supervisor_link import SupervisorLink
+
 log = logging.getLogger("moonpool")
 
 
@@ -27,26 +32,45 @@ log = logging.getLogger("moonpool")
 @click.option("--engine", is_flag=True, help="Import the engine before the message HeadLoaded.")
 def head_process(fd: int, engine: bool) -> None:
     """Serve as a supervisor's head."""
+    from moonpool.head.cluster import serve_cluster
+
+    _serve(fd, "head", serve_cluster, own_engine if engine else None)
+
+
+@click.command(hidden=True)
+@click.option("--fd", type=int, required=True, help="Socket of the supervisor.")
+def front_process(fd: int) -> None:
+    """Serve as a front of a supervisor's head."""
+    from moonpool.head.fronts.front_process import serve_front
+
+    _serve(fd, "front", serve_front)
+
+
+def _serve(
+    fd: int,
+    name: str,
+    serve: Callable[[SupervisorLink], Awaitable[None]],
+    prepare: Callable[[], object] | None = None,
+) -> None:
     end_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's
-    set_up_logging("head")
-    from moonpool.head.cluster import serve_cluster
+    set_up_logging(name)
     from moonpool.head.cluster_error import ClusterError
     from moonpool.head.supervisor_link import SupervisorLink
 
-    if engine:
-        own_engine()
+    if prepare is not None:
+        prepare()
 
     async def run() -> None:
         link = SupervisorLink(socket.socket(fileno=fd))
         link.loaded()
         try:
-            await serve_cluster(link)
+            await serve(link)
         except ClusterError as error:
             link.failed(str(error))
             os._exit(1)
         except Exception:
-            log.exception("the head failed")
+            log.exception("the %s failed", name)
             os._exit(1)  # at once: an end in order would end the answers, which can go on
         link.close()
 
@@ -62,7 +86,8 @@ def import_for(engine: str) -> None:
         worker_maker(kind)
     if engine != "vllm":
         own_engine()
-    import moonpool.head.cluster  # noqa: F401
+    import moonpool.head.cluster
+    import moonpool.head.fronts.front_process  # noqa: F401
 
 
 def run_line(line: list[str], shared: object | None = None) -> None:

@@ -34,6 +34,7 @@ COMMANDS: CommandTable = {
     # the supervisor starts these
     "fork-server": ("moonpool.cli.head_process", "fork_server", ""),
     "head-process": ("moonpool.cli.head_process", "head_process", ""),
+    "front-process": ("moonpool.cli.head_process", "front_process", ""),
     "next-supervisor": ("moonpool.cli.serve", "next_supervisor", ""),
 }
 """Those of this package. Other packages add more (`added_commands`)."""

@@ -83,6 +83,7 @@ _SHARED_KEYS = (
     "engine.device",
     "api.host",
     "api.port",
+    "api.fronts",
     "api.api_keys",
     "api.api_key_file",
     "api.ssl_certfile",

@@ -363,7 +363,8 @@ class RequestLifecycle:
                 # A mixed instance: the first token ends the prefill.
                 self._end_prefill(tracked, attempt, now)
                 self._begin_decoding(tracked, attempt, now)
-            self._deliver(tracked, item.tokens, item.finish, now, report.gap_s)
+            gaps_s = report.gap_s, item.longest_gap_s
+            self._deliver(tracked, item.tokens, item.finish, now, *gaps_s)
             if attempt.decodes:
                 num_tokens += len(item.tokens)
                 room_tokens += self._add_tokens(tracked, attempt, len(item.tokens))
@@ -388,6 +389,7 @@ class RequestLifecycle:
         finish: FinishReason | None,
         now: float,
         gap_s: float = 0.0,
+        longest_gap_s: float = 0.0,
     ) -> None:
         tracked.num_faults = 0
         tracked.generated.extend([token.token_id for token in tokens])
@@ -398,7 +400,7 @@ class RequestLifecycle:
         if is_first and tracked.request.sampling.pooling != "none":
             tracked.record.note_embedding(now)
         else:
-            tracked.record.note_tokens(len(tokens), now, gap_s)
+            tracked.record.note_tokens(len(tokens), now, gap_s, longest_gap_s)
         if is_first:
             self._learning.learn_first(tracked)
         self._actions.append(
@@ -503,10 +505,15 @@ class RequestLifecycle:
     def finish(
         self, request_id: RequestId, reason: FinishReason, num_tokens: int, now: float
     ) -> None:
-        """Ends a complete answer whose engine goes on. Tokens after `num_tokens` are not of it."""
+        """Ends a complete answer whose engine goes on. Tokens after `num_tokens` are not of it;
+        some before may not be reported yet, which went to a front directly."""
         tracked = self.requests.get(request_id)
         if tracked is None:
             return
+        num_unheard = num_tokens - len(tracked.generated)
+        if num_unheard > 0:
+            tracked.account.charge(num_unheard, now)
+            tracked.record.note_tokens(num_unheard, now)
         tracked.record.end_at(num_tokens)
         del tracked.generated[num_tokens:]
         self.end(tracked, reason.value, now, engine_goes_on=True)

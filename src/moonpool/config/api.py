@@ -114,6 +114,15 @@ class ApiConfig(Struct, frozen=True):
             le=86_400,
         ),
     ] = 25.0
+    fronts: Annotated[
+        int,
+        about(
+            "Processes that accept, tokenise and stream; 1: the head does it itself.",
+            "--fronts",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
     event_log_bytes: Annotated[
         int,
         about(

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
 import msgspec
 
 from moonpool.api.frontend import RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
 from moonpool.head.response_stream import ResponseStream, WorkWatch
 from moonpool.head.watch.ended_requests import EndedRequests, RequestObserver
-from moonpool.protocol.messages import Command, ForwardedCall, StartPrefill, request_of
+from moonpool.protocol.messages import (
+    Command,
+    ForwardedCall,
+    Report,
+    ReserveDecode,
+    StartPrefill,
+    request_of,
+)
 from moonpool.types import FinishReason, RequestId
 
 STOPPING_RETRY_S = 5.0
@@ -20,6 +30,16 @@ def stopping() -> RequestRefused:
     refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
     refused.is_counted = True
     return refused
+
+
+class AnsweringFronts(Protocol):
+    """The fronts of a head, as the head sees them."""
+
+    def hears(self, report: Report) -> AbstractContextManager[None]:
+        """Within it the report of an instance is handled."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]: ...
 
 
 class Answers:
@@ -41,10 +61,16 @@ class Answers:
     def all(self) -> list[tuple[RequestId, ResponseStream]]:
         return list(self._streams.items())
 
-    def open(self, request_id: RequestId, call: ForwardedCall | None) -> ResponseStream:
-        """A client waits from now on. `call`: of a forwarded request."""
+    def open(
+        self,
+        request_id: RequestId,
+        call: ForwardedCall | None,
+        answer: ResponseStream | None = None,
+    ) -> ResponseStream:
+        """A client waits from now on. `call`: of a forwarded request. `answer`: of a front."""
         assert request_id not in self._streams
-        answer = self._streams[request_id] = ResponseStream(self.work.number)
+        answer = answer or ResponseStream(self.work.number)
+        self._streams[request_id] = answer
         if call is not None:
             self._calls[request_id] = call
         return answer
@@ -70,14 +96,18 @@ class Answers:
         record.outcome = reason
         return True
 
-    def with_call(self, command: Command) -> Command:
-        """The Conductor does not have the bodies of forwarded requests."""
-        if not self._calls or not isinstance(command, StartPrefill):
+    def completed(self, command: Command) -> Command:
+        """The command as it is sent: the Conductor knows neither the bodies of forwarded requests
+        nor where their tokens go."""
+        if not isinstance(command, StartPrefill | ReserveDecode):
             return command
-        call = self._calls.get(request_of(command.work.attempt_id))
-        if call is None:
+        request_id = request_of(command.work.attempt_id)
+        answer = self._streams.get(request_id)
+        call = self._calls.get(request_id) if isinstance(command, StartPrefill) else None
+        route = None if answer is None else answer.route(command.work.attempt_id)
+        if call is None and route is None:
             return command
-        work = msgspec.structs.replace(command.work, call=call)
+        work = msgspec.structs.replace(command.work, call=call, route=route)
         return msgspec.structs.replace(command, work=work)
 
     def deliver(self, action: Deliver) -> None:

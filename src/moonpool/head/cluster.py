@@ -10,10 +10,8 @@ from functools import partial
 import msgspec
 
 from moonpool.api.access.protection import UNPROTECTED, open_keys, open_peer_tls, open_tls
-from moonpool.api.app import http_server, make_app
 from moonpool.api.frontend import ApiOptions
 from moonpool.api.keys import NO_KEYS, ApiKeys
-from moonpool.api.models.model_apis import ModelApis
 from moonpool.api.output_text.formats import UnknownParserError, check_parsers
 from moonpool.config.rules import check_values
 from moonpool.config.tables import Config, ConfigError
@@ -28,10 +26,12 @@ from moonpool.cores import (
 )
 from moonpool.gc_tuning import settle_memory
 from moonpool.head.cluster_error import ClusterError
+from moonpool.head.fronts.front_calls import FrontCalls
 from moonpool.head.head import Head
 from moonpool.head.head_drain import drain
 from moonpool.head.launcher import local_instances
 from moonpool.head.models.model_loading import ApiModel, load_model, load_offered, named_offer
+from moonpool.head.own_calls import OwnCalls
 from moonpool.head.supervisor_link import Inheritance, SupervisorLink
 from moonpool.plugins.engines import EngineError, own_engine
 
@@ -49,7 +49,7 @@ async def serve_cluster(link: SupervisorLink) -> None:
         tls, peer_tls, keys = open_tls(config), open_peer_tls(config), open_keys(config)
     except UNPROTECTED as error:
         raise ClusterError(str(error)) from None
-    options = _api_options(config, keys)
+    options = api_options(config, keys)
     loaded = await _load(config, begin.is_first)
     head = _make_head(config, loaded, begin.secret, keys)
     head.on_silent, head.on_instances = link.kill, link.know
@@ -60,24 +60,17 @@ async def serve_cluster(link: SupervisorLink) -> None:
         head.note_launched(name for _, name in local_instances(config.cluster))
     await head.expect(begin.expected, begin.offers)
     await head.start(inherited.control, peer_tls)
-    models = ModelApis(head, options)
-    answers = head.standbys.answers
-    answers.enders = link.enders
-    head.work.mark = link.mark
-    for kept in inherited.cut_answers:
-        answers.adopt(kept)
-    app = make_app(head, options, models)
-    server = http_server(app, tls=tls, keeper=link, answers=answers, mark=link.mark)
+    calls: OwnCalls | FrontCalls
+    if config.api.fronts > 1:
+        calls = FrontCalls(link, head, options)
+    else:
+        calls = OwnCalls(link, head, options, inherited, tls)
     beat = asyncio.create_task(link.beat())
     await _begin(link, head, config, inherited)
-    for received, sock in inherited.answers:
-        await server.resume(sock, received)
-    for sock in inherited.connections:
-        await server.adopt(sock)
     broken: list[str] = []
-    serving = asyncio.create_task(server.serve(sockets=[inherited.http]))
+    serving = await calls.begin()
     for task in (serving, head.ticker, beat):
-        task.add_done_callback(partial(_note_failure, broken, link.stop))
+        task.add_done_callback(partial(note_failure, broken, link.stop))
     if not link.stop.is_set():
         link.up()
         await link.stop.wait()
@@ -85,16 +78,13 @@ async def serve_cluster(link: SupervisorLink) -> None:
         raise ClusterError(broken[0])
     if link.hands_over:
         head.end_views()
-        await server.hand_over(link.pass_on, config.api.drain_seconds)
-        models.close()
+        await calls.hand_over(config.api.drain_seconds)
         await link.flush()
         os._exit(0)  # at once: an end in order would end the answers, which go on
     log.info("stopping")
     await drain(head, config.api.drain_seconds)
     link.ending()
-    server.should_exit = True
-    await asyncio.wait([serving])
-    models.close()
+    await calls.end()
     await head.stop()
     beat.cancel()
 
@@ -122,7 +112,7 @@ async def _begin(link: SupervisorLink, head: Head, config: Config, inherited: In
         log.info("serving %s%s at %s (Ctrl-C ends it)", names, again, url)
 
 
-def _note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[None]) -> None:
+def note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[None]) -> None:
     """Ends a head that has lost its ticker or its HTTP server, so that it can be restarted."""
     if task.cancelled() or task.exception() is None:
         return
@@ -193,7 +183,7 @@ def _make_head(
         raise ClusterError(str(error)) from None
 
 
-def _api_options(config: Config, keys: ApiKeys) -> ApiOptions:
+def api_options(config: Config, keys: ApiKeys) -> ApiOptions:
     """Raises ClusterError."""
     try:
         check_parsers(config.api.tool_call_parser, config.api.reasoning_parser)

@@ -10,6 +10,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from logging import INFO, WARNING
 from secrets import token_hex
 from typing import Any
@@ -42,7 +43,7 @@ from moonpool.conductor.actions import (
     Tick,
 )
 from moonpool.config.tables import Config, ConfigError
-from moonpool.head.answers import STOPPING_RETRY_S, Answers, stopping
+from moonpool.head.answers import STOPPING_RETRY_S, AnsweringFronts, Answers, stopping
 from moonpool.head.attention_links import AttentionLinks
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.explain import describe_head, describe_record, describe_server, describe_slo
@@ -144,6 +145,8 @@ class Head:
         self.num_restarts = self.num_upgrades = 0
         """Earlier heads of this cluster: those that died, and those that handed over."""
         self.succession: Succession = NoSuccession()
+        self.fronts: AnsweringFronts | None = None
+        self.on_tick: Callable[[], None] = _do_nothing
 
     async def start(self, listener: socket.socket | None, tls: PeerTls | None = None) -> None:
         """Accepts workers, with `tls` only encrypted connections. `listener`: None: its instances
@@ -247,14 +250,15 @@ class Head:
         delivered: tuple[int, ...] | None = None,
         call: ForwardedCall | None = None,
         on_refused: Callable[[Refuse], None] | None = None,
+        answer: ResponseStream | None = None,
     ) -> ResponseStream:
         """Lets the Conductor decide on a request, and returns its answer, which must be closed.
-        `on_refused`: called when it is refused, maybe at once. Raises RequestRefused for a head
-        that is stopping."""
+        `on_refused`: called when it is refused, maybe at once. `answer`: that of a front. Raises
+        RequestRefused for a head that is stopping."""
         if self._leaving:
             model.note_refused("server_stopping")
             raise stopping()
-        answer = self._answers.open(request.request_id, call)
+        answer = self._answers.open(request.request_id, call, answer)
         answer.on_refused = on_refused
         try:
             self._post(RequestArrived(request, delivered), model)
@@ -304,6 +308,7 @@ class Head:
             instance["release"] = link.release or None
             instance["protocol"] = link.channel.protocol
         described["head"] = self._describe()
+        described["fronts"] = [] if self.fronts is None else self.fronts.describe()
         described["standbys"] = self.standbys.describe(self._clock.listened_s)
         described["attention_own_tokens"] = self.config.attention.own_tokens
         described["attention"] = self._attention.describe()
@@ -419,7 +424,7 @@ class Head:
                 case Send():
                     link = self._links.get(action.instance_id)
                     if link is not None:
-                        link.channel.send(self._answers.with_call(action.command))
+                        link.channel.send(self._answers.completed(action.command))
                 case Deliver():
                     self._answers.deliver(action)
                 case Refuse():
@@ -508,7 +513,8 @@ class Head:
                 model.observer.instance_load(state, report)
         elif isinstance(report, TransferDone):
             model.observer.transfer_done(report)
-        self._post(Reported(link.instance_id, report), model)
+        with nullcontext() if self.fronts is None else self.fronts.hears(report):
+            self._post(Reported(link.instance_id, report), model)
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
         self._open.discard(link)
@@ -557,18 +563,7 @@ class Head:
         if self._links.get(info.instance_id, link) is not link:
             return f"an instance named {info.instance_id} exists already; choose another --name"
         model = self.served.of(info.instance_id)
-        if model is None:
-            return NO_OFFER
-        wanted = tuple(card.adapter for card in model.card.adapters)
-        if self.config.engine.kind != "vllm" and info.adapters != wanted:
-            return "its LoRA adapters differ from the head's: give all machines the same folders"
-        others = [state.info for state in model.conductor.instances.values()]
-        if others and others[0].layout.fingerprint != info.layout.fingerprint:
-            return (
-                "its blocks differ from the cluster's: it has another model, dtype, block size,"
-                " moonpool release or kind of CPU"
-            )
-        return None
+        return NO_OFFER if model is None else model.why_not(info)
 
     def setup(self) -> Setup:
         return setup_of(self.config)
@@ -582,6 +577,7 @@ class Head:
                 await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
             self._post(Tick())
             self._live.tick(self.now())
+            self.on_tick()
             for model in self.served:
                 model.checkpoints.renew()
             if self.standbys.are_due(self._clock.listened_s):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
+from moonpool.protocol.messages import AttemptId, TokenRoute
 from moonpool.types import RequestId, Token
 
 
@@ -52,16 +53,7 @@ class ResponseStream:
         await self._wakeup.wait()
         self._wakeup.clear()
         if self._refused is not None and not self._tokens:
-            refused = self._refused
-            error = RequestRefused(
-                refused.status,
-                refused.reason,
-                refused.message,
-                refused.retry_after_s,
-                refused.projection,
-            )
-            error.is_counted = True  # by the record of the request
-            raise error
+            raise self.refusal()
         if self._refused is not None:
             self._wakeup.set()  # the tokens before it go first
         assert self._last is not None
@@ -73,6 +65,24 @@ class ResponseStream:
             cached_tokens=self._last.cached_tokens,
             timings_s=self.timings_s if self._last.finish is not None else None,
         )
+
+    def route(self, attempt_id: AttemptId) -> TokenRoute | None:
+        """Where the tokens of an attempt go directly; None: to the head."""
+        return None
+
+    def refusal(self) -> RequestRefused:
+        """The refusal of a refused answer."""
+        assert self._refused is not None
+        refused = self._refused
+        error = RequestRefused(
+            refused.status,
+            refused.reason,
+            refused.message,
+            refused.retry_after_s,
+            refused.projection,
+        )
+        error.is_counted = True  # by the record of the request
+        return error
 
 
 class WorkWatch:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -28,17 +27,16 @@ from moonpool.discovery.listed_server import ListedServer
 from moonpool.discovery.watch import Discovery
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
+from moonpool.head.fronts.keeper import Fronts
+from moonpool.head.held_answers import HeldAnswers
 from moonpool.head.keeper import WorkerProcess
 from moonpool.head.launcher import LocalLauncher, worker_environment
 from moonpool.head.succession import NextHead, SuccessionError, become_next, load_head, try_state
 from moonpool.head.takeover.standby import Takeover
-from moonpool.head.watch.culprits import Culprits
 from moonpool.link.packets import PacketSocket, packet_pair
 from moonpool.link.silence import ListeningClock, StopNotice, StoppedProcesses
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.supervision import (
-    CutAnswer,
-    DropAnswer,
     FinishHead,
     FromHead,
     HandOver,
@@ -48,20 +46,11 @@ from moonpool.protocol.supervision import (
     HeadFailed,
     HeadLoaded,
     HeadPrepared,
-    HeadsEnded,
     HeadUp,
     InstancesKnown,
-    KeepAnswer,
-    KeepCutAnswer,
     KillWorker,
-    NoteWork,
-    PassConnection,
     ReplaceWorker,
     SupervisorState,
-    TakeAnswer,
-    TakeConnection,
-    TakeCutAnswer,
-    TakeNoMore,
     ToHead,
     UpgradeFailed,
     UpgradeWanted,
@@ -112,14 +101,15 @@ class Supervisor:
         self._discovery: asyncio.Task[None] | None = None
         self._packets: PacketSocket[FromHead, ToHead] | None = None
         self._head: WorkerProcess | None = None
-        self._answers: dict[int, tuple[int, int]] = {}  # number -> socket, log
-        self._cut_answers = {} if taken is None else dict(enumerate(taken.answers))  # -> log
-        self._next_number = len(self._cut_answers)
+        cut = None if taken is None else dict(enumerate(taken.answers))
+        fronts = () if state is None else state.fronts
+        self._fronts = Fronts(config, http, self._spawn, secret, fronts, cut)
+        cut = None if config.api.fronts > 1 else cut
+        self._held = HeldAnswers(cut, None if state is None else state.held)
         self._expected: dict[InstanceId, Role] = {} if taken is None else taken.instances
         self._offers: dict[InstanceId, ModelOffer] = {} if taken is None else taken.offers
         self._epoch = 1 if taken is None else taken.epoch
         self._num_restarts = self._num_upgrades = 0
-        self._connections: list[int] = []  # clients without a call, for the next head
         self._prepared: HeadPrepared | None = None
         self._state = state
         self._next_head: NextHead | None = None
@@ -129,12 +119,11 @@ class Supervisor:
         self._fatal = ""
         self._clock = ListeningClock(time.monotonic(), 2 * WATCH_S)
         self._stopped = StoppedProcesses()
-        self._culprits = Culprits(None if state is None else state.ended)
         self._heard_s: float | None = None  # on the clock of listening
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises ClusterError if the cluster cannot start."""
-        _raise_file_limit()
+        _raise_file_limit(self._config.api.fronts)
         watches = [asyncio.create_task(self._watch()), asyncio.create_task(self._look())]
         try:
             if self._state is not None:
@@ -143,7 +132,12 @@ class Supervisor:
         finally:
             for watch in watches:
                 watch.cancel()
+            await self._fronts.finish()
             await self._end()
+
+    @property
+    def _num_answers(self) -> int:
+        return len(self._held) + self._fronts.num_answers
 
     async def _keep_head(self, stop: asyncio.Event) -> None:
         num_deaths = 0
@@ -169,7 +163,7 @@ class Supervisor:
                 " answers",
                 code,
                 delay_s,
-                len(self._answers),
+                self._num_answers,
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), delay_s)
@@ -189,7 +183,7 @@ class Supervisor:
         self._packets, self._up_s, self._heard_s = packets, None, None
         self._bequeath(packets)
         stopped = asyncio.create_task(stop.wait())
-        spawned = asyncio.create_task(self._spawn(theirs, waiting))
+        spawned = asyncio.create_task(self._spawn_head(theirs, waiting))
         try:
             await asyncio.wait({spawned, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not spawned.done():
@@ -206,7 +200,7 @@ class Supervisor:
             code = await ended
             with contextlib.suppress(TimeoutError):  # what it has still sent
                 await asyncio.wait_for(silent.wait(), LAST_PACKETS_S)
-            number = self._culprits.judge(code, self._answers.keys() | self._cut_answers.keys())
+            number = self._held.culprits.judge(code, self._held)
             if number is not None:
                 log.warning("the head ended while it worked on call %d", number)
             return code
@@ -230,48 +224,28 @@ class Supervisor:
             num_upgrades=self._num_upgrades,
             expected=self._expected,
             epoch=self._epoch,
-            ended=tuple(self._culprits.alike),
+            ended=tuple(self._held.culprits.alike),
             offers=self._offers,
         )
         packets.send(begin, (self._http.fileno(), self._control.fileno()))
-        for fd in self._connections:
-            packets.send(TakeConnection(), (fd,))
-            os.close(fd)
-        self._connections.clear()
-        self._let_go()
-        for number, fds in self._answers.items():
-            num_ended, num_killed = self._culprits.of(number)
-            take = TakeAnswer(number=number, num_ended=num_ended, num_killed=num_killed)
-            packets.send(take, fds)
-        for number, fd in self._cut_answers.items():
-            num_ended, _ = self._culprits.of(number)
-            packets.send(TakeCutAnswer(number=number, num_ended=num_ended), (fd,))
-        packets.send(TakeNoMore(next_number=self._next_number))
+        self._held.bequeath(packets)
+        self._fronts.connect_all(packets)
 
-    def _let_go(self) -> None:
-        """Holds no more connections whose clients have left."""
-        poller, numbers = select.poll(), {}
-        for number, (client, _) in self._answers.items():
-            poller.register(client, select.POLLRDHUP)
-            numbers[client] = number
-        for client, _ in poller.poll(0):
-            self._cut(numbers[client])
-
-    def _cut(self, number: int) -> None:
-        """The connection of an answer has ended: its log alone is held."""
-        if number in self._answers:
-            client, self._cut_answers[number] = self._answers.pop(number)
-            os.close(client)
-
-    async def _spawn(self, theirs: socket.socket, waiting: SupervisorState | None) -> WorkerProcess:
+    async def _spawn_head(
+        self, theirs: socket.socket, waiting: SupervisorState | None
+    ) -> WorkerProcess:
         if waiting is not None:
             return ForkedProcess(waiting.head_pid)
-        line, fd = ["head-process", "--fd"], theirs.fileno()
+        return await self._spawn("head-process", theirs)
+
+    async def _spawn(self, command: str, theirs: socket.socket) -> WorkerProcess:
+        """Starts a head or a front, which gets its end of a pair of packet sockets."""
+        line, fd = [command, "--fd"], theirs.fileno()
         if self._fork_server is not None:
             try:
                 return await self._fork_server.fork(line, fd)
             except ForkServerError as error:
-                log.debug("the head starts as a new interpreter: %s", error)
+                log.debug("%s starts as a new interpreter: %s", command, error)
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -287,31 +261,13 @@ class Supervisor:
     # Packets of the head
 
     def _on_packet(self, packet: FromHead, fds: Sequence[int]) -> None:
+        if self._held.take(packet, fds):
+            return
         match packet:
-            case KeepAnswer():
-                self._answers[packet.number] = (fds[0], fds[1])
-                self._next_number = packet.number + 1
-            case KeepCutAnswer():
-                self._cut_answers[packet.number] = fds[0]
-                self._next_number = packet.number + 1
-            case CutAnswer():
-                self._cut(packet.number)
-            case NoteWork():
-                self._culprits.watch(fds[0])
-            case HeadsEnded():
-                self._culprits.alike.append(packet)
-            case DropAnswer():
-                self._culprits.forget(packet.number)
-                for fd in self._answers.pop(packet.number, ()):
-                    os.close(fd)
-                if packet.number in self._cut_answers:
-                    os.close(self._cut_answers.pop(packet.number))
             case HeadBeat():
                 self._heard_s = self._clock.listened_s
             case InstancesKnown():
                 self._expected, self._offers = packet.roles, packet.offers
-            case PassConnection():
-                self._connections.append(fds[0])
             case ReplaceWorker():
                 if self._launcher is not None:
                     self._launcher.expect_return(packet.instance_id, packet.from_disk)
@@ -332,6 +288,8 @@ class Supervisor:
                 self._up_s = time.monotonic()
                 if self._launcher is not None:
                     self._launcher.note_started()
+                if self._packets is not None:
+                    self._fronts.start(self._packets)
             case HeadFailed():
                 self._on_failed(packet.message)
             case HeadEnding():
@@ -419,14 +377,15 @@ class Supervisor:
             packets.send(UpgradeFailed(message=str(error)))
             return
         self._next_head = found
+        await self._fronts.hand_over()
         packets.send(HandOver())
         await asyncio.sleep(self._config.api.drain_seconds + FINISH_S)
-        self._culprits.spare()
+        self._held.culprits.spare()
         _kill(head)
 
     async def _succeed(self, head: NextHead) -> None:
         """Becomes the next program. Returns only if that fails."""
-        log.info("the code on disk takes over, and goes on with %d answers", len(self._answers))
+        log.info("the code on disk takes over, and goes on with %d answers", self._num_answers)
         if self._upgrade is not None:
             self._upgrade.cancel()
         if self._fork_server is not None:
@@ -437,11 +396,12 @@ class Supervisor:
         except OSError as error:
             log.error("the upgrade is called off: cannot start %s: %s", sys.executable, error)
         self._next_head = None
+        self._fronts.go_on()
         head.end()
 
     def _leave(self, head: NextHead) -> SupervisorState:
         """What the next program gets."""
-        launcher = self._launcher
+        launcher, held = self._launcher, self._held.leave()
         return SupervisorState(
             title=setproctitle.getproctitle(),
             config=self._config,
@@ -449,11 +409,11 @@ class Supervisor:
             launch=self._launch,
             http=self._http.fileno(),
             control=self._control.fileno(),
-            answers=self._answers,
-            cut_answers=self._cut_answers,
-            ended=self._culprits.ended,
-            connections=tuple(self._connections),
-            next_number=self._next_number,
+            answers=held.answers,
+            cut_answers=held.cut_answers,
+            ended=held.ended,
+            connections=held.connections,
+            next_number=held.next_number,
             expected=self._expected,
             num_restarts=self._num_restarts,
             num_upgrades=self._num_upgrades + 1,
@@ -465,14 +425,12 @@ class Supervisor:
             epoch=self._epoch,
             offers=self._offers,
             listed={} if launcher is None else launcher.listed,
+            fronts=self._fronts.leave(),
         )
 
     def _adopt(self, state: SupervisorState) -> None:
         """Goes on with what an earlier program of this process has left."""
-        self._answers, self._connections = dict(state.answers), list(state.connections)
-        self._next_number = state.next_number
         self._expected, self._offers = state.expected, state.offers
-        self._cut_answers = dict(state.cut_answers)
         self._num_restarts, self._num_upgrades = state.num_restarts, state.num_upgrades
         self._prepared, self._epoch = state.prepared, state.epoch
         self._was_up = True
@@ -490,13 +448,14 @@ class Supervisor:
         while True:
             await asyncio.sleep(WATCH_S)
             self._clock.tick(time.monotonic())
+            self._fronts.watch(self._clock.listened_s)
             if self._head is None or self._heard_s is None:
                 continue
             if is_stopped(self._head.pid):
                 self._heard_s = self._clock.listened_s
             elif self._clock.listened_s - self._heard_s > HUNG_S:
                 log.error("the head has not responded for %.0f s; killing it", HUNG_S)
-                self._culprits.note_hang()
+                self._held.culprits.note_hang()
                 self._heard_s = None
                 _kill(self._head)
 
@@ -511,11 +470,17 @@ class Supervisor:
             head = self._head
             if head is not None and self._heard_s is not None and not self._config.api.ssl_certfile:
                 watched[head.pid] = ""
+            fronts = {} if self._config.api.ssl_certfile else self._fronts.running()
+            watched.update(dict.fromkeys(fronts, ""))
             for pid in self._stopped.look(watched):
                 if head is not None and pid == head.pid:
                     log.warning("the head is stopped by a signal (SIGSTOP); killing it")
-                    self._culprits.spare()
+                    self._held.culprits.spare()
                     _kill(head)
+                elif pid in fronts:
+                    log.warning("a front is stopped by a signal (SIGSTOP); killing it")
+                    fronts[pid].held.culprits.spare()
+                    fronts[pid].kill()
                 elif self._launcher is not None:
                     self._launcher.kill(watched[pid], "is stopped by a signal (SIGSTOP)")
 
@@ -530,12 +495,7 @@ class Supervisor:
             await self._launcher.stop()
         if self._fork_server is not None:
             await self._fork_server.close()
-        for fds in [*self._answers.values(), self._cut_answers.values(), self._connections]:
-            for fd in fds:
-                os.close(fd)
-        self._answers.clear()
-        self._cut_answers.clear()
-        self._connections.clear()
+        self._held.close()
         self._http.close()
         self._control.close()
 
@@ -546,10 +506,11 @@ def _kill(process: WorkerProcess) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def _raise_file_limit() -> None:
+def _raise_file_limit(num_fronts: int) -> None:
     """Each answer takes two file descriptors, and two more while the next head is given it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    most = MAX_FILES * num_fronts
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
     if soft < wanted:
         with contextlib.suppress(ValueError):  # macOS has a limit that `hard` does not tell
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

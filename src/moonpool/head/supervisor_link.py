@@ -49,6 +49,8 @@ from moonpool.protocol.supervision import (
     TakeAnswer,
     TakeConnection,
     TakeCutAnswer,
+    TakeFront,
+    TakeHead,
     TakeNoMore,
     ToHead,
     UpgradeFailed,
@@ -87,15 +89,16 @@ class SupervisorLink:
         self.hands_over = False
         self.upgrade_error: str | None = None
         """Why the last upgrade was called off."""
+        self.heads: asyncio.Queue[socket.socket] = asyncio.Queue()
+        """Of a front: connections to further heads."""
+        self.fronts: asyncio.Queue[tuple[int, socket.socket]] = asyncio.Queue()
+        """Of a head: the places of fronts, and connections to them."""
         self._inherited: asyncio.Future[Inheritance] = asyncio.get_running_loop().create_future()
         self._inheritance: Inheritance | None = None
         self._next_number = 0
         self._kept: dict[int, str] = {}  # -> party
         self._num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        by_files = MAX_KEPT
-        if self._num_files != resource.RLIM_INFINITY:
-            by_files = self._num_files // MAX_KEPT_SHARE
-        self._places = SharedBuffer(min(MAX_KEPT, by_files))
+        self._places = self._make_places(1)
         self._log_bytes = SharedBuffer(MAX_LOG_BYTES)
         self.enders = Enders()
         self.mark: WorkMark | None = None
@@ -103,6 +106,12 @@ class SupervisorLink:
         self._packets: PacketSocket[ToHead, FromHead] = PacketSocket(
             sock, msgspec.msgpack.Decoder(ToHead), self._on_packet, self._on_end
         )
+
+    def _make_places(self, num_fronts: int) -> SharedBuffer:
+        """For kept answers: the supervisor holds those of all fronts."""
+        if self._num_files == resource.RLIM_INFINITY:
+            return SharedBuffer(MAX_KEPT)
+        return SharedBuffer(min(MAX_KEPT, self._num_files // (MAX_KEPT_SHARE * num_fronts)))
 
     async def inherit(self) -> Inheritance:
         """Waits for what an earlier head has left."""
@@ -219,6 +228,7 @@ class SupervisorLink:
             case HeadBegin():
                 http, control = (socket.socket(fileno=fd) for fd in fds)
                 self._inheritance = Inheritance(packet, http, control)
+                self._places = self._make_places(packet.config.api.fronts)
                 self._note_work(packet)
             case TakeAnswer():
                 self._take(packet, *fds)
@@ -232,6 +242,10 @@ class SupervisorLink:
             case TakeConnection():
                 assert self._inheritance is not None
                 self._inheritance.connections.append(socket.socket(fileno=fds[0]))
+            case TakeHead():
+                self.heads.put_nowait(socket.socket(fileno=fds[0]))
+            case TakeFront():
+                self.fronts.put_nowait((packet.number, socket.socket(fileno=fds[0])))
             case WorkerCrashed():
                 self.on_crash(packet.instance_id)
             case UpgradeFailed():

@@ -28,6 +28,7 @@ from moonpool.link.tls import (
     is_refusal,
     tls_text,
 )
+from moonpool.link.token_routes import TokenRoutes
 from moonpool.protocol.frames import (
     CONTROL_SERVICE,
     AnswersCopied,
@@ -328,6 +329,13 @@ class InstanceProcess(ABC):
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._link = HeadLink(instance_id, secret, self, tls)
+        self._routes = TokenRoutes(
+            instance_id,
+            secret,
+            tls,
+            lambda: self._link.heads.address.host,
+            lambda reports: self._link.send(*reports),
+        )
         self._joined = False  # over the current connection
         self._leave_by_s: float | None = None
 
@@ -357,6 +365,7 @@ class InstanceProcess(ABC):
 
     def on_lost(self) -> None:
         self._joined = False
+        self._routes.reset()
         if self._leave_by_s is not None and time.monotonic() > self._leave_by_s:
             self._link.stop("it leaves")  # no head will drain it in time
         else:

@@ -45,6 +45,17 @@ class ForwardedCall(Struct, frozen=True):
     tells_first_token: bool = False
 
 
+class TokenRoute(Struct, frozen=True):
+    """The front whose client waits for an attempt's tokens. `front`: its name. `port`: where it
+    listens, at the head's address. `number`: the front's, of the answer. `attempt`: which of its
+    attempts, from 1 on."""
+
+    front: str
+    port: int
+    number: int
+    attempt: int
+
+
 class AttemptSpec(Struct, frozen=True):
     """One attempt: the tokens to compute and how to continue them.
 
@@ -55,6 +66,7 @@ class AttemptSpec(Struct, frozen=True):
     decodes should take no longer than this; None: it does not wait. `traceparent` goes to an engine
     that traces by itself. `is_traced`: the instance reports an `AttemptSpan` of each part. `call`:
     what is to be computed, of a forwarded request; the head adds it when it sends the attempt.
+    `route`: where its tokens go directly; None: to the head. The head adds it likewise.
     """
 
     attempt_id: AttemptId
@@ -75,6 +87,7 @@ class AttemptSpec(Struct, frozen=True):
     share: float = 1.0  # of the tenant, relative to others
     cache_share: float = 1.0  # of the instance's cache, that the tenant may have
     call: ForwardedCall | None = None  # since protocol 11
+    route: TokenRoute | None = None  # since protocol 11
 
 
 class PrefixSource(Struct, frozen=True):
@@ -294,11 +307,15 @@ class AttemptFailed(Struct, frozen=True, tag=True):
 
 
 class AttemptTokens(Struct, frozen=True, array_like=True):
-    """New tokens of one attempt; `finish` is set with its last token."""
+    """New tokens of one attempt; `finish` is set with its last token. `num_direct`: so many, from
+    the first on, went to a front directly. `longest_gap_s`: the longest time between two of
+    them, which are of several steps; 0: they are of one, or as `StepTokens.gap_s` says."""
 
     attempt_id: AttemptId
     tokens: tuple[Token, ...]
     finish: FinishReason | None = None
+    num_direct: int = 0  # since protocol 11
+    longest_gap_s: float = 0.0  # likewise
 
 
 class StepTokens(Struct, frozen=True, tag=True):

@@ -11,7 +11,17 @@ from typing import Any
 
 import msgspec
 
-DISPENSABLE = frozenset({"cache_share", "rank", "cache_view", "engine_status"})
+DISPENSABLE = frozenset(
+    {
+        "cache_share",
+        "rank",
+        "cache_view",
+        "engine_status",
+        "route",
+        "num_direct",
+        "longest_gap_s",
+    }
+)
 """Fields since protocol 11 without which a peer serves the request as well. Of a struct that is an
 array, they are the last ones."""
 

@@ -222,8 +222,38 @@ class DropAnswer(Packet, frozen=True, tag=True):
     number: int
 
 
+class TakeHead(Packet, frozen=True, tag=True):
+    """To a front: a head is there; with a connection to it."""
+
+    num_fds: ClassVar[int] = 1
+
+
+class TakeFront(Packet, frozen=True, tag=True):
+    """To the head: a front is there; with a connection to it. `number`: its place."""
+
+    num_fds: ClassVar[int] = 1
+    number: int
+
+
 class HeadEnding(Packet, frozen=True, tag=True):
     """The head ends in order, and stops the workers."""
+
+
+class HeldState(Struct, frozen=True):
+    """What is held for one process that answers calls. Numbers of file descriptors are
+    `connections`, and those in `answers` and `cut_answers`. `ended`: by answer, heads that its call
+    has ended, and that were killed with it."""
+
+    answers: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
+    cut_answers: dict[int, int] = msgspec.field(default_factory=dict)
+    ended: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
+    connections: tuple[int, ...] = ()
+    next_number: int = 0
+
+    @property
+    def fds(self) -> list[int]:
+        pairs = [fd for pair in self.answers.values() for fd in pair]
+        return [*pairs, *self.cut_answers.values(), *self.connections]
 
 
 class SupervisorState(Struct, frozen=True):
@@ -258,6 +288,8 @@ class SupervisorState(Struct, frozen=True):
     offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
     listed: dict[str, tuple[Role, str]] = msgspec.field(default_factory=dict)
     """By name: role and place of each vLLM server that a source lists."""
+    fronts: tuple[HeldState, ...] = ()
+    """What is held for each front."""
 
     @property
     def fds(self) -> list[int]:
@@ -265,7 +297,19 @@ class SupervisorState(Struct, frozen=True):
         pairs = [*self.answers.values(), *self.memory.values()]
         single = [self.http, self.control, self.head_fd, *self.connections]
         single += self.cut_answers.values()
+        single += [fd for front in self.fronts for fd in front.fds]
         return single + [fd for pair in pairs for fd in pair]
+
+    @property
+    def held(self) -> HeldState:
+        """What is held for the head."""
+        return HeldState(
+            answers=self.answers,
+            cut_answers=self.cut_answers,
+            ended=self.ended,
+            connections=self.connections,
+            next_number=self.next_number,
+        )
 
 
 ToHead = (
@@ -275,6 +319,8 @@ ToHead = (
     | TakeConnection
     | TakeNoMore
     | WorkerCrashed
+    | TakeHead
+    | TakeFront
     | FinishHead
     | HandOver
     | UpgradeFailed

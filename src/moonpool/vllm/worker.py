@@ -239,6 +239,7 @@ class VllmWorker(InstanceProcess):
         return task
 
     async def _end_tasks(self) -> None:
+        self._routes.reset()
         self._requests.clear()
         self._pool = self._rates = None
         if self._engine is not None and self._engine.slots is not None:
@@ -263,6 +264,7 @@ class VllmWorker(InstanceProcess):
             case AttentionMoved():
                 pass
             case _:
+                self._routes.note(frame)
                 self._post(frame)
 
     def _abort_all(self) -> None:
@@ -416,7 +418,7 @@ class VllmWorker(InstanceProcess):
         for action in actions:
             match action:
                 case SendReport():
-                    self._link.send(action.report)
+                    self._routes.report((action.report,))
                 case SubmitRequest():
                     self._submit(action)
                 case CancelRequest():

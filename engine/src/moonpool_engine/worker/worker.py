@@ -147,6 +147,7 @@ class Worker(InstanceProcess):
                 if self._booted is not None and isinstance(self._booted.messenger, Offload):
                     self._booted.messenger.move(frame.place, frame.address)
             case _:
+                self._routes.note(frame)
                 self._post(frame)
 
     def _abort_all(self) -> None:
@@ -330,7 +331,7 @@ class Worker(InstanceProcess):
         if isinstance(booted.messenger, Offload):
             self._name_blocks(booted.messenger, booted.instance, reports)
         if reports:
-            self._link.send(*reports)
+            self._routes.report(reports)
         if any(isinstance(action, ExitProcess) for action in actions):
             self._link.send(booted.load())  # what it has counted since the last beat
             self._link.stop("it leaves")

@@ -14,7 +14,6 @@ from collections.abc import Callable
 log = logging.getLogger("moonpool.http")
 
 MOST_AT_ONCE = 16
-"""Connections accepted before other work has its turn."""
 RETRY_S = 1.0
 """Pause after an error that accepting again at once would meet again: no file descriptors."""
 
@@ -26,9 +25,14 @@ class Acceptor:
     """
 
     def __init__(
-        self, listener: socket.socket, begin: Callable[[socket.socket], asyncio.Protocol]
+        self,
+        listener: socket.socket,
+        begin: Callable[[socket.socket], asyncio.Protocol],
+        most_at_once: int = MOST_AT_ONCE,
     ) -> None:
-        """Must be called on the running loop."""
+        """Must be called on the running loop. `most_at_once`: connections accepted before other
+        work has its turn; 1 where processes share the socket, so that the idle ones get more."""
+        self._most_at_once = most_at_once
         listener.setblocking(False)
         self._listener = listener
         self._begin = begin
@@ -51,7 +55,7 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(MOST_AT_ONCE):
+        for _ in range(self._most_at_once):
             try:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -52,12 +52,13 @@ class KeptAnswers:
         self.followers: list[AnswerFollower] = []
         self.enders = Enders()
         self._running: dict[int, tuple[KeptStream, Callable[[], None]]] = {}
-        self._cut: OrderedDict[int, KeptStream] = OrderedDict()  # oldest first
+        self.cut: OrderedDict[int, KeptStream] = OrderedDict()
+        """Those whose clients have lost their connections, by number, the oldest first."""
         self._num_bytes: dict[int, int] = {}  # of those
         self._num_cut_bytes = 0
 
     def __iter__(self) -> Iterator[KeptStream]:
-        yield from self._cut.values()
+        yield from self.cut.values()
         for kept, _ in self._running.values():
             yield kept
 
@@ -71,7 +72,7 @@ class KeptAnswers:
         """The response is complete."""
         self._drop(kept)
         for other in self._alike(kept):  # its client has the answer now
-            self._forget(other.number)
+            self.forget(other.number)
 
     def lose(self, kept: KeptStream) -> None:
         """The connection has ended before the response was complete."""
@@ -80,13 +81,13 @@ class KeptAnswers:
             self._drop(kept)
             return
         for other in self._alike(kept):
-            self._forget(other.number)
+            self.forget(other.number)
         kept.cut()
-        self._hold(kept)
+        self.hold(kept)
 
     def adopt(self, kept: KeptStream) -> None:
         """Holds an answer that an earlier head was sending when its connection ended."""
-        self._hold(kept)
+        self.hold(kept)
         self._follow(kept)
 
     async def find(
@@ -103,9 +104,9 @@ class KeptAnswers:
                 if not any(_name(kept) == name for kept, _ in self._running.values()):
                     break
                 await asyncio.sleep(DISPLACE_LOOK_S)
-        found = next((kept for kept in self._cut.values() if _name(kept) == name), None)
+        found = next((kept for kept in self.cut.values() if _name(kept) == name), None)
         if found is not None and found.num_returns >= MAX_RETURNS:
-            self._forget(found.number)
+            self.forget(found.number)
             found = None
         if found is None:
             return None
@@ -114,22 +115,23 @@ class KeptAnswers:
             deliveries = found.read_deliveries()
         except (OSError, ValueError) as error:
             log.warning("an answer is computed again: %s", error)
-            self._forget(found.number)
+            self.forget(found.number)
             return None
         return Known(found.opening.facts, deliveries, found.num_returns)
 
-    def _hold(self, kept: KeptStream) -> None:
-        self._cut[kept.number] = kept
+    def hold(self, kept: KeptStream) -> None:
+        """Its client has lost the connection, and may come back."""
+        self.cut[kept.number] = kept
         self._num_bytes[kept.number] = kept.log.num_bytes
         self._num_cut_bytes += kept.log.num_bytes
-        while len(self._cut) > MAX_CUT or self._num_cut_bytes > MAX_CUT_BYTES:
-            self._forget(oldest_of_most(self._cut_sizes()))
+        while len(self.cut) > MAX_CUT or self._num_cut_bytes > MAX_CUT_BYTES:
+            self.forget(oldest_of_most(self._cut_sizes()))
         loop = asyncio.get_running_loop()
-        loop.call_later(CUT_S, self._forget, kept.number)
+        loop.call_later(CUT_S, self.forget, kept.number)
 
     def _cut_sizes(self) -> Iterator[tuple[int, str, float]]:
         """Yields number, tenant and share of the room of each answer that is held."""
-        for number, kept in self._cut.items():
+        for number, kept in self.cut.items():
             share = 1 / MAX_CUT + self._num_bytes[number] / MAX_CUT_BYTES
             yield number, kept.opening.tenant, share
 
@@ -148,10 +150,11 @@ class KeptAnswers:
             follower.changed(kept)
 
     def _alike(self, kept: KeptStream) -> list[KeptStream]:
-        return [other for other in self._cut.values() if _name(other) == _name(kept)]
+        return [other for other in self.cut.values() if _name(other) == _name(kept)]
 
-    def _forget(self, number: int) -> None:
-        kept = self._cut.pop(number, None)
+    def forget(self, number: int) -> None:
+        """Its client does not come back."""
+        kept = self.cut.pop(number, None)
         if kept is not None:
             self._num_cut_bytes -= self._num_bytes.pop(number)
             self._drop(kept)

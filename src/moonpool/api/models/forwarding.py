@@ -193,7 +193,7 @@ class Forwarder:
         if found is not None and not _is_whole(found.deliveries):
             found = None
         if found is None and not _is_resumed(context):
-            self._rates.begin(context.tenant, arrived_s)
+            await self._rates.admit(context.tenant, arrived_s)
         facts, num_returns = (found.facts, found.num_returns) if found else (None, 0)
         card = self._frontend.card
         arrived_s, _ = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)

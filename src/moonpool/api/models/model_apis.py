@@ -10,8 +10,9 @@ import msgspec
 
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_reading.client import BodyClient
+from moonpool.api.cluster_view import CallFrontend
 from moonpool.api.embeddings import Embedder
-from moonpool.api.frontend import ApiOptions, Frontend, ModelFrontend, RequestRefused
+from moonpool.api.frontend import ApiOptions, ModelFrontend, RequestRefused
 from moonpool.api.generate import Generator
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.models.forwarding import Forwarder
@@ -75,11 +76,13 @@ class ModelApi:
 class ModelApis:
     """All of a server. `close` ends their processes."""
 
-    def __init__(self, frontend: Frontend, options: ApiOptions) -> None:
+    def __init__(
+        self, frontend: CallFrontend, options: ApiOptions, rates: RateLimits | None = None
+    ) -> None:
         self.options = options
         self.active = ActiveCalls()
         self._frontend = frontend
-        self._rates = RateLimits(options.limits)
+        self._rates = rates or RateLimits(options.limits)
         self._apis: dict[int, ModelApi] = {}
 
     def all(self) -> Sequence[ModelApi]:

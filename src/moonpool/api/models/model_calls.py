@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from moonpool.api.cluster_view import ClusterView
 from moonpool.api.errors import ApiError
 from moonpool.api.generate import Generator
 from moonpool.api.http_context import HttpContext
@@ -14,8 +15,8 @@ from moonpool.api.models.model_apis import ModelApi, ModelApis
 
 
 class ModelCalls:
-    def __init__(self, models: ModelApis) -> None:
-        self._models = models
+    def __init__(self, models: ModelApis, view: ClusterView) -> None:
+        self._models, self._view = models, view
 
     async def chat(self, context: HttpContext) -> None:
         await self._generate(context, Generator.chat)
@@ -42,7 +43,8 @@ class ModelCalls:
 
     async def load(self, context: HttpContext) -> None:
         """Returns the number of calls that generate or embed, as vLLM does."""
-        await context.respond(200, msgspec.json.encode({"server_load": len(self._models.active)}))
+        num_calls = await self._view.num_calls(len(self._models.active))
+        await context.respond(200, msgspec.json.encode({"server_load": num_calls}))
 
     async def _generate(
         self, context: HttpContext, answer: Callable[[Generator, HttpContext], Awaitable[None]]

@@ -120,6 +120,8 @@ class ServedModel:
         self._loaded = loaded
         self._reader = loaded.reader
         self.has_offers = False  # else it is known by the configuration alone
+        self.offer: ModelOffer | None = None
+        """What it was read from; None: the configuration of the own engine."""
 
     def is_named(self, name: str) -> bool:
         return name in (self.key, self.card.model_id, *self.card.other_names)
@@ -282,6 +284,19 @@ class ServedModel:
         parses = tuple(one for one in get_args(Parsing) if one in shared)
         if parses != self.card.parses:
             self.card = msgspec.structs.replace(self.card, parses=parses)
+
+    def why_not(self, info: InstanceInfo) -> str | None:
+        """Returns why an instance cannot be one of this model, or None."""
+        wanted = tuple(card.adapter for card in self.card.adapters)
+        if self._settings.config.engine.kind != "vllm" and info.adapters != wanted:
+            return "its LoRA adapters differ from the head's: give all machines the same folders"
+        others = [state.info for state in self.conductor.instances.values()]
+        if others and others[0].layout.fingerprint != info.layout.fingerprint:
+            return (
+                "its blocks differ from the cluster's: it has another model, dtype, block size,"
+                " moonpool release or kind of CPU"
+            )
+        return None
 
     def limit_context_to(self, info: InstanceInfo, offer: ModelOffer | None) -> None:
         """An instance joins. `offer`: of a vLLM server."""

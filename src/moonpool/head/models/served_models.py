@@ -114,6 +114,9 @@ class ServedModels:
             return self.default
         return next((model for model in self if model.is_named(name)), None)
 
+    def by_key(self, key: str) -> ServedModel | None:
+        return next((model for model in self if model.key == key), None)
+
     @property
     def lack(self) -> str:
         """Why requests for some model are not served now; "" if all are."""
@@ -144,7 +147,9 @@ class ServedModels:
         """Raises ClusterError and ConfigError."""
         config = self._settings.config
         loaded = await load_offered(config, offer, is_first=not self._models, is_new=is_new)
-        return self.add(offer.root, loaded)
+        model = self.add(offer.root, loaded)
+        model.offer = offer
+        return model
 
     async def _let_first_come(self, instance_id: InstanceId) -> None:
         """The model of the first named server is the default, whichever server answers first."""

@@ -49,6 +49,11 @@ class AnswerFeed:
         self._answers.followers.remove(self)
         self._task.cancel()
 
+    @property
+    def has_begun(self) -> bool:
+        """What was sent before this feed does not count any more."""
+        return not self._is_first
+
     # The answers' follower
 
     def changed(self, kept: KeptStream) -> None:

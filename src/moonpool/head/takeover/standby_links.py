@@ -14,6 +14,7 @@ from moonpool.head.worker_link import WorkerLink
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import (
     SILENCE_S,
+    AnswersCopied,
     ApplyStandby,
     HeadAddress,
     Leadership,
@@ -116,6 +117,16 @@ class StandbyLinks:
         if feed is not None:
             feed.end()
         return self._links.pop(link, None) is not None
+
+    @property
+    def wants_copies(self) -> bool:
+        """Whether a standby follows answers, also those of fronts."""
+        return any(feed.has_begun for feed in self._feeds.values())
+
+    def copy(self, frame: AnswersCopied) -> None:
+        """Sends what is new of the answers of a front."""
+        for link in self._feeds:
+            link.channel.send(frame)
 
     def describe(self, listened_s: float) -> list[dict[str, Any]]:
         return [

@@ -73,6 +73,11 @@ class Culprits:
         """The call has ended."""
         self.ended.pop(number, None)
 
+    def is_working(self) -> bool:
+        """Whether the process has begun with a call's work a moment ago: it turns, if slowly."""
+        work = None if self._mark is None else self._mark.read()
+        return work is not None and time.monotonic() - work.since_s < LONG_S
+
     def note_hang(self) -> None:
         """The head does not respond, and will be killed."""
         self._hung = None if self._mark is None else self._mark.read()

@@ -1,0 +1,90 @@
+"""Where a front takes tokens from instances: a port for those that prove the cluster's secret."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from moonpool.link.auth import Identity, ServerHandshake
+from moonpool.link.channel import Channel
+from moonpool.link.tls import HANDSHAKE_S, PeerTls
+from moonpool.log_limit import limited_logger
+from moonpool.protocol.direct_tokens import DIRECT_SERVICE, DirectTokens, DirectWork, NothingSaid
+from moonpool.types import InstanceId
+
+log = limited_logger("moonpool.front")
+
+MAX_HALF_OPEN = 128
+"""Connections that have not proved the secret. A further one ends the oldest."""
+
+DirectChannel = Channel[DirectTokens, NothingSaid]
+
+
+class _InstanceConnection:
+    """The channel's listener, of one instance."""
+
+    def __init__(self, server: DirectServer, secret: bytes) -> None:
+        me = Identity(instance_id=InstanceId("front"), service=DIRECT_SERVICE, fingerprint=b"")
+        self.channel: DirectChannel = Channel(
+            ServerHandshake(secret, me), msgspec.msgpack.Decoder(DirectTokens), self
+        )
+        self._server = server
+
+    def on_connected(self) -> None:
+        self._server.on_connected(self)
+
+    def on_open(self, peer: Identity) -> None:
+        self._server.on_proved(self)
+
+    def on_frame(self, frame: DirectTokens) -> None:
+        for work in frame.works:
+            self._server.on_tokens(work)
+
+    def on_closed(self, reason: str) -> None:
+        self._server.on_closed(self)
+
+
+class DirectServer:
+    """`on_tokens` gets what instances send."""
+
+    def __init__(self, secret: bytes, on_tokens: Callable[[DirectWork], None]) -> None:
+        self.on_tokens = on_tokens
+        self._secret = secret
+        self._server: asyncio.Server | None = None
+        self._half_open: dict[_InstanceConnection, None] = {}  # oldest first
+        self._open: set[_InstanceConnection] = set()
+
+    async def listen(self, host: str, tls: PeerTls | None) -> int:
+        """Returns the port. Raises OSError."""
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _InstanceConnection(self, self._secret).channel,
+            host,
+            0,
+            ssl=None if tls is None else tls.server,
+            ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
+        )
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in self._open:
+            connection.channel.close()
+
+    def on_connected(self, connection: _InstanceConnection) -> None:
+        if len(self._half_open) >= MAX_HALF_OPEN:
+            oldest = next(iter(self._half_open))
+            oldest.channel.abort("too many connections that have not proved the secret")
+            self._half_open.pop(oldest, None)
+        self._half_open[connection] = None
+
+    def on_proved(self, connection: _InstanceConnection) -> None:
+        self._half_open.pop(connection, None)
+        self._open.add(connection)
+
+    def on_closed(self, connection: _InstanceConnection) -> None:
+        self._half_open.pop(connection, None)
+        self._open.discard(connection)

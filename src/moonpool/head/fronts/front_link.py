@@ -1,0 +1,369 @@
+"""The head's side of one front: its requests become the Conductor's, and their tokens go back."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from moonpool.api.frontend import RequestRefused
+from moonpool.api.rate_limits import RateLimits
+from moonpool.conductor.actions import Deliver, Refuse
+from moonpool.head.fronts.channel import FrontChannel
+from moonpool.head.fronts.messages import (
+    FROM_FRONT,
+    AbortAnswer,
+    AdmitCall,
+    AnswerFetched,
+    AnswerName,
+    AnswerPart,
+    AnswerPlaced,
+    AnswerRefused,
+    AnswersGrown,
+    AskHead,
+    BeginAnswer,
+    CloseAnswer,
+    CopyAnswers,
+    CountAnswered,
+    CountRefused,
+    FetchAnswer,
+    FinishAnswer,
+    ForgetAnswer,
+    FromFront,
+    FrontListens,
+    HeadState,
+    HoldAnswer,
+    ModelKnown,
+    Refusal,
+    SpendTokens,
+    Told,
+)
+from moonpool.head.models.served_model import ServedModel
+from moonpool.head.response_stream import ResponseStream
+from moonpool.log_limit import limited_logger
+from moonpool.protocol.frames import AnswersCopied
+from moonpool.protocol.messages import AttemptId, TokenRoute
+from moonpool.types import RequestId
+
+if TYPE_CHECKING:
+    from moonpool.head.head import Head
+
+log = limited_logger("moonpool.head")
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class FrontAnswer(ResponseStream):
+    """An answer whose client waits at a front. `position`: the tokens that the Conductor knows."""
+
+    def __init__(self, link: FrontLink, number: int, model: ServedModel, position: int) -> None:
+        super().__init__()
+        self.front_number = number
+        self.model = model
+        self.request_id = RequestId("")
+        self.stage = ""
+        self.is_silent = True
+        self._link = link
+        self._position = position
+        self._parts: list[AnswerPart] = []
+        self._attempts: list[AttemptId] = []
+
+    def deliver(self, action: Deliver) -> None:
+        """The front has got the first tokens of it directly, or none."""
+        self.is_silent = False
+        num_direct = self._link.num_direct(action.request_id)
+        position = self._position + num_direct
+        self._link.num_tokens += len(action.tokens)
+        self._link.num_direct_tokens += num_direct
+        self._position += len(action.tokens)
+        tokens = action.tokens[num_direct:] if num_direct else action.tokens
+        if tokens or action.finish is not None:
+            told = action.finish, action.cached_tokens
+            self._parts.append(AnswerPart(self.front_number, position, tokens, *told))
+            self._link.note_grown(self)
+
+    def refuse(self, action: Refuse) -> None:
+        super().refuse(action)
+        self._link.note_grown(self)
+
+    def take_parts(self) -> list[AnswerPart]:
+        """Returns what the front has not got yet."""
+        parts, self._parts = self._parts, []
+        if parts and parts[-1].finish is not None:
+            parts[-1] = msgspec.structs.replace(parts[-1], timings_s=self.timings_s)
+        return parts
+
+    def route(self, attempt_id: AttemptId) -> TokenRoute | None:
+        """Where the tokens of an attempt go directly."""
+        if attempt_id not in self._attempts:
+            self._attempts.append(attempt_id)
+        return self._link.route(self.front_number, self._attempts.index(attempt_id) + 1)
+
+
+class FrontsOfHead(Protocol):
+    """All fronts of a head, as one of them sees them."""
+
+    rates: RateLimits
+
+    names: set[RequestId]
+    """Of all answers under way."""
+    num_direct: dict[RequestId, int]
+    """Of the report that is handled now."""
+
+    def on_gone(self, link: FrontLink) -> None: ...
+
+    def holder(self, name: AnswerName) -> FrontLink | None: ...
+
+    def others(self, link: FrontLink) -> list[FrontLink]: ...
+
+    async def ask(self, question: AskHead) -> Any: ...
+
+    def copy(self, number: int, copied: AnswersCopied) -> None: ...
+
+    def fetch(self, link: FrontLink, fetch: FetchAnswer) -> None: ...
+
+    def on_fetched(self, fetched: AnswerFetched) -> None: ...
+
+
+class FrontLink:
+    """One front's connection, from `open` until the front is gone."""
+
+    def __init__(
+        self,
+        head: Head,
+        fronts: FrontsOfHead,
+        number: int,
+        spawn: Callable[[Any], None],
+    ) -> None:
+        """`number`: the front's place among all. `spawn`: runs a coroutine beside the rest."""
+        self.number = number
+        self.held: dict[AnswerName, None] = {}
+        self.num_tokens = self.num_direct_tokens = 0
+        """Of its answers, and those of them that instances sent to it directly."""
+        self._head = head
+        self._fronts = fronts
+        self._spawn = spawn
+        self._answers: dict[int, FrontAnswer] = {}
+        self._grown: dict[int, FrontAnswer] = {}
+        self._silent: dict[int, FrontAnswer] = {}  # no token yet
+        self._models: list[tuple[object, str]] = []
+        self._state: HeadState | None = None
+        self._listens: FrontListens | None = None
+        self._channel: FrontChannel[FromFront] = FrontChannel(
+            FROM_FRONT, self._on_message, self._on_end, self._send_grown
+        )
+
+    async def open(self, sock: socket.socket) -> None:
+        await self._channel.open(sock)
+        self.tell_state()
+
+    def send(self, message: Any) -> None:
+        self._channel.send(message)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    @property
+    def num_answers(self) -> int:
+        return len(self._answers)
+
+    @property
+    def num_calls(self) -> int:
+        """Several answers may be of one call."""
+        names = (answer.request_id.partition("~")[0] for answer in self._answers.values())
+        return len(set(names))
+
+    # What the front is told unasked
+
+    def tell_state(self) -> None:
+        """Tells what has changed of the models and the head."""
+        for place, model in enumerate(self._head.models()):
+            known = model.card, model.why_not_forwarded()
+            if place < len(self._models) and self._models[place] == known:
+                continue
+            self._models[place:] = [known, *self._models[place + 1 :]]
+            self.send(ModelKnown(model.key, place, model.card, model.offer, known[1]))
+        head = self._head
+        copies = head.standbys.wants_copies
+        state = HeadState(head.not_ready(), head.is_stopping(), copies)
+        if state != self._state:
+            self._state = state
+            self.send(state)
+
+    def tell_stages(self) -> None:
+        """Tells what requests without a token do now, for streams that say it."""
+        self._silent = {n: answer for n, answer in self._silent.items() if answer.is_silent}
+        for number, answer in self._silent.items():
+            stage = answer.model.stage(answer.request_id)
+            if stage != answer.stage:
+                answer.stage = stage
+                self.send(AnswerPlaced(number, stage))
+
+    def num_direct(self, request_id: RequestId) -> int:
+        """How many of the tokens that are delivered now the front has got directly."""
+        return self._fronts.num_direct.get(request_id, 0)
+
+    def route(self, number: int, attempt: int) -> TokenRoute | None:
+        listens = self._listens
+        if listens is None:
+            return None
+        return TokenRoute(front=listens.front, port=listens.port, number=number, attempt=attempt)
+
+    def note_grown(self, answer: FrontAnswer) -> None:
+        self._grown[answer.front_number] = answer
+        self._channel.wake()
+
+    def _send_grown(self) -> None:
+        """Sends what the answers have got in this turn."""
+        if not self._grown:
+            return
+        grown, self._grown = self._grown, {}
+        parts: list[AnswerPart] = []
+        ends: list[AnswerRefused] = []
+        for number, answer in grown.items():
+            if number not in self._answers:
+                continue
+            parts += answer.take_parts()
+            if answer.refused:
+                ends.append(AnswerRefused(number, refusal_of(answer.refusal())))
+        if parts:
+            self.send(AnswersGrown(tuple(parts)))
+        for end in ends:
+            self.send(end)
+
+    # Messages
+
+    def _on_message(self, message: FromFront) -> None:
+        match message:
+            case FrontListens():
+                self._listens = message
+            case BeginAnswer():
+                self._begin(message)
+            case CloseAnswer():
+                self._close(message.number)
+            case FinishAnswer():
+                answer = self._answers.get(message.number)
+                if answer is not None:
+                    made = message.reason, message.num_tokens, answer.model
+                    self._head.finish(answer.request_id, *made)
+            case AbortAnswer():
+                answer = self._answers.get(message.number)
+                if answer is not None:
+                    self._head.abort(answer.request_id, message.reason, answer.model)
+            case AdmitCall():
+                self._admit(message)
+            case SpendTokens():
+                for tenant, num_tokens in message.spent.items():
+                    self._fronts.rates.spend(tenant, num_tokens)
+            case CountRefused() | CountAnswered():
+                self._count(message)
+            case CopyAnswers():
+                self._fronts.copy(self.number, message.copied)
+            case AskHead():
+                self._spawn(self._answer(message))
+            case _:
+                self._on_held(message)
+
+    def _on_held(self, message: HoldAnswer | ForgetAnswer | FetchAnswer | AnswerFetched) -> None:
+        """What concerns other fronts."""
+        match message:
+            case HoldAnswer():
+                self.held[message.name] = None
+            case ForgetAnswer():
+                self.held.pop(message.name, None)
+            case FetchAnswer():
+                self._fronts.fetch(self, message)
+                return
+            case AnswerFetched():
+                self._fronts.on_fetched(message)
+                return
+        for other in self._fronts.others(self):
+            other.send(message)
+
+    def _begin(self, message: BeginAnswer) -> None:
+        model = self._head.served.by_key(message.model)
+        if message.number in self._answers or model is None:
+            text = "The server was replaced, and does not have this model yet. Send it again."
+            refusal = Refusal(503, "head_replaced", text, 1.0)
+            self.send(AnswerRefused(message.number, refusal))
+            return
+        request = message.request
+        answer = FrontAnswer(self, message.number, model, len(message.delivered or ()))
+        if request.request_id in self._fronts.names:
+            # Clients of two fronts may give the same X-Request-Id; requests may not share it.
+            name = f"{request.request_id}-{self.number}.{message.number}"
+            request = msgspec.structs.replace(request, request_id=RequestId(name))
+        answer.request_id = request.request_id
+        self._fronts.names.add(request.request_id)
+        self._answers[message.number] = self._silent[message.number] = answer
+        try:
+            told = message.delivered, message.call
+            self._head.begin(answer.model, request, *told, answer=answer)
+        except RequestRefused as refused:
+            self._forget(message.number)
+            self.send(AnswerRefused(message.number, refusal_of(refused)))
+        except Exception:
+            log.exception("the request %s failed", request.request_id)
+            self._forget(message.number)
+            text = "The server failed on this request; its log has the details."
+            self.send(AnswerRefused(message.number, Refusal(500, "internal_error", text)))
+
+    def _forget(self, number: int) -> FrontAnswer | None:
+        self._silent.pop(number, None)
+        answer = self._answers.pop(number, None)
+        if answer is not None:
+            self._fronts.names.discard(answer.request_id)
+        return answer
+
+    def _close(self, number: int) -> None:
+        answer = self._forget(number)
+        if answer is not None:
+            self._head.close(answer.model, answer.request_id)
+
+    def _admit(self, message: AdmitCall) -> None:
+        refusal = None
+        try:
+            self._fronts.rates.begin(message.tenant, message.arrived_s)
+        except RequestRefused as refused:
+            refusal = refusal_of(refused)
+        self.send(Told(message.number, refusal=refusal))
+
+    def _count(self, message: CountRefused | CountAnswered) -> None:
+        model = None if message.model is None else self._head.served.by_key(message.model)
+        if isinstance(message, CountAnswered):
+            if model is not None:
+                model.note_answered(message.lengths)
+        elif model is not None:
+            model.note_refused(message.reason)
+        else:
+            self._head.note_refused(message.reason)
+
+    async def _answer(self, question: AskHead) -> None:
+        try:
+            value = _encode(await self._fronts.ask(question))
+        except Exception:
+            log.exception("cannot answer %s", question.question)
+            text = "The head could not answer this; its log has the details."
+            self.send(Told(question.number, refusal=Refusal(500, "internal_error", text)))
+        else:
+            self.send(Told(question.number, value))
+
+    def _on_end(self, reason: str) -> None:
+        """The front is gone: another one begins its answers again."""
+        for number in list(self._answers):
+            self._close(number)
+        self._fronts.on_gone(self)
+        log.info("front %d: %s", self.number, reason)
+
+
+def refusal_of(refused: RequestRefused) -> Refusal:
+    return Refusal(
+        refused.status,
+        refused.reason,
+        str(refused),
+        refused.retry_after_s,
+        refused.projection,
+        refused.is_counted,
+    )

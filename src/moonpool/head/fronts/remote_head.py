@@ -1,0 +1,339 @@
+"""The head as a front sees it: a process at the other end of a channel, which may be replaced.
+
+Requests whose head is gone begin again at the next one, with the tokens that have come. So do
+questions. Nobody else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from moonpool.api.connection.kept_stream import MAX_FRUITLESS
+from moonpool.api.connection.poison import poison_error
+from moonpool.api.frontend import Output
+from moonpool.api.keys import TenantLimits
+from moonpool.api.rate_limits import RateLimits
+from moonpool.head.fronts.channel import FrontChannel
+from moonpool.head.fronts.messages import (
+    TO_FRONT,
+    AbortAnswer,
+    AdmitCall,
+    AnswerFetched,
+    AnswerPlaced,
+    AnswerRefused,
+    AnswersGrown,
+    AskHead,
+    BeginAnswer,
+    CloseAnswer,
+    CountRefused,
+    FetchAnswer,
+    FinishAnswer,
+    ForgetAnswer,
+    FrontListens,
+    HeadState,
+    HoldAnswer,
+    ModelKnown,
+    Question,
+    Refusal,
+    SpendTokens,
+    ToFront,
+    Told,
+)
+from moonpool.head.fronts.remote_answer import RemoteAnswer, refused_as
+from moonpool.head.fronts.remote_models import RemoteModel, RemoteModels
+from moonpool.log_limit import limited_logger
+from moonpool.protocol.direct_tokens import DirectWork
+from moonpool.protocol.messages import ForwardedCall
+from moonpool.types import FinishReason, Request, RequestId
+
+log = limited_logger("moonpool.front")
+
+LACK_S = 3.0
+"""How long the tokens before others are awaited, which may come over another connection."""
+NO_HEAD = "the head process is being replaced"
+
+
+class AnswersHere(Protocol):
+    """The answers that this front holds for clients that may come back."""
+
+    def on_message(self, message: HoldAnswer | ForgetAnswer | FetchAnswer) -> None: ...
+
+    def forget_others(self) -> None:
+        """What other fronts hold is told anew."""
+        ...
+
+    def tell_all(self) -> None: ...
+
+    def copy(self, is_wanted: bool) -> None:
+        """Whether a standby follows the answers."""
+        ...
+
+
+class RemoteHead:
+    """As `CallFrontend` and `ClusterView`. `models` are those that the head has told."""
+
+    def __init__(self, models: RemoteModels) -> None:
+        self.is_told = asyncio.Event()
+        """Set when the head has said what it serves."""
+        self.kept: AnswersHere | None = None
+        self._models = models
+        self._views_end = False
+        self._state = HeadState("the head has not started yet", False)
+        self._channel: FrontChannel[ToFront] | None = None
+        self._numbers = itertools.count()
+        self._answers: dict[int, RemoteAnswer] = {}
+        self._named: dict[RequestId, RemoteAnswer] = {}
+        self.listens: FrontListens | None = None
+        """Where instances may send tokens directly."""
+        self._asked: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
+        self._spent: dict[str, int] = {}
+        self._arrivals: asyncio.Queue[ModelKnown | HeadState] = asyncio.Queue()
+        self._loading = asyncio.create_task(self._follow())
+
+    async def connect(self, sock: socket.socket) -> None:
+        """Another head is there."""
+        former, self._channel = self._channel, None
+        if former is not None:
+            former.close()
+        if self.kept is not None:
+            self.kept.forget_others()
+
+        def on_end(reason: str) -> None:
+            if self._channel is channel:
+                self._channel = None
+                log.warning("the head is gone: %s", reason)
+
+        channel: FrontChannel[ToFront] = FrontChannel(
+            TO_FRONT, self._on_message, on_end, self._send_spent
+        )
+        await channel.open(sock)
+        self._channel = channel
+        self._begin_again()
+
+    def close(self) -> None:
+        self._loading.cancel()
+        if self._channel is not None:
+            self._channel.close()
+
+    # What calls need
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def models(self) -> Sequence[RemoteModel]:
+        return self._models.all
+
+    def is_stopping(self) -> bool:
+        return self._state.is_stopping or self._views_end
+
+    def end_views(self) -> None:
+        """Ends the streams of the live page, which connect again."""
+        self._views_end = True
+
+    def not_ready(self) -> str:
+        return self._state.not_ready if self._channel is not None else NO_HEAD
+
+    def note_refused(self, reason: str) -> None:
+        self.send(CountRefused(None, reason))
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        return 0 if self._channel is None else self._channel.num_unsent_bytes
+
+    def send(self, message: Any) -> None:
+        """What is lost with the head may be."""
+        if self._channel is not None:
+            self._channel.send(message)
+
+    async def submit(
+        self,
+        model: str,
+        request: Request,
+        delivered: tuple[int, ...] | None,
+        call: ForwardedCall | None = None,
+    ) -> AsyncGenerator[Output, None]:
+        """As `ModelFrontend.submit`, of the model with this key."""
+        number = next(self._numbers)
+        answer = RemoteAnswer(BeginAnswer(number, model, request, delivered, call))
+        self._answers[number] = self._named[request.request_id] = answer
+        self.send(answer.begin)
+        try:
+            while True:
+                output = await answer.next_output()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            del self._answers[answer.number]
+            if self._named.get(request.request_id) is answer:
+                del self._named[request.request_id]
+            self.send(CloseAnswer(answer.number))
+
+    def on_tokens(self, work: DirectWork) -> None:
+        """An instance sends tokens of an answer."""
+        answer = self._answers.get(work.number)
+        if answer is not None:
+            answer.grow_directly(work.attempt, work.position, work.tokens)
+            self._check(answer)
+
+    def _check(self, answer: RemoteAnswer) -> None:
+        """An answer may lack tokens, or go on from others than its client has."""
+        if answer.is_wrong:
+            self.send(CloseAnswer(answer.number))
+            self._restart(answer)
+        elif answer.lacks_since_s is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(LACK_S, self._look_for, answer, answer.lacks_since_s)
+
+    def _look_for(self, answer: RemoteAnswer, since_s: float) -> None:
+        if answer.lacks_since_s == since_s and answer.number in self._answers:
+            log.warning("tokens of an answer did not arrive: it goes on from those that did")
+            self.send(CloseAnswer(answer.number))
+            self._restart(answer)
+
+    def _restart(self, answer: RemoteAnswer) -> None:
+        """Begins a request again with the tokens that are here, at this head or its next one."""
+        if answer.num_lost > MAX_FRUITLESS:
+            poison = poison_error()
+            answer.refuse(Refusal(poison.status, "head_failed", str(poison)))
+        elif answer.begin.call is not None and answer.has_begun:
+            text = "The server was replaced in the middle of this answer. Send the request again."
+            answer.refuse(Refusal(503, "head_replaced", text))
+        else:
+            del self._answers[answer.number]
+            self.send(answer.begin_again(next(self._numbers)))
+            self._answers[answer.number] = answer
+
+    def abort(self, request_id: RequestId, reason: str) -> None:
+        answer = self._named.get(request_id)
+        if answer is not None:
+            self.send(AbortAnswer(answer.number, reason))
+
+    def finish(
+        self, request_id: RequestId, reason: FinishReason, num_tokens: int
+    ) -> dict[str, float] | None:
+        answer = self._named.get(request_id)
+        if answer is None:
+            return None
+        self.send(FinishAnswer(answer.number, reason, num_tokens))
+        return answer.timings_s
+
+    def stage(self, request_id: RequestId) -> str:
+        answer = self._named.get(request_id)
+        return "" if answer is None else answer.stage
+
+    # Questions
+
+    async def tell(self, make: Any) -> Told:
+        """Asks a question, which `make` forms with its number; again if the head is lost. Raises
+        RequestRefused."""
+        told: Told = await self._ask(make)
+        if told.refusal is not None:
+            raise refused_as(told.refusal)
+        return told
+
+    async def fetch(self, make: Any) -> AnswerFetched:
+        fetched: AnswerFetched = await self._ask(make)
+        return fetched
+
+    async def _ask(self, make: Any) -> Any:
+        number = next(self._numbers)
+        asked = make(number)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked[number] = asked, future
+        self.send(asked)
+        try:
+            return await future
+        finally:
+            del self._asked[number]
+
+    async def question(self, question: Question, *arguments: Any) -> Any:
+        told = await self.tell(lambda number: AskHead(number, question, arguments))
+        return msgspec.msgpack.decode(told.value)
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        self._spent[tenant] = self._spent.get(tenant, 0) + num_tokens
+        if self._channel is not None:
+            self._channel.wake()
+
+    def _send_spent(self) -> None:
+        if self._spent:
+            spent, self._spent = self._spent, {}
+            self.send(SpendTokens(spent))
+
+    # Messages
+
+    def _on_message(self, message: ToFront) -> None:
+        match message:
+            case AnswersGrown():
+                for part in message.parts:
+                    answer = self._answers.get(part.number)
+                    if answer is not None:
+                        answer.grow(part)
+                        self._check(answer)
+            case AnswerPlaced():
+                if message.number in self._answers:
+                    self._answers[message.number].stage = message.stage
+            case AnswerRefused():
+                if message.number in self._answers:
+                    self._answers[message.number].refuse(message.refusal)
+            case Told() | AnswerFetched():
+                _, future = self._asked.get(message.number, (None, None))
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case ModelKnown() | HeadState():
+                self._arrivals.put_nowait(message)
+            case HoldAnswer() | ForgetAnswer() | FetchAnswer():
+                if self.kept is not None:
+                    self.kept.on_message(message)
+
+    async def _follow(self) -> None:
+        """Takes what the head says of itself, in order: a model takes a while to load."""
+        while True:
+            message = await self._arrivals.get()
+            if isinstance(message, HeadState):
+                self._state = message
+                if self.kept is not None:
+                    self.kept.copy(message.wants_copies)
+                self.is_told.set()
+                continue
+            try:
+                await self._models.take(self, message)
+            except Exception:
+                log.exception("the model %s cannot be read here", message.card.model_id)
+
+    def _begin_again(self) -> None:
+        """Gives a new head what an earlier one had not ended."""
+        if self.listens is not None:
+            self.send(self.listens)
+        if self.kept is not None:
+            self.kept.tell_all()
+        for answer in list(self._answers.values()):
+            if not answer.is_complete:
+                answer.num_lost += 1
+                self._restart(answer)
+        for asked, _ in self._asked.values():
+            self.send(asked)
+
+
+class RemoteRates(RateLimits):
+    """The head has the buckets, so that they hold for all fronts."""
+
+    def __init__(self, limits: Mapping[str, TenantLimits], head: RemoteHead) -> None:
+        super().__init__(limits)
+        self._head = head
+
+    async def admit(self, tenant: str, now: float) -> None:
+        if self.limits_calls(tenant):
+            await self._head.tell(lambda number: AdmitCall(number, tenant, now))
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        if self.counts(tenant) and num_tokens:
+            self._head.spend(tenant, num_tokens)

@@ -1,0 +1,127 @@
+"""What a supervisor holds for a process that answers calls, so that it outlives that process: the
+sockets and logs of answers under way, and connections without a call."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator, Mapping, Sequence
+
+from moonpool.head.watch.culprits import Culprits
+from moonpool.link.packets import PacketSocket
+from moonpool.protocol.supervision import (
+    CutAnswer,
+    DropAnswer,
+    FromHead,
+    HeadsEnded,
+    HeldState,
+    KeepAnswer,
+    KeepCutAnswer,
+    NoteWork,
+    PassConnection,
+    TakeAnswer,
+    TakeConnection,
+    TakeCutAnswer,
+    TakeNoMore,
+    ToHead,
+)
+
+
+class HeldAnswers:
+    """By the numbers that the process gives. Owns the file descriptors."""
+
+    def __init__(
+        self, cut_answers: Mapping[int, int] | None = None, state: HeldState | None = None
+    ) -> None:
+        """`cut_answers`: of a lost head on another machine. `state`: what an earlier program of
+        this process has left."""
+        state = HeldState() if state is None else state
+        self.culprits = Culprits(state.ended)
+        self._answers = dict(state.answers)  # number -> socket, log
+        self._cut_answers = dict(state.cut_answers if cut_answers is None else cut_answers)
+        self._connections = list(state.connections)  # clients without a call
+        self._next_number = max(state.next_number, len(self._cut_answers))
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of all answers."""
+        yield from self._answers
+        yield from self._cut_answers
+
+    def take(self, packet: FromHead, fds: Sequence[int]) -> bool:
+        """Returns whether it was about something that is held."""
+        match packet:
+            case KeepAnswer():
+                self._answers[packet.number] = (fds[0], fds[1])
+                self._next_number = packet.number + 1
+            case KeepCutAnswer():
+                self._cut_answers[packet.number] = fds[0]
+                self._next_number = packet.number + 1
+            case CutAnswer():
+                self._cut(packet.number)
+            case NoteWork():
+                self.culprits.watch(fds[0])
+            case HeadsEnded():
+                self.culprits.alike.append(packet)
+            case DropAnswer():
+                self.culprits.forget(packet.number)
+                for fd in self._answers.pop(packet.number, ()):
+                    os.close(fd)
+                if packet.number in self._cut_answers:
+                    os.close(self._cut_answers.pop(packet.number))
+            case PassConnection():
+                self._connections.append(fds[0])
+            case _:
+                return False
+        return True
+
+    def bequeath(self, packets: PacketSocket[FromHead, ToHead]) -> None:
+        """Gives all to the next process. The answers are held on."""
+        for fd in self._connections:
+            packets.send(TakeConnection(), (fd,))
+            os.close(fd)
+        self._connections.clear()
+        self._let_go()
+        for number, fds in self._answers.items():
+            num_ended, num_killed = self.culprits.of(number)
+            take = TakeAnswer(number=number, num_ended=num_ended, num_killed=num_killed)
+            packets.send(take, fds)
+        for number, fd in self._cut_answers.items():
+            num_ended, _ = self.culprits.of(number)
+            packets.send(TakeCutAnswer(number=number, num_ended=num_ended), (fd,))
+        packets.send(TakeNoMore(next_number=self._next_number))
+
+    def leave(self) -> HeldState:
+        """What the next program of this process gets."""
+        return HeldState(
+            answers=self._answers,
+            cut_answers=self._cut_answers,
+            ended=self.culprits.ended,
+            connections=tuple(self._connections),
+            next_number=self._next_number,
+        )
+
+    def close(self) -> None:
+        for fds in [*self._answers.values(), self._cut_answers.values(), self._connections]:
+            for fd in fds:
+                os.close(fd)
+        self._answers.clear()
+        self._cut_answers.clear()
+        self._connections.clear()
+
+    def _let_go(self) -> None:
+        """Holds no more connections whose clients have left."""
+        poller, numbers = select.poll(), {}
+        for number, (client, _) in self._answers.items():
+            poller.register(client, select.POLLRDHUP)
+            numbers[client] = number
+        for client, _ in poller.poll(0):
+            self._cut(numbers[client])
+
+    def _cut(self, number: int) -> None:
+        """The connection of an answer has ended: its log alone is held."""
+        if number in self._answers:
+            client, self._cut_answers[number] = self._answers.pop(number)
+            os.close(client)

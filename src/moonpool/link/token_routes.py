@@ -1,0 +1,311 @@
+"""Tokens go from an instance straight to the fronts whose clients wait for them.
+
+The head hears of them a few times a second, with several steps in one report. It gets at once what
+it decides by: the first token of an attempt, and the last ones. Where a front cannot be reached,
+its tokens go by the head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import fsum
+
+import msgspec
+
+from moonpool.link.auth import ClientHandshake, Identity
+from moonpool.link.channel import Channel
+from moonpool.link.tls import HANDSHAKE_S, PeerTls
+from moonpool.protocol.direct_tokens import DIRECT_SERVICE, DirectTokens, DirectWork, NothingSaid
+from moonpool.protocol.messages import (
+    Abort,
+    AttemptFailed,
+    AttemptId,
+    AttemptTokens,
+    BlocksChanged,
+    Command,
+    InstanceLoad,
+    Report,
+    ReserveDecode,
+    StartPrefill,
+    StepTokens,
+    TokenRoute,
+)
+from moonpool.types import InstanceId, Token
+
+log = logging.getLogger("moonpool.worker")
+
+REPORT_S = 0.25
+"""How far the head may be behind."""
+RETRY_S = 5.0
+"""From one try to reach a front to the next."""
+CONNECT_S = 3.0
+
+FrontChannelOut = Channel[NothingSaid, DirectTokens]
+
+
+class _FrontConnection:
+    """One front, from the first attempt that it waits for."""
+
+    def __init__(self, name: InstanceId, secret: bytes, tls: PeerTls | None) -> None:
+        self.num_attempts = 0
+        self._me = Identity(instance_id=name, service=DIRECT_SERVICE, fingerprint=b"")
+        self._secret = secret
+        self._tls = tls
+        self._channel: FrontChannelOut | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._tried_s = float("-inf")
+        self.pending: list[DirectWork] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self._channel is not None and self._channel.protocol > 0
+
+    def begin(self, host: str, port: int) -> None:
+        """Connects, unless it does so or has just failed."""
+        now = time.monotonic()
+        if self._channel is None and now - self._tried_s > RETRY_S:
+            self._tried_s = now
+            handshake = ClientHandshake(self._secret, self._me)
+            decoder = msgspec.msgpack.Decoder(NothingSaid)
+            self._channel = Channel(handshake, decoder, self)
+            self._opening = asyncio.create_task(self._open(self._channel, host, port))
+
+    def flush(self) -> None:
+        if self.pending and self._channel is not None:
+            self._channel.send(DirectTokens(works=tuple(self.pending)))
+        self.pending.clear()
+
+    def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._channel is not None:
+            self._channel.close()
+
+    async def _open(self, channel: FrontChannelOut, host: str, port: int) -> None:
+        tls = self._tls
+        try:
+            async with asyncio.timeout(CONNECT_S if tls is None else CONNECT_S + HANDSHAKE_S):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: channel,
+                    host,
+                    port,
+                    ssl=None if tls is None else tls.client,
+                    server_hostname=None if tls is None else "",
+                    ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
+                )
+        except OSError as error:
+            self._channel = None
+            where = f"{host}:{port}"
+            log.warning(
+                "no connection to the front at %s (%s): tokens go by the head", where, error
+            )
+
+    # The channel's listener
+
+    def on_connected(self) -> None:
+        pass
+
+    def on_open(self, peer: Identity) -> None:
+        pass
+
+    def on_frame(self, frame: NothingSaid) -> None:
+        pass
+
+    def on_closed(self, reason: str) -> None:
+        self._channel = None
+
+
+@dataclass(slots=True)
+class _RoutedAttempt:
+    route: TokenRoute
+    connection: _FrontConnection
+    position: int  # of the next token in the answer
+    tokens: list[Token] = field(default_factory=list)  # sent, and not reported
+    reported: bool = False
+    last_s: float = 0.0
+    longest_gap_s: float = 0.0
+
+
+class TokenRoutes:
+    """Of one instance. `send`: to the head."""
+
+    def __init__(
+        self,
+        name: InstanceId,
+        secret: bytes,
+        tls: PeerTls | None,
+        host: Callable[[], str],
+        send: Callable[[Iterable[Report]], None],
+    ) -> None:
+        """`host`: that of the head, where the fronts are."""
+        self._name = name
+        self._secret = secret
+        self._tls = tls
+        self._host = host
+        self._send = send
+        self._fronts: dict[str, _FrontConnection] = {}
+        self._attempts: dict[AttemptId, _RoutedAttempt] = {}
+        self._unreported: dict[AttemptId, _RoutedAttempt] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._gaps_s: list[float] = []  # of the steps that are not reported
+
+    def note(self, command: Command) -> None:
+        """The head sends a command."""
+        match command:
+            case StartPrefill() if command.target is None and command.work.route is not None:
+                self._add(command, command.work.route, 0)
+            case ReserveDecode() if command.work.route is not None:
+                self._add(command, command.work.route, 1)  # the head delivers the first token
+            case Abort():
+                self._forget(command.attempt_id)
+
+    def report(self, reports: Iterable[Report]) -> None:
+        """Sends tokens to their fronts, and reports to the head what it must know now."""
+        if not self._attempts:
+            self._send(reports)
+            return
+        urgent: list[Report] = []
+        for report in reports:
+            if isinstance(report, StepTokens):
+                urgent += self._take(report)
+            else:
+                if self._unreported and not isinstance(report, BlocksChanged | InstanceLoad):
+                    urgent += self._collected()
+                urgent.append(report)
+                if isinstance(report, AttemptFailed):
+                    self._forget(report.attempt_id)
+        for connection in self._fronts.values():
+            connection.flush()
+        if urgent:
+            self._send(urgent)
+
+    def reset(self) -> None:
+        """The head is gone, and with it all attempts."""
+        self._attempts.clear()
+        self._unreported.clear()
+        for connection in self._fronts.values():
+            connection.close()
+        self._fronts.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _add(self, command: StartPrefill | ReserveDecode, route: TokenRoute, first: int) -> None:
+        work = command.work
+        connection = self._fronts.get(route.front)
+        if connection is None:
+            connection = _FrontConnection(self._name, self._secret, self._tls)
+            self._fronts[route.front] = connection
+        connection.begin(self._host(), route.port)
+        connection.num_attempts += 1
+        position = len(work.token_ids) - work.num_prompt_tokens + first
+        self._attempts[work.attempt_id] = _RoutedAttempt(route, connection, position)
+
+    def _forget(self, attempt_id: AttemptId) -> None:
+        routed = self._attempts.pop(attempt_id, None)
+        self._unreported.pop(attempt_id, None)
+        if routed is None:
+            return
+        routed.connection.num_attempts -= 1
+        if not routed.connection.num_attempts:
+            for name, connection in list(self._fronts.items()):
+                if connection is routed.connection and not connection.is_open:
+                    connection.close()  # of a front that has ended
+                    del self._fronts[name]
+
+    def _take(self, report: StepTokens) -> list[Report]:
+        """Returns what the head must know now: whole items that it delivers, and with each what it
+        has not heard of the attempt."""
+        now = time.monotonic()
+        by_head: list[AttemptTokens] = []
+        for item in report.works:
+            routed = self._attempts.get(item.attempt_id)
+            if routed is None:
+                by_head.append(item)
+                continue
+            if routed.last_s:
+                routed.longest_gap_s = max(routed.longest_gap_s, now - routed.last_s)
+            routed.last_s = now
+            if item.finish is not None or not routed.connection.is_open:
+                by_head.append(self._joined(routed, item))
+                if item.finish is not None:
+                    self._forget(item.attempt_id)
+                continue
+            work = DirectWork(
+                routed.route.number, routed.route.attempt, routed.position, item.tokens
+            )
+            routed.connection.pending.append(work)
+            routed.position += len(item.tokens)
+            routed.tokens += item.tokens
+            if routed.reported:
+                self._unreported[item.attempt_id] = routed
+            else:  # its first token
+                by_head.append(self._unheard(item.attempt_id, routed))
+        if self._unreported:
+            self._gaps_s.append(report.gap_s)
+            if self._timer is None:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(REPORT_S, self._report_late)
+        else:
+            self._gaps_s.clear()
+        if not by_head:
+            return []
+        is_whole = len(by_head) == len(report.works) and not any(i.num_direct for i in by_head)
+        return [StepTokens(works=tuple(by_head), gap_s=report.gap_s if is_whole else 0.0)]
+
+    def _joined(self, routed: _RoutedAttempt, item: AttemptTokens) -> AttemptTokens:
+        """The item with the tokens before it that the head has not heard of."""
+        sent, routed.tokens = routed.tokens, []
+        self._unreported.pop(item.attempt_id, None)
+        routed.position += len(item.tokens)
+        routed.reported = True
+        if not sent:
+            return item
+        return AttemptTokens(
+            item.attempt_id,
+            (*_bare(sent), *item.tokens),
+            item.finish,
+            len(sent),
+            self._longest(routed),
+        )
+
+    def _unheard(self, attempt_id: AttemptId, routed: _RoutedAttempt) -> AttemptTokens:
+        """The tokens of an attempt that the head has not heard of."""
+        sent, routed.tokens = routed.tokens, []
+        routed.reported = True
+        longest_s = self._longest(routed)
+        return AttemptTokens(attempt_id, _bare(sent), None, len(sent), longest_s)
+
+    def _collected(self) -> list[Report]:
+        """All that the head has not heard."""
+        unreported, self._unreported = self._unreported, {}
+        gaps_s, self._gaps_s = self._gaps_s, []
+        works = [self._unheard(name, routed) for name, routed in unreported.items()]
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not works:
+            return []
+        gap_s = 0.0
+        if all(gaps_s) and all(len(work.tokens) == len(gaps_s) for work in works):
+            gap_s = fsum(gaps_s) / len(gaps_s)  # repeated steps of the same decodes
+        return [StepTokens(works=tuple(works), gap_s=gap_s)]
+
+    def _longest(self, routed: _RoutedAttempt) -> float:
+        found, routed.longest_gap_s = routed.longest_gap_s, 0.0
+        return found
+
+    def _report_late(self) -> None:
+        self._timer = None
+        reports = self._collected()
+        if reports:
+            self._send(reports)
+
+
+def _bare(tokens: Iterable[Token]) -> tuple[Token, ...]:
+    """Their ids alone: the front has the rest."""
+    return tuple([Token(token.token_id) for token in tokens])

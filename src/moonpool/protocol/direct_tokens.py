@@ -1,0 +1,31 @@
+"""What an instance sends to a front: tokens of answers whose clients wait there.
+
+After the handshake (`link.auth`, with a service of its own) only the instance speaks. A front that
+is gone ends the connection.
+"""
+
+from __future__ import annotations
+
+from moonpool.types import Struct, Token
+
+DIRECT_SERVICE = "tokens"
+
+
+class DirectWork(Struct, frozen=True, array_like=True):
+    """`number`: the front's, of the answer. `attempt`: which of its attempts, from 1 on.
+    `position`: how many tokens of the answer come before these."""
+
+    number: int
+    attempt: int
+    position: int
+    tokens: tuple[Token, ...]
+
+
+class DirectTokens(Struct, frozen=True, tag=True):
+    """The tokens of one step for one front."""
+
+    works: tuple[DirectWork, ...]
+
+
+class NothingSaid(Struct, frozen=True, tag=True):
+    """The front sends nothing."""
