@@ -117,7 +117,7 @@ class CostEstimator:
             if state.started:  # they may share steps
                 started = list(state.started.values())
                 assert started[0].started_s is not None
-                if not all([attempt.expected_s for attempt in started]):
+                if not all(attempt.expected_s for attempt in started):
                     state.teaches_at_s = inf  # until one starts or ends
                     continue
                 began_s = max(started[0].started_s, state.freed_s)
