@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 import pytest
 
 from moonpool.config.parse import parse_config
+from moonpool.plan.bounds import Bounds
 from moonpool.plan.search import Planner
 from moonpool.plan.trial import Outcome, Trial, Workload
 from moonpool.plan.workforce import Workforce
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate
-from tests.unit.plan.made_up import MadeUpWorkforce
+from tests.unit.plan.made_up import MadeUpWorkforce, Truth
 from tests.unit.plan.test_search import MadeUpBounds, assessor, prepared, priced, truth
 
 
@@ -59,8 +61,8 @@ def test_a_trial_ahead_gives_way_and_can_run_again(workload: Workload) -> None:
 class Recorder(MadeUpWorkforce):
     """Notes what would run ahead."""
 
-    def __init__(self, of: object) -> None:
-        super().__init__(of)  # type: ignore[arg-type]
+    def __init__(self, of: Truth) -> None:
+        super().__init__(of)
         self.ahead: set[Trial] = set()
         self.guessed = 0
         self.serial = 0
@@ -85,7 +87,7 @@ def test_the_search_says_what_it_will_probably_ask_for() -> None:
     guessed = serial = 0
     for prefill, decode in ((3.0, 2.0), (2.2, 4.1), (5.0, 1.5)):
         workforce = Recorder(truth(prefill, decode))
-        planner = Planner(assessor(workforce, priced()), prepared(), MadeUpBounds())
+        planner = Planner(assessor(workforce, priced()), prepared(), cast(Bounds, MadeUpBounds()))
         assert planner.plan().choice is not None
         guessed += workforce.guessed
         serial += workforce.serial
