@@ -47,6 +47,7 @@ def test_what_ran_ahead_counts_once_it_is_asked_for(workload: Workload) -> None:
         assert workforce.num_run == 4
 
 
+@pytest.mark.long
 def test_a_trial_ahead_gives_way_and_can_run_again(workload: Workload) -> None:
     long = [trial(1, speed=0.5 + number / 100) for number in range(2)]
     with Workforce(workload, 1) as alone:
