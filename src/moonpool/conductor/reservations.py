@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moonpool.conductor.forecast.decode_forecast import DecodeInterval, Forecast
-from moonpool.conductor.instance_table import InstanceTable
+from moonpool.conductor.instance_table import NEVER_S, InstanceTable
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.protocol.messages import InstanceInfo
@@ -38,6 +38,7 @@ class Reservations:
         state = self.instances.pop(instance_id, None)
         if state is None:
             return None
+        state.teaches_at_s = NEVER_S
         for tracked in state.prefills.values():
             assert tracked.attempt is not None
             self.index.unexpect(instance_id, tracked.attempt.expected_keys)
@@ -75,6 +76,7 @@ class Reservations:
             return
         attempt.started_s = now
         state.started[attempt.attempt_id] = attempt
+        state.teaches_at_s = NEVER_S
         self.instance_table.waiting_ns[state.row] -= attempt.prefill_ns
         self.instance_table.busy_until_s[state.row] = state.busy_until_s()
 
@@ -115,6 +117,7 @@ class Reservations:
         if next(iter(state.started)) == attempt.attempt_id:
             state.freed_s = now
         del state.started[attempt.attempt_id]
+        state.teaches_at_s = NEVER_S
         self.instance_table.busy_until_s[state.row] = state.busy_until_s()
 
     def begin_decoding(self, attempt: Attempt, now: float) -> None:

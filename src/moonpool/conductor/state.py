@@ -116,6 +116,8 @@ class InstanceState:
     serving: dict[AttemptId, Attempt] = field(default_factory=dict)  # they fetch a prefix from here
     handover_tokens: dict[int, int] = field(default_factory=dict)  # booked, by fetch
     freed_s: float = NEVER_S  # when the prefill before the oldest started one ended
+    # Before then, its first prefills teach nothing new (`CostEstimator.learn_first_prefills`).
+    teaches_at_s: float = NEVER_S
     load: InstanceLoad | None = None
     resyncing: bool = False  # a snapshot of its blocks was requested
     drain: Drain | None = None

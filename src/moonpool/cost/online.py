@@ -23,7 +23,7 @@ sums, ratios and comparisons are used, so every machine gets the same factor.
 from __future__ import annotations
 
 from collections import deque
-from math import fsum
+from math import fsum, inf
 
 STEPS_PER_SAMPLE = 4
 """Observations with a time above 0 that make one sample."""
@@ -44,6 +44,9 @@ factor should not hide it."""
 FORGOTTEN_AFTER = 300
 """Steps of other sizes after which the ratios of a size are forgotten. Otherwise a size that was
 slow once would never be tried again."""
+
+ROUNDING = 1e-9
+"""More than the error of the few floating-point operations here, relative to what they add."""
 
 MAX_SECONDS = 1e9
 """Longer observations are ignored, so that sums stay finite."""
@@ -141,6 +144,17 @@ class LearnedFactor:
         changed = value != self.value
         self.value = value
         return changed
+
+    def begins_after_s(self, expected_s: float) -> float:
+        """For how long the step under way tells nothing: `begin` returns False for fewer seconds
+        of the same step, after it did so once. Infinite without a step (`expected_s` 0)."""
+        if expected_s <= 0.0:
+            return inf
+        num_steps = self._num_steps + 1
+        unchanged = EARLY_CHANGE if self.value == 1.0 else self.value
+        ratio = (unchanged * (PRIOR_STEPS + num_steps) - PRIOR_STEPS * self._prior) / num_steps
+        seconds = ratio * (self._all_expected_s + expected_s) - self._all_s
+        return seconds - ROUNDING * (abs(seconds) + self._all_s + 1.0)
 
     def _end_sample(self) -> bool:
         """Called with the first observation of the next step: until then, further observations may

@@ -51,6 +51,7 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._evictable: EvictionPolicy = eviction if eviction is not None else LruEviction()
+        self._num_evictable = 0  # as the policy counts, without a call; read at every event
         self._free: list[BlockId] = []
         # Lists by block, as long as the highest block ever used: a simulated cluster has many
         # pools, most of them nearly empty.
@@ -83,17 +84,17 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Cached blocks without owner."""
-        return len(self._evictable)
+        return self._num_evictable
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can return now: free and evictable ones."""
-        return self.num_free + len(self._evictable)
+        return self.num_free + self._num_evictable
 
     @property
     def num_held(self) -> int:
         """Blocks with at least one owner."""
-        return len(self._num_holds) - len(self._free) - len(self._evictable)
+        return len(self._num_holds) - len(self._free) - self._num_evictable
 
     @property
     def num_cached(self) -> int:
@@ -193,6 +194,7 @@ class BlockPool:
         if self._withdrawn:
             self._bring_back(blocks)
         self._evictable.remove(idle)
+        self._num_evictable -= len(idle)
         self._evictable.touch(blocks)
         self._held_by.setdefault(owner, []).extend(blocks)
 
@@ -221,7 +223,7 @@ class BlockPool:
     def withdraw(self, owner: str, num_blocks: int) -> list[BlockId]:
         """Holds up to `num_blocks` of the blocks that would be evicted next, in that order
         (mutates). They lose their keys when the hold ends, unless another owner acquires them."""
-        blocks = self._evictable.pop(min(num_blocks, len(self._evictable)))
+        blocks = self._pop(min(num_blocks, self._num_evictable))
         for block_id in blocks:
             self._num_holds[block_id] = 1
         self._withdrawn.update(blocks)
@@ -300,6 +302,7 @@ class BlockPool:
                 self._evictable.forget(block_id)
             self._take_keys((block_id,))
             if not self._num_holds[block_id]:
+                self._num_evictable -= 1
                 self._free.append(block_id)
 
     def adopt(self, cached: Iterable[tuple[BlockId, BlockKey]]) -> list[BlockId]:
@@ -317,7 +320,7 @@ class BlockPool:
                 refused.append(block_id)
                 continue
             self._set_keys((block_id,), (key,), (0,))
-            self._evictable.add([block_id], None)
+            self._add([block_id], None)
         self._free = [BlockId(b) for b, key in enumerate(self._key_of) if key is None]
         return refused
 
@@ -356,6 +359,7 @@ class BlockPool:
             for block_id in blocks:
                 holds[block_id] += 1
         assert holds == self._num_holds
+        assert self._num_evictable == len(self._evictable)
         free = set(self._free)
         assert len(free) == len(self._free)
         for block_id in map(BlockId, range(num_used)):
@@ -390,19 +394,28 @@ class BlockPool:
                 if keys[block_id] is not None:
                     # As `_may_precede`, for most blocks.
                     if run and (before := depths[block_id]) > 0 and depths[run[-1]] <= before:
-                        self._evictable.add(run[::-1], None)
+                        self._add(run[::-1], None)
                         run = []
                     run.append(block_id)
                     continue
                 self._free.append(block_id)
             if run:
                 precedes = self._may_precede(block_id, run[-1])
-                self._evictable.add(run[::-1], self._cached_twin(block_id) if precedes else None)
+                self._add(run[::-1], self._cached_twin(block_id) if precedes else None)
                 run = []
             if self._twin_key and not holds[block_id]:
                 self._twin_key.pop(block_id, None)
         if run:
-            self._evictable.add(run[::-1], None)
+            self._add(run[::-1], None)
+
+    def _add(self, run: list[BlockId], parent: BlockId | None) -> None:
+        self._evictable.add(run, parent)
+        self._num_evictable += len(run)
+
+    def _pop(self, num_blocks: int) -> list[BlockId]:
+        blocks = self._evictable.pop(num_blocks)
+        self._num_evictable -= len(blocks)
+        return blocks
 
     def _may_precede(self, block_id: BlockId, later: BlockId) -> bool:
         """Whether `later`, the next of its owner's blocks, can continue `block_id` in a prompt. It
@@ -436,7 +449,7 @@ class BlockPool:
         self._num_uses.extend([0] * missing)
 
     def _evict(self, num_blocks: int) -> list[BlockId]:
-        blocks = self._evictable.pop(num_blocks)
+        blocks = self._pop(num_blocks)
         for block_id in blocks:
             self._num_holds[block_id] = 1
         self._evicted += self._take_keys(blocks)

@@ -106,19 +106,19 @@ class Assessor:
     def usd_per_h(self, candidate: Candidate) -> float:
         return self._priced.usd_per_h(candidate)
 
-    def look(self, candidates: Sequence[Candidate]) -> list[Outcome]:
-        """Simulates the trace as it is; a run ends once the candidate cannot keep the SLOs.
+    def look(
+        self, candidates: Sequence[Candidate], ahead: Sequence[Candidate] = ()
+    ) -> list[Outcome]:
+        """Simulates the trace as it is; a run ends once the candidate cannot keep the SLOs. Idle
+        processes simulate those of `ahead`, which may be looked at next.
 
         A candidate with less cache than one that fails by far gets the outcome of that.
         Raises StoppedError, ConfigError.
         """
-        unknown = [
-            one
-            for one in dict.fromkeys(candidates)
-            if one not in self.looks and self._more_failed(one) is None
-        ]
+        unknown = self._unknown(candidates)
         trials = [self._trial(one, 0, self.goal.wanted) for one in unknown]
-        self.looks |= dict(zip(unknown, self._run(trials), strict=True))
+        likely = [self._trial(one, 0, self.goal.wanted) for one in self._unknown(ahead)]
+        self.looks |= dict(zip(unknown, self._run(trials, likely), strict=True))
         found = []
         for one in candidates:
             outcome = self.looks.get(one) or self._more_failed(one)
@@ -166,6 +166,13 @@ class Assessor:
         """Returns what was seen of a candidate on the trace as it is."""
         return Assessment(candidate, self.usd_per_h(candidate), (self.looks[candidate],))
 
+    def _unknown(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return [
+            one
+            for one in dict.fromkeys(candidates)
+            if one not in self.looks and self._more_failed(one) is None
+        ]
+
     def _more_failed(self, candidate: Candidate) -> Outcome | None:
         for other, outcome in self.looks.items():
             if outcome.gave_up and not outcome.nearly() and candidate.may_only_lose(other):
@@ -179,13 +186,13 @@ class Assessor:
     def _stop(self) -> bool:
         return self._clock() - self._began_s > self._limit * self.goal.time_limit_s
 
-    def _run(self, trials: Sequence[Trial]) -> list[Outcome]:
+    def _run(self, trials: Sequence[Trial], ahead: Sequence[Trial] = ()) -> list[Outcome]:
         if trials and self.runs >= self._limit * self.goal.max_runs:
             raise StoppedError("all allowed simulations were run; allow more with --runs")
         before, counted = self._workforce.num_run, self.runs
         try:
             outcomes = self._workforce.run(
-                trials, lambda done: self._report(self.doing, counted + done), self._stop
+                trials, lambda done: self._report(self.doing, counted + done), self._stop, ahead
             )
         except StopRequestedError:
             raise StoppedError("the time limit was reached; allow more with --time-limit") from None

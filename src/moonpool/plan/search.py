@@ -14,13 +14,14 @@
                 price, the first cluster whose interval is above the goal is the sure choice.
 
 The choice of simulations follows from their outcomes alone, not from the time they take or the
-number of processes.
+number of processes. Where it waits for one simulation, idle processes run those that are probably
+chosen next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
+from itertools import product, zip_longest
 from math import inf, isclose
 from typing import Any
 
@@ -164,13 +165,16 @@ class Planner:
         """The price that a candidate must be below."""
         return inf if self._best is None else self._price(self._best)
 
-    def _look(self, candidates: Sequence[Candidate]) -> list[Outcome]:
-        """Simulates, and takes the cheapest that keeps the SLOs as the best."""
+    def _look(
+        self, candidates: Sequence[Candidate], ahead: Sequence[Candidate] = ()
+    ) -> list[Outcome]:
+        """Simulates, and takes the cheapest that keeps the SLOs as the best. `ahead` are simulated
+        where a process is idle; they change nothing but the time."""
         if not candidates:
             return []
         best = "" if self._best is None else f"; best so far {self._named(self._best)}"
         self._assessor.doing = f"{self._stage}, {candidates[0].roles}{best}"
-        outcomes = self._assessor.look(candidates)
+        outcomes = self._assessor.look(candidates, ahead)
         for one, outcome in zip(candidates, outcomes, strict=True):
             if outcome.share < self._wanted:
                 self._last_failed = one
@@ -188,17 +192,20 @@ class Planner:
         self._stage = "starting"
         starts = sorted(self._prepared.starts, key=lambda one: (self._price(one), str(one)))
         least = self._price(starts[0])
-        for start in starts[:KEPT_STARTS]:
-            if self._price(start) <= DEAREST * least:
-                self._grow(start)
+        kept = [s for s in starts[:KEPT_STARTS] if self._price(s) <= DEAREST * least]
+        for start, after in zip_longest(kept, kept[1:]):
+            self._grow(start, after)
 
-    def _grow(self, now: Candidate) -> None:
-        """Grows a candidate until it keeps the SLOs or costs more than the best."""
+    def _grow(self, now: Candidate, after: Candidate | None) -> None:
+        """Grows a candidate until it keeps the SLOs or costs more than the best. `after` is grown
+        next."""
         for _ in range(MAX_GROWTHS):
             roomy = self._richest(now)
             if roomy is None:
                 return
-            found, outcome = with_any_chunk(roomy, self._look, self._steps, self._wanted)
+            rich = None if after is None else self._richest(after)
+            ahead = [] if rich is None else [rich]
+            found, outcome = with_any_chunk(roomy, self._look, self._steps, self._wanted, ahead)
             self._learn(found, outcome)
             if outcome.share >= self._wanted:
                 return
@@ -271,19 +278,41 @@ class Planner:
             and not any(failure.excludes(each.one) for failure in self._new_failures)
         ]
         self._new_failures.clear()
-        if not self._open:
+        return self._promising(self._open, self._loads)
+
+    def _promising(
+        self, open_ones: Sequence[Arrangement], loads: Mapping[str, tuple[float, float]]
+    ) -> Arrangement | None:
+        if not open_ones:
             return None
         # Without a best, the cheapest of those with the same chance comes first.
-        top = most if self._best is not None else 1.1 * max(each.usd_per_h for each in self._open)
+        top = 1.1 * max(each.usd_per_h for each in open_ones)
+        if self._best is not None:
+            top = self._most * (1 - LEAST_GAIN)
         return max(
-            self._open, key=lambda e: (self._chance(e) * (top - e.usd_per_h), -e.load, e.name)
+            open_ones, key=lambda e: (_chance(e, loads) * (top - e.usd_per_h), -e.load, e.name)
         )
 
-    def _chance(self, each: Arrangement) -> float:
-        kept, missed = self._loads.get(each.one.layout, FIRST_LOADS)
-        if each.load >= missed:
-            return 0.02 * missed / each.load
-        return min(1.0, 0.02 + 0.98 * (missed - each.load) / max(missed - kept, 1e-9))
+    def _next_if_failed(self, chosen: Arrangement) -> list[Candidate]:
+        """Returns what is probably simulated next if this arrangement fails for lack of both
+        roles."""
+        kept, missed = self._loads.get(chosen.one.layout, FIRST_LOADS)
+        missed = min(missed, max(chosen.load, 1.05 * kept))
+        failure = Failure(chosen.one, 0.5)
+        left = [e for e in self._open if e.one != chosen.one and not failure.excludes(e.one)]
+        after = self._promising(left, self._loads | {chosen.one.layout: (kept, missed)})
+        rich = None if after is None else self._rich(after)
+        return [] if rich is None else [rich]
+
+    def _rich(self, chosen: Arrangement) -> Candidate | None:
+        """Returns the arrangement with the most cache below the best price, and the chunk size that
+        did best for its layout; None if no cache is cheap enough."""
+        rich = self._richest(chosen.one)
+        if rich is None:
+            return None
+        like = rich.layout if rich.layout in self._chunks or not rich.mixed else "mixed"
+        chunk_tokens = self._chunks.get(like, rich.chunk_tokens)
+        return msgspec.structs.replace(rich, chunk_tokens=chunk_tokens)
 
     def _learn(self, one: Candidate, outcome: Outcome) -> None:
         """Notes at which load a layout keeps or misses the SLOs."""
@@ -299,12 +328,14 @@ class Planner:
     def _visit(self, chosen: Arrangement) -> bool:
         """Searches the settings of an arrangement; returns whether any keeps the SLOs."""
         self._visited.add(chosen.one)
-        rich = self._richest(chosen.one)
+        rich = self._rich(chosen)
         if rich is None:
             return False
-        like = rich.layout if rich.layout in self._chunks or not rich.mixed else "mixed"
-        rich = msgspec.structs.replace(rich, chunk_tokens=self._chunks.get(like, rich.chunk_tokens))
-        found, outcome = with_any_chunk(rich, self._look, self._steps, self._wanted)
+        ahead = self._next_if_failed(chosen)
+        bare = msgspec.structs.replace(rich, ssd_tokens=self._steps.ssds[0])  # next if it keeps
+        likely = _chance(chosen, self._loads) > 0.5
+        ahead = [bare, *ahead] if likely else [*ahead, bare]
+        found, outcome = with_any_chunk(rich, self._look, self._steps, self._wanted, ahead)
         self._chunks[rich.layout] = found.chunk_tokens
         if outcome.share < self._wanted and outcome.nearly():
             found, outcome = self._otherwise(found, outcome)
@@ -476,6 +507,13 @@ class Planner:
                 cheapest = one
             found[key] = MixFound(mix.start, mix.start_usd_per_h, cheapest, mix.num_simulated + 1)
         return tuple(sorted(found.values(), key=_mix_order))
+
+
+def _chance(each: Arrangement, loads: Mapping[str, tuple[float, float]]) -> float:
+    kept, missed = loads.get(each.one.layout, FIRST_LOADS)
+    if each.load >= missed:
+        return 0.02 * missed / each.load
+    return min(1.0, 0.02 + 0.98 * (missed - each.load) / max(missed - kept, 1e-9))
 
 
 def _mix_order(mix: MixFound) -> tuple[bool, float, str]:

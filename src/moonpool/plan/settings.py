@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -10,9 +11,17 @@ from moonpool.plan.arrangements import CLEAR, decode_share
 from moonpool.plan.candidate import Candidate, Steps, stepped
 from moonpool.plan.trial import Outcome
 
-Look = Callable[[Sequence[Candidate]], list[Outcome]]
 Price = Callable[[Candidate], float]
 change = msgspec.structs.replace
+
+
+class Look(Protocol):
+    """Simulates candidates. Those of `ahead` may be looked at next, the likeliest first: they are
+    simulated where a process is idle, and change no outcome."""
+
+    def __call__(
+        self, candidates: Sequence[Candidate], ahead: Sequence[Candidate] = ()
+    ) -> list[Outcome]: ...
 
 
 def grown(candidate: Candidate, misses: Mapping[str, int], missed: float) -> Candidate:
@@ -33,13 +42,20 @@ def _more(count: int, missed: float) -> int:
 
 
 def with_any_chunk(
-    one: Candidate, look: Look, steps: Steps, wanted: float
+    one: Candidate,
+    look: Look,
+    steps: Steps,
+    wanted: float,
+    ahead: Sequence[Candidate] = (),
 ) -> tuple[Candidate, Outcome]:
     """Climbs over chunk sizes until one keeps the SLOs; returns it, or the one that came furthest.
 
-    Where decodes are slow, smaller chunks are tried first, else larger ones.
+    Where decodes are slow, smaller chunks are tried first, else larger ones. `ahead`: what may be
+    looked at next if none keeps them.
     """
-    outcome = look([one])[0]
+    others = _other_chunks(one, steps)
+    # Where most requests miss on split instances, the next look is at another cluster.
+    outcome = look([one], [*others, *ahead] if one.mixed else [*ahead, *others])[0]
     best = one, outcome
     first = -1 if decode_share(outcome.misses) > 0.5 else 1
     for direction in (first, -first):
@@ -49,7 +65,9 @@ def with_any_chunk(
             if chunk is None:
                 break
             now = change(now, chunk_tokens=chunk)
-            found = look([now])[0]
+            after = stepped(steps.chunks, chunk, direction)
+            further = [] if after is None else [change(one, chunk_tokens=after)]
+            found = look([now], [*further, *others, *ahead])[0]
             if found.how_far() > best[1].how_far():
                 best = now, found
             if found.how_far() < so_far.how_far():
@@ -58,6 +76,12 @@ def with_any_chunk(
         if best[1].share >= wanted or (not outcome.nearly() and not one.mixed):
             break  # where most requests miss on split instances, chunks do not save it
     return best
+
+
+def _other_chunks(one: Candidate, steps: Steps) -> list[Candidate]:
+    """Returns the candidate with the next smaller and the next larger chunk."""
+    chunks = [stepped(steps.chunks, one.chunk_tokens, direction) for direction in (-1, 1)]
+    return [change(one, chunk_tokens=chunk) for chunk in chunks if chunk is not None]
 
 
 def cheapest_settings(
@@ -98,13 +122,14 @@ def least_cache(one: Candidate, look: Look, steps: Steps, wanted: float) -> Cand
     """Returns the candidate with the least cache that keeps the SLOs, by two looks at a time, and
     without SSD where that keeps them too."""
     bare = change(one, ssd_tokens=steps.ssds[0])
-    if one != bare and look([bare])[0].share >= wanted:
-        one = bare
     caches = [cache for cache in steps.caches if cache < one.cache_tokens]
     best, low, high = one, -1, len(caches)  # below low: fails; from high on: keeps the SLOs
+    if one != bare:
+        ahead = [change(bare, cache_tokens=caches[i]) for i in _thirds(low, high)]
+        if look([bare], ahead)[0].share >= wanted:
+            one = best = bare
     while high - low > 1:
-        third = max((high - low) // 3, 1)
-        at = sorted({low + third, max(high - third, low + 1)})
+        at = _thirds(low, high)
         looked = [change(one, cache_tokens=caches[i]) for i in at]
         for i, candidate, outcome in reversed(list(zip(at, looked, look(looked), strict=True))):
             if outcome.share < wanted:
@@ -112,3 +137,10 @@ def least_cache(one: Candidate, look: Look, steps: Steps, wanted: float) -> Cand
                 break
             best, high = candidate, i
     return best
+
+
+def _thirds(low: int, high: int) -> list[int]:
+    """Returns the one or two whole numbers that divide what is between the two in three; none if
+    nothing is between them."""
+    third = max((high - low) // 3, 1)
+    return sorted({low + third, max(high - third, low + 1)}) if high - low > 1 else []

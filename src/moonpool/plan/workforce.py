@@ -3,6 +3,11 @@
 The number of processes changes only the time. Each is spawned and receives the workload once; with
 one process, none is spawned. Outcomes are kept, so no trial runs twice.
 
+A search mostly waits for one trial, whose outcome says what to ask next. Meanwhile the other
+processes run trials *ahead*: those that it will probably ask for. Such an outcome counts as run
+only once it is asked for, so what is run ahead changes neither the search nor its number of runs. A
+trial ahead gives way where a trial that was asked for has no process.
+
 `concurrent.futures.ProcessPoolExecutor` does not fit: a trial may take minutes, and on Ctrl-C or an
 error the executor waits for running trials, since Python before 3.14 cannot terminate its workers.
 """
@@ -10,8 +15,7 @@ error the executor waits for running trials, since Python before 3.14 cannot ter
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -39,11 +43,13 @@ class Workforce:
 
     def __init__(self, workload: Workload, num_processes: int) -> None:
         assert num_processes >= 1
-        self.num_run = 0
         self._workload = workload
         self._num_processes = num_processes
         self._known: dict[Trial, Outcome] = {}
+        self._asked: set[Trial] = set()
         self._idle: list[Connection] = []
+        self._under_way: dict[Connection, Trial] = {}
+        self._told_to_stop: set[Connection] = set()
         self._processes: list[BaseProcess] = []
 
     def __enter__(self) -> Workforce:
@@ -60,53 +66,89 @@ class Workforce:
         for process in self._processes:
             process.join()
 
+    @property
+    def num_run(self) -> int:
+        """Trials that were asked for and have run."""
+        return len(self._asked)
+
     def run(
         self,
         trials: Sequence[Trial],
         report: Callable[[int], None] = lambda done: None,
         stop: Callable[[], bool] = lambda: False,
+        ahead: Sequence[Trial] = (),
     ) -> list[Outcome]:
         """Returns the outcomes in order; `report` is called with the number of new ones so far.
+        `ahead` may be asked for next, the likeliest first: idle processes run them.
 
         Raises StopRequestedError once `stop` says so. Nothing can be run after that.
         """
-        new = list(dict.fromkeys(trial for trial in trials if trial not in self._known))
-        if self._num_processes == 1 or (len(new) == 1 and not self._processes):
+        new = [trial for trial in dict.fromkeys(trials) if trial not in self._asked]
+        if self._num_processes == 1 or (len(new) == 1 and not ahead and not self._processes):
             with rare_collections():
                 for done, trial in enumerate(new, 1):
                     self._known[trial] = run_trial(trial, self._workload, stop)
                     report(done)
         elif new:
-            self._run_in_processes(new, report, stop)
-        self.num_run += len(new)
+            self._run_in_processes(new, report, stop, ahead)
+        self._asked.update(new)
         return [self._known[trial] for trial in trials]
 
     def _run_in_processes(
-        self, new: list[Trial], report: Callable[[int], None], stop: Callable[[], bool]
+        self,
+        new: list[Trial],
+        report: Callable[[int], None],
+        stop: Callable[[], bool],
+        ahead: Sequence[Trial],
     ) -> None:
-        self._start(min(len(new), self._num_processes))
-        waiting = deque(new)
-        under_way: dict[Connection, Trial] = {}
-        done = 0
-        while waiting or under_way:
-            while waiting and self._idle:
-                line = self._idle.pop()
-                under_way[line] = waiting.popleft()
-                line.send(under_way[line])
-            ready = wait(list(under_way), POLL_S)
+        self._start(min(len(new) + len(ahead), self._num_processes))
+        left, done = new, 0
+        while left:
+            waiting = self._not_begun(left)
+            self._make_room(len(waiting), left)
+            for trial in (*waiting, *self._not_begun(ahead)):
+                if self._idle:
+                    line = self._idle.pop()
+                    self._under_way[line] = trial
+                    line.send(trial)
+            ready = wait(list(self._under_way), POLL_S)
             if stop():
                 raise StopRequestedError
-            for line in [line for line in under_way if line in ready]:
-                try:
-                    self._known[under_way.pop(line)] = line.recv()
-                except EOFError:
-                    raise WorkforceError(
-                        "a simulating process ended early, perhaps by lack of memory: use fewer"
-                        " with --processes"
-                    ) from None
-                self._idle.append(line)
-                done += 1
+            for line in [line for line in self._under_way if line in ready]:
+                self._take_outcome(line)
+            left = [trial for trial in left if trial not in self._known]
+            if len(new) - len(left) > done:
+                done = len(new) - len(left)
                 report(done)
+
+    def _not_begun(self, trials: Iterable[Trial]) -> list[Trial]:
+        """Those of the trials that no process runs or has run."""
+        begun = {trial for line, trial in self._under_way.items() if line not in self._told_to_stop}
+        return [trial for trial in trials if trial not in self._known and trial not in begun]
+
+    def _make_room(self, num_waiting: int, asked: Sequence[Trial]) -> None:
+        """Tells processes that run other trials than those asked for to stop, as far as needed."""
+        lacking = num_waiting - len(self._idle) - len(self._told_to_stop)
+        for line, trial in self._under_way.items():
+            if lacking > 0 and trial not in asked and line not in self._told_to_stop:
+                line.send(None)
+                self._told_to_stop.add(line)
+                lacking -= 1
+
+    def _take_outcome(self, line: Connection) -> None:
+        """Receives what a process answers to its trial: an outcome, or None where it stopped."""
+        try:
+            outcome = line.recv()
+        except (EOFError, ConnectionResetError):
+            raise WorkforceError(
+                "a simulating process ended early, perhaps by lack of memory: use fewer with"
+                " --processes"
+            ) from None
+        trial = self._under_way.pop(line)
+        self._told_to_stop.discard(line)
+        self._idle.append(line)
+        if outcome is not None:
+            self._known[trial] = outcome
 
     def _start(self, number: int) -> None:
         context = get_context("spawn")
@@ -120,10 +162,23 @@ class Workforce:
 
 
 def _serve(workload: Workload, line: Connection) -> None:
-    """Runs trials until the parent ends this process or has ended itself."""
+    """Runs trials until the parent ends this process or has ended itself. A None from the parent
+    stops the trial under way; one that comes after its end means nothing."""
     try:
         with rare_collections():
             while True:
-                line.send(run_trial(line.recv(), workload))
+                trial = line.recv()
+                if trial is not None:
+                    line.send(_outcome_unless_stopped(trial, workload, line))
     except (EOFError, KeyboardInterrupt, BrokenPipeError):
         return
+
+
+def _outcome_unless_stopped(trial: Trial, workload: Workload, line: Connection) -> Outcome | None:
+    def told_to_stop() -> bool:
+        return line.poll() and line.recv() is None
+
+    try:
+        return run_trial(trial, workload, told_to_stop)
+    except StopRequestedError:
+        return None

@@ -151,7 +151,7 @@ class KVCacheManager:
     def max_cached_blocks(self, request: RequestState) -> int:
         """Blocks that may come from the cache: at least one token must be computed, because the
         next token is drawn from it."""
-        return (len(request.tokens) - 1) // self.layout.block_tokens
+        return (request.tokens.size - 1) // self.layout.block_tokens
 
     def cached_prefix(self, request: RequestState) -> list[BlockId]:
         """Cached blocks of the request's prefix. Callers must acquire them at once: the next

@@ -91,7 +91,7 @@ class Scheduler:
     def step_s_with(self, request: RequestState) -> float:
         """Predicted time of a step of all running and joining decodes and this one."""
         num_running = len(self.running) + len(self.joining)
-        context_tokens = self.context_tokens + len(request.tokens)
+        context_tokens = self.context_tokens + request.tokens.size
         seconds = self._cost.decode_step_s(num_running + 1, context_tokens)
         return seconds * self.decode_factor.value
 
@@ -234,7 +234,7 @@ class Scheduler:
         for request in lacking:
             if request.phase is not RequestPhase.RUNNING or not request.num_uncomputed:
                 continue  # just preempted, or all of its tokens are in steps in progress
-            while not self._kv_cache.grow(request, len(request.tokens)):
+            while not self._kv_cache.grow(request, request.tokens.size):
                 # A prefill that hands over never lacks blocks, so the last victim is `request`.
                 idle = (
                     r
@@ -293,8 +293,8 @@ class Scheduler:
         while self.joining:
             request = self.joining[0]
             if self.running:
-                running_tokens = sum(len(r.tokens) for r in self.running) if limit_tokens else 0
-                if limit_tokens and running_tokens + len(request.tokens) > limit_tokens:
+                running_tokens = sum(r.tokens.size for r in self.running) if limit_tokens else 0
+                if limit_tokens and running_tokens + request.tokens.size > limit_tokens:
                     return
                 if not self._keeps_step_short(request):
                     return
@@ -360,8 +360,8 @@ class Scheduler:
 
     def _allocate(self, request: RequestState) -> bool:
         """Holds the blocks that a waiting request needs. Returns False if there is no room."""
-        num_blocks = self._layout.blocks_for(len(request.tokens))
-        if self.running and not self.has_room(len(request.tokens)):
+        num_blocks = self._layout.blocks_for(request.tokens.size)
+        if self.running and not self.has_room(request.tokens.size):
             return False
         if self._kv_cache.allocate(request, num_blocks) is not None:
             return True
@@ -374,7 +374,7 @@ class Scheduler:
 
     def _allocate_overlapping(self, request: RequestState) -> bool:
         """As `_allocate`, for a request whose prefix is still arriving, if it may compute early."""
-        if self.running and not self.has_room(len(request.tokens)):
+        if self.running and not self.has_room(request.tokens.size):
             return False
         if any(r.decoding for r in self.running) or self.joining:
             return False

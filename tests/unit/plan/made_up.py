@@ -43,6 +43,7 @@ class MadeUpWorkforce:
         trials: Sequence[Trial],
         tell: Callable[[int], None] = lambda done: None,
         stop: Callable[[], bool] = lambda: False,
+        ahead: Sequence[Trial] = (),
     ) -> list[Outcome]:
         for trial in trials:
             if stop():

@@ -14,13 +14,14 @@ engine. Steps are timed by the engine's clock, because tokens reach a busy head 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import fsum
+from math import fsum, inf
 
 import numpy as np
 from msgspec import structs
 
 from moonpool.conductor.admission.context import SloBudget
 from moonpool.conductor.forecast.estimators import PredictionError
+from moonpool.conductor.instance_table import NEVER_S
 from moonpool.conductor.placement.choice import Placement
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
@@ -79,6 +80,7 @@ class CostEstimator:
             attempt.expected_s = beside_s.item()
         if not state.prefill_factor.is_learned:
             self._beginners[state.info.instance_id] = state
+            state.teaches_at_s = NEVER_S
         if source is None or not report.fetched_tokens or not report.fetch_s:
             return
         host = state.info.address.host_id
@@ -102,23 +104,29 @@ class CostEstimator:
     def learn_first_prefills(self, now: float) -> None:
         """Call it before a request is placed: the first dozen prompts of an instance make no
         sample, but one that takes three times as long as predicted says much about those behind it.
+        An instance is looked at only once that can have changed its factor.
         """
         for name, state in list(self._beginners.items()):
+            if now < state.teaches_at_s:
+                continue
             factor = state.prefill_factor
             if factor.is_learned or self._reservations.instances.get(name) is not state:
                 del self._beginners[name]
                 continue
-            seconds = expected_s = 0.0
+            began_s, expected_s = now, 0.0
             if state.started:  # they may share steps
                 started = list(state.started.values())
                 assert started[0].started_s is not None
                 if not all(attempt.expected_s for attempt in started):
+                    state.teaches_at_s = inf  # until one starts or ends
                     continue
-                seconds = now - max(started[0].started_s, state.freed_s)
-                expected_s = fsum(attempt.expected_s for attempt in started)
+                began_s = max(started[0].started_s, state.freed_s)
+                expected_s = fsum([attempt.expected_s for attempt in started])
             before = factor.value
-            if factor.begin(seconds, expected_s):
+            if factor.begin(now - began_s, expected_s):
                 self._apply(state, factor, before)
+            elif now > began_s or not state.started:
+                state.teaches_at_s = began_s + factor.begins_after_s(expected_s)
 
     def learn_steps(
         self, state: InstanceState, report: StepTokens, works: Mapping[AttemptId, TrackedRequest]
@@ -207,6 +215,7 @@ class CostEstimator:
         self, state: InstanceState, factor: LearnedFactor, seconds: float, expected_s: float
     ) -> None:
         before = factor.value
+        state.teaches_at_s = NEVER_S
         if factor.observe(seconds, expected_s):
             self._apply(state, factor, before)
 
@@ -227,6 +236,7 @@ class CostEstimator:
         known = sorted(s.prefill_factor.value for s in alike if s.prefill_factor.has_steps)
         for state in alike:
             before = state.prefill_factor.value
+            state.teaches_at_s = NEVER_S
             if state.prefill_factor.inherit(known[(len(known) - 1) // 2]):
                 self._apply(state, state.prefill_factor, before)
 

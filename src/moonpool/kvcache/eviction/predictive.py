@@ -17,7 +17,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from math import frexp
+
+import numpy as np
+import numpy.typing as npt
 
 from moonpool.kvcache.eviction.survival import AGE_RANGE, MAX_AGE, NUM_AGES, ReuseModel
 from moonpool.types import BlockId, BlockKey
@@ -374,12 +376,11 @@ class PredictiveEviction:
     def _rank(self) -> None:
         """Orders the cells by what was learned: by their worth; among equals, the older blocks come
         first. Many pools evict nothing for long, so this waits until a block must go."""
+        levels = _levels(np.array(self._model.worths()).reshape(-1, NUM_AGES))
+        cells = np.arange(levels.size).reshape(levels.shape)
         # One whole number for level, age and cell is compared faster than three.
-        self._ranks = [
-            (_level(worth) * NUM_AGES - age << CELL_BITS) + class_id * NUM_AGES + age
-            for class_id, worths in enumerate(self._model.worths())
-            for age, worth in enumerate(worths)
-        ]
+        ranks = (levels * NUM_AGES - np.arange(NUM_AGES) << CELL_BITS) + cells
+        self._ranks = ranks.ravel().tolist()
         self._order = sorted(self._ranks)
         self._ordered, self._first = True, LEAST_RANK
 
@@ -391,12 +392,12 @@ class PredictiveEviction:
         self._segment_of.extend([None] * missing)
 
 
-def _level(worth: float) -> int:
-    """Made from the float's bits: a logarithm may differ from machine to machine."""
-    mantissa, exponent = frexp(worth)
-    if not worth:
-        return -(1 << 16)
-    return exponent * LEVELS_PER_OCTAVE + int((2 * mantissa - 1) * LEVELS_PER_OCTAVE)
+def _levels(worths: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Made from the bits of each float: a logarithm may differ from machine to machine."""
+    mantissas, exponents = np.frexp(worths)
+    parts = ((2 * mantissas - 1) * LEVELS_PER_OCTAVE).astype(np.int64)
+    levels = exponents.astype(np.int64) * LEVELS_PER_OCTAVE + parts
+    return np.where(worths == 0, -(1 << 16), levels)
 
 
 def _bucket(num_uses: int) -> int:

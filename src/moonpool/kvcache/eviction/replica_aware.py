@@ -106,9 +106,12 @@ class ReplicaAwareEviction(WrappedEviction):
             let_go_at[block_id] = clock
             known = parents[block_id]
             if known != before and before != NO_LIFE:
-                if known == NO_LIFE and not spare:  # all blocks are tight
+                if known == NO_LIFE:
                     parents[block_id] = before
-                    num_tight[before % LIFE] += 1
+                    if block_id not in spare or num_tight[block_id]:
+                        num_tight[before % LIFE] = after = num_tight[before % LIFE] + 1
+                        if after == 1 and before % LIFE in spare:
+                            self._turn(BlockId(before % LIFE), False)
                 else:
                     self._link(block_id, before)
             before = lives[block_id]
@@ -183,7 +186,7 @@ class ReplicaAwareEviction(WrappedEviction):
         while True:
             if not loose:
                 self._loose.pop(block_id, None)
-            elif block_id in self._policy:
+            elif block_id in self._innermost:
                 self._loose[block_id] = None
             life = parents[block_id]
             block_id = BlockId(life % LIFE)

@@ -18,8 +18,8 @@ family with little history is drawn towards the curve of all blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import add
+import numpy as np
+import numpy.typing as npt
 
 AGE_LIMITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 """Upper ends of the ranges of ages, in epochs; the last range is open."""
@@ -51,67 +51,48 @@ def _prior() -> tuple[float, ...]:
 
 AGE_RANGE = _age_table()
 """The range of each age, in whole epochs up to MAX_AGE."""
-_DELAYS = tuple((a + b) // 2 for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False))
+_DELAYS = np.array([(a + b) // 2 for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False)])
 _WIDTHS = tuple(b - a for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False))
-_PRIOR = _prior()
+_PRIOR = np.array(_prior())
 
-
-class _History:
-    """Observations of one class. A lesson is one update of the curves, every `period` epochs."""
-
-    __slots__ = ("exposed", "family", "released_by", "released_now", "reused", "reused_now")
-
-    def __init__(self, family: int, period: int) -> None:
-        self.family = family
-        self.released_now = [0] * period  # by epoch since the last lesson
-        self.reused_now = [0] * NUM_AGES  # since the last lesson, by age
-        # All blocks released until the end of each of the latest epochs.
-        self.released_by = [0] * (MAX_AGE + period + 1)
-        self.exposed = [0.0] * (NUM_AGES - 1)  # released long enough ago to have reached the age
-        self.reused = [0.0] * (NUM_AGES - 1)
-
-    def learn(self, decay: float) -> None:
-        period = len(self.released_now)
-        released_by = self.released_by
-        for count in self.released_now:
-            released_by.append(released_by[-1] + count)
-        del released_by[:period]
-        self.released_now = [0] * period
-        exposed, reused, reused_now = self.exposed, self.reused, self.reused_now
-        for age, delay in enumerate(_DELAYS):
-            fresh = released_by[-1 - delay] - released_by[-1 - delay - period]
-            exposed[age] = exposed[age] * decay + fresh
-            reused[age] = reused[age] * decay + reused_now[age]
-        self.reused_now = [0] * NUM_AGES
+Floats = npt.NDArray[np.float64]
 
 
 class ReuseModel:
-    """The reuse statistics of all classes, which are numbered in the order of `add_class`."""
+    """The reuse statistics of all classes, which are numbered in the order of `add_class`. A lesson
+    is one update of the curves, every `period` epochs. Sums are made one addend after another, so
+    they are the same on every machine."""
 
     def __init__(self, period: int, decay: float) -> None:
         """Learns every `period` epochs; each time, older counts are multiplied by `decay`."""
         assert period > 0 and 0 < decay < 1
-        self._histories: list[_History] = []
         self._period = period
         self._decay = decay
         self._epoch = 0  # since the last lesson
-        self._overall: Sequence[float] = _PRIOR
-        self._family_shares: dict[int, list[float]] = {}
-        self._num_learned = 0  # classes that there were at the last lesson
-        self._curves_known = True  # of families and overall, as of the last lesson
+        self._families: list[int] = []  # by class
+        # Since the last lesson, by class: blocks released by epoch, and used again by age.
+        self._released_now: list[list[int]] = []
+        self._reused_now: list[list[int]] = []
+        # By class there was at the last lesson: all blocks released until the end of each of the
+        # latest epochs; those released long enough ago to have reached the age; those used again.
+        self._released_by = np.zeros((0, MAX_AGE + period + 1), dtype=np.int64)
+        self._exposed: Floats = np.zeros((0, NUM_AGES - 1))
+        self._reused: Floats = np.zeros((0, NUM_AGES - 1))
 
     def add_class(self, family: int) -> int:
         """Adds a class of a family and returns its number (mutates)."""
-        self._histories.append(_History(family, self._period))
-        return len(self._histories) - 1
+        self._families.append(family)
+        self._released_now.append([0] * self._period)
+        self._reused_now.append([0] * NUM_AGES)
+        return len(self._families) - 1
 
     def note_release(self, class_id: int, num_blocks: int) -> None:
         """Blocks of the class were released in this epoch (mutates)."""
-        self._histories[class_id].released_now[self._epoch] += num_blocks
+        self._released_now[class_id][self._epoch] += num_blocks
 
     def note_reuse(self, class_id: int, age_range: int, num_blocks: int) -> None:
         """Blocks of the class were used again at this age (mutates)."""
-        self._histories[class_id].reused_now[age_range] += num_blocks
+        self._reused_now[class_id][age_range] += num_blocks
 
     def end_epoch(self) -> bool:
         """Ends an epoch (mutates). Returns True if `worths` has changed."""
@@ -119,66 +100,68 @@ class ReuseModel:
         if self._epoch < self._period:
             return False
         self._epoch = 0
-        for history in self._histories:
-            history.learn(self._decay)
-        self._num_learned, self._curves_known = len(self._histories), False
+        if self._families:
+            self._learn()
         return True
 
     def worths(self) -> list[list[float]]:
         """The worths of all classes by range of ages, as of the last lesson. A class that came
         after it has its family's curve."""
-        if not self._curves_known:
-            self._learn_curves()
-        return [self._worths_of(history) for history in self._histories]
+        num_learned, num_ages = self._exposed.shape
+        families = self._families
+        exposed, reused = np.zeros((2, len(families), num_ages))
+        exposed[:num_learned], reused[:num_learned] = self._exposed, self._reused
+        overall = _PRIOR
+        shares_of: dict[int, Floats] = {}
+        if num_learned:
+            overall = _shares(_total(reused[:num_learned]), _total(exposed[:num_learned]), _PRIOR)
+            learned = np.array(families[:num_learned])
+            for family in dict.fromkeys(families[:num_learned]):
+                own = (learned == family).nonzero()[0]
+                shares_of[family] = _shares(_total(reused[own]), _total(exposed[own]), overall)
+        if not families:
+            return []
+        curves = np.array([shares_of.get(family, overall) for family in families])
+        shares = _own_shares(reused, exposed, curves).tolist()
+        return [_worths(of_class) for of_class in shares]
 
-    def _learn_curves(self) -> None:
-        total = _Sums()
-        sums: dict[int, _Sums] = {}
-        for history in self._histories[: self._num_learned]:
-            sums.setdefault(history.family, _Sums()).add(history)
-            total.add(history)
-        self._overall = _shares(total.reused, total.exposed, _PRIOR)
-        self._family_shares = {
-            family: _shares(part.reused, part.exposed, self._overall)
-            for family, part in sums.items()
-        }
-        self._curves_known = True
-
-    def _worths_of(self, history: _History) -> list[float]:
-        family = self._family_shares.get(history.family, self._overall)
-        return _worths(_own_shares(history, family))
-
-
-class _Sums:
-    """Sums over the histories of several classes."""
-
-    __slots__ = ("exposed", "reused")
-
-    def __init__(self) -> None:
-        self.exposed = [0.0] * (NUM_AGES - 1)
-        self.reused = [0.0] * (NUM_AGES - 1)
-
-    def add(self, history: _History) -> None:
-        self.exposed = list(map(add, self.exposed, history.exposed))
-        self.reused = list(map(add, self.reused, history.reused))
+    def _learn(self) -> None:
+        num_classes, period = len(self._families), self._period
+        missing = num_classes - len(self._exposed)
+        if missing:
+            self._released_by, self._exposed, self._reused = (
+                np.concatenate([known, np.zeros((missing, known.shape[1]), dtype=known.dtype)])
+                for known in (self._released_by, self._exposed, self._reused)
+            )
+        by = self._released_by
+        by[:, :-period] = by[:, period:]
+        by[:, -period:] = by[:, [-period - 1]] + np.cumsum(self._released_now, axis=1)
+        fresh = by[:, -1 - _DELAYS] - by[:, -1 - _DELAYS - period]
+        self._exposed = self._exposed * self._decay + fresh
+        reused_now = np.array(self._reused_now)[:, :-1]
+        self._reused = self._reused * self._decay + reused_now
+        self._released_now = [[0] * period for _ in range(num_classes)]
+        self._reused_now = [[0] * NUM_AGES for _ in range(num_classes)]
 
 
-def _shares(
-    reused: Sequence[float], exposed: Sequence[float], prior: Sequence[float]
-) -> list[float]:
+def _total(counts: Floats) -> Floats:
+    """The sum over all rows, the first to the last."""
+    total: Floats = np.cumsum(counts, axis=0)[-1]
+    return total
+
+
+def _shares(reused: Floats, exposed: Floats, prior: Floats) -> Floats:
     """The share of all released blocks that is used again in each range of ages."""
-    return [
-        (hits + PRIOR_BLOCKS * expected) / (blocks + PRIOR_BLOCKS)
-        for hits, blocks, expected in zip(reused, exposed, prior, strict=True)
-    ]
+    return (reused + PRIOR_BLOCKS * prior) / (exposed + PRIOR_BLOCKS)
 
 
-def _own_shares(history: _History, family: Sequence[float]) -> list[float]:
-    """The shares of the class: the family's curve, scaled, where the class has little history, and
-    its own curve where it has much."""
-    expected = sum(blocks * share for blocks, share in zip(history.exposed, family, strict=True))
-    factor = (sum(history.reused) + PRIOR_HITS) / (expected + PRIOR_HITS)
-    return _shares(history.reused, history.exposed, [share * factor for share in family])
+def _own_shares(reused: Floats, exposed: Floats, families: Floats) -> Floats:
+    """The shares of each class: its family's curve, scaled, where the class has little history, and
+    its own curve where it has much. All by class and range of ages."""
+    expected = np.cumsum(exposed * families, axis=1)[:, -1:]
+    total = np.cumsum(reused, axis=1)[:, -1:]
+    factor = (total + PRIOR_HITS) / (expected + PRIOR_HITS)
+    return _shares(reused, exposed, families * factor)
 
 
 def _worths(shares: list[float]) -> list[float]:
