@@ -221,15 +221,7 @@ class EventPublisher:
         self._number = 0
 
     async def publish(self, news: list[BlockNews], block_tokens: int) -> None:
-        events: list[list[Any]] = []
-        for one in news:
-            key = _number(one.key)
-            if one.token_ids is None:
-                events.append(["BlockRemoved", [key], "GPU"])
-                continue
-            parent = None if one.parent is None else _number(one.parent)
-            stored = [[key], parent, list(one.token_ids), block_tokens, None, "GPU"]
-            events.append(["BlockStored", *stored])
+        events = [_block_event(one, block_tokens) for one in news]
         payload = msgspec.msgpack.encode([asyncio.get_running_loop().time(), events, 0])
         number, self._number = self._number, self._number + 1
         self._sent = [*self._sent[-KEPT_BATCHES:], (number, payload)]
@@ -244,6 +236,21 @@ class EventPublisher:
                     named = number.to_bytes(8, "big")
                     await self._again.send_multipart([client, b"", b"", named, payload])
             await self._again.send_multipart([client, b"", b"", b"\xff" * 8, b""])
+
+
+def _block_event(one: BlockNews, block_tokens: int) -> dict[str, Any]:
+    """As vLLM 0.32 has it: by names."""
+    common = {"block_hashes": [_number(one.key)], "medium": "GPU", "group_idx": 0}
+    if one.token_ids is None:
+        return {"type": "BlockRemoved"} | common
+    return {
+        "type": "BlockStored",
+        "parent_block_hash": None if one.parent is None else _number(one.parent),
+        "token_ids": list(one.token_ids),
+        "block_size": block_tokens,
+        "lora_id": None,
+        "lora_name": None,
+    } | common
 
 
 def _number(key: bytes) -> int:

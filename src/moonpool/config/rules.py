@@ -228,6 +228,11 @@ def _check_ray(config: Config) -> None:
         "a command with {port}, where its server listens",
     )
     require(
+        not ray.pool_bytes or bool(ray.vllm_command),
+        "ray.pool_bytes",
+        "0 without ray.vllm_command: moonpool's own instances have pools of their own",
+    )
+    require(
         not on_ray or not config.conductor.autoscale_webhook,
         "conductor.autoscale_webhook",
         'left out with cluster.launcher "ray": Ray gets the wanted numbers',
