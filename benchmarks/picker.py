@@ -142,11 +142,11 @@ async def decide(picker: Picker, number: int, raw: bytes) -> None:
     headers = {"x-request-id": f"r{number}"}
     _, picked = await picker.pick("/v1/completions", headers, raw)
     assert picked is not None
-    picked.call.begin()
+    picked.begin()
     for part in range(PARTS):
         await asyncio.sleep(0)
         finish = FinishReason.STOP if part == PARTS - 1 else None
-        picked.call.note(ANSWER_TOKENS // PARTS, finish)
+        picked.note(ANSWER_TOKENS // PARTS, finish)
     picked.finish()
 
 

@@ -121,6 +121,14 @@ FLAGS = ConfigFlags(
     show_default=True,
     help="Port of /metrics, /cluster and /explain; 0 takes a free one.",
 )
+@click.option(
+    "--fallbacks",
+    type=click.IntRange(0, 8),
+    default=0,
+    show_default=True,
+    help="Further endpoints that the gateway is told with each, for its own retries; only for"
+    " gateways that take a list, such as Envoy's override_host policy.",
+)
 @click.option("--fail-open", is_flag=True, help="Without an endpoint, let the gateway choose.")
 @FLAGS.options(Config())
 def epp(
@@ -138,6 +146,7 @@ def epp(
     grpc_ca_certs: str,
     metrics_host: str,
     metrics_port: int,
+    fallbacks: int,
     fail_open: bool,
     **flags: Any,
 ) -> None:
@@ -175,7 +184,7 @@ def epp(
         key = os.environ.get("VLLM_API_KEY", "")
         with listen(metrics_host, metrics_port, "--metrics-port") as http:
             source = _source(endpoints_file, dns_names, *pool)
-            await serve_picker(config, source, place, http, stop, fail_open, key)
+            await serve_picker(config, source, place, http, stop, fail_open, key, fallbacks)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
