@@ -93,6 +93,7 @@ class AutoscalingNodes:
     all after its `with` block."""
 
     def __init__(self, head_cpus: int, worker_cpus: int, most_workers: int) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
         kind = {"node_config": {}, "min_workers": 0, "max_workers": most_workers}
         # Ray's own harness, AutoscalingCluster, would end every Ray of this machine.
         self._config = {
@@ -103,12 +104,13 @@ class AutoscalingNodes:
                 "use_node_id_as_ip": True,
                 "disable_node_updaters": True,
                 "disable_launch_config_check": True,
+                "gcs_address": self.address,
             },
             "available_node_types": {
-                "head": kind | {"resources": {"CPU": head_cpus}, "max_workers": 0},
+                "ray.head.default": kind | {"resources": {"CPU": head_cpus}, "max_workers": 0},
                 "machine": kind | {"resources": {"CPU": worker_cpus}},
             },
-            "head_node_type": "head",
+            "head_node_type": "ray.head.default",
             "upscaling_speed": 1.0,
             "idle_timeout_minutes": 0.5,
             "auth": {},
@@ -124,7 +126,6 @@ class AutoscalingNodes:
         self._head_cpus = head_cpus
         self._folder = tempfile.TemporaryDirectory(prefix="ray")
         self._process: subprocess.Popen[bytes] | None = None
-        self.address = f"127.0.0.1:{free_port()}"
 
     def __enter__(self) -> AutoscalingNodes:
         file = Path(self._folder.name) / "autoscaling.json"
