@@ -128,7 +128,8 @@ def test_rays_autoscaler_adds_a_machine_for_what_the_conductor_wants(tmp_path: P
     """One CPU for the head and one instance of each role; what more is wanted needs a machine."""
     config = tmp_path / "grows.toml"
     config.write_text(
-        "[conductor]\nautoscale = true\nautoscale_load = 0.05\n[ray]\nname = 'grows'\nmost_instances = 2\n"
+        "[conductor]\nautoscale = true\nautoscale_load = 0.05\n"
+        "[ray]\nname = 'grows'\nmost_instances = 2\n"
     )
     with AutoscalingNodes(head_cpus=3, worker_cpus=1, most_workers=2) as nodes:
         served = OnRay(nodes, MODEL, "--config", str(config), "--port", "0", *SMALL)

@@ -16,6 +16,7 @@ from moonpool.config.tables import (
     VllmAddress,
     is_own_policy,
 )
+from moonpool.config.vllm import split_rank
 
 
 def check_values(config: Config) -> None:
@@ -388,11 +389,12 @@ def _check_attention_workers(config: Config) -> None:
 
 
 def vllm_place(text: str) -> VllmAddress:
-    """Parses "URL", "URL,EVENTS", "URL,EVENTS,REPLAY" or "URL,SLOTS". A URL may end with "#" and
-    the name of one of its models. Raises ConfigError."""
+    """Parses "URL", "URL,EVENTS", "URL,EVENTS,REPLAY" or "URL,SLOTS". A URL may end with "@" and
+    one of its data-parallel ranks, and then with "#" and the name of one of its models. Raises
+    ConfigError."""
     url, *others = text.split(",")
     address, _, model = url.partition("#")
-    web = _WEB.fullmatch(address)
+    web = _WEB.fullmatch(split_rank(address)[0])
     is_right = web is not None and int((web[2] or ":0")[1:]) <= 65535
     is_right = is_right and ("#" not in url or bool(_MODEL_OF_SERVER.fullmatch(model)))
     if is_right and len(others) == 1 and others[0].startswith("/"):
