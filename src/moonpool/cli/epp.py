@@ -153,9 +153,9 @@ def epp(
     """Choose the endpoint of each request of an inference gateway, such as Envoy."""
     # gRPC would prepare for forks of its own process, and say so; ours begin other programs.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    from moonpool.discovery.listed_server import SourceError
     from moonpool.epp.server import GrpcPort, PortInUseError
     from moonpool.epp.service import serve_picker
-    from moonpool.epp.sources.source import EndpointsError
     from moonpool.head.cluster_error import ClusterError
 
     overrides = FLAGS.overrides(flags)
@@ -189,7 +189,7 @@ def epp(
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())
-    except (ClusterError, PortError, PortInUseError, EndpointsError, *UNPROTECTED) as error:
+    except (ClusterError, PortError, PortInUseError, SourceError, *UNPROTECTED) as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -202,7 +202,7 @@ def _source(
     pool_namespace: str,
     kube_url: str,
 ) -> EndpointSource:
-    """Raises EndpointsError."""
+    """Raises SourceError."""
     if endpoints_file is not None:
         from moonpool.epp.sources.endpoints_file import EndpointsFile
 
@@ -211,8 +211,8 @@ def _source(
         from moonpool.epp.sources.dns_names import DnsNames, read_dns_name
 
         return DnsNames([read_dns_name(text) for text in dns_names])
+    from moonpool.discovery.kubernetes_api import ApiServer, own_namespace
     from moonpool.epp.sources.inference_pool import InferencePool
-    from moonpool.epp.sources.kubernetes_api import ApiServer, own_namespace
 
     server = ApiServer(kube_url, None, None) if kube_url else ApiServer.of_pod()
     return InferencePool(server, pool_namespace or own_namespace(), pool_name)

@@ -11,6 +11,7 @@ llm-d needs name, IPv4 address and port. Here the address may be a host name or 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,13 @@ def _servers(entry: Any) -> list[ListedServer]:
     labels = entry.get("labels") or {}
     if not isinstance(labels, dict):
         raise SourceError("labels must be a mapping")
+    return labelled_servers(name, address, port_of(entry.get("port"), "port"), labels)
+
+
+def labelled_servers(
+    name: str, address: str, port: int, labels: Mapping[str, Any]
+) -> list[ListedServer]:
+    """The servers at an address, as these labels say. Raises SourceError."""
     label = str(labels.get(ROLE, ""))
     if label == "encode":
         return []
@@ -97,6 +105,5 @@ def _servers(entry: Any) -> list[ListedServer]:
     events, replay = (port_of(labels[key], key) if key in labels else 0 for key in (EVENTS, REPLAY))
     if replay and not events:
         raise SourceError(f"{REPLAY} needs {EVENTS}")
-    port = port_of(entry.get("port"), "port")
     ranks = ranks_of(labels.get(RANKS, 1), RANKS)
     return servers_at(address, port, ROLES[label], events, replay, name, ranks)

@@ -19,6 +19,7 @@ ROLES = {
 """By the value of the label `llm-d.ai/role`."""
 MAX_RANKS = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+_LABELS = re.compile(r"[A-Za-z0-9._/-]+=[A-Za-z0-9._-]*(,[A-Za-z0-9._/-]+=[A-Za-z0-9._-]*)*")
 _HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}", re.ASCII)
 
 
@@ -56,14 +57,27 @@ class DnsSource:
     ranks: int = 1
 
 
-Source = FileSource | DnsSource
+@dataclass(frozen=True, slots=True)
+class PodSource:
+    """The ready pods of a Kubernetes cluster that have these labels. `namespace` "": that of this
+    pod. `api`: address of the API; "": that of the cluster in which this is a pod."""
+
+    namespace: str
+    selector: str
+    port: int
+    api: str = ""
+
+
+Source = FileSource | DnsSource | PodSource
 
 
 def parse_source(text: str) -> Source:
     """Reads what `--vllm-endpoints` was given. Raises SourceError."""
+    if text.startswith("kube://"):
+        return _pod_source(text)
     if not text.startswith(("dns://", "srv://")):
         if not text or "://" in text:
-            raise SourceError(f"{text!r} is no source: use a file, dns://NAME:PORT or srv://NAME")
+            raise SourceError(f"{text!r} is no source: use a file, dns://, srv:// or kube://")
         return FileSource(text)
     form = "dns://NAME:PORT or srv://NAME, then optionally ?role=prefill&events=5557&replay=5558"
     try:
@@ -82,6 +96,24 @@ def parse_source(text: str) -> Source:
     if replay and not events:
         raise SourceError(f"{text!r} has a port of replay, and none of events")
     return DnsSource(name, port, role, events, replay, ranks)
+
+
+def _pod_source(text: str) -> PodSource:
+    """Raises SourceError."""
+    try:
+        split = urlsplit(text)
+        asked = parse_qs(split.query, strict_parsing=True)
+        port = _port(asked.pop("port")[0])
+        api = asked.pop("api", [""])[0]
+        selector = split.path.removeprefix("/")
+        is_right = not asked and _LABELS.fullmatch(selector) is not None
+        is_right &= not api or urlsplit(api).scheme in ("http", "https")
+    except (ValueError, KeyError):
+        is_right = False
+    if not is_right:
+        form = "kube://NAMESPACE/LABEL=VALUE,LABEL=VALUE?port=8000, then optionally &api=URL"
+        raise SourceError(f"{text!r} is no source: use {form}")
+    return PodSource(split.netloc, selector, port, api)
 
 
 def server_at(
@@ -115,8 +147,8 @@ def servers_at(
         return [first]
     found = []
     for rank in range(ranks):
-        ports = (number + rank if number else 0 for number in (events, replay))
-        own = server_at(host, port, role, *ports, name=f"{first.name}.{rank}")
+        its_events, its_replay = (port + rank if port else 0 for port in (events, replay))
+        own = server_at(host, port, role, its_events, its_replay, f"{first.name}.{rank}")
         url, *others = own.place.split(",")
         found.append(ListedServer(own.name, role, ",".join([f"{url}@{rank}", *others])))
     return found

@@ -34,7 +34,7 @@ async def serve_picker(
     api_key: str,
     num_fallbacks: int = 0,
 ) -> None:
-    """Serves until `stop` is set. Raises ClusterError, EndpointsError, PortInUseError, and as
+    """Serves until `stop` is set. Raises ClusterError, SourceError, PortInUseError, and as
     `open_keys` and `open_tls`."""
     config = resolved(config)
     keys, tls = open_keys(config), open_tls(config)
