@@ -113,11 +113,11 @@ def _has_process(name: str) -> bool:
 
 
 def _share(row: dict[str, Any]) -> float:
-    return float(row["effective"]) / max(row["requests"], 1)
+    return float(row["effective"] / max(row["requests"], 1))
 
 
 def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
-    return statistics.fmean(row[key] for row in rows)
+    return statistics.fmean(float(row[key]) for row in rows)
 
 
 def _mean_of(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:

@@ -38,7 +38,8 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.epp.endpoint import Endpoint, Listing
 from moonpool.epp.endpoint_worker import EndpointWorker
 from moonpool.epp.members import Members
-from moonpool.epp.picker import Picked, Picker
+from moonpool.epp.picked_call import Picked
+from moonpool.epp.picker import Picker
 from moonpool.epp.routed_call import Route
 from moonpool.epp.server import GrpcPort, GrpcServer
 from moonpool.gc_tuning import settle_memory, settle_threads

@@ -213,8 +213,9 @@ class EventPublisher:
     def __init__(self, events_port: int, replay_port: int) -> None:
         import zmq.asyncio
 
+        names: Any = zmq
         context = zmq.asyncio.Context.instance()
-        self._out, self._again = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self._out, self._again = context.socket(names.PUB), context.socket(names.ROUTER)
         self._out.bind(f"tcp://127.0.0.1:{events_port}")
         self._again.bind(f"tcp://127.0.0.1:{replay_port}")
         self._sent: list[tuple[int, bytes]] = []

@@ -147,7 +147,7 @@ def servers_at(
         return [first]
     found = []
     for rank in range(ranks):
-        its_events, its_replay = (port + rank if port else 0 for port in (events, replay))
+        its_events, its_replay = (base and base + rank for base in (events, replay))
         own = server_at(host, port, role, its_events, its_replay, f"{first.name}.{rank}")
         url, *others = own.place.split(",")
         found.append(ListedServer(own.name, role, ",".join([f"{url}@{rank}", *others])))
