@@ -11,6 +11,7 @@ import click
 from benchmarks.cli.annotated import Rounds, Seed, options
 from benchmarks.cli.live import NUMBERS
 from benchmarks.cli.output import measure
+from benchmarks.suite.routers.engines import STUB_MODEL, EngineFleet
 from benchmarks.suite.routers.fronts import FRONT_NAMES
 from benchmarks.suite.routers.workloads import WORKLOADS
 from moonpool.cli.output import check_folders, origin
@@ -65,24 +66,15 @@ def routers(
 ) -> None:
     """Compare routers before the same vLLMs, or stubs of them, from light load to overload."""
     from benchmarks.suite.routers.bench import RouterPlan, RouterRuns, bench_routers
-    from benchmarks.suite.routers.engines import STUB_MODEL, EngineFleet
     from benchmarks.suite.routers.fronts import FrontPythons
 
     if bool(vllm_python) > bool(model):
         raise click.UsageError("--vllm-python needs --model, the folder of a checkpoint")
-    chosen = tuple(WORKLOADS[name] for name in workloads)
     check_folders(json_file)
     plan = RouterPlan(
-        fleet=EngineFleet(
-            model=model or STUB_MODEL,
-            vllm_python=vllm_python,
-            speeds=tuple(speeds),
-            kv_tokens=kv_tokens,
-            step_tokens=step_tokens,
-            longest_tokens=max(workload.longest_tokens for workload in WORKLOADS.values()) + 256,
-        ),
+        fleet=_fleet(model, vllm_python, tuple(speeds), kv_tokens, step_tokens),
         pythons=FrontPythons(router=router_python, ray=ray_python),
-        workloads=chosen,
+        workloads=tuple(WORKLOADS[name] for name in workloads),
         routers=only or FRONT_NAMES,
         loads=tuple(sorted(loads)),
         rounds=rounds,
@@ -96,3 +88,17 @@ def routers(
         return bench_routers(plan, RouterRuns(runs_file, plan.fleet, origin()), click.echo)
 
     measure(run, None)
+
+
+def _fleet(
+    model: str, vllm_python: str, speeds: tuple[float, ...], kv_tokens: int, step_tokens: int
+) -> EngineFleet:
+    """Of a context that holds the longest session of any workload."""
+    return EngineFleet(
+        model=model or STUB_MODEL,
+        vllm_python=vllm_python,
+        speeds=speeds,
+        kv_tokens=kv_tokens,
+        step_tokens=step_tokens,
+        longest_tokens=max(workload.longest_tokens for workload in WORKLOADS.values()) + 256,
+    )

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 from moonpool.api.frontend import RequestRefused
 from moonpool.epp.endpoint import Endpoint
+from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.routed_call import Route, RoutedCall
+from moonpool.head.head import Head
 from moonpool.head.models.served_model import ServedModel
 from moonpool.head.response_stream import ResponseStream
 from moonpool.protocol.messages import ForwardedCall
-from moonpool.types import FinishReason, Request, RequestId
-
-if TYPE_CHECKING:
-    from moonpool.epp.picker import Picker
+from moonpool.types import FinishReason, InstanceId, Request, RequestId
 
 SETTLE_S = 5.0
 """Within which the Conductor hears the end of a response."""
+
+
+class AnswerKeeper(Protocol):
+    """The picker, as an answer sees it."""
+
+    head: Head
+    shared: PickerShared
+
+    def endpoint(self, instance_id: InstanceId) -> Endpoint: ...
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None: ...
 
 
 class BookedAnswer:
     """One answer, which is a request to the Conductor. It is booked as soon as it is made."""
 
     def __init__(
-        self, picker: Picker, model: ServedModel, request: Request, call: ForwardedCall
+        self, picker: AnswerKeeper, model: ServedModel, request: Request, call: ForwardedCall
     ) -> None:
         """Raises ApiError and RequestRefused."""
         self._picker, self._model = picker, model
@@ -71,7 +81,7 @@ class Picked:
     """`close` it when the gateway is done with it. What is seen of the response is of all answers
     together, and counts for each of them in turn."""
 
-    def __init__(self, picker: Picker, route: Route, answers: Sequence[BookedAnswer]) -> None:
+    def __init__(self, picker: AnswerKeeper, route: Route, answers: Sequence[BookedAnswer]) -> None:
         self._picker, self._answers = picker, tuple(answers)
         self._route = route
         self._turn = 0
