@@ -38,7 +38,8 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.epp.endpoint import Endpoint, Listing
 from moonpool.epp.endpoint_worker import EndpointWorker
 from moonpool.epp.members import Members
-from moonpool.epp.picker import Picked, Picker
+from moonpool.epp.picked_call import Picked
+from moonpool.epp.picker import Picker
 from moonpool.epp.routed_call import Route
 from moonpool.epp.server import GrpcPort, GrpcServer
 from moonpool.gc_tuning import settle_memory, settle_threads
@@ -142,11 +143,11 @@ async def decide(picker: Picker, number: int, raw: bytes) -> None:
     headers = {"x-request-id": f"r{number}"}
     _, picked = await picker.pick("/v1/completions", headers, raw)
     assert picked is not None
-    picked.call.begin()
+    picked.begin()
     for part in range(PARTS):
         await asyncio.sleep(0)
         finish = FinishReason.STOP if part == PARTS - 1 else None
-        picked.call.note(ANSWER_TOKENS // PARTS, finish)
+        picked.note(ANSWER_TOKENS // PARTS, finish)
     picked.finish()
 
 

@@ -30,6 +30,7 @@ from benchmarks.cli.plan import plan
 from benchmarks.cli.pool_in_vllm import pool_in_vllm
 from benchmarks.cli.reuse import prefetch, reuse
 from benchmarks.cli.roles import autoscale, role_balance, role_decisions
+from benchmarks.cli.routers import routers
 from benchmarks.cli.speculation import speculation
 from benchmarks.cli.start import start
 from benchmarks.cli.trials import trials
@@ -60,6 +61,7 @@ for command in (
     pipeline,
     tensor,
     fronts,
+    routers,
     pool_in_vllm,
     idle,
     start,

@@ -180,7 +180,8 @@ class TraceContext(Struct, frozen=True):
 class Request(Struct, frozen=True):
     """A prompt and its parameters. `arrived_s` and `deadline_s` are on the driver's clock.
 
-    `tenant` salts the block keys: requests of different tenants never share a block.
+    `tenant` salts the block keys: requests of different tenants never share a block, but for those
+    that only pay apart (`paying`).
     `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
     prompt's full blocks if they are known without its tokens (a trace has block keys, and no text);
     None: they follow from the tokens. `adapter` identifies the LoRA adapter that computes it; "":
@@ -216,3 +217,15 @@ class Request(Struct, frozen=True):
 def payer_of(tenant: str) -> str:
     """Returns the tenant whose share counts: cache salts do not multiply it."""
     return tenant.partition("/")[0]
+
+
+def paying(payer: str) -> str:
+    """Returns the tenant that has this payer, and whose blocks everybody shares. No client can name
+    it: its salt is empty, and theirs are not."""
+    return f"{payer}/" if payer else ""
+
+
+def salt_part(tenant: str) -> str:
+    """Returns what of a tenant salts the names of its blocks; "": it shares those of everybody."""
+    _, slash, salt = tenant.partition("/")
+    return "" if slash and not salt else tenant

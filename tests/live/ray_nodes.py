@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.test_faults import command_of, wait_until_gone
 
@@ -86,10 +88,94 @@ class RayNodes:
         self._folder.cleanup()
 
 
+class AutoscalingNodes:
+    """A Ray cluster whose autoscaler starts raylets on this machine in place of machines. Ends them
+    all after its `with` block."""
+
+    def __init__(self, head_cpus: int, worker_cpus: int, most_workers: int) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        kind = {"node_config": {}, "min_workers": 0, "max_workers": most_workers}
+        # Ray's own harness, AutoscalingCluster, would end every Ray of this machine.
+        self._config = {
+            "cluster_name": "fake_multinode",
+            "max_workers": most_workers,
+            "provider": {
+                "type": "fake_multinode",
+                "use_node_id_as_ip": True,
+                "disable_node_updaters": True,
+                "disable_launch_config_check": True,
+                "gcs_address": self.address,
+            },
+            "available_node_types": {
+                "ray.head.default": kind | {"resources": {"CPU": head_cpus}, "max_workers": 0},
+                "machine": kind | {"resources": {"CPU": worker_cpus}},
+            },
+            "head_node_type": "ray.head.default",
+            "upscaling_speed": 1.0,
+            "idle_timeout_minutes": 0.5,
+            "auth": {},
+            "file_mounts": {},
+            "cluster_synced_files": [],
+            "initialization_commands": [],
+            "setup_commands": [],
+            "head_setup_commands": [],
+            "worker_setup_commands": [],
+            "head_start_ray_commands": [],
+            "worker_start_ray_commands": [],
+        }
+        self._head_cpus = head_cpus
+        self._folder = tempfile.TemporaryDirectory(prefix="ray")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> AutoscalingNodes:
+        file = Path(self._folder.name) / "autoscaling.json"
+        file.write_text(json.dumps(self._config))
+        command = [str(Path(sys.executable).with_name("ray"))]
+        if not Path(command[0]).exists():
+            command = [sys.executable, "-m", "ray.scripts.scripts"]
+        line = ["start", "--head", "--block", "--port", self.address.rpartition(":")[2]]
+        line += [f"--autoscaling-config={file}", f"--num-cpus={self._head_cpus}"]
+        line += ["--include-dashboard=false", "--object-store-memory=80000000"]
+        line += ["--node-ip-address=127.0.0.1"]
+        environment = {**os.environ, **SETTINGS, "RAY_FAKE_CLUSTER": "1"}
+        environment |= {"AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        environment["RAY_gcs_storage_path"] = self._folder.name
+        log = (Path(self._folder.name) / "log").open("wb")
+        self._process = subprocess.Popen([*command, *line], stdout=log, stderr=log, env=environment)
+        deadline = time.monotonic() + WAIT_S
+        while not self.num_alive():
+            assert self._process.poll() is None, self._log()
+            assert time.monotonic() < deadline, self._log()
+            time.sleep(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        pids = [self._process.pid, *descendants_of(self._process.pid)]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._folder.cleanup()
+
+    def num_alive(self) -> int:
+        """How many raylets Ray knows as alive; 0 while it does not answer."""
+        code = (
+            f"import ray; ray.init({self.address!r}, log_to_driver=False, logging_level='ERROR');"
+            "print(sum(node['Alive'] for node in ray.nodes()))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+        words = done.stdout.split()
+        return int(words[-1]) if done.returncode == 0 and words else 0
+
+    def _log(self) -> str:
+        return (Path(self._folder.name) / "log").read_text(errors="replace")[-4000:]
+
+
 class OnRay:
     """`moonpool serve --launcher ray`, as a person types it."""
 
-    def __init__(self, nodes: RayNodes, *arguments: str) -> None:
+    def __init__(self, nodes: RayNodes | AutoscalingNodes, *arguments: str) -> None:
         self.nodes = nodes
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - lives as long
         line = ["serve", *arguments, "--launcher", "ray", "--ray-address", nodes.address]
@@ -103,14 +189,14 @@ class OnRay:
 
     def wait_until_up(self, num_instances: int) -> list[str]:
         """Returns the addresses of both heads, that of the one which leads first."""
-        pattern = r"serving at (\S+), and after a loss at (\S+) \(Ctrl"
+        pattern = r"serving at (\S+?)(?:, and after a loss at (\S+))? \(Ctrl"
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log[-4000:]
             lines = [line for line in self.log.splitlines() if "launcher INFO serving at" in line]
             found = re.search(pattern, lines[-1]) if lines else None
             if found and len(self.instances(found[1])) >= num_instances:
-                return list(found.groups())
+                return [url for url in found.groups() if url]
             time.sleep(0.2)
         raise AssertionError(self.log[-4000:])
 
@@ -160,5 +246,9 @@ def descendants_of(pid: int) -> list[int]:
 def processes_of(nodes: RayNodes, words: str) -> list[int]:
     """The processes below any raylet whose command line has these words."""
     raylets = [nodes.raylet_of(n) for n in [nodes.cluster.head_node, *nodes.cluster.worker_nodes]]
-    pids = [pid for raylet in raylets for pid in descendants_of(raylet)]
-    return [pid for pid in pids if words in command_of(pid)]
+    found = []
+    for pid in [pid for raylet in raylets for pid in descendants_of(raylet)]:
+        with contextlib.suppress(OSError):  # it has just ended
+            if words in command_of(pid):
+                found.append(pid)
+    return found

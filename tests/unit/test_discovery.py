@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool.config.rules import vllm_place
 from moonpool.discovery.dns_records import parse_srv, resolve, srv_query
 from moonpool.discovery.endpoints_file import parse_endpoints
 from moonpool.discovery.listed_server import DnsSource, ListedServer, SourceError, parse_source
@@ -238,3 +239,22 @@ def test_a_listed_server_that_dies_again_and_again_is_held_off(
 
     asyncio.run(run())
     assert slept == list(HOLD_OFFS_S[1:])
+
+
+def test_each_data_parallel_rank_is_a_server() -> None:
+    text = (
+        "endpoints:\n- {name: a, address: 10.0.0.1, port: 8000, labels: {"
+        "moonpool.dev/data-parallel-size: '2', moonpool.dev/kv-events-port: '5557',"
+        " moonpool.dev/kv-replay-port: '5657'}}\n"
+        "- {name: b, address: 10.0.0.2, port: 8000, labels: {moonpool.dev/data-parallel-size: 0}}\n"
+    )
+    servers, problems = parse_endpoints(text.encode())
+    assert [(one.name, one.place) for one in servers] == [
+        ("a.0", "http://10.0.0.1:8000@0,tcp://10.0.0.1:5557,tcp://10.0.0.1:5657"),
+        ("a.1", "http://10.0.0.1:8000@1,tcp://10.0.0.1:5558,tcp://10.0.0.1:5658"),
+    ]
+    assert len(problems) == 1 and "no number of ranks" in problems[0]
+    for one in servers:
+        assert vllm_place(one.place).url == one.place.split(",")[0]
+    source = parse_source("dns://llm:8000?ranks=4")
+    assert isinstance(source, DnsSource) and source.ranks == 4

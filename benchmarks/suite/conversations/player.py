@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from math import isfinite
 from time import monotonic
 from typing import Any
@@ -42,16 +43,22 @@ class PlayedTurn:
 
 
 async def play_sessions(
-    url: str, chains: Iterable[Sequence[Session]], slo: Slo, seconds: float
+    url: str,
+    chains: Iterable[Sequence[Session]],
+    slo: Slo,
+    seconds: float,
+    others: Sequence[str] = (),
 ) -> list[PlayedTurn]:
     """Plays each chain's sessions one after the other, and all chains at once.
 
     No request is sent after `seconds`. Those under way may end until their SLOs are missed anyway;
-    the others are cancelled and count as failed. Raises ServerUnfitError.
+    the others are cancelled and count as failed. With `others`, requests go to `url` and to them in
+    turn. Raises ServerUnfitError.
     """
     client = HttpClient(url)
     facts = await query_server(client, None)
-    run = _Run(client, facts.model, slo, seconds, facts.config is not None)
+    clients = [client, *map(HttpClient, others)]
+    run = _Run(cycle(clients), facts.model, slo, seconds, facts.config is not None)
     tasks = [asyncio.create_task(run.chain(chain)) for chain in chains]
     last_s = run.began_s + seconds + GRACE_S
     if isfinite(slo.ttft_s):
@@ -65,17 +72,23 @@ async def play_sessions(
             if isinstance(end, Exception):
                 raise end
     finally:
-        client.close()
+        for each in clients:
+            each.close()
     return run.played
 
 
 class _Run:
     def __init__(
-        self, client: HttpClient, model: str, slo: Slo, seconds: float, is_moonpool: bool
+        self,
+        clients: Iterator[HttpClient],
+        model: str,
+        slo: Slo,
+        seconds: float,
+        is_moonpool: bool,
     ) -> None:
         self.played: list[PlayedTurn] = []
         self.began_s = monotonic()
-        self._client, self._slo, self._seconds = client, slo, seconds
+        self._clients, self._slo, self._seconds = clients, slo, seconds
         self._model = model
         self._headers = b""
         if is_moonpool:
@@ -104,7 +117,7 @@ class _Run:
         receiver = CompletionReceiver(record)
         status, reason = 0, "cancelled"
         try:
-            await self._client.post(
+            await next(self._clients).post(
                 "/v1/completions", self._body(prompt, turn), receiver, self._headers
             )
             receiver.on_end()

@@ -121,6 +121,14 @@ FLAGS = ConfigFlags(
     show_default=True,
     help="Port of /metrics, /cluster and /explain; 0 takes a free one.",
 )
+@click.option(
+    "--fallbacks",
+    type=click.IntRange(0, 8),
+    default=0,
+    show_default=True,
+    help="Further endpoints that the gateway is told with each, for its own retries; only for"
+    " gateways that take a list, such as Envoy's override_host policy.",
+)
 @click.option("--fail-open", is_flag=True, help="Without an endpoint, let the gateway choose.")
 @FLAGS.options(Config())
 def epp(
@@ -138,15 +146,16 @@ def epp(
     grpc_ca_certs: str,
     metrics_host: str,
     metrics_port: int,
+    fallbacks: int,
     fail_open: bool,
     **flags: Any,
 ) -> None:
     """Choose the endpoint of each request of an inference gateway, such as Envoy."""
     # gRPC would prepare for forks of its own process, and say so; ours begin other programs.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    from moonpool.discovery.listed_server import SourceError
     from moonpool.epp.server import GrpcPort, PortInUseError
     from moonpool.epp.service import serve_picker
-    from moonpool.epp.sources.source import EndpointsError
     from moonpool.head.cluster_error import ClusterError
 
     overrides = FLAGS.overrides(flags)
@@ -175,12 +184,12 @@ def epp(
         key = os.environ.get("VLLM_API_KEY", "")
         with listen(metrics_host, metrics_port, "--metrics-port") as http:
             source = _source(endpoints_file, dns_names, *pool)
-            await serve_picker(config, source, place, http, stop, fail_open, key)
+            await serve_picker(config, source, place, http, stop, fail_open, key, fallbacks)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())
-    except (ClusterError, PortError, PortInUseError, EndpointsError, *UNPROTECTED) as error:
+    except (ClusterError, PortError, PortInUseError, SourceError, *UNPROTECTED) as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -193,7 +202,7 @@ def _source(
     pool_namespace: str,
     kube_url: str,
 ) -> EndpointSource:
-    """Raises EndpointsError."""
+    """Raises SourceError."""
     if endpoints_file is not None:
         from moonpool.epp.sources.endpoints_file import EndpointsFile
 
@@ -202,8 +211,8 @@ def _source(
         from moonpool.epp.sources.dns_names import DnsNames, read_dns_name
 
         return DnsNames([read_dns_name(text) for text in dns_names])
+    from moonpool.discovery.kubernetes_api import ApiServer, own_namespace
     from moonpool.epp.sources.inference_pool import InferencePool
-    from moonpool.epp.sources.kubernetes_api import ApiServer, own_namespace
 
     server = ApiServer(kube_url, None, None) if kube_url else ApiServer.of_pod()
     return InferencePool(server, pool_namespace or own_namespace(), pool_name)

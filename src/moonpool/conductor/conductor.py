@@ -141,6 +141,7 @@ class Conductor:
             dict(tenant_caches or {}),
             self._prefetching,
             self.replication,
+            refuses_for_slo=config.admission != "none",
         )
         self._marks_replicas = config.spare_copies_first
         self._launched: set[InstanceId] = set()

@@ -101,12 +101,14 @@ class RequestLifecycle:
         tenant_caches: Mapping[str, float],
         prefetching: Prefetching | None = None,
         replication: Replication | None = None,
+        refuses_for_slo: bool = True,
     ) -> None:
+        """`refuses_for_slo`: whether the admission policy refuses what would miss its SLO."""
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.shares = FairShare(tenant_weights)
         self._tenant_caches = tenant_caches
         self.waiting = WaitingRequests(self.shares)
-        self.wait_rules = WaitRules(reservations, self.shares, self.waiting)
+        self.wait_rules = WaitRules(reservations, self.shares, self.waiting, refuses_for_slo)
         self._preemption = Preemption(reservations, self.shares)
         self.num_pauses = 0  # of answers that gave way to another tenant's
         self._has_room = False  # an answer has ended since the last look at waiting requests

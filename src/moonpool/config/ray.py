@@ -48,6 +48,14 @@ class RayConfig(Struct, frozen=True):
             ' where it publishes KV events; needs engine.kind "vllm".'
         ),
     ] = ""
+    pool_bytes: Annotated[
+        int,
+        about(
+            "Memory for the pool that the vLLM servers of a node share (docs/pool-in-vllm.md): an"
+            " actor on each node, or on each with GPUs. 0: none.",
+            ge=0,
+        ),
+    ] = 0
     most_instances: Annotated[
         int, about("Most instances of one role that autoscale may run.", ge=0, le=65536)
     ] = 8

@@ -16,6 +16,7 @@ from moonpool.config.tables import (
     VllmAddress,
     is_own_policy,
 )
+from moonpool.config.vllm import split_rank
 
 
 def check_values(config: Config) -> None:
@@ -228,6 +229,11 @@ def _check_ray(config: Config) -> None:
         "a command with {port}, where its server listens",
     )
     require(
+        not ray.pool_bytes or bool(ray.vllm_command),
+        "ray.pool_bytes",
+        "0 without ray.vllm_command: moonpool's own instances have pools of their own",
+    )
+    require(
         not on_ray or not config.conductor.autoscale_webhook,
         "conductor.autoscale_webhook",
         'left out with cluster.launcher "ray": Ray gets the wanted numbers',
@@ -383,11 +389,12 @@ def _check_attention_workers(config: Config) -> None:
 
 
 def vllm_place(text: str) -> VllmAddress:
-    """Parses "URL", "URL,EVENTS", "URL,EVENTS,REPLAY" or "URL,SLOTS". A URL may end with "#" and
-    the name of one of its models. Raises ConfigError."""
+    """Parses "URL", "URL,EVENTS", "URL,EVENTS,REPLAY" or "URL,SLOTS". A URL may end with "@" and
+    one of its data-parallel ranks, and then with "#" and the name of one of its models. Raises
+    ConfigError."""
     url, *others = text.split(",")
     address, _, model = url.partition("#")
-    web = _WEB.fullmatch(address)
+    web = _WEB.fullmatch(split_rank(address)[0])
     is_right = web is not None and int((web[2] or ":0")[1:]) <= 65535
     is_right = is_right and ("#" not in url or bool(_MODEL_OF_SERVER.fullmatch(model)))
     if is_right and len(others) == 1 and others[0].startswith("/"):

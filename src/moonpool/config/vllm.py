@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from moonpool.config.schema import about
 from moonpool.types import Struct
+
+_RANK = re.compile(r"@(\d{1,4})$")
+
+
+def split_rank(address: str) -> tuple[str, int | None]:
+    """Splits "URL@RANK" of a server with several data-parallel ranks; None: of one without."""
+    found = _RANK.search(address)
+    return (address[: found.start()], int(found[1])) if found else (address, None)
 
 
 class VllmAddress(Struct, frozen=True):
@@ -22,7 +31,7 @@ Parsers = Literal["vllm", "moonpool"]
 
 
 class VllmConfig(Struct, frozen=True):
-    """The servers that serve as instances, by role, each as "URL", "URL,EVENTS",
+    """The servers that serve as instances, by role, each as "URL", "URL@RANK", "URL,EVENTS",
     "URL,EVENTS,REPLAY" or "URL,SLOTS" (see `vllm_place`), and what is left to them."""
 
     prefill: Annotated[
@@ -54,7 +63,8 @@ class VllmConfig(Struct, frozen=True):
         tuple[str, ...],
         about(
             "Where vLLM servers that come and go are listed: a file in llm-d's endpoints.yaml form,"
-            " dns://NAME:PORT or srv://NAME; repeat the flag for more.",
+            " dns://NAME:PORT, srv://NAME, or kube://NAMESPACE/LABEL=VALUE?port=8000 for pods by"
+            " label; repeat the flag for more.",
             "--vllm-endpoints",
             metavar="SOURCE...",
         ),

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from moonpool.discovery.listed_server import DnsSource, ListedServer, SourceError, server_at
+from moonpool.discovery.listed_server import DnsSource, ListedServer, SourceError, servers_at
 
 ANSWER_S = 3.0
 RESOLV_CONF = Path("/etc/resolv.conf")
@@ -28,8 +28,8 @@ async def resolve(
         places = await _srv(source.name, nameservers)
     else:
         places = [(host, source.port) for host in await _addresses(source.name)]
-    rest = source.role, source.events, source.replay
-    return [server_at(host, port, *rest) for host, port in sorted(set(places))]
+    rest = source.role, source.events, source.replay, "", source.ranks
+    return [one for host, port in sorted(set(places)) for one in servers_at(host, port, *rest)]
 
 
 async def _addresses(name: str) -> list[str]:

@@ -11,6 +11,7 @@ llm-d needs name, IPv4 address and port. Here the address may be a host name or 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from moonpool.discovery.listed_server import (
     ListedServer,
     SourceError,
     port_of,
-    server_at,
+    ranks_of,
+    servers_at,
 )
 
 MAX_FILE_BYTES = 1 << 20
 """llm-d's limit, too."""
 ROLE = "llm-d.ai/role"
+RANKS = "moonpool.dev/data-parallel-size"
 EVENTS, REPLAY = "moonpool.dev/kv-events-port", "moonpool.dev/kv-replay-port"
 
 
@@ -63,20 +66,20 @@ def parse_endpoints(data: bytes) -> tuple[list[ListedServer], list[str]]:
     problems: list[str] = []
     for number, entry in enumerate(entries, 1):
         try:
-            server = _server(entry)
-            if server is None:
-                continue
-            if server.name in servers:
-                raise SourceError(f"a second {server.name!r}")
+            own = _servers(entry)
+            again = next((server.name for server in own if server.name in servers), None)
+            if again is not None:
+                raise SourceError(f"a second {again!r}")
         except SourceError as error:
             problems.append(f"entry {number}: {error}")
         else:
-            servers[server.name] = server
+            servers |= {server.name: server for server in own}
     return list(servers.values()), problems
 
 
-def _server(entry: Any) -> ListedServer | None:
-    """None: a server of a kind that computes no text, such as an encoder. Raises SourceError."""
+def _servers(entry: Any) -> list[ListedServer]:
+    """One for each data-parallel rank; none of a kind that computes no text, such as an encoder.
+    Raises SourceError."""
     if not isinstance(entry, dict):
         raise SourceError("not a mapping with name, address and port")
     name, address = (entry.get(key) for key in ("name", "address"))
@@ -85,9 +88,16 @@ def _server(entry: Any) -> ListedServer | None:
     labels = entry.get("labels") or {}
     if not isinstance(labels, dict):
         raise SourceError("labels must be a mapping")
+    return labelled_servers(name, address, port_of(entry.get("port"), "port"), labels)
+
+
+def labelled_servers(
+    name: str, address: str, port: int, labels: Mapping[str, Any]
+) -> list[ListedServer]:
+    """The servers at an address, as these labels say. Raises SourceError."""
     label = str(labels.get(ROLE, ""))
     if label == "encode":
-        return None
+        return []
     if label not in ROLES:
         raise SourceError(
             f"the label {ROLE} is {label[:40]!r}: use {', '.join(filter(None, ROLES))}"
@@ -95,5 +105,5 @@ def _server(entry: Any) -> ListedServer | None:
     events, replay = (port_of(labels[key], key) if key in labels else 0 for key in (EVENTS, REPLAY))
     if replay and not events:
         raise SourceError(f"{REPLAY} needs {EVENTS}")
-    port = port_of(entry.get("port"), "port")
-    return server_at(address, port, ROLES[label], events, replay, name)
+    ranks = ranks_of(labels.get(RANKS, 1), RANKS)
+    return servers_at(address, port, ROLES[label], events, replay, name, ranks)

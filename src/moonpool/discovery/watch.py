@@ -6,12 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from moonpool.discovery.dns_records import resolve
 from moonpool.discovery.endpoints_file import read_endpoints
 from moonpool.discovery.listed_server import (
     FileSource,
     ListedServer,
+    PodSource,
     Source,
     SourceError,
     parse_source,
@@ -23,6 +25,7 @@ from moonpool.discovery.membership import (
     Membership,
     TooManyServers,
 )
+from moonpool.discovery.pods import LabelledPods
 
 log = logging.getLogger("moonpool.discovery")
 
@@ -45,15 +48,29 @@ class Discovery:
         self._drain = drain
         self._last: dict[Source, list[ListedServer]] = {}
         self._said: dict[Source, str] = {}
+        self._pods: dict[Source, LabelledPods] = {
+            source: LabelledPods(source)
+            for source in self._sources
+            if isinstance(source, PodSource)
+        }
         self.membership = Membership()
 
     async def run(self) -> None:
-        while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
+        async with asyncio.TaskGroup() as group:
+            for source, pods in self._pods.items():
+                group.create_task(pods.run(partial(self._heard, source)))
+            while True:
+                await self.look()
+                await asyncio.sleep(LOOK_S)
+
+    def _heard(self, source: Source) -> None:
+        self._last[source] = self._pods[source].servers
 
     async def look(self) -> None:
-        """Looks once at all sources, and acts."""
+        """Looks once at all sources, and acts. Not before the pods are known: servers of an earlier
+        supervisor would seem to be gone."""
+        if any(source not in self._last for source in self._pods):
+            return
         listed: dict[str, ListedServer] = {}
         for servers in await asyncio.gather(*map(self._read, self._sources)):
             for server in servers:
@@ -76,6 +93,8 @@ class Discovery:
         try:
             if isinstance(source, FileSource):
                 self._last[source], problems = await asyncio.to_thread(read_endpoints, source.path)
+            elif isinstance(source, PodSource):
+                problems = self._pods[source].problems
             else:
                 self._last[source] = await resolve(source)
         except SourceError as error:
@@ -92,5 +111,7 @@ async def check_source(text: str) -> None:
     source = parse_source(text)
     if isinstance(source, FileSource):
         read_endpoints(source.path)
+    elif isinstance(source, PodSource):
+        await LabelledPods(source).check()
     else:
         await resolve(source)

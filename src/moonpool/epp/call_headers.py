@@ -6,6 +6,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from moonpool.api.errors import ApiError
 from moonpool.types import PRIORITY_RANGE, Slo, Struct
@@ -15,11 +16,15 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 PREFILL = "x-prefiller-host-port"
 OWN = (DESTINATION, PREFILL, "x-encoder-hosts-ports", "x-data-parallel-host-port")
 """Headers that steer a call: those of a client never reach a server."""
+SERVED = "x-gateway-destination-endpoint-served"
+"""Which of the addresses in DESTINATION the gateway has used, where it had several."""
 DROPPED = "x-llm-d-request-dropped-reason"
 TTFT = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 OBJECTIVE = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 TIMEOUT = ("x-request-timeout-ms",)
+FAIRNESS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+MAX_PAYER_CHARS = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+=-]{1,128}")
 _REASONS = {
     429: "rejected-saturated",
@@ -29,11 +34,13 @@ _REASONS = {
 
 
 class CallTerms(Struct, frozen=True):
-    """The service levels of a call, its time limit, and its priority: lower ones go first."""
+    """The service levels of a call, its time limit, and its priority: lower ones go first. `payer`:
+    the tenant whose share of the endpoints it takes; "": that of all who name none."""
 
     slo: Slo
     timeout_s: float
     priority: int = 0
+    payer: str = ""
 
 
 def read_terms(
@@ -56,7 +63,9 @@ def read_terms(
     _, objective = _first(headers, OBJECTIVE)
     least, most = PRIORITY_RANGE
     priority = min(max(-objectives.get(objective or "", 0), least), most)
-    return CallTerms(slo=slo, timeout_s=timeout_s, priority=priority)
+    _, payer = _first(headers, FAIRNESS)
+    name = quote(payer or "", safe="")[:MAX_PAYER_CHARS]
+    return CallTerms(slo=slo, timeout_s=timeout_s, priority=priority, payer=name)
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:

@@ -11,6 +11,8 @@ import contextlib
 import socket
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from moonpool.epp.endpoint import Endpoint
 from moonpool.epp.hold_off import HoldOff
 from moonpool.epp.local_link import LocalLink
@@ -23,6 +25,7 @@ from moonpool.protocol.messages import AttemptId
 from moonpool.types import InstanceId
 from moonpool.vllm.actions import EngineOutput, SubmitFailed, SubmitRequest
 from moonpool.vllm.cache_watch import COUNT_S
+from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.worker import FoundServer, VllmWorker
 
@@ -86,6 +89,14 @@ class EndpointWorker(VllmWorker):
             log.info("%s comes and goes: not used for %.0f s", self.endpoint.name, held_s)
             await asyncio.sleep(held_s)
         return await super()._found()
+
+    async def _with_parsers(self, facts: VllmFacts) -> VllmFacts:
+        """Calls go to the server as they are, so its tokens need not be known: they are estimated
+        where the model's files cannot be read."""
+        found = await super()._with_parsers(facts)
+        if found.offer.takes == "tokens":
+            found = replace(found, offer=replace(found.offer, takes="either"))
+        return found
 
     async def _profile(self, engine: FoundServer, instance: VllmInstance) -> None:
         async with self._shared.measuring:

@@ -21,7 +21,8 @@ from moonpool.api.frontend import RequestRefused
 from moonpool.epp import wire
 from moonpool.epp.body_room import BodyRoom
 from moonpool.epp.call_headers import request_id_of
-from moonpool.epp.picker import Picked, Picker
+from moonpool.epp.picked_call import Picked
+from moonpool.epp.picker import Picker
 from moonpool.epp.response_watch import ResponseWatch
 from moonpool.epp.routed_call import Route
 from moonpool.types import FinishReason
@@ -75,7 +76,7 @@ class Exchange:
                 case "request_trailers":
                     return iter(await self._on_trailers())
                 case "response_headers":
-                    self._on_response(message.response_headers)
+                    self._on_response(message, message.response_headers)
                     return iter((wire.GO_ON_RESPONSE,))
                 case "response_body":
                     return iter((self._on_response_body(message.response_body),))
@@ -168,18 +169,21 @@ class Exchange:
 
     # The response
 
-    def _on_response(self, headers: HttpHeaders) -> None:
+    def _on_response(self, message: ProcessingRequest, headers: HttpHeaders) -> None:
         if self._picked is None:
             return
+        served = wire.read_served(message)
+        if served:
+            self._picked.note_served(served)
         found = wire.read_headers(headers.headers)
         status = int(found.get(":status", "0") or 0)
         if status != 200:
-            self._picked.call.fail(f"the server responded with status {status}", status)
+            self._picked.fail(f"the server responded with status {status}", status)
             return
         is_stream = found.get("content-type", "").startswith(EVENTS)
         self._watch = ResponseWatch(is_stream)
         if is_stream:
-            self._picked.call.begin()
+            self._picked.begin()
         if headers.end_of_stream:
             self._end_response()
 
@@ -187,7 +191,7 @@ class Exchange:
         if self._watch is not None and self._picked is not None:
             number = self._watch.feed(body.body)
             if number:
-                self._picked.call.note(number)
+                self._picked.note(number)
             if body.end_of_stream:
                 self._end_response()
         if self._response_mode != wire.DUPLEX:
@@ -200,7 +204,7 @@ class Exchange:
             return
         number = watch.end()
         if not watch.is_done:  # cut in the middle: closed as one whose client has left
-            self._picked.call.fail("the response ended in the middle", 502)
+            self._picked.fail("the response ended in the middle", 502)
             return
-        self._picked.call.note(number, FinishReason.STOP)
+        self._picked.note(number, FinishReason.STOP)
         self._picked.finish()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from moonpool.api.body_process import Kind
 from moonpool.api.frontend import ApiOptions, RequestRefused
@@ -14,24 +16,31 @@ from moonpool.api.models.forwarded_bodies import ForwardedBody
 from moonpool.api.models.model_apis import ModelApi, ModelApis
 from moonpool.api.preparation import PreparedCall, check_model
 from moonpool.api.trace_context import read_traceparent
-from moonpool.conductor.state import TrackedRequest
 from moonpool.config.tables import Config
 from moonpool.epp.call_headers import CallTerms, read_terms, request_id_of
 from moonpool.epp.endpoint import Endpoint, Listing
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.members import Members
-from moonpool.epp.routed_call import Route, RoutedCall
+from moonpool.epp.picked_call import BookedAnswer, Picked
+from moonpool.epp.routed_call import Route
 from moonpool.head.head import Head
 from moonpool.head.models.served_model import ServedModel
-from moonpool.head.response_stream import ResponseStream
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import COMPLETIONS, MEDIA_PATHS, POOLING_PATHS
-from moonpool.types import MALFORMED, InstanceId, Request, RequestId, SamplingParams
+from moonpool.types import (
+    MALFORMED,
+    InstanceId,
+    Request,
+    RequestId,
+    SamplingParams,
+    Slo,
+    paying,
+)
 
 GENERATING = (COMPLETIONS, *MEDIA_PATHS)
 NO_ENDPOINT_RETRY_S = 5.0
-SETTLE_S = 5.0
-"""Within which the Conductor hears the end of a response."""
+UNHURRIED = Slo(ttft_s=math.inf, tbt_s=math.inf, ttft_stated=False, tbt_stated=False)
+"""Of the further answers of a call, which go where the first one goes."""
 
 
 class _Named(msgspec.Struct):
@@ -48,60 +57,14 @@ class NoEndpointError(RequestRefused):
         super().__init__(503, "no_instance", message, NO_ENDPOINT_RETRY_S)
 
 
-class Picked:
-    """A call that was placed. `close` it when the gateway is done with it."""
-
-    def __init__(self, picker: Picker, model: ServedModel, request_id: RequestId) -> None:
-        self._picker, self._model = picker, model
-        self.request_id = request_id
-        self.call = RoutedCall(self._partner, self._abandon)
-        self.answer: ResponseStream | None = None
-        self._is_closed = False
-
-    def finish(self) -> None:
-        """The response was whole: closes it when the Conductor has heard its last token."""
-        if self.answer is None or self._is_closed:
-            return
-        self._is_closed = True
-        self._picker.keep(self._finish(self.answer))
-
-    def close(self) -> None:
-        """Nobody waits for the response any more. A second call does nothing."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._end()
-
-    async def _finish(self, answer: ResponseStream) -> None:
-        try:
-            async with asyncio.timeout(SETTLE_S):
-                while (await answer.next_output()).finish_reason is None:
-                    pass
-        except (TimeoutError, RequestRefused):
-            pass
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._picker.shared.desk.remove(self.request_id)
-        if self.answer is not None:
-            self._picker.head.close(self._model, self.request_id)
-
-    def _tracked(self) -> TrackedRequest:
-        return self._model.conductor.requests[self.request_id]
-
-    def _partner(self) -> Endpoint:
-        attempt = self._tracked().attempt
-        assert attempt is not None
-        return self._picker.endpoint(attempt.decoder)
-
-    def _abandon(self, reason: str) -> None:
-        self._picker.head.abort(self.request_id, reason, self._model)
-
-
 class Picker:
     """`start`, then `update` with what a source lists, and `pick`. `stop` ends it."""
 
-    def __init__(self, config: Config, options: ApiOptions, api_key: str = "") -> None:
+    def __init__(
+        self, config: Config, options: ApiOptions, api_key: str = "", num_fallbacks: int = 0
+    ) -> None:
+        """`num_fallbacks`: further endpoints that the gateway is told with each."""
+        self._num_fallbacks = num_fallbacks
         self.head = Head(config, None, b"")
         self.models = ModelApis(self.head, options)
         self.shared = PickerShared(self.head, api_key, self.head.now)
@@ -169,17 +132,52 @@ class Picker:
         request = self._request(request_id, model, terms, arrived_s, prepared, call)
         traceparent = headers.get("traceparent", "").encode("ascii", "replace")
         trace = read_traceparent(traceparent, self._options.exports_traces)
-        request = msgspec.structs.replace(request, within=within, trace=trace)
-        picked = Picked(self, model, request_id)
-        self.shared.desk.add(request_id, picked.call)
+        num_answers = prepared.original.num_answers if path in GENERATING else 1
+        name = request_id if num_answers > 1 else ""
+        request = replace(request, within=within, trace=trace, call=name)
+        answers = [BookedAnswer(self, model, request, call)]
         try:
-            picked.answer = self.head.begin(
-                model, request, call=call, on_refused=picked.call.on_refused
-            )
-            return await picked.call.chosen, picked
+            route = await answers[0].call.chosen
+            for number in range(1, num_answers):
+                answers.append(self._further(model, request, call, route, number))
         except BaseException:
-            picked.close()
+            for answer in answers:
+                answer.end()
             raise
+        route = replace(route, fallbacks=self._fallbacks(model, route, within))
+        return route, Picked(self, route, answers)
+
+    def _further(
+        self, model: ServedModel, request: Request, call: ForwardedCall, route: Route, number: int
+    ) -> BookedAnswer:
+        """Books another answer to a call that was placed."""
+        places = [place for place in (route.prefill, route.endpoint) if place is not None]
+        own = replace(
+            request,
+            request_id=RequestId(f"{request.request_id}-{number}"),
+            within=tuple(InstanceId(place.name) for place in places),
+            slo=UNHURRIED,
+        )
+        answer = BookedAnswer(self, model, own, call)
+        answer.call.chosen.add_done_callback(_read)
+        return answer
+
+    def _fallbacks(
+        self, model: ServedModel, route: Route, within: Sequence[InstanceId] | None
+    ) -> tuple[Endpoint, ...]:
+        """Where the gateway may go if the endpoint does not respond: those with least to do."""
+        if not self._num_fallbacks:
+            return ()
+        fitting = [
+            (len(state.prefills) + len(state.decodes), name)
+            for name, state in model.conductor.instances.items()
+            if state.drain is None
+            and name != route.endpoint.name
+            and name not in self.shared.suspects
+            and (within is None or name in within)
+            and self.endpoint(name).role.decodes
+        ]
+        return tuple(self.endpoint(name) for _, name in sorted(fitting)[: self._num_fallbacks])
 
     def _api(self, raw: bytes, path: str) -> ModelApi:
         """The model that a call means by its body. Raises ApiError (404), RequestRefused (503)."""
@@ -226,7 +224,7 @@ class Picker:
             slo=terms.slo,
             arrived_s=arrived_s,
             deadline_s=arrived_s + terms.timeout_s,
-            tenant="",
+            tenant=paying(terms.payer),
             adapter=model.card.adapter_of(body.model),
             priority=terms.priority,
             # What is learned from an answer is of use if its prompt and its first token are known.
@@ -269,6 +267,12 @@ class Picker:
             raise NoEndpointError("No endpoint is ready yet. Send the request again later.")
         self._turn += 1
         return Route(self.endpoint(decoding[self._turn % len(decoding)]))
+
+
+def _read(chosen: asyncio.Future[Route]) -> None:
+    """Where a further answer goes is known, and its refusal is nothing to a call that goes on."""
+    if not chosen.cancelled():
+        chosen.exception()
 
 
 def _forwarded(path: str, prepared: PreparedCall) -> ForwardedCall:

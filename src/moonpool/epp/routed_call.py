@@ -27,10 +27,17 @@ HANDLE = b"through the gateway"
 
 
 class Route(Struct, frozen=True):
-    """Where a call goes. `prefill`: who computes its prompt; None: the endpoint itself."""
+    """Where a call goes. `prefill`: who computes its prompt; None: the endpoint itself.
+    `fallbacks`: where it may go if the endpoint does not respond."""
 
     endpoint: Endpoint
     prefill: Endpoint | None = None
+    fallbacks: tuple[Endpoint, ...] = ()
+
+    @property
+    def destinations(self) -> str:
+        """The addresses, the first choice first, as the gateway takes them."""
+        return ",".join(each.address for each in (self.endpoint, *self.fallbacks))
 
 
 class ServingEndpoint(Protocol):

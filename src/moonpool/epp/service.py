@@ -32,8 +32,9 @@ async def serve_picker(
     stop: asyncio.Event,
     fails_open: bool,
     api_key: str,
+    num_fallbacks: int = 0,
 ) -> None:
-    """Serves until `stop` is set. Raises ClusterError, EndpointsError, PortInUseError, and as
+    """Serves until `stop` is set. Raises ClusterError, SourceError, PortInUseError, and as
     `open_keys` and `open_tls`."""
     config = resolved(config)
     keys, tls = open_keys(config), open_tls(config)
@@ -44,7 +45,7 @@ async def serve_picker(
         allowed_hosts=config.api.allowed_hosts,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),
     )
-    picker = Picker(config, options, api_key)
+    picker = Picker(config, options, api_key, num_fallbacks)
     await picker.start()
     grpc = GrpcServer(picker, place, fails_open)
     app = make_app(picker.head, options, picker.models, answers_calls=False)

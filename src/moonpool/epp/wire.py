@@ -27,6 +27,7 @@ from moonpool.epp.call_headers import (
     DROPPED,
     OWN,
     PREFILL,
+    SERVED,
     SUBSET,
     dropped_reason,
 )
@@ -69,6 +70,12 @@ def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
     return tuple(each.string_value for each in given.list_value.values if each.string_value)
 
 
+def read_served(message: ProcessingRequest) -> str:
+    """The address that responds, of several; "": the gateway does not say."""
+    spaces = message.metadata_context.filter_metadata
+    return spaces[LB_SPACE].fields[SERVED].string_value if LB_SPACE in spaces else ""
+
+
 def _addresses(text: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in text.split(",") if each.strip())
 
@@ -78,7 +85,7 @@ def routed_headers(route: Route | None, num_bytes: int | None) -> HeaderMutation
     sent on by us."""
     values: dict[str, str] = {}
     if route is not None:
-        values[DESTINATION] = route.endpoint.address
+        values[DESTINATION] = route.destinations
         if route.prefill is not None:
             values[PREFILL] = route.prefill.address
     if num_bytes is not None:
@@ -118,7 +125,7 @@ def buffered_sent_on(route: Route | None) -> ProcessingResponse:
 def _name_destination(answer: ProcessingResponse, route: Route | None) -> None:
     if route is not None:
         space: Struct = answer.dynamic_metadata.fields[LB_SPACE].struct_value
-        space.fields[DESTINATION].string_value = route.endpoint.address
+        space.fields[DESTINATION].string_value = route.destinations
 
 
 def body_sent_on(parts: Sequence[bytes], ends: bool) -> Iterator[ProcessingResponse]:

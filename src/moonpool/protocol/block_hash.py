@@ -11,7 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from moonpool.types import BlockKey
+from moonpool.types import BlockKey, salt_part
 
 KEY_BYTES = 16
 
@@ -26,7 +26,7 @@ def root_key(layout_fingerprint: bytes, tenant: str, adapter: str = "") -> Block
         digest.update(name)
     digest.update(len(layout_fingerprint).to_bytes(4, "little"))
     digest.update(layout_fingerprint)
-    digest.update(tenant.encode("utf-8", "surrogatepass"))
+    digest.update(salt_part(tenant).encode("utf-8", "surrogatepass"))
     return BlockKey(digest.digest()[:KEY_BYTES])
 
 

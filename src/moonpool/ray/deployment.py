@@ -19,7 +19,10 @@ import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from moonpool.config.tables import Config
 from moonpool.config.toml import write_toml
@@ -28,6 +31,7 @@ from moonpool.head.launcher import worker_environment
 from moonpool.ray.demands import HEAD, ActorGroup, Member, added_group, first_groups, settled
 from moonpool.ray.head_actor import HeadActor, HeadActorSettings
 from moonpool.ray.head_place import HeadPlace
+from moonpool.ray.pool_actor import PoolActor
 from moonpool.ray.process_actor import LEAVE_S
 from moonpool.ray.scaling import changes
 from moonpool.ray.worker_actor import VllmActor, WorkerActor
@@ -85,6 +89,7 @@ class RayDeployment:
         self._started: list[_Started] = []
         self._added: dict[Role, dict[int, _Started]] = {Role.PREFILL: {}, Role.DECODE: {}}
         self._leaving: dict[Any, _Started] = {}
+        self._pools: dict[str, Any] = {}  # their actors, by nodes
         self._is_ours = False  # whether `stop` disconnects from Ray
         self._requested: list[dict[str, float]] = []
 
@@ -100,6 +105,7 @@ class RayDeployment:
         groups = first_groups(self.config, num_heads)
         for group in groups:
             self._started.append(self._place(group))
+        self._keep_pools()
         for started in self._started:
             self._wait_placed(started)
             self._start_actors(started)
@@ -171,6 +177,35 @@ class RayDeployment:
                 self._actor_name(member.name), self._environment, *arguments
             )
 
+    def _keep_pools(self) -> None:
+        """A pool on each node that may have vLLM servers. It takes none of Ray's resources, so it
+        keeps no machine."""
+        own = self.config.ray
+        if not own.pool_bytes:
+            return
+        fitting = {
+            node["NodeID"]
+            for node in ray.nodes()
+            if node["Alive"] and (not own.gpus or node["Resources"].get("GPU"))
+        }
+        for node_id in set(self._pools) - fitting:
+            del self._pools[node_id]  # Ray ends it with its node
+        for node_id in fitting - set(self._pools):
+            name = self._actor_name(f"pool-{node_id[:12]}")
+            options = {
+                "name": name,
+                "namespace": self._name,
+                "num_cpus": 0,
+                "max_restarts": -1,
+                "max_concurrency": CALLS,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+            }
+            actor = ray.remote(PoolActor).options(**options)
+            flags = self.config.tls.flags()
+            self._pools[node_id] = actor.remote(
+                name, self._environment, self._name, own.pool_bytes, flags
+            )
+
     def _kind_of(self, member: Member) -> tuple[type, tuple[Any, ...]]:
         """The class of a member's actor, and its arguments."""
         config = self.config
@@ -202,7 +237,8 @@ class RayDeployment:
     def actors(self) -> dict[str, Any]:
         """The handles of all actors, by the names of their processes."""
         every = [*self._started, *(each for own in self._added.values() for each in own.values())]
-        return {name: actor for started in every for name, actor in started.actors.items()}
+        found = {name: actor for started in every for name, actor in started.actors.items()}
+        return found | {f"pool-{node_id[:12]}": actor for node_id, actor in self._pools.items()}
 
     def check_start(self) -> None:
         """Raises ClusterError if a process could not be kept up."""
@@ -217,7 +253,9 @@ class RayDeployment:
             actor.note_started.remote()
 
     def step(self) -> None:
-        """Follows the numbers of instances that the Conductor wants. Returns soon."""
+        """Follows the nodes of Ray, and the numbers of instances that the Conductor wants. Returns
+        soon."""
+        self._keep_pools()
         if not self.config.conductor.autoscale:
             return
         self._forget_left()
@@ -300,8 +338,13 @@ class RayDeployment:
                 actor.leave.remote(within_s) for each in heads for actor in each.actors.values()
             ]
             ray.get(ends, timeout=within_s + 2 * LEAVE_S)
+            pools = [actor.leave.remote(0.0) for actor in self._pools.values()]
+            ray.get(pools, timeout=2 * LEAVE_S)
         for started in every:
             self._end(started)
+        for actor in self._pools.values():
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
         if self._requested:
             request_resources(bundles=[])
         if self._is_ours:

@@ -38,7 +38,12 @@ class WantedListener:
             sock = listen(HOST, 0)
             self._url = f"http://{HOST}:{sock.getsockname()[1]}{self._path}"
             config = uvicorn.Config(
-                self._serve, log_config=None, log_level="warning", lifespan="off", access_log=False
+                self._serve,
+                interface="asgi3",  # which uvicorn does not see in a bound method
+                log_config=None,
+                log_level="warning",
+                lifespan="off",
+                access_log=False,
             )
             server = uvicorn.Server(config)
             self._serving = asyncio.create_task(server._serve([sock]))

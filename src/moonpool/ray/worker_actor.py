@@ -14,6 +14,7 @@ from moonpool.head.memory_files import KeptMemoryFiles
 from moonpool.ray.demands import ATTENTION
 from moonpool.ray.head_finder import HeadFinder
 from moonpool.ray.head_place import HeadPlace
+from moonpool.ray.pool_place import pool_environment
 from moonpool.ray.process_actor import ProcessActor, moonpool_line
 
 log = logging.getLogger("moonpool.ray")
@@ -90,6 +91,7 @@ class VllmActor(WorkerActor):
         for key, value in named.items():
             command = command.replace(key, value)
         self._command = shlex.split(command)
+        environment = {**environment, **pool_environment(name.partition("/")[0])}
         super().__init__(name, environment, role, [*flags, "--vllm", place], heads)
         self._keep(self._server)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.protocol.block_hash import KEY_BYTES, extend_keys, root_key
-from moonpool.types import BlockKey, Struct
+from moonpool.types import BlockKey, Struct, salt_part
 
 ForeignHash = bytes | int
 
@@ -46,7 +46,7 @@ def salt_of(
 ) -> str | None:
     """Returns the cache salt of a tenant's prompts to an adapter: their root key, which the events
     then contain. `always`: also of no tenant, because a pool names its blocks by it."""
-    has_salt = tenant or adapter or always
+    has_salt = salt_part(tenant) or adapter or always
     return root_key(layout_fingerprint, tenant, adapter).hex() if has_salt else None
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import httpx
 import msgspec
 
+from moonpool.config.vllm import split_rank
 from moonpool.protocol.model_offer import COMPLETIONS
 from moonpool.types import MALFORMED
 from moonpool.vllm.dialect import REFUSALS
@@ -29,6 +30,8 @@ MAX_FORWARDED_BYTES = 48 << 20
 EVENTS = "text/event-stream"
 LACKS = (404, 405, 501)
 """Statuses of a server that does not serve a path."""
+RANK_HEADER = "X-data-parallel-rank"
+"""By which vLLM computes a request on one of its ranks."""
 _DONE = b"[DONE]"
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request
 
@@ -60,13 +63,16 @@ def _tls_context() -> ssl.SSLContext:
 
 
 class VllmClient:
-    """Calls the server at `url`, which may end with "#" and one of its models. `api_key` is the key
-    that it was started with, if any."""
+    """Calls the server at `url`, which may end with "@" and one of its data-parallel ranks, and
+    then with "#" and one of its models. `api_key` is the key that it was started with, if any."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         address, _, self.model = url.partition("#")
+        address, self.rank = split_rank(address)
         self.url = address.rstrip("/")
         headers = {"Content-Type": "application/json"}
+        if self.rank is not None:
+            headers[RANK_HEADER] = str(self.rank)
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         # No read timeout: the caller cancels a response whose request has run out of time.

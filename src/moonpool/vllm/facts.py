@@ -20,7 +20,7 @@ from moonpool.vllm.known_cache import PrefixCounts
 ALL_PATHS = (COMPLETIONS, *MEDIA_PATHS, *POOLING_PATHS)
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.M)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_COUNTER = r"^vllm:{}_total(?:\{{.*\}})? (\S+)$"
+_COUNTER = r"^vllm:{}_total{} (\S+)$"
 _COUNTS = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits")
 _UNBOUNDED_CONTEXTS = 64
 """Contexts that a server without KVCache is taken to hold at a time."""
@@ -128,9 +128,11 @@ def _read_paths(document: bytes) -> tuple[str, ...]:
     return tuple(path for path in ALL_PATHS if path in paths)
 
 
-def read_counts(metrics: str) -> PrefixCounts | None:
-    """Reads the hits of the prefix cache from `/metrics`; None: it has none. Sums all engines."""
-    found = [re.findall(_COUNTER.format(name), metrics, re.M) for name in _COUNTS]
+def read_counts(metrics: str, rank: int | None = None) -> PrefixCounts | None:
+    """Reads the hits of the prefix cache from `/metrics`; None: it has none. `rank`: of one
+    data-parallel rank; None: the sums of all."""
+    labels = r"(?:\{.*\})?" if rank is None else rf'\{{(?:.*,)?engine="{rank}"(?:,.*)?\}}'
+    found = [re.findall(_COUNTER.format(name, labels), metrics, re.M) for name in _COUNTS]
     if not all(found[:2]):
         return None
     try:

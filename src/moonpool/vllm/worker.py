@@ -435,7 +435,7 @@ class VllmWorker(InstanceProcess):
 
     async def _find_pool(self, facts: VllmFacts) -> bool:
         """Whether this vLLM shares the pool of this host."""
-        if self._pool is None and _is_here(self._place.url):
+        if self._pool is None and _is_here(self._client.url):
             model, size = facts.offer.root, facts.block_tokens
             path = default_socket()
             self._pool = PoolWatch(path, model, size, self._post, self._on_pool_rates)

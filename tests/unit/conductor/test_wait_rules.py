@@ -54,12 +54,22 @@ def test_who_can_be_served_in_time_waits_for_room(admission: str) -> None:
     assert explained[0].startswith("waits: no decode instance has room for 28 more tokens")
 
 
-@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("admission", ADMISSIONS[1:])
 def test_who_cannot_is_refused_at_once_with_the_true_wait(admission: str) -> None:
     desk = full_desk(admission=admission)
     (refuse,) = of(desk.ask("second", ttft_s=0.05, **ROOM), Refuse)
     assert (refuse.status, refuse.reason) == (503, "no_decode_capacity")
     assert "there should be some in 0.1 s" in refuse.message
+
+
+def test_without_admission_everybody_waits_for_room_as_in_a_servers_own_queue() -> None:
+    desk = full_desk(admission="none")
+    for number in range(50):
+        assert not of(desk.ask(f"late-{number}", ttft_s=0.05, **ROOM), Refuse)
+    assert not of(tick(desk, 30.0), Refuse)
+    assert placed(end(desk, "first")) == ["late-0"]
+    (refuse,) = of(desk.ask("huge", token_ids=tuple(range(200)), max_tokens=9), Refuse)
+    assert refuse.status == 422, "for which no time makes room"
 
 
 def test_a_wait_ends_with_the_slo_of_the_first_token() -> None:

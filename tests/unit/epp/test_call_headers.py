@@ -59,3 +59,12 @@ def test_refusals_have_the_reasons_of_llm_d() -> None:
         assert dropped_reason(ApiError("no", status=status)) == reason
     stopping = ApiError("no", status=503, code="server_stopping")
     assert dropped_reason(stopping) == "rejected-shutting-down"
+
+
+def test_the_tenant_that_pays_has_a_name_and_an_older_one() -> None:
+    for name in ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"):
+        assert read_terms({name: "team-a"}, USUAL, 600.0, {}).payer == "team-a"
+        # No name reaches into the salts of others, and none is long.
+        assert "/" not in read_terms({name: "a/b/" + "c" * 999}, USUAL, 600.0, {}).payer
+        assert len(read_terms({name: "c" * 999}, USUAL, 600.0, {}).payer) == 128
+    assert read_terms({}, USUAL, 600.0, {}).payer == ""

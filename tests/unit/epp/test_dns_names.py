@@ -15,10 +15,10 @@ import dns.message
 import dns.rcode
 import dns.rrset
 
+from moonpool.discovery.listed_server import SourceError
 from moonpool.epp.endpoint import Listing
 from moonpool.epp.sources import dns_names
 from moonpool.epp.sources.dns_names import DnsName, DnsNames, read_dns_name
-from moonpool.epp.sources.source import EndpointsError
 
 Zone = dict[tuple[str, str], list[str]]
 
@@ -57,7 +57,7 @@ def test_names_are_read() -> None:
         name="_vllm._tcp.example", port=0, role=""
     )
     for text in ("example", "a:0x1", "a:99999", "_s._tcp.a:1", "cook=a:1", "", "a b:1", "=a:1"):
-        with pytest.raises(EndpointsError):
+        with pytest.raises(SourceError):
             read_dns_name(text)
 
 

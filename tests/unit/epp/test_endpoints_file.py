@@ -10,10 +10,10 @@ import pytest
 
 yaml = pytest.importorskip("yaml")
 
+from moonpool.discovery.listed_server import SourceError  # noqa: E402
 from moonpool.epp.endpoint import Endpoint, Listing  # noqa: E402
 from moonpool.epp.sources import endpoints_file  # noqa: E402
 from moonpool.epp.sources.endpoints_file import EndpointsFile  # noqa: E402
-from moonpool.epp.sources.source import EndpointsError  # noqa: E402
 from moonpool.types import Role  # noqa: E402
 
 # The example of llm-d's own guide, and its labels.
@@ -130,5 +130,5 @@ def test_changes_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     source = EndpointsFile(str(tmp_path / "none.yaml"))
-    with pytest.raises(EndpointsError, match="No such file"):
+    with pytest.raises(SourceError, match="No such file"):
         asyncio.run(source.follow(lambda listing: None))

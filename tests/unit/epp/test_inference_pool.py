@@ -14,11 +14,11 @@ kmock = pytest.importorskip("kmock")
 
 import httpx  # noqa: E402
 
+from moonpool.discovery import kubernetes_api  # noqa: E402
+from moonpool.discovery.kubernetes_api import ApiServer, own_namespace  # noqa: E402
+from moonpool.discovery.listed_server import SourceError  # noqa: E402
 from moonpool.epp.endpoint import Listing  # noqa: E402
-from moonpool.epp.sources import kubernetes_api  # noqa: E402
 from moonpool.epp.sources.inference_pool import InferencePool  # noqa: E402
-from moonpool.epp.sources.kubernetes_api import ApiServer, own_namespace  # noqa: E402
-from moonpool.epp.sources.source import EndpointsError  # noqa: E402
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/ns/inferencepools"
 OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/ns/inferenceobjectives"
@@ -201,7 +201,7 @@ def test_a_watch_that_is_too_old_is_begun_anew(
 
 
 def test_outside_of_a_cluster() -> None:
-    with pytest.raises(EndpointsError, match="no pod of a Kubernetes cluster"):
+    with pytest.raises(SourceError, match="no pod of a Kubernetes cluster"):
         ApiServer.of_pod({})
     assert own_namespace({"NAMESPACE": "team"}) == "team"
     assert own_namespace({}) == "default"

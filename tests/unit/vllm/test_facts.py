@@ -94,3 +94,14 @@ vllm:prefix_cache_hits_created{engine="0",model_name="m"} 1.7e9
     assert read_counts(text + fetched) == PrefixCounts(300.0, 70.0, 9.0)
     assert read_counts("") is None
     assert read_counts(text.replace("2e2", "many")) is None
+
+
+def test_counts_are_of_one_rank_or_of_all() -> None:
+    metrics = "".join(
+        f'vllm:prefix_cache_{name}_total{{engine="{rank}",model_name="m"}} {count + rank}\n'
+        for name, count in (("queries", 100.0), ("hits", 10.0))
+        for rank in (0, 1)
+    )
+    assert read_counts(metrics) == PrefixCounts(201.0, 21.0, 0.0)
+    assert read_counts(metrics, 1) == PrefixCounts(101.0, 11.0, 0.0)
+    assert read_counts(metrics, 2) is None

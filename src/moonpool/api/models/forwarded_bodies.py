@@ -54,6 +54,8 @@ _POOLED_FIELDS = (
     "messages",
 )
 _TOKEN_BYTES = 4
+MOST_ANSWERS = 128
+"""To one prompt, as the range of `n` has it."""
 
 
 class ForwardedBody(msgspec.Struct, kw_only=True):
@@ -66,6 +68,12 @@ class ForwardedBody(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    n: int | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers there are to each prompt."""
+        return min(max(self.n or 1, 1), MOST_ANSWERS)
 
     @property
     def most_tokens(self) -> int | None:

@@ -2,7 +2,7 @@
 
 The unit of load is predicted latency over its SLO; `load_limit` is the highest load accepted.
 
-* none: no request is rejected for its SLO, only for lack of room or instances, or its deadline.
+* none: no request is rejected for its SLO. What lacks room waits until its deadline.
 * baseline: checks the prefill load at arrival. The decode instance checks its load when the prefill
   is done; a request that it rejects has been prefilled for nothing.
 * early: also checks the decode load at arrival, as it is then. That is one prefill too early, which

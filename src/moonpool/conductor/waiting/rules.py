@@ -54,8 +54,14 @@ class WaitRules:
     """Reads the bookings, and adds to the queue."""
 
     def __init__(
-        self, reservations: Reservations, shares: FairShare, waiting: WaitingRequests
+        self,
+        reservations: Reservations,
+        shares: FairShare,
+        waiting: WaitingRequests,
+        refuses_for_slo: bool = True,
     ) -> None:
+        """`refuses_for_slo`: whether a request that would miss its SLO is refused."""
+        self._refuses_for_slo = refuses_for_slo
         self.rooms = RoomForecast(reservations)
         self._table: InstanceTable = reservations.instance_table
         self._shares, self._waiting = shares, waiting
@@ -153,11 +159,13 @@ class WaitRules:
 
     def _waits_for_room(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
         """Whether the request waits until its deadline for others that hold the room: it was
-        admitted before, or another choice of its call was."""
+        admitted before, or another choice of its call was, or nothing is refused for its SLO."""
         if rejection.status == HOPELESS or rejection.reason not in LOAD_REASONS:
             return False
         tracked.call_has_begun |= self._calls[tracked.request.call] > 0
-        return tracked.call_has_begun or (tracked.num_attempts > 0 and rejection.reason == NO_ROOM)
+        lacks_room = rejection.reason == NO_ROOM
+        is_admitted = tracked.num_attempts > 0 or not self._refuses_for_slo
+        return tracked.call_has_begun or (lacks_room and is_admitted)
 
     def _is_in_time(
         self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float

@@ -15,8 +15,8 @@ import dns.asyncresolver
 import dns.exception
 import dns.resolver
 
+from moonpool.discovery.listed_server import SourceError
 from moonpool.epp.endpoint import ROLE_LABEL, ROLES, Endpoint, Listing, read_endpoint
-from moonpool.epp.sources.source import EndpointsError
 from moonpool.log_limit import limited_logger
 from moonpool.types import Struct
 
@@ -44,17 +44,17 @@ class _LookupError(Exception):
 
 def read_dns_name(text: str) -> DnsName:
     """Reads NAME:PORT, or the name of a service such as _vllm._tcp.NAME, with ROLE= before it where
-    all its endpoints have a role. Raises EndpointsError."""
+    all its endpoints have a role. Raises SourceError."""
     found = _NAME.fullmatch(text)
     if found is None:
-        raise EndpointsError(f"{text!r} must be NAME:PORT or _SERVICE._tcp.NAME")
+        raise SourceError(f"{text!r} must be NAME:PORT or _SERVICE._tcp.NAME")
     role, name, port = found["role"] or "", found["name"], int(found["port"] or 0)
     if role not in ROLES:
-        raise EndpointsError(
+        raise SourceError(
             f"{text!r}: the role {role!r} is none of {', '.join(filter(None, ROLES))}"
         )
     if bool(port) == name.startswith("_") or port > 65535:
-        raise EndpointsError(f"{text!r} must be NAME:PORT or _SERVICE._tcp.NAME")
+        raise SourceError(f"{text!r} must be NAME:PORT or _SERVICE._tcp.NAME")
     return DnsName(name=name, port=port, role=role)
 
 
@@ -73,7 +73,7 @@ class DnsNames:
             try:
                 self._resolver = dns.asyncresolver.Resolver()
             except dns.exception.DNSException as error:
-                raise EndpointsError(f"DNS is not set up on this machine: {error}") from None
+                raise SourceError(f"DNS is not set up on this machine: {error}") from None
         known: dict[DnsName, dict[str, Endpoint]] = {}
         missed: set[str] = set()
         before: Listing | None = None

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import yaml
 
+from moonpool.discovery.listed_server import SourceError
 from moonpool.epp.endpoint import Endpoint, EndpointError, Listing, read_endpoint
-from moonpool.epp.sources.source import EndpointsError
 from moonpool.log_limit import limited_logger
 
 log = limited_logger("moonpool.epp")
@@ -58,7 +58,7 @@ class EndpointsFile:
             before = self._stamp()
             update(await asyncio.to_thread(self._read))
         except (OSError, ValueError) as error:
-            raise EndpointsError(f"{self._path}: {_why(error)}") from None
+            raise SourceError(f"{self._path}: {_why(error)}") from None
         seen = before
         while True:
             await asyncio.sleep(LOOK_S)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from moonpool.discovery.kubernetes_api import PODS, ApiServer, Object, ObjectList, is_ready
 from moonpool.epp.endpoint import Endpoint, EndpointError, Listing, read_endpoint
-from moonpool.epp.sources.kubernetes_api import ApiServer, Object, ObjectList
 from moonpool.log_limit import limited_logger
 
 log = limited_logger("moonpool.epp")
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
-PODS = "/api/v1/namespaces/{}/pods"
 
 
 class InferencePool:
@@ -118,7 +116,7 @@ class InferencePool:
     def _read_pods(self) -> list[Endpoint]:
         found: list[Endpoint] = []
         for name, pod in sorted(self._pods.items()):
-            if not _is_ready(pod):
+            if not is_ready(pod):
                 continue
             labels = (pod.get("metadata") or {}).get("labels") or {}
             host = pod["status"].get("podIP", "")
@@ -137,14 +135,6 @@ class InferencePool:
         if text != self._said:
             log.warning("%s", text)
         self._said = text
-
-
-def _is_ready(pod: Object) -> bool:
-    status: Mapping[str, Any] = pod.get("status") or {}
-    if (pod.get("metadata") or {}).get("deletionTimestamp") or not status.get("podIP"):
-        return False
-    conditions = status.get("conditions") or ()
-    return any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
 
 
 def _priorities(objects: Mapping[str, Object], pool: str) -> dict[str, int]:

@@ -8,13 +8,9 @@ from typing import Protocol
 from moonpool.epp.endpoint import Listing
 
 
-class EndpointsError(Exception):
-    """The source cannot be used at all; one line says why."""
-
-
 class EndpointSource(Protocol):
     async def follow(self, update: Callable[[Listing], None]) -> None:
         """Calls `update` with all that there is, at first and after each change, until cancelled.
-        Where the source fails for a time, what it said last holds. Raises EndpointsError if it
+        Where the source fails for a time, what it said last holds. Raises SourceError if it
         cannot begin."""
         ...

@@ -49,9 +49,10 @@ class ConductorActor:
     """Made by Ray on a loop."""
 
     def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
         self._life = token_hex(4)
         self._state = ReplicaConductor(settings, self._life)
-        self._waiting: dict[str, asyncio.Future[Decision]] = {}
+        self._waiting: dict[str, tuple[ReplicaCall, asyncio.Future[Decision]]] = {}
         self._named_s: dict[str, float] = {}
         self._asked_s = time.monotonic()
         self._ticks = asyncio.get_event_loop().create_task(self._tick())
@@ -62,16 +63,30 @@ class ConductorActor:
         self._name(replicas, now)
         before = self._waiting.pop(call.call_id, None)
         if before is not None:
-            before.cancel()
+            before[1].cancel()
         found: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        self._waiting[call.call_id] = found
+        waiting = self._waiting[call.call_id] = (call, found)
         self._state.arrive(call, now)
         self._settle()
         try:
             return await found
         finally:
-            if self._waiting.get(call.call_id) is found:
+            if self._waiting.get(call.call_id) is waiting:
                 del self._waiting[call.call_id]
+
+    async def adopt(self, settings: RouterSettings) -> None:
+        """The deployment has other settings now: a new Conductor takes the calls that wait, and
+        learns the rest again."""
+        if settings == self._settings:
+            return
+        now = self._asked_s = time.monotonic()
+        self._settings, self._life = settings, token_hex(4)
+        self._state = ReplicaConductor(settings, self._life)
+        self._state.set_replicas(self._named_s, now)
+        for call, found in list(self._waiting.values()):
+            if not found.done():
+                self._state.arrive(call, now)
+        self._settle()
 
     async def see(self, sightings: Sequence[Sighting], lost: Sequence[str] = ()) -> None:
         """What a router has seen of answers, and the replicas that have died."""
@@ -118,8 +133,8 @@ class ConductorActor:
     def _settle(self) -> None:
         for decision in self._state.take_decisions():
             waiting = self._waiting.get(decision.call_id)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(decision)
+            if waiting is not None and not waiting[1].done():
+                waiting[1].set_result(decision)
 
     async def _tick(self) -> None:
         while True:

@@ -17,6 +17,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.context import _get_global_client
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from moonpool.ray.replicas.calls import read_call
@@ -43,10 +44,8 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **settings: Any) -> None:
         """Raises ValueError for a setting that is unknown or of a wrong type."""
-        try:
-            self._settings = msgspec.convert(settings, RouterSettings)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"request_router_kwargs of ConductorRouter: {error}") from None
+        self._settings = _settings_of(settings)
+        self._reading: asyncio.Task[None] | None = None
         self._conductor: Any = None
         self._silent_until_s = 0.0
         self._is_falling_back = False
@@ -151,7 +150,46 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             "max_restarts": -1,
             "max_concurrency": CALLS,
         }
-        return ray.remote(ConductorActor).options(**options).remote(self._settings)
+        actor = ray.remote(ConductorActor).options(**options).remote(self._settings)
+        actor.adopt.remote(self._settings)  # it may be one that was made with earlier ones
+        return actor
+
+    # Settings that change
+
+    def update_backoff_params(self, *arguments: Any, **named: Any) -> None:
+        """Serve calls it whenever the deployment's configuration has changed."""
+        super().update_backoff_params(*arguments, **named)
+        self._event_loop.call_soon_threadsafe(self._start_reading)
+
+    def _start_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        self._reading = self._event_loop.create_task(self._read_settings())
+
+    async def _read_settings(self) -> None:
+        """Serve makes no new router for new `request_router_kwargs`."""
+        try:
+            settings = _settings_of(await asyncio.to_thread(self._newest_kwargs))
+        except (RayError, KeyError, ValueError) as error:
+            log.warning("moonpool: %s keeps its settings: %s", self._deployment_id, error)
+            return
+        if settings == self._settings:
+            return
+        self._settings = settings
+        log.info("moonpool: %s has other settings now: %s", self._deployment_id, settings)
+        conductor = self._conductor
+        if conductor is not None:
+            try:
+                await conductor.adopt.remote(settings)
+            except RayError as error:
+                self._fall_back(error)
+
+    def _newest_kwargs(self) -> dict[str, Any]:
+        """Raises RayError, KeyError if there is no such deployment any more."""
+        own = self._deployment_id
+        client = _get_global_client()
+        info, _ = client.get_deployment_info(own.name, own.app_name)
+        return dict(info.deployment_config.request_router_config.request_router_kwargs or {})
 
     def _fall_back(self, error: Exception) -> None:
         self._conductor = None
@@ -190,6 +228,14 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             except (RayError, ValueError) as error:
                 self._fall_back(error)
                 return
+
+
+def _settings_of(given: dict[str, Any]) -> RouterSettings:
+    """Raises ValueError for a setting that is unknown or of a wrong type."""
+    try:
+        return msgspec.convert(given, RouterSettings)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"request_router_kwargs of ConductorRouter: {error}") from None
 
 
 def _name_of(replica_id: ReplicaID) -> str:

@@ -49,4 +49,5 @@ class VllmDialect:
                 yield read_output(work, event)
 
     async def counts(self) -> PrefixCounts | None:
-        return read_counts((await self.client.get("/metrics")).decode(errors="replace"))
+        metrics = (await self.client.get("/metrics")).decode(errors="replace")
+        return read_counts(metrics, self.client.rank)

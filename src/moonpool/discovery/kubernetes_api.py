@@ -1,4 +1,5 @@
-"""As much of a Kubernetes API as a picker needs: lists of objects that stay as they are there.
+"""As much of a Kubernetes API as sources of servers need: lists of objects that stay as they are
+there.
 
 A list is read once and then watched from its resource version on, as the API's own clients do. When
 the server has forgotten that version (410), or the watch fails, the list is read again.
@@ -17,11 +18,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from moonpool.epp.sources.source import EndpointsError
+from moonpool.discovery.listed_server import SourceError
 from moonpool.log_limit import limited_logger
 from moonpool.types import MALFORMED
 
-log = limited_logger("moonpool.epp")
+log = limited_logger("moonpool.discovery")
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token, the CA and the namespace of its service account."""
@@ -32,6 +33,7 @@ AGAIN_S, MOST_AGAIN_S = 0.5, 15.0
 MAX_LINE_BYTES = 16 << 20
 PAGE = 500
 
+PODS = "/api/v1/namespaces/{}/pods"
 Object = dict[str, Any]
 
 
@@ -40,13 +42,13 @@ class ApiServer:
     because it is replaced every hour."""
 
     def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
-        """Raises EndpointsError."""
+        """Raises SourceError."""
         self.url = url
         self._token_file = token_file
         try:
             context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
         except (OSError, ssl.SSLError) as error:
-            raise EndpointsError(f"the CA of the Kubernetes API, {ca_file}: {error}") from None
+            raise SourceError(f"the CA of the Kubernetes API, {ca_file}: {error}") from None
         timeout = httpx.Timeout(30.0, read=SILENCE_S)
         self._http = httpx.AsyncClient(
             base_url=url, verify=context, timeout=timeout, trust_env=False
@@ -54,12 +56,12 @@ class ApiServer:
 
     @classmethod
     def of_pod(cls, environment: Mapping[str, str] = os.environ) -> ApiServer:
-        """The API of the cluster in which this process runs. Raises EndpointsError."""
+        """The API of the cluster in which this process runs. Raises SourceError."""
         host, port = (environment.get(f"KUBERNETES_SERVICE_{each}") for each in ("HOST", "PORT"))
         if not host:
-            raise EndpointsError(
+            raise SourceError(
                 "this is no pod of a Kubernetes cluster (KUBERNETES_SERVICE_HOST is not set): name"
-                " the API with --kube-url, or use --endpoints or --dns"
+                " the API of `kubectl proxy`, or another source of servers"
             )
         host = f"[{host}]" if ":" in host else host
         return cls(f"https://{host}:{port or 443}", ACCOUNT / "token", ACCOUNT / "ca.crt")
@@ -155,6 +157,10 @@ class ObjectList:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MOST_AGAIN_S)
 
+    async def check(self) -> None:
+        """Reads the list once. Raises KubernetesError."""
+        await self._list()
+
     async def _list(self) -> tuple[dict[str, Object], str]:
         objects: dict[str, Object] = {}
         more: dict[str, Any] = {"limit": PAGE}
@@ -203,6 +209,15 @@ class ObjectList:
         if asyncio.get_running_loop().time() - began_s < 1.0:
             await asyncio.sleep(1.0)  # a server that ends each watch at once
         return version
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether requests should go to a pod: it has an address, is ready, and is not told to end."""
+    status: Mapping[str, Any] = pod.get("status") or {}
+    if (pod.get("metadata") or {}).get("deletionTimestamp") or not status.get("podIP"):
+        return False
+    conditions = status.get("conditions") or ()
+    return any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
 
 
 def _name(found: Object) -> str:

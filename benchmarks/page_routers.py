@@ -1,0 +1,170 @@
+"""The tables of the guide to routers, from what `moonpool bench routers` found.
+
+`python -m benchmarks.page_routers` writes them between the page's two marks; the rest of the page
+is written by hand. `--check` writes nothing, and ends with status 1 if they are not what the result
+gives. Without a result the page says that nothing is measured yet.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkout import ROOT
+
+RESULT = ROOT / "benchmarks" / "results" / "routers.json"
+PAGE = ROOT / "docs" / "routers.md"
+BEGIN, END = "<!-- bench routers: begin -->", "<!-- bench routers: end -->"
+UNMEASURED = "Not measured yet.\n"
+WORDS = {
+    "round-robin": "round robin, by the client",
+    "vllm-round-robin": "vllm-router, `round_robin`",
+    "vllm-cache-aware": "vllm-router, `cache_aware`",
+    "vllm-kv-aware": "vllm-router, `kv_aware`",
+    "ray-two-choices": "Ray Serve, two choices",
+    "ray-prefix-aware": "Ray Serve, prefix-aware",
+    "ray-conductor": "Ray Serve, moonpool's Conductor",
+    "moonpool-none": "moonpool, `--admission none`",
+    "moonpool-assumed": "moonpool, caches assumed",
+    "moonpool": "moonpool",
+}
+HEADER = (
+    *("load", "router", "within both SLOs, a second", "of what was asked", "refused", "failed"),
+    *("TTFT P50, P99", "TBT P50, P99", "hits", "CPU a request"),
+)
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Student's t for an interval of 95 %, by degrees of freedom from 1 on."""
+T_95_MANY = 2.0
+
+
+def routers_section(found: dict[str, Any]) -> str:
+    """One table for each workload, and what they are from."""
+    parts = []
+    for name, basis in found["bases"].items():
+        rows = [row for row in found["rows"] if row["workload"] == name]
+        if rows:
+            parts.append(_workload(name, basis, rows))
+    fleet, origin = found["fleet"], found["origin"]
+    what = "vLLMs" if fleet["vllm_python"] else "stubs with a model of time"
+    speeds = ", ".join(f"{speed:g}" for speed in fleet["speeds"])
+    parts.append(
+        f"Behind each: {len(fleet['speeds'])} {what} (how slow each is: {speeds}), with"
+        f" {fleet['kv_tokens']:,} tokens of KVCache and steps of at most"
+        f" {fleet['step_tokens']} tokens. Measured by `{' '.join(origin['command'].split())}` at"
+        f" {origin['commit']} on {origin['machine']}.\n"
+    )
+    return "\n".join(parts)
+
+
+def _workload(name: str, basis: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    slo = basis["slo"]
+    lines = [
+        (
+            f"**{name.capitalize()}**: SLOs TTFT {slo['ttft_s']:.2f} s and TBT"
+            f" {1e3 * slo['tbt_s']:.0f} ms; load 1 is {basis['requests_per_s']:.3g} requests a"
+            " second."
+        ),
+        "",
+        *(f"| {' | '.join(line)} |" for line in (HEADER, ("---",) * len(HEADER))),
+        *(f"| {' | '.join(row)} |" for row in router_rows(rows)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def router_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A row for each load and router, the best of its load in bold; one that does not run says
+    why."""
+    for load in sorted({row["load"] for row in rows}):
+        own = {
+            name: [row for row in rows if row["load"] == load and row["router"] == name]
+            for name in WORDS
+        }
+        ran = {
+            name: [row for row in each if "absent" not in row] for name, each in own.items() if each
+        }
+        means = {name: _mean(each, "goodput_rps") for name, each in ran.items() if each}
+        best = max(means.values(), default=0.0)
+        for name, each in ran.items():
+            if not each:
+                why = own[name][0]["absent"].replace("|", "/")
+                yield (f"{load:g}", WORDS[name], f"does not run: {why}", *("-",) * 7)
+                continue
+            shown = _interval([row["goodput_rps"] for row in each])
+            yield (
+                f"{load:g}",
+                WORDS[name],
+                f"**{shown}**" if means[name] == best else shown,
+                f"{_mean_of(each, _share):.0%}",
+                f"{_mean_of(each, lambda row: row['rejected'] / max(row['requests'], 1)):.0%}",
+                f"{_mean_of(each, lambda row: row['failed'] / max(row['requests'], 1)):.0%}",
+                _tails([row["ttft_s"] for row in each]),
+                _tails([row["tbt_s"] for row in each]),
+                f"{_mean(each, 'engine_hit_ratio'):.0%}",
+                f"{_mean(each, 'cpu_ms_per_request'):.1f} ms" if _has_process(name) else "-",
+            )
+
+
+def _has_process(name: str) -> bool:
+    return name != "round-robin"
+
+
+def _share(row: dict[str, Any]) -> float:
+    return float(row["effective"] / max(row["requests"], 1))
+
+
+def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.fmean(float(row[key]) for row in rows)
+
+
+def _mean_of(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
+    return statistics.fmean(map(of, rows))
+
+
+def _interval(values: Sequence[float]) -> str:
+    """Mean and the half of its interval of 95 %, over the rounds."""
+    mean = statistics.fmean(values)
+    degrees = len(values) - 1
+    if not degrees:
+        return f"{mean:.2f}"
+    t = T_95[degrees - 1] if degrees <= len(T_95) else T_95_MANY
+    return f"{mean:.2f} ± {t * statistics.stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def _tails(each: Sequence[dict[str, float]]) -> str:
+    shown = (1e3 * statistics.median(one[key] for one in each) for key in ("p50", "p99"))
+    return ", ".join(f"{value:,.0f}" for value in shown) + " ms"
+
+
+def with_section(page: str, section: str) -> str:
+    """The page with this between its marks. Raises ValueError if it has none."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{section}\n{END}{after}"
+
+
+def main(page: Path = PAGE, result: Path = RESULT) -> int:
+    """Writes the tables, or checks them; returns the exit status."""
+    try:
+        text = page.read_text()
+        found = json.loads(result.read_text()) if result.exists() else None
+        made = with_section(text, UNMEASURED if found is None else routers_section(found))
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if "--check" not in sys.argv[1:]:
+        page.write_text(made)
+        return 0
+    if made == text:
+        return 0
+    sys.stderr.write(f"{page.name} is out of date: run `python -m benchmarks.page_routers`\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""`moonpool epp` behind a real Envoy: who pays, several answers, unknown models, fallbacks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("grpc")
+pytest.importorskip("envoy.service.ext_proc")
+
+from tests.live.envoy import endpoints_text, envoy, picker_process
+from tests.live.small_folder import write_model_folder
+from tests.live.test_epp import ASKED, CALM, CHAT, PROMPT, Gateway, gateway, wait_until
+from tests.live.vllm_stub import VllmStub
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model_folder(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Gateway]:
+    with gateway(tmp_path_factory.mktemp("two"), model, *CALM) as found:
+        wait_until(lambda: found.picker.log.read_text().count("measured http") == 2)
+        yield found
+
+
+def test_who_pays_is_told_apart_and_shares_what_is_cached(two: Gateway) -> None:
+    prompt = [*range(1, 200), *PROMPT]
+    payer = "x-llm-d-inference-fairness-id"
+    before = two.served()
+    assert two.complete({payer: "alice", "x-request-id": "a"}, prompt=prompt).status_code == 200
+    wait_until(lambda: two.explain("a").get("outcome") == "stop")
+    assert two.explain("a")["tenant"] == "alice/"
+    first = next(n for n, (a, b) in enumerate(zip(before, two.served(), strict=True)) if a != b)
+    for name in ("bob", "carol/../alice", "alice"):
+        before = two.served()
+        found = two.complete({payer: name, "x-request-id": name[:3]}, prompt=[*prompt, 7])
+        assert found.status_code == 200
+        assert two.served()[first] == before[first] + 1  # where it is cached
+    assert two.explain("car")["tenant"] == "carol%2F..%2Falice/"
+
+
+def test_several_answers_are_booked_as_such(two: Gateway) -> None:
+    for stub in two.stubs:
+        stub.gap_s = 0.2
+    before = sum(two.served("/v1/chat/completions"))
+    results: list[int] = []
+
+    def ask() -> None:
+        body = CHAT | {"n": 3, "stream": True, "max_tokens": 30}
+        headers = {"x-request-id": "three"}
+        url = f"{two.url}/v1/chat/completions"
+        results.append(httpx.post(url, json=body, headers=headers, timeout=120).status_code)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        wait_until(lambda: two.picker.requests() == 3)
+        places = {each["instance_id"] for each in two.picker.cluster()["instances"]}
+        told = [two.explain(name) for name in ("three", "three-1", "three-2")]
+        assert {each["decode_instance"] for each in told} <= places
+        assert len({each["decode_instance"] for each in told}) == 1
+        asking.join()
+        wait_until(lambda: two.picker.requests() == 0)
+    finally:
+        for stub in two.stubs:
+            stub.gap_s = 0.0
+    assert results == [200]
+    assert sum(two.served("/v1/chat/completions")) == before + 1
+    told = [two.explain(name) for name in ("three", "three-1", "three-2")]
+    assert [each["outcome"] for each in told] == ["stop"] * 3
+    assert sum(each["generated_tokens"] for each in told) == 30
+
+
+def test_tokens_are_estimated_where_the_models_files_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with gateway(tmp_path, "nobody/has-this-model", *CALM) as found:
+        words = "the words of a long conversation " * 20
+        body = CHAT | {"messages": [{"role": "user", "content": words}]}
+        answer = found.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "e"})
+        assert answer.status_code == 200, answer.text
+        wait_until(lambda: found.explain("e").get("outcome") == "stop")
+        number = int(found.explain("e")["decode_instance"][1:])
+        assert len(words) / 6 < found.explain("e")["prompt_tokens"] < len(words) / 2
+        for turn in range(3):
+            said = [*body["messages"], {"role": "user", "content": f"turn {turn}"}]
+            before = found.served("/v1/chat/completions")
+            more = found.http.post("/v1/chat/completions", json=CHAT | {"messages": said})
+            assert more.status_code == 200
+            assert found.served("/v1/chat/completions")[number] == before[number] + 1
+        assert "its tokens are unknown" in found.picker.log.read_text()
+
+
+POLICIES = "type.googleapis.com/envoy.extensions.load_balancing_policies"
+OVERRIDE_HOST = f"""      type: STATIC
+      connect_timeout: 5s
+      load_balancing_policy:
+        policies:
+          - typed_extension_config:
+              name: envoy.load_balancing_policies.override_host
+              typed_config:
+                "@type": {POLICIES}.override_host.v3.OverrideHost
+                override_host_sources:
+                  - header: x-gateway-destination-endpoint
+                fallback_policy:
+                  policies:
+                    - typed_extension_config:
+                        name: envoy.load_balancing_policies.round_robin
+                        typed_config:
+                          "@type": {POLICIES}.round_robin.v3.RoundRobin
+      load_assignment:
+        cluster_name: picked_endpoint
+        endpoints:
+          - lb_endpoints:
+"""
+ORIGINAL_DST = """      type: ORIGINAL_DST
+      lb_policy: CLUSTER_PROVIDED
+      connect_timeout: 5s
+      original_dst_lb_config:
+        use_http_header: true
+        http_header_name: x-gateway-destination-endpoint
+"""
+PLAIN_ROUTE = "route: { cluster: picked_endpoint, timeout: 3600s, idle_timeout: 3600s }"
+RETRYING_ROUTE = PLAIN_ROUTE.replace(
+    " }", ", retry_policy: { retry_on: connect-failure, num_retries: 1 } }"
+)
+
+
+def test_the_gateway_goes_on_to_a_fallback(tmp_path: Path, model: str) -> None:
+    with ExitStack() as stack:
+        stubs = [VllmStub(root=model).start() for _ in range(3)]
+        for stub in stubs:
+            stack.callback(stub.stop)
+        file = tmp_path / "endpoints.yaml"
+        file.write_text(endpoints_text(*(stub.port for stub in stubs)))
+        flags = ("--endpoints", str(file), "--fallbacks", "2", *CALM)
+        picker = stack.enter_context(picker_process(tmp_path, *flags))
+        known = OVERRIDE_HOST + "".join(
+            "              - endpoint: { address: { socket_address:"
+            f" {{ address: 127.0.0.1, port_value: {stub.port} }} }} }}\n"
+            for stub in stubs
+        )
+        replaces = ((ORIGINAL_DST, known), (PLAIN_ROUTE, RETRYING_ROUTE))
+        url = stack.enter_context(envoy(tmp_path, picker.grpc_port, replaces))
+        picker.await_instances("e0", "e1", "e2")
+        found = Gateway(url, picker, stubs, file)
+        prompt = PROMPT * 3
+        assert found.complete({"x-request-id": "a"}, prompt=prompt).status_code == 200
+        wait_until(lambda: found.explain("a").get("outcome") == "stop")
+        chosen = stubs[int(found.explain("a")["decode_instance"][1:])]
+        chosen.stop()  # and nobody knows it yet
+        answer = httpx.post(
+            f"{url}/v1/completions", json=ASKED | {"prompt": [*prompt, 5]}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        wait_until(lambda: picker.requests() == 0)

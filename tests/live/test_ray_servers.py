@@ -1,0 +1,152 @@
+"""A cluster on Ray whose instances are servers of vLLM's kind, with a pool on each node; one with
+attention workers; and one for which Ray's autoscaler adds machines.
+
+`pip install '.[ray]'` lets these tests run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.suite.routers.engines import STUB_MODEL
+from tests.live.calls import fresh
+from tests.live.conftest import MODEL, SMALL
+from tests.live.ray_nodes import (
+    WAIT_S,
+    AutoscalingNodes,
+    OnRay,
+    RayNodes,
+    processes_of,
+)
+from tests.live.test_faults import wait_until_gone
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
+]
+
+ROOT = Path(__file__).parents[2]
+SERVER = (
+    f"env PYTHONPATH={ROOT} {sys.executable} -m benchmarks.suite.routers.stub_server"
+    f" --model {STUB_MODEL} --port {{port}} --events-port {{events_port}}"
+)
+POOL_BYTES = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    made = RayNodes(num_nodes=2)
+    yield made
+    made.shutdown()
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def ask(url: str, number: int, max_tokens: int = 8) -> list[int]:
+    body = {
+        "prompt": [300 + number] * 100,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    answer = fresh.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def test_vllm_servers_and_their_pools_are_actors(nodes: RayNodes, tmp_path: Path) -> None:
+    config = tmp_path / "vllm.toml"
+    config.write_text(
+        "[cluster]\nlauncher = 'ray'\nmixed = 2\nprefill = 0\ndecode = 0\n"
+        "[engine]\nkind = 'vllm'\n"
+        f"[ray]\nname = 'servers'\npool_bytes = {POOL_BYTES}\nvllm_command = '{SERVER}'\n"
+    )
+    served = OnRay(nodes, STUB_MODEL, "--config", str(config), "--port", "0")
+    try:
+        url = served.wait_until_up(2)[0]
+        assert set(served.instances(url)) == {"mixed-0", "mixed-1"}
+        answers = [ask(url, number) for number in range(4)]
+        servers = processes_of(nodes, "stub_server")
+        pools = [pid for pid in processes_of(nodes, "pool serve") if pid not in servers]
+        assert len(servers) == 2 and len(pools) == 2
+        os.kill(servers[0], signal.SIGKILL)
+        wait_until(lambda: len(processes_of(nodes, "stub_server")) == 2, "no other server")
+        wait_until(lambda: len(served.instances(url)) == 2, "its instance did not join again")
+        os.kill(pools[0], signal.SIGKILL)
+        wait_until(lambda: len(processes_of(nodes, "pool serve")) == 2, "no other pool")
+        assert [ask(url, number) for number in range(4)] == answers
+        left = processes_of(nodes, "moonpool") + processes_of(nodes, "stub_server")
+    finally:
+        assert served.stop() == 0, served.log[-3000:]
+    assert wait_until_gone(left) == []
+    assert not list(Path(f"/dev/shm/moonpool-{os.getuid()}").glob("ray-servers-*"))
+
+
+def test_attention_workers_are_actors(nodes: RayNodes, tmp_path: Path) -> None:
+    config = tmp_path / "attention.toml"
+    config.write_text("[ray]\nname = 'lamina'\n")
+    counts = ["--prefill", "1", "--decode", "1", "--attention", "1", "--port", "0"]
+    served = OnRay(nodes, MODEL, "--config", str(config), *counts, *SMALL)
+    try:
+        url = served.wait_until_up(2)[0]
+
+        def workers() -> list[dict[str, Any]]:
+            found = fresh.get(f"{url}/cluster", timeout=30).json()["attention"]
+            return [worker for worker in found if worker["owner"] == "decode-0"]
+
+        wait_until(lambda: len(workers()) == 1, "no attention worker has joined")
+        answer = fresh.post(f"{url}/v1/completions", json=BODY, timeout=120).json()["choices"]
+        lost = workers()[0]["pid"]
+        os.kill(served.actor_of(lost), signal.SIGKILL)
+        wait_until(lambda: [w["pid"] for w in workers()] not in ([], [lost]), "it is not replaced")
+        again = fresh.post(f"{url}/v1/completions", json=BODY, timeout=120).json()["choices"]
+        assert again[0]["text"] == answer[0]["text"]
+    finally:
+        assert served.stop() == 0, served.log[-3000:]
+
+
+BODY = {"prompt": [9, 8] * 100, "max_tokens": 100, "temperature": 1, "seed": 5, "ignore_eos": True}
+
+
+def test_rays_autoscaler_adds_a_machine_for_what_the_conductor_wants(tmp_path: Path) -> None:
+    """One CPU for the head and one instance of each role; what more is wanted needs a machine."""
+    config = tmp_path / "grows.toml"
+    config.write_text(
+        "[conductor]\nautoscale = true\nautoscale_load = 0.05\n"
+        "[ray]\nname = 'grows'\nmost_instances = 2\n"
+    )
+    with AutoscalingNodes(head_cpus=3, worker_cpus=1, most_workers=2) as nodes:
+        served = OnRay(nodes, MODEL, "--config", str(config), "--port", "0", *SMALL)
+        stop = threading.Event()
+        try:
+            url = served.wait_until_up(2)[0]
+            assert nodes.num_alive() == 1
+            for number in range(12):
+                threading.Thread(target=_keep_busy, args=(url, number, stop), daemon=True).start()
+            wait_until(lambda: len(served.instances(url)) > 2, served.log[-3000:])
+            assert nodes.num_alive() > 1
+        finally:
+            stop.set()
+            assert served.stop() == 0, served.log[-3000:]
+
+
+def _keep_busy(url: str, number: int, stop: threading.Event) -> None:
+    while not stop.is_set():
+        body = {"prompt": [3 + number] * 200, "max_tokens": 300, "ignore_eos": True}
+        fresh.post(f"{url}/v1/completions", json=body, timeout=120)
