@@ -5,7 +5,7 @@
     python3 install.py lab dev    and tests and checks: requirements-dev.lock
 
 uv installs where it is on the PATH, else pip does, and pip also where uv fails. The kernels are
-compiled meanwhile, for this machine's instruction set alone; with `dev` for all, which tests compare.
+compiled meanwhile, for this machine's instruction set alone; with `dev` for all, for the tests.
 The locks name every file by its hash. The module imports only the standard library.
 """
 
