@@ -118,16 +118,21 @@ def _make_environment(uv: str | None) -> str | None:
 
 def _packages_by_uv(uv: str, locks: Sequence[str]) -> bool:
     """Whether uv has installed them, from where pip would take them."""
-    places = _places_of_pip()
-    # any index may give a file: its hash is known
-    strategy = ("--index-strategy", "unsafe-best-match", "--require-hashes")
-    wanted = (*strategy, *(word for lock in locks for word in ("-r", lock)))
-    if _uv(uv, (*places, *wanted)):
+    # Any index may give a file, because its hash is known.
+    rules = (*_places_of_pip(), "--index-strategy", "unsafe-best-match", "--require-hashes")
+    pin, rest = _lock_of_torch(), VENV / "rest.lock"
+    rest.write_text((ROOT / RUNS).read_text().replace(pin, ""))
+    named = VENV / "torch.lock"
+    # uv knows hashes by the whole version, which says what a build is for.
+    named.write_text(pin.replace(pin.split()[0], f"{pin.split()[0]}+cpu", 1))
+    others = tuple(word for lock in (rest, *locks[1:]) for word in ("-r", lock))
+    if _uv(uv, (*rules, "-r", named, *others)):
         return True
-    if _has_gpu() or not _is_for_cpu_torch():
-        return False
-    print("  once more, with torch from its index of builds for CPUs", flush=True)
-    return _uv(uv, (*places, *wanted, "--torch-backend", "cpu"))
+    if not _has_gpu() and _is_for_cpu_torch():
+        print("  once more, with torch from its index of builds for CPUs", flush=True)
+        if _uv(uv, (*rules, "--torch-backend", "cpu", "-r", named, *others)):
+            return True
+    return _uv(uv, (*rules, "--no-deps", "-r", CUDA)) and _uv(uv, (*rules, *others))
 
 
 def _packages_by_pip(locks: Sequence[str]) -> None:
@@ -198,7 +203,8 @@ def _pip(python: str | Path = PYTHON) -> tuple[str | Path, ...]:
 def _uv(uv: str, arguments: Command) -> bool:
     # Where two file systems meet, uv would warn of each package that it copies.
     link = {} if "UV_LINK_MODE" in os.environ else {"UV_LINK_MODE": _link_mode()}
-    return _succeeds((uv, "pip", "install", "--python", PYTHON, *arguments), link)
+    few = {"UV_HTTP_RETRIES": os.environ.get("UV_HTTP_RETRIES", "1")}
+    return _succeeds((uv, "pip", "install", "--python", PYTHON, *arguments), link | few)
 
 
 def _link_mode() -> str:
