@@ -13,6 +13,7 @@ from moonpool import __version__
 from moonpool.plugins.commands import EXTRA_OF_COMMAND, CommandTable, added_commands
 
 COMMANDS: CommandTable = {
+    "run": ("moonpool.cli.run.command", "run", "Chat with a model on this machine."),
     "serve": ("moonpool.cli.serve", "serve", "Start head and workers on this machine and serve."),
     "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
