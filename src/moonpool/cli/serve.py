@@ -144,6 +144,24 @@ HEAD_FLAGS = ConfigFlags(
 )
 
 
+SERVE_SCREEN = ("--prefill", "--decode", "--mixed", "--vllm", "--vllm-endpoints")
+HEAD_SCREEN = ("--head-host", "--head-port", "--standby-of", "--engine")
+SCREEN = (
+    "--host",
+    "--port",
+    "--api-key-file",
+    "--served-model-name",
+    "--max-model-len",
+    "--device",
+    "--threads",
+    "--kv-tokens",
+    "--ssd-tokens",
+    "--slo-ttft",
+    "--slo-tbt",
+    "--log-requests",
+)
+"""What `--help` shows of both; `--help all` shows the rest."""
+
 LORA_FLAG = "--lora-modules"
 _LORA_MODULE = re.compile(r"[\w./-]+=.+", re.DOTALL)
 
@@ -163,7 +181,7 @@ class _ServingCommand(SectionedCommand):
         return super().parse_args(ctx, spread)
 
 
-@click.command(cls=_ServingCommand)
+@click.command(cls=_ServingCommand, screen=("--config", *SERVE_SCREEN, *SCREEN))
 @click.argument("model", required=False)
 @config_option
 @SERVE_FLAGS.options(Config(), hidden=("network.head_port",))
@@ -194,7 +212,7 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     _run(config, launch=True, secret=secrets.token_bytes(32))
 
 
-@click.command(cls=_ServingCommand)
+@click.command(cls=_ServingCommand, screen=("--config", *HEAD_SCREEN, *SCREEN))
 @click.argument("model", required=False)
 @config_option
 @click.option(

@@ -175,7 +175,8 @@ class AttentionConfig(Struct, frozen=True):
 class PoolConfig(Struct, frozen=True):
     """The KVCache pool. `dram_tokens_per_instance == 0`: a quarter of the machine's free memory,
     divided among its instances, at most 65,536 tokens each. There is an SSD tier if
-    `ssd_tokens_per_instance` or `ssd_bytes_per_instance` is above 0. `ssd_admission`: which blocks are written to the SSD."""
+    `ssd_tokens_per_instance` or `ssd_bytes_per_instance` is above 0. `ssd_admission`: which blocks
+    are written to the SSD."""
 
     block_tokens: Annotated[
         int, about("Tokens of one KVCache block, a multiple of 16.", "--block-size")

@@ -55,6 +55,7 @@ NEXT_STEPS = (
 @click.option("--prefill", default=2, show_default=True, help="Number of prefill instances.")
 @click.option("--decode", default=2, show_default=True, help="Number of decode instances.")
 @click.option(
+    "--report",
     "--page",
     "page_file",
     type=click.Path(dir_okay=False),

@@ -47,7 +47,7 @@ class BackgroundServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: end_with(own_pid),  # noqa: PLW1509 - no thread runs yet
+            preexec_fn=lambda: end_with(own_pid),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -97,7 +97,9 @@ class BackgroundServer:
             self.check()
             with contextlib.suppress(ConnectionRefusedError):
                 call = socket.create_connection((HOST, self.port))
-                call.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                call.sendall(
+                    b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+                )
                 return call
             select.select([], [], [], LOOK_S / 5)
 

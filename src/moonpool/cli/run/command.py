@@ -18,7 +18,6 @@ import click
 
 from moonpool.cli.output import fail
 from moonpool.cli.run.background_server import (
-    HOST,
     BackgroundServer,
     ServerEndedError,
     choose_port,
@@ -42,7 +41,9 @@ _ERASE = "\r\x1b[K"
 @click.option("--open", "open_page", is_flag=True, help="Chat in the browser instead.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.")
 @click.option(
-    "--temperature", type=click.FloatRange(0, 2), help="0: the likeliest tokens; else they are drawn."
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="Randomness of the tokens; 0 takes the likeliest.",
 )
 @click.option(
     "--max-model-len",
@@ -56,7 +57,7 @@ _ERASE = "\r\x1b[K"
     help=f"Port of the API; {DEFAULT_PORT} unless given, or a free one if that is taken.",
 )
 @click.option(
-    "--disk/--no-disk", default=True, show_default=True, help="Keep KVCache on disk for later."
+    "--ssd/--no-ssd", default=True, show_default=True, help="Keep KVCache on disk for later."
 )
 @click.option("--verbose", is_flag=True, help="Show the server's log.")
 def run(
@@ -65,7 +66,7 @@ def run(
     system: str,
     open_page: bool,
     port: int | None,
-    disk: bool,
+    ssd: bool,
     verbose: bool,
     **settings: Any,
 ) -> None:
@@ -83,12 +84,13 @@ def run(
 
         model = choose_model("run")
     name = _served_name(model)
-    folder = _disk_folder(name) if disk else None
+    folder = _disk_folder(name) if ssd else None
+    if folder is not None and not _disk_bytes(folder):
+        folder = None  # the disk is nearly full
     arguments = _serve_arguments(model, name, folder, settings)
     chosen = choose_port(DEFAULT_PORT) if port is None else port or choose_port(0)
-    parameters = {key: settings[key] for key in ("max_tokens", "temperature") if settings[key]}
-    if settings["temperature"] == 0:
-        parameters["temperature"] = 0
+    wanted = {key: settings[key] for key in ("max_tokens", "temperature")}
+    parameters = {key: value for key, value in wanted.items() if value is not None}
     _end_in_order()
     progress = _Progress(verbose, shown=prompt is None)
     try:
@@ -171,38 +173,27 @@ def _serve_arguments(
     for flag in ("max_model_len", "threads"):
         if settings[flag] is not None:
             words += [f"--{flag.replace('_', '-')}", str(settings[flag])]
-    num_bytes = 0 if folder is None else _disk_bytes(folder)
-    if num_bytes:
-        words += ["--ssd-folder", str(folder), "--ssd-bytes", str(num_bytes)]
+    if folder is not None:
+        words += ["--ssd-folder", str(folder), "--ssd-bytes", str(_disk_bytes(folder))]
     return words
 
 
 def _print_places(url: str, name: str, folder: Path | None) -> None:
-    num_bytes = 0 if folder is None else _disk_bytes(folder)
-    rows = [
-        ("OpenAI clients", f"{url}/v1, any key, model {name}"),
-        ("Anthropic clients", f"{url}, any key, model {name}"),
-        ("Browser", url),
-        (
-            "Claude Code",
-            f"ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN=any ANTHROPIC_MODEL={name} claude",
-        ),
-        (
-            "Continue",
-            f"models: [{{name: {name}, provider: openai, model: {name}, apiBase: {url}/v1,"
-            " apiKey: any}]",
-        ),
-        ("Open WebUI", f"OPENAI_API_BASE_URL={url}/v1 OPENAI_API_KEY=any open-webui serve"),
-    ]
-    if num_bytes:
-        rows.append(
-            (
-                "KVCache on disk",
-                f"{folder}, at most {num_bytes / GIB:.1f} GiB (--no-disk turns it off, "
-                f"`moonpool pool clear {folder}` deletes it)",
-            )
-        )
-    for what, how in rows:
+    variables = f"ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN=any ANTHROPIC_MODEL={name}"
+    own = f"name: {name}, provider: openai, model: {name}, apiBase: {url}/v1, apiKey: any"
+    rows = {
+        "OpenAI clients": f"{url}/v1, any key, model {name}",
+        "Anthropic clients": f"{url}, any key, model {name}",
+        "Browser": url,
+        "Claude Code": f"{variables} claude",
+        "Continue": f"models: [{{{own}}}]",
+        "Open WebUI": f"OPENAI_API_BASE_URL={url}/v1 OPENAI_API_KEY=any open-webui serve",
+    }
+    if folder is not None:
+        size = f"{_disk_bytes(folder) / GIB:g} GiB"
+        ways = f"--no-ssd turns it off, `moonpool pool clear {folder}` deletes it"
+        rows["KVCache on disk"] = f"{folder}, at most {size} ({ways})"
+    for what, how in rows.items():
         click.echo(f"{what + ':':<18} {how}")
 
 

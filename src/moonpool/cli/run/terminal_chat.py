@@ -144,5 +144,3 @@ def answer_once(
     finally:
         if stream.text and not stream.text.endswith("\n"):
             show("\n")
-
-
