@@ -71,7 +71,9 @@ def contexts(root: click.Command) -> Iterator[click.Context]:
         context = waiting.pop(0)
         yield context
         command = context.command
-        for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+        if not isinstance(command, click.Group):
+            continue
+        for name in command.list_commands(context):
             below = command.get_command(context, name)
             if below is not None and not below.hidden:
                 waiting.append(click.Context(below, context, info_name=name))

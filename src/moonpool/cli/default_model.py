@@ -48,7 +48,7 @@ class HubModel(msgspec.Struct, frozen=True):
 def choose_model(command: str) -> str:
     """Returns the model for `moonpool serve` or `run` where none is named. Ends the command where
     there is none, or the person wants none."""
-    asks = sys.stdin.isatty() and sys.stderr.isatty()
+    asks = has_terminal()
     if command == "serve" and not asks:
         return NO_MODEL
     if find_spec(MODULE) is not None:
@@ -63,6 +63,11 @@ def choose_model(command: str) -> str:
     _say(f"no model was named, and no Hub can be reached: {offer}")
     _say(f"until then {NO_MODEL} answers, which only repeats text of its prompt")
     return NO_MODEL
+
+
+def has_terminal() -> bool:
+    """Whether there is a person to ask."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _packaged(command: str, asks: bool) -> str:
