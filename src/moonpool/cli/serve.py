@@ -83,7 +83,6 @@ _SHARED_KEYS = (
     "engine.speculative_config",
     "engine.pinning",
     "engine.device",
-    "engine.measure_s",
     "api.host",
     "api.port",
     "api.api_keys",

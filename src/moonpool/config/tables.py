@@ -411,16 +411,6 @@ class EngineConfig(Struct, frozen=True):
     ] = 0
     pinning: Annotated[Pinning, about("Pin each engine to cores of its own.")] = "on"
     device: Annotated[Device, about("Device that computes.")] = "cpu"
-    measure_s: Annotated[
-        float,
-        about(
-            "Most seconds to measure step times where none are kept; below 1.5, none are kept"
-            " then, and serving corrects them.",
-            "--measure-seconds",
-            gt=0,
-            le=60,
-        ),
-    ] = 1.5
     staggered_decodes: Annotated[
         bool, about("Decode two half batches in turn, so that model and attention workers overlap.")
     ] = False

@@ -52,7 +52,7 @@ from moonpool_engine.storage.folder import StoreError
 from moonpool_engine.storage.kept_memory import OFF, KeptMemory, open_in_folder
 from moonpool_engine.transfer.arena import Arena, ArenaError, available_memory_bytes
 from moonpool_engine.transfer.touch_ahead import may_touch_late
-from moonpool_engine.worker.profile_store import MEASURE_S, refine_profile
+from moonpool_engine.worker.profile_store import refine_profile
 
 log = logging.getLogger("moonpool.worker")
 
@@ -128,7 +128,7 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
         raise _in_one_line(error) from None
 
 
-def measure_cost(built: BuiltEngine, num_stages: int, budget_s: float = MEASURE_S) -> FittedCost:
+def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
     """Measures the engine's step times and prepares its grammars. Raises BootError.
 
     With attention workers, it measures with requests at each worker in turn. It does not measure
@@ -141,10 +141,10 @@ def measure_cost(built: BuiltEngine, num_stages: int, budget_s: float = MEASURE_
             measure_samples(engine, WARM_UP_S)  # compiles the kernels before the first request
         if parts is None:
             kept = built.ledger is not None and built.ledger.names_any
-            cost = pipelined(refine_profile(engine, threads, kept, budget_s), num_stages)
+            cost = pipelined(refine_profile(engine, threads, only_if_new=kept), num_stages)
         else:
             spread = CalibrationEngine(parts.engine, parts.group.sizes)
-            cost = refine_profile(spread, threads, bool(parts.group.cached), budget_s)
+            cost = refine_profile(spread, threads, only_if_new=bool(parts.group.cached))
         if isinstance(engine, Engine):  # with several stages, the last one samples
             engine.grammars.prepare()
     except NonFiniteLogitsError as error:

@@ -144,7 +144,7 @@ def boot_instance(
         raise BootError(str(error)) from None
     built = build_engine(setup, place, on_lost)
     arena, num_stages, parts = built.arena, place.degree.num_stages, built.parts
-    cost = measure_cost(built, num_stages, setup.engine.measure_s)
+    cost = measure_cost(built, num_stages)
     draft = boot_draft(setup, place.role, built)
     pin_thread(place.share.others)  # also pins all threads that are started from here on
     messenger = _open_messenger(setup, place, arena, post)

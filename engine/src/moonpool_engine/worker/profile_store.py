@@ -43,8 +43,6 @@ log = logging.getLogger("moonpool.profile")
 KEPT_S = 7 * 86400.0
 """A machine changes: an older profile is refined. Load and temperature are learned while serving
 (`cost.online`)."""
-MEASURE_S = 1.5
-"""How long a measurement takes that is worth keeping."""
 _FILE = re.compile(r"[0-9a-f]{24}\.(?:json|lock|\d+)")
 
 
@@ -98,19 +96,13 @@ def measure_profile(
     return fit_samples(samples), curve_of(samples)
 
 
-def refine_profile(
-    engine: MeasuredEngine, threads: int, only_if_new: bool = False, budget_s: float = MEASURE_S
-) -> FittedCost:
-    """Fits the cost model to the stored times, and measures for `budget_s` if there are none.
+def refine_profile(engine: MeasuredEngine, threads: int, only_if_new: bool = False) -> FittedCost:
+    """Fits the cost model to the stored times, and measures if there are none.
 
     Times that are older than `KEPT_S` are measured again, and the better ones kept, unless
-    `only_if_new`. With a budget below `MEASURE_S` there is no time for that, and what is measured
-    is not kept: a later start with more time shall have its own.
+    `only_if_new`.
     """
     path = profile_path(engine, threads)
-    if budget_s < MEASURE_S:
-        kept = _read(path)
-        return fit_samples(kept or measure_samples(engine, budget_s, thorough=False))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
@@ -118,11 +110,11 @@ def refine_profile(
             samples = _read(path)
             stale = samples and not only_if_new and time.time() - path.stat().st_mtime > KEPT_S
             if not samples or stale:
-                samples = best_of(samples, measure_samples(engine, budget_s, thorough=False))
+                samples = best_of(samples, measure_samples(engine, thorough=False))
                 _write(path, _described(engine, threads, samples))
     except OSError as error:
         log.info("the cost profile cannot be stored and is measured at each start: %s", error)
-        samples = measure_samples(engine, budget_s, thorough=False)
+        samples = measure_samples(engine, thorough=False)
     return fit_samples(samples)
 
 

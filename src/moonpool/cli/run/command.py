@@ -31,8 +31,6 @@ DISK_SHARE = 0.1
 DISK_SIZES = tuple(GIB * size // 4 for size in (1, 2, 4, 8, 16, 32, 64))
 """Steps, so that the tier keeps its size while other files come and go."""
 REQUEST_TIMEOUT_S = 86_400
-MEASURE_S = 0.1
-"""One instance has no choice of places, and few need its step times before it has learned them."""
 _ERASE = "\r\x1b[K"
 
 
@@ -171,7 +169,7 @@ def _serve_arguments(
     """The flags of `moonpool serve` for one person."""
     words = [model, "--mixed", "1", "--served-model-name", name]
     words += ["--request-timeout", str(REQUEST_TIMEOUT_S), "--keepalive", "1"]
-    words += ["--drain-seconds", "0", "--measure-seconds", str(MEASURE_S)]
+    words += ["--drain-seconds", "0"]
     for flag in ("max_model_len", "threads"):
         if settings[flag] is not None:
             words += [f"--{flag.replace('_', '-')}", str(settings[flag])]
