@@ -81,9 +81,7 @@ def test_the_hubs_model_is_offered_with_size_and_licence(
 ) -> None:
     without_package(monkeypatch)
     assert choose_model("serve") == FETCHED
-    assert asked == [
-        f"No model was named. Fetch and serve {FETCHED} (1.5 GB, licence apache-2.0)?"
-    ]
+    assert asked == [f"No model was named. Fetch and serve {FETCHED} (1.5 GB, licence apache-2.0)?"]
 
 
 def test_who_refuses_is_told_of_the_package(
