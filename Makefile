@@ -2,39 +2,37 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check
 SOURCES := $(wildcard engine/src/moonpool_engine/engine/native/*.cpp engine/src/moonpool_engine/engine/native/*.h)
 
-LOCKS := requirements.lock requirements-cuda.lock
-# True where the torch that pip finds is a build for CPUs which requirements.lock has. Elsewhere it is
-# that of PyPI, which needs CUDA.
-HAS_CPU_TORCH = found=$$($(PIP) install -q --dry-run --ignore-installed --no-deps --report - \
-  $$(grep -o '^torch==[^ ]*' requirements.lock) | grep -o '"sha256": "[^"]*' | cut -d '"' -f 4); \
-  grep -q "$$found" requirements.lock
+.PHONY: setup-demo setup setup-dev demo test lint types check long docs lock wheel release swarm soak bench bench-guard house peer-tests clean
 
-.PHONY: setup setup-dev demo test lint types check long docs lock wheel release swarm soak bench bench-guard house peer-tests clean
+# What `install.py` sets up: what serves, with plans and measurements, with tests and checks.
+setup-demo: $(VENV)/.installed-demo
 
 setup: $(VENV)/.installed
 
 setup-dev: $(VENV)/.installed-dev
 
-$(VENV)/.installed: $(LOCKS) pyproject.toml setup.py engine/pyproject.toml engine/setup.py lab/pyproject.toml $(SOURCES)
-	@test -n "$(PYTHON)" || { echo "moonpool needs Python 3.11 or newer on the PATH"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "moonpool needs Python 3.11 or newer, not $$($(PYTHON) --version)"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "1 of 2: packages of requirements.lock (about a minute where they are not cached)"
-	@$(HAS_CPU_TORCH) || $(PIP) install --require-hashes --no-deps -r requirements-cuda.lock
-	$(PIP) install --require-hashes -r requirements.lock
-	@echo "2 of 2: moonpool and its kernels (about half a minute)"
-	$(PIP) install -q --no-deps --no-build-isolation -e . -e engine -e lab
+PROJECTS := pyproject.toml setup.py engine/pyproject.toml engine/setup.py lab/pyproject.toml install.py
+SERVES := requirements.lock requirements-cuda.lock $(PROJECTS) $(SOURCES)
+NEEDS_PYTHON = test -n "$(PYTHON)" || { echo "moonpool needs Python 3.11 or newer on the PATH"; exit 1; }
+
+$(VENV)/.installed-demo: $(SERVES)
+	@$(NEEDS_PYTHON)
+	@$(PYTHON) install.py
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
-	$(PIP) install -q --require-hashes -r requirements-dev.lock
-	@touch $@
+$(VENV)/.installed: $(SERVES) requirements-lab.lock
+	@$(NEEDS_PYTHON)
+	@$(PYTHON) install.py lab
+	@touch $@ $(VENV)/.installed-demo
 
-demo: setup
+$(VENV)/.installed-dev: $(SERVES) requirements-lab.lock requirements-dev.lock
+	@$(NEEDS_PYTHON)
+	@$(PYTHON) install.py lab dev
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-demo
+
+demo: setup-demo
 	$(BIN)/moonpool demo
 
 test: setup-dev
@@ -76,7 +74,8 @@ $(VENV)-docs/.installed: requirements-docs.lock
 lock: setup-dev
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python lock.py $(if $(UPGRADE),--upgrade)
 
-# An sdist and a wheel of each package. That of the engine is a manylinux wheel with the kernels. They
+# An sdist and a wheel of each package. That of the engine is a manylinux wheel with the kernels for all
+# instruction sets (MOONPOOL_RELEASE). They
 # use the OpenMP library that torch brings: a second one in the same process would have threads of its
 # own.
 DIST ?= dist
@@ -85,7 +84,7 @@ wheel: setup-dev
 	rm -rf $(DIST)
 	MOONPOOL_RELEASE=1 $(BIN)/python -m build --no-isolation --outdir $(DIST) .
 	$(BIN)/python -m build --no-isolation --outdir $(DIST) lab
-	$(BIN)/python -m build --no-isolation --outdir $(DIST)/unrepaired engine
+	MOONPOOL_RELEASE=1 $(BIN)/python -m build --no-isolation --outdir $(DIST)/unrepaired engine
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 \
 	  --wheel-dir $(DIST) $(DIST)/unrepaired/*.whl
 	mv $(DIST)/unrepaired/*.tar.gz $(DIST)

@@ -1,11 +1,12 @@
 """Writes the locks (`make lock`): every package that an installation needs, with its hashes.
 
 uv resolves what pyproject.toml names, for all Pythons of Linux, and keeps the versions that the
-locks have. `--upgrade` takes the newest instead. Four files come of it, because pip installs all
-that a file lists: what moonpool runs on, with torch for CPUs; torch of PyPI with CUDA, which
-whoever wants that one installs first; what tests and checks need beside; and what builds the
-documentation in an environment of its own. One list cannot have both builds of torch: given the
-hashes of both, pip prefers the file whose index states a hash, and that is never one in a folder.
+locks have. `--upgrade` takes the newest instead. Five files come of it, because pip installs all
+that a file lists: what moonpool and its engine run on, with torch for CPUs, which is all that the
+demo needs; torch of PyPI with CUDA, which whoever wants that one installs first; what the lab needs
+beside; what tests and checks need beside; and what builds the documentation in an environment of
+its own. One list cannot have both builds of torch: given the hashes of both, pip prefers the file
+whose index states a hash, and that is never one in a folder.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent
-RUNS, CUDA, DEV, DOCS = (
-    ROOT / f"requirements{name}.lock" for name in ("", "-cuda", "-dev", "-docs")
+RUNS, CUDA, LAB, DEV, DOCS = (
+    ROOT / f"requirements{name}.lock" for name in ("", "-cuda", "-lab", "-dev", "-docs")
 )
 HEADS = {
-    RUNS: "What moonpool runs on, with torch for CPUs",
+    RUNS: "What moonpool, its engine and the demo run on, with torch for CPUs",
     CUDA: "torch of PyPI, with CUDA; installed with --no-deps before requirements.lock",
-    DEV: "What its tests and checks need beside requirements.lock",
+    LAB: "What plans, plots and measurements need beside requirements.lock",
+    DEV: "What its tests and checks need beside requirements.lock and requirements-lab.lock",
     DOCS: "What builds the documentation site (`make docs`), in an environment of its own",
 }
 
@@ -42,7 +44,8 @@ CPU_TORCH = (
 """Its builds for CPUs, which PyPI does not have: `pip hash FILE` prints such a line."""
 _OF_CUDA = re.compile(r"(?:nvidia|cuda)-|(?:torch|triton)$")
 
-PROJECTS = ("pyproject.toml", "engine/pyproject.toml", "lab/pyproject.toml")
+SERVES = ("pyproject.toml", "engine/pyproject.toml")
+PROJECTS = (*SERVES, "lab/pyproject.toml")
 OWN = ("moonpool", "moonpool-engine", "moonpool-lab")
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -75,35 +78,44 @@ def main() -> None:
     """Writes all locks. Ends with status 1, and uv's own words, where nothing fits."""
     pins: Lock = {}
     if "--upgrade" not in sys.argv[1:]:
-        for path in (RUNS, CUDA, DEV):
+        for path in (RUNS, CUDA, LAB, DEV):
             pins |= read_lock(path)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     builds = project["build-system"]["requires"]  # the packages are built in the environment itself
-    runs = _resolve(pins, "--extra", "plan", also=builds)
+    lab = _resolve(pins, "--extra", "plan", also=builds)
+    runs = _resolve(pins | lab, sources=SERVES, also=builds)
     cuda = {name: runs.pop(name) for name in list(runs) if _OF_CUDA.match(name)}
     runs["torch"] = (Requirement(TORCH), CPU_TORCH)
-    dev = _resolve(pins | runs | cuda, "--extra", "plan", "--group", "dev", also=builds)
+    dev = _resolve(pins | lab, "--extra", "plan", "--group", "dev", also=builds)
     _write(RUNS, runs)
     _write(CUDA, cuda)
-    _write(DEV, {name: each for name, each in dev.items() if name not in runs | cuda})
+    _write(LAB, {name: each for name, each in lab.items() if name not in runs | cuda})
+    _write(DEV, {name: each for name, each in dev.items() if name not in runs | cuda | lab})
     docs = {} if "--upgrade" in sys.argv[1:] else read_lock(DOCS)
     _write(DOCS, _resolve(docs, only="docs"))
 
 
-def _resolve(pins: Lock, *options: str, also: Iterable[str] = (), only: str = "") -> Lock:
-    """Returns what uv finds for the project with these options, or for its group `only` alone."""
+def _resolve(
+    pins: Lock,
+    *options: str,
+    sources: Iterable[str] = PROJECTS,
+    also: Iterable[str] = (),
+    only: str = "",
+) -> Lock:
+    """Returns what uv finds for `sources` with these options, or for the project's group `only`
+    alone."""
     python = DOCS_PYTHON if only == "docs" else PYTHONS[0]
     with tempfile.TemporaryDirectory() as folder:
         limits, wanted = Path(folder) / "limits", Path(folder) / "wanted"
         kept = [f"{each.name}{each.specifier}" for each, _ in pins.values()]
         limits.write_text("\n".join([*kept, TORCH]))
         wanted.write_text("\n".join(also))
-        sources = ["--group", only] if only else [*PROJECTS, str(wanted)]
+        named = ["--group", only] if only else [*sources, str(wanted)]
         done = subprocess.run(  # noqa: S603 - fixed arguments
             [
                 *("uv", "pip", "compile", "--quiet", "--universal", "--python-version", python),
                 *("--generate-hashes", "--no-header", "--no-annotate", "--constraints"),
-                *(str(limits), *options, *sources),
+                *(str(limits), *options, *named),
                 *(word for name in OWN for word in ("--no-emit-package", name)),
             ],
             cwd=ROOT,

@@ -1,4 +1,8 @@
-"""Builds the native kernels at installation, if this machine can; all else is in pyproject.toml."""
+"""Builds the native kernels at installation, if this machine can; all else is in pyproject.toml.
+
+They are for this machine's instruction set. `make wheel` sets MOONPOOL_RELEASE: what it builds is
+for other machines, and has all instruction sets.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class BuildWithKernels(build_py):
             return
         top = ROOT / "src" if self.editable_mode else Path(self.build_lib)
         try:
-            built = build(top / NATIVE)
+            built = build(top / NATIVE, everything=bool(os.environ.get("MOONPOOL_RELEASE")))
         except (BuildError, OSError) as error:
             print(f"moonpool kernels not built, the engine will run on plain torch: {error}")
         else:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import click
 
+from moonpool.cli.help_screen import show_everything
 from moonpool.cli.main import cli
 
 HEAD = """# Commands
@@ -18,6 +19,7 @@ config file each flag sets.
 def command_page() -> str:
     """Returns the page as Markdown, with a section for each command."""
     context = click.Context(cli, info_name="moonpool", max_content_width=100, terminal_width=100)
+    show_everything(context)
     sections = [
         f"## {own.command_path}\n\n```text\n{own.get_help()}\n```\n" for own in _contexts(context)
     ]

@@ -11,6 +11,7 @@ import msgspec
 
 from benchmarks.cli.annotated import Model, Seed, options
 from benchmarks.cli.output import measure
+from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.options import TOKEN_SHARE, ParamType, json_option
 from moonpool.cli.output import fail
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, Server, asks_server
@@ -90,7 +91,24 @@ def cluster_and_workload(flags: dict[str, Any], **changes: Any) -> tuple[Any, An
     return cluster.with_(**changes), workload
 
 
-@click.command()
+@click.command(
+    cls=ScreenHelp,
+    screen=(
+        "--model",
+        "--trace",
+        "--seconds",
+        "--scale-tokens",
+        "--kv-tokens",
+        "--threads",
+        "--seed",
+        "--json",
+        "--prefill",
+        "--decode",
+        "--mixed",
+        "--load",
+        "--repeats",
+    ),
+)
 @live_options
 @options
 def agreement(
@@ -135,7 +153,24 @@ def agreement(
         raise SystemExit(1)
 
 
-@click.command()
+@click.command(
+    cls=ScreenHelp,
+    screen=(
+        "--model",
+        "--trace",
+        "--seconds",
+        "--scale-tokens",
+        "--kv-tokens",
+        "--threads",
+        "--seed",
+        "--json",
+        "--prefill",
+        "--decode",
+        "--loads",
+        "--slo-ttft",
+        "--slo-tbt",
+    ),
+)
 @live_options
 @options
 def overload(
@@ -188,7 +223,26 @@ def overload(
     )
 
 
-@click.command("peers-live")
+@click.command(
+    "peers-live",
+    cls=ScreenHelp,
+    screen=(
+        "--model",
+        "--trace",
+        "--seconds",
+        "--scale-tokens",
+        "--kv-tokens",
+        "--threads",
+        "--seed",
+        "--json",
+        "--peer-url",
+        "--peer-python",
+        "--client",
+        "--loads",
+        "--slo-ttft",
+        "--slo-tbt",
+    ),
+)
 @asks_server(default=None, former_flag="--peer-url", keys=KEYS_FOR_ANYBODY)
 @live_options
 @options

@@ -29,9 +29,9 @@ def install_command(extra: str) -> str:
     """Returns the command that adds `extra` to this installation, for a shell."""
     checkout = checkout_of(Path(__file__).resolve())
     if checkout is not None:
-        return f"{_installer()} -e {_of_folder(checkout, extra)}"
+        return f"{installer()} -e {_of_folder(checkout, extra)}"
     source = _package_source(extra) if extra in PACKAGES else _source(extra)
-    return f"{_installer()} {source}"
+    return f"{installer()} {source}"
 
 
 def checkout_of(module: Path) -> Path | None:
@@ -42,7 +42,7 @@ def checkout_of(module: Path) -> Path | None:
     return root if has_project and module.parents[1].name == "src" else None
 
 
-def _installer() -> str:
+def installer() -> str:
     """An installer into the environment of this process, whichever one the shell would find."""
     python = sys.executable or "python3"
     if find_spec("pip") is None and which("uv") is not None:

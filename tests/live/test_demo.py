@@ -18,7 +18,11 @@ def test_the_demo_shows_every_source_of_blocks_and_survives_a_kill(tmp_path: Pat
     command += ["--page", str(page), "--json", str(figures)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    found = json.loads(figures.read_text())["cache_on"]
+    figure = json.loads(figures.read_text())
+    found, off = figure["cache_on"], figure["cache_off"]
+    assert (found["requests"], off["requests"]) == (4, 2) and off["right"] == 2
+    assert off["cache"]["hit_tokens"] == 0
+    assert "cache on and off gave the same text" in done.stdout
     assert found["fetched_tokens"] > 0 and found["loaded_tokens"] > 0
     assert "ended right" in found["events"]["an instance died"]
     assert "in 2 attempts" in found["events"]["an instance died"]

@@ -14,10 +14,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from lock import CPU_TORCH, CUDA, DEV, DOCS, ROOT, RUNS, TORCH, Lock, parse_lock, read_lock
+from lock import CPU_TORCH, CUDA, DEV, DOCS, LAB, ROOT, RUNS, TORCH, Lock, parse_lock, read_lock
 
-LOCKS = {path.name: read_lock(path) for path in (RUNS, CUDA, DEV, DOCS)}
-PROJECT, ENGINE, LAB = (
+LOCKS = {path.name: read_lock(path) for path in (RUNS, CUDA, LAB, DEV, DOCS)}
+PROJECT, ENGINE, LAB_PROJECT = (
     tomllib.loads((ROOT / each / "pyproject.toml").read_text()) for each in ("", "engine", "lab")
 )
 WANTED = {
@@ -25,7 +25,9 @@ WANTED = {
         *PROJECT["build-system"]["requires"],
         *PROJECT["project"]["dependencies"],
         *(line for line in ENGINE["project"]["dependencies"] if not line.startswith("moonpool")),
-        *(line for line in LAB["project"]["dependencies"] if not line.startswith("moonpool")),
+    ],
+    LAB.name: [
+        line for line in LAB_PROJECT["project"]["dependencies"] if not line.startswith("moonpool")
     ],
     DEV.name: PROJECT["dependency-groups"]["dev"],
     DOCS.name: PROJECT["dependency-groups"]["docs"],
@@ -34,12 +36,13 @@ WANTED = {
 
 def beside(name: str) -> Lock:
     """The packages of an environment that has this lock."""
-    return LOCKS[name] if name == DOCS.name else LOCKS[RUNS.name] | LOCKS[name]
+    below = {DOCS.name: [], DEV.name: [RUNS.name, LAB.name]}.get(name, [RUNS.name])
+    return {key: value for each in (*below, name) for key, value in LOCKS[each].items()}
 
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_every_package_is_pinned_and_has_hashes(name: str) -> None:
-    assert len(LOCKS[name]) > 10
+    assert len(LOCKS[name]) >= 10
     for package, (requirement, hashes) in LOCKS[name].items():
         (pin,) = requirement.specifier
         assert pin.operator == "==" and not pin.version.endswith(".*"), f"{package}{pin}"
@@ -49,7 +52,8 @@ def test_every_package_is_pinned_and_has_hashes(name: str) -> None:
 
 
 def test_no_package_stands_in_two_locks_of_one_environment() -> None:
-    assert not LOCKS[RUNS.name].keys() & LOCKS[DEV.name].keys()
+    runs, lab, dev = (LOCKS[path.name].keys() for path in (RUNS, LAB, DEV))
+    assert not runs & lab and not (runs | lab) & dev
     assert LOCKS[RUNS.name].keys() & LOCKS[CUDA.name].keys() == {"torch"}
 
 
@@ -72,7 +76,13 @@ def needs_of(package: str, extras: set[str]) -> Iterator[Requirement]:
             yield needed
 
 
-@pytest.mark.parametrize("name", [RUNS.name, DEV.name])
+def test_the_demo_needs_no_package_that_only_draws_or_plans() -> None:
+    assert {"torch", "setuptools"} <= LOCKS[RUNS.name].keys()
+    assert {"scipy", "matplotlib", "pillow"} <= LOCKS[LAB.name].keys()
+    assert not {"pandas", "transformers"} & (LOCKS[RUNS.name].keys() | LOCKS[LAB.name].keys())
+
+
+@pytest.mark.parametrize("name", [RUNS.name, LAB.name, DEV.name])
 def test_what_a_package_needs_is_in_the_lock(name: str) -> None:
     """pip refuses an incomplete list when it installs; this names what is missing."""
     pinned, checked = beside(name), 0

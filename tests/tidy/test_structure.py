@@ -51,7 +51,12 @@ LEVELS = (
     {"engine/worker"},
     {"engine/host_pool", "engine/vllm"},
     {"engine/sglang"},
-    {"engine/attention_offload.worker_process", "engine/package", "engine/commands"},
+    {
+        "engine/attention_offload.worker_process",
+        "engine/package",
+        "engine/commands",
+        "engine/checks",
+    },
     {"api", "sim.hardware"},
     {"head", "sim"},
     {"vllm.block_names", "vllm.pooled_blocks"},

@@ -72,7 +72,7 @@ def _check_references(file: str, found: Config) -> None:
         read_text(template, f"{file}: the chat template")
 
 
-@config.command(cls=SectionedCommand)
+@config.command(cls=SectionedCommand, screen=("--config", "--simulation"))
 @click.argument("model", required=False)
 @config_option
 @click.option("--simulation", is_flag=True, help="Show what `simulate` would use, not `serve`.")

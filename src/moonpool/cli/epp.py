@@ -57,7 +57,25 @@ FLAGS = ConfigFlags(
 )
 
 
-@click.command(cls=SectionedCommand)
+@click.command(
+    cls=SectionedCommand,
+    screen=(
+        "--config",
+        "--endpoints",
+        "--dns",
+        "--pool-name",
+        "--pool-namespace",
+        "--grpc-host",
+        "--grpc-port",
+        "--metrics-port",
+        "--fail-open",
+        "--served-model-name",
+        "--slo-ttft",
+        "--slo-tbt",
+        "--api-key-file",
+        "--log-requests",
+    ),
+)
 @click.argument("model", required=False)
 @config_option
 @click.option(

@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 import click
 
 from moonpool import __version__
+from moonpool.cli.help_screen import ScreenHelp
 from moonpool.plugins.commands import EXTRA_OF_COMMAND, CommandTable, added_commands
 
 COMMANDS: CommandTable = {
+    "run": ("moonpool.cli.run.command", "run", "Chat with a model on this machine."),
     "serve": ("moonpool.cli.serve", "serve", "Start head and workers on this machine and serve."),
     "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
@@ -31,6 +33,13 @@ COMMANDS: CommandTable = {
         "upgrade",
         "Replace every process of a cluster, without an end of answers.",
     ),
+    "doctor": ("moonpool.cli.doctor", "doctor", "Show this machine, and what to set."),
+    "completion": (
+        "moonpool.cli.completion",
+        "completion",
+        "Print a script for your shell's Tab.",
+    ),
+    "man": ("moonpool.cli.completion", "man", "Print manual pages."),
     # the supervisor starts these
     "fork-server": ("moonpool.cli.head_process", "fork_server", ""),
     "head-process": ("moonpool.cli.head_process", "head_process", ""),
@@ -43,7 +52,7 @@ COMMANDS: CommandTable = {
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-class SuggestingGroup(click.Group):
+class SuggestingGroup(ScreenHelp, click.Group):
     """A group that names the nearest command where there is none of a name."""
 
     def resolve_command(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get
 import click
 import msgspec
 
+from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.inputs import read_text
 from moonpool.cli.output import fail
 from moonpool.cli.policy_type import POLICY_TYPES
@@ -216,10 +217,10 @@ class ConfigOption(click.Option):
         self.table = table
 
 
-class SectionedCommand(click.Command):
-    """A command whose help lists the options of each config table in a section of its own."""
+class SectionedCommand(ScreenHelp):
+    """A command whose full help lists the options of each config table in a section of its own."""
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_all_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)

@@ -76,7 +76,25 @@ PAPERS_NODES = (
 )
 
 
-@click.command(cls=SectionedCommand)
+@click.command(
+    cls=SectionedCommand,
+    screen=(
+        "--trace",
+        "--slo-ttft",
+        "--slo-tbt",
+        "--shape",
+        "--devices",
+        "--layout",
+        "--prices",
+        "--attainment",
+        "--requests",
+        "--time-limit",
+        "--config",
+        "--check",
+        "--plot",
+        "--json",
+    ),
+)
 @trace_option
 @trace_format_option
 @config_option

@@ -106,14 +106,16 @@ def audit(server: Server, json_file: str | None) -> None:
 def list_hot(server: Server, json_file: str | None, limit: int) -> None:
     """List the most used prefixes with their length, hits and places.
 
-    HITS counts uses since each instance got its copy. A prefix is named by its last block.
+    HITS counts uses since each instance got its copy. A NAME follows from the hash of the prefix's
+    last block, which --json has, so it stays the same.
     """
     found = ClusterClient(server).get(f"/cluster/hot?limit={limit}")
-    click.echo(f"{'last block':<16} {'tokens':>8} {'MiB':>9} {'hits':>7} {'copies':>6}  where")
+    click.echo(f"{'name':<19} {'tokens':>8} {'MiB':>9} {'hits':>7} {'copies':>6}  where")
     for one in found["prefixes"]:
+        name = one.get("name") or one["key"][:16]  # an older server names none
         where = [*one["dram"], *(f"{name} (SSD)" for name in one["ssd"])]
         click.echo(
-            f"{one['key'][:16]:<16} {one['tokens']:>8,} {one['bytes'] / (1 << 20):>9.1f}"
+            f"{name:<19} {one['tokens']:>8,} {one['bytes'] / (1 << 20):>9.1f}"
             f" {one['hits']:>7,} {one['replicas']:>6}  {_some(where)}"
         )
     if not found["prefixes"]:

@@ -21,6 +21,7 @@ from setproctitle import setproctitle
 
 from moonpool.api.access.protection import UNPROTECTED, check_protection
 from moonpool.api.connection.listening import BACKLOG, PortError, listen, reserve
+from moonpool.cli.default_model import NO_MODEL, choose_model
 from moonpool.cli.head_process import import_for, run_line
 from moonpool.cli.logs import choose_logging, set_up_logging
 from moonpool.cli.options import (
@@ -60,6 +61,7 @@ _SHARED_KEYS = (
     "pool.block_tokens",
     "pool.dram_tokens_per_instance",
     "pool.ssd_tokens_per_instance",
+    "pool.ssd_bytes_per_instance",
     "pool.ssd_folder",
     "pool.keep_memory",
     "mooncake.master_server_address",
@@ -143,6 +145,24 @@ HEAD_FLAGS = ConfigFlags(
 )
 
 
+SERVE_SCREEN = ("--prefill", "--decode", "--mixed", "--vllm", "--vllm-endpoints")
+HEAD_SCREEN = ("--head-host", "--head-port", "--standby-of", "--engine")
+SCREEN = (
+    "--host",
+    "--port",
+    "--api-key-file",
+    "--served-model-name",
+    "--max-model-len",
+    "--device",
+    "--threads",
+    "--kv-tokens",
+    "--ssd-tokens",
+    "--slo-ttft",
+    "--slo-tbt",
+    "--log-requests",
+)
+"""What `--help` shows of both; `--help all` shows the rest."""
+
 LORA_FLAG = "--lora-modules"
 _LORA_MODULE = re.compile(r"[\w./-]+=.+", re.DOTALL)
 
@@ -162,7 +182,7 @@ class _ServingCommand(SectionedCommand):
         return super().parse_args(ctx, spread)
 
 
-@click.command(cls=_ServingCommand)
+@click.command(cls=_ServingCommand, screen=("--config", *SERVE_SCREEN, *SCREEN))
 @click.argument("model", required=False)
 @config_option
 @SERVE_FLAGS.options(Config(), hidden=("network.head_port",))
@@ -175,6 +195,9 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     """
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
     config = _read(config_file, serve_overrides(flags), model)
+    if model is None and config.model.name == NO_MODEL and config.engine.kind != "vllm":
+        need_engine()  # before it asks
+        config = _read(config_file, serve_overrides(flags), choose_model("serve"))
     cluster = config.cluster
     if config.engine.kind == "vllm" and not (config.vllm.names_any or config.ray.vllm_command):
         fail('engine.kind is "vllm", but [vllm] names no server: use --vllm URL')
@@ -190,7 +213,7 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     _run(config, launch=True, secret=secrets.token_bytes(32))
 
 
-@click.command(cls=_ServingCommand)
+@click.command(cls=_ServingCommand, screen=("--config", *HEAD_SCREEN, *SCREEN))
 @click.argument("model", required=False)
 @config_option
 @click.option(

@@ -84,7 +84,27 @@ RUN_OPTIONS = (
 """Options that `RunSettings` takes as they are."""
 
 
-@click.command(cls=SectionedCommand)
+@click.command(
+    cls=SectionedCommand,
+    screen=(
+        "--trace",
+        "--config",
+        "--prefill",
+        "--decode",
+        "--mixed",
+        "--device",
+        "--devices-per-node",
+        "--kv-tokens",
+        "--slo-ttft",
+        "--slo-tbt",
+        "--placement",
+        "--admission",
+        "--requests",
+        "--speed",
+        "--report",
+        "--json",
+    ),
+)
 @trace_option
 @trace_format_option
 @config_option

@@ -16,6 +16,7 @@ import click
 import uvloop
 from setproctitle import getproctitle, setproctitle
 
+from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.logs import choose_logging, log_options, set_up_logging
 from moonpool.cli.output import fail
 from moonpool.cli.peer_tls import peer_tls, tls_options
@@ -68,7 +69,23 @@ def cluster_secret() -> bytes:
     return secret
 
 
-@click.command()
+@click.command(
+    cls=ScreenHelp,
+    screen=(
+        "--role",
+        "--head",
+        "--name",
+        "--host",
+        "--vllm",
+        "--pipeline-parallel-size",
+        "--tensor-parallel-size",
+        "--cores",
+        "--other-cores",
+        "--drain-seconds",
+        "--health",
+        "--log-level",
+    ),
+)
 @click.option(
     "--role",
     type=click.Choice([*(r.value for r in Role), ATTENTION]),

@@ -338,9 +338,14 @@ def _check_mooncake(config: Config) -> None:
         "HOST:PORT of a mooncake_master",
     )
     require(
-        not (mooncake.master_server_address and config.pool.ssd_tokens_per_instance),
+        not (mooncake.master_server_address and config.pool.wants_ssd),
         "mooncake.master_server_address",
-        '"" where pool.ssd_tokens_per_instance is above 0: an instance has an SSD or a store',
+        '"" where the pool has an SSD tier: an instance has an SSD or a store',
+    )
+    require(
+        not (config.pool.ssd_tokens_per_instance and config.pool.ssd_bytes_per_instance),
+        "pool.ssd_bytes_per_instance",
+        "0 where pool.ssd_tokens_per_instance is above 0: give one of the two",
     )
 
 

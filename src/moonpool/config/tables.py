@@ -174,8 +174,9 @@ class AttentionConfig(Struct, frozen=True):
 
 class PoolConfig(Struct, frozen=True):
     """The KVCache pool. `dram_tokens_per_instance == 0`: a quarter of the machine's free memory,
-    divided among its instances, at most 65,536 tokens each. `ssd_tokens_per_instance == 0`: no SSD
-    tier. `ssd_admission`: which blocks are written to the SSD."""
+    divided among its instances, at most 65,536 tokens each. There is an SSD tier if
+    `ssd_tokens_per_instance` or `ssd_bytes_per_instance` is above 0. `ssd_admission`: which blocks
+    are written to the SSD."""
 
     block_tokens: Annotated[
         int, about("Tokens of one KVCache block, a multiple of 16.", "--block-size")
@@ -197,6 +198,14 @@ class PoolConfig(Struct, frozen=True):
     ssd_tokens_per_instance: Annotated[
         int, about("Tokens of KVCache on disk per instance; 0 uses no disk.", "--ssd-tokens", ge=0)
     ] = 0
+    ssd_bytes_per_instance: Annotated[
+        int,
+        about(
+            "Bytes of KVCache on disk per instance, instead of tokens; 0 uses no disk.",
+            "--ssd-bytes",
+            ge=0,
+        ),
+    ] = 0
     ssd_admission: Annotated[SsdAdmission, about("Which blocks to write to the SSD.")] = "always"
     ssd_write_ahead: Annotated[
         bool,
@@ -214,6 +223,10 @@ class PoolConfig(Struct, frozen=True):
             metavar="FOLDER",
         ),
     ] = ""
+
+    @property
+    def wants_ssd(self) -> bool:
+        return bool(self.ssd_tokens_per_instance or self.ssd_bytes_per_instance)
 
 
 class MooncakeConfig(Struct, frozen=True):

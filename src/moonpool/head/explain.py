@@ -16,6 +16,7 @@ from moonpool.conductor.forecast.cost_estimator import learned_factors
 from moonpool.conductor.roles.role_balance import Pools
 from moonpool.conductor.state import InstanceState
 from moonpool.config.tables import Config
+from moonpool.head.spoken_names import spoken_name
 from moonpool.request_record import RequestRecord
 from moonpool.types import BlockKey, Slo, payer_of
 
@@ -266,6 +267,7 @@ def _hot_prefixes(conductor: Conductor) -> dict[BlockKey, _Prefix]:
 def _describe(conductor: Conductor, key: BlockKey, prefix: _Prefix) -> dict[str, Any]:
     holders = conductor.index.holders_of(key)
     return {
+        "name": spoken_name(key),
         "key": key.hex(),
         "tokens": prefix.num_tokens,
         "bytes": prefix.num_bytes,

@@ -10,12 +10,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from moonpool.cli.help_screen import MAX_LINES
 from moonpool.cli.main import COMMANDS as OWN_COMMANDS
 from moonpool.cli.main import cli
 from moonpool.cli.options import ConfigFlags, SectionedCommand
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
 from moonpool.plugins.commands import added_commands
+from website.command_page import command_page
 
 GOLDEN = Path(__file__).parent / "golden_flags.json"
 """Command -> its flags and arguments. A new flag is added here; a flag is never taken out."""
@@ -61,14 +63,38 @@ def test_every_key_of_the_config_has_a_description() -> None:
         assert text[:1].isupper() and text.endswith("."), name
 
 
+def shown(name: str, *words: str) -> str:
+    done = CliRunner().invoke(cli, [*name.split()[1:], *words], terminal_width=80)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+VISIBLE = [name for name, command in COMMANDS.items() if not command.hidden]
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_help_fits_a_screen_and_help_all_has_every_flag(name: str) -> None:
+    screen, whole = shown(name, "--help"), shown(name, "--help", "all")
+    assert len(screen.splitlines()) <= MAX_LINES
+    command = COMMANDS[name]
+    options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    assert [p.opts[0] for p in options if p.opts[0] not in whole] == []
+    left_out = [p.opts[0] for p in options if p.opts[0] not in screen]
+    assert ("--help all" in screen) >= bool(left_out), "the short help says where the rest is"
+
+
 @pytest.mark.parametrize("name", ["serve", "head", "simulate", "plan"])
-def test_help_lists_the_options_by_table(name: str) -> None:
-    shown = CliRunner().invoke(cli, [name, "--help"]).output
-    assert shown.index("[pool]:") < shown.index("--block-size")
-    command = COMMANDS[f"moonpool {name}"]
-    for param in command.params:
-        if isinstance(param, click.Option) and not param.hidden:
-            assert param.opts[0] in shown
+def test_help_lists_all_options_by_table(name: str) -> None:
+    whole = shown(f"moonpool {name}", "--help", "all")
+    assert whole.index("[pool]:") < whole.index("--block-size")
+
+
+def test_the_page_of_commands_has_every_flag() -> None:
+    page = command_page()
+    for command in (COMMANDS[name] for name in VISIBLE):
+        for param in command.params:
+            if isinstance(param, click.Option) and not param.hidden:
+                assert param.opts[0] in page
 
 
 def test_a_type_of_its_own_for_a_key() -> None:

@@ -13,6 +13,7 @@ import pytest
 from moonpool_engine.engine.native import available, build
 from moonpool_engine.engine.native import library as native_library
 from moonpool_engine.engine.native.library import NativeUnavailableError, open_kernels
+from moonpool_engine.engine.native.slices import open_slices
 
 ROOT = Path(__file__).parents[3]
 
@@ -78,13 +79,57 @@ def test_a_file_that_is_no_library_is_a_reason_not_a_crash(sources_in: Path) -> 
 def test_a_cpu_without_the_instructions_is_told_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     if available() is not None:
         pytest.skip(str(available()))
-    real = native_library._open
-    monkeypatch.setattr(native_library, "_open", lambda path: (real(path)[0], "avx2"))
-    assert open_kernels()[0] == "avx2"
-    with pytest.raises(NativeUnavailableError, match="its best is avx2"):
-        open_kernels("avx512")
+    own = native_library._open
+    library, usable = own(build.find_library() or Path())
+    if len(usable) < 2:
+        pytest.skip("the kernels here have one instruction set")
+    monkeypatch.setattr(native_library, "_open", lambda path: (library, usable[:1]))
+    assert open_kernels()[0] == usable[0]
+    with pytest.raises(NativeUnavailableError, match=f"they have {usable[0]}"):
+        open_kernels(native_library.ISAS[-1])
     with pytest.raises(NativeUnavailableError, match="no kernels for 'neon'"):
         open_kernels("neon")
+
+
+@pytest.mark.skipif(available() is not None, reason="the kernels cannot run here")
+def test_a_library_for_one_instruction_set_is_this_cpus_and_gives_way_to_a_whole_one(
+    sources_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[str, ...]] = []
+
+    def compile_library(compiler: str, isas: dict[str, tuple[str, ...]], work: Path) -> Path:
+        compiled.append(tuple(isas))
+        named = "".join(f'extern "C" int moonpool_slices_name_{isa} = 0;\n' for isa in isas)
+        source, made = work / "made.cpp", work / "made.so"
+        source.write_text((sources_in / "cpu.cpp").read_text() + named)
+        subprocess.run((compiler, "-shared", "-fPIC", source, "-o", made), check=True)
+        return made
+
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    (sources_in / "_kernels-0123456789abcdef.so").write_bytes(b"of older sources")
+    one = build.build()
+    (isa,) = compiled.pop()
+    assert one.stem == f"{Path(build.library_name()).stem}-{isa}"
+    assert [build.find_library(), *sources_in.glob("*.so")] == [one, one]
+    assert build.build() == one and not compiled
+    library = build.open_library()
+    assert library is not None
+    assert build.usable_isas(library) == (isa,) and build.best_isa(library) == isa
+    whole = build.build(everything=True)
+    assert compiled == [tuple(build.ISA_FLAGS)] and whole.name == build.library_name()
+    assert [build.build(), *sources_in.glob("*.so")] == [whole, whole]
+
+
+@pytest.mark.skipif(available() is not None, reason="the kernels cannot run here")
+def test_a_library_of_another_cpu_is_a_reason_and_is_built_again(sources_in: Path) -> None:
+    other = sources_in / f"{Path(build.library_name()).stem}-other.so"
+    compiler = shutil.which("g++") or shutil.which("c++") or pytest.skip("no compiler")
+    source = sources_in / "cpu.cpp"
+    subprocess.run((compiler, "-shared", "-fPIC", source, "-o", other), check=True)
+    with pytest.raises(NativeUnavailableError, match="built for another CPU: run `python -m"):
+        open_kernels()
+    assert not build._is_for_this_cpu(other)
+    assert open_slices() is None
 
 
 def test_an_installation_without_kernels_needs_no_compiler(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ BYTES = ByteSize()
     help="Room on the SSD for the blocks of all models; none unless given.",
 )
 @click.option(
+    "--ssd-folder",
     "--folder",
     "ssd_folder",
     type=click.Path(file_okay=False, path_type=Path),

@@ -244,7 +244,7 @@ def _open_store(
     pool = setup.pool
     if setup.attention:
         return None, ""  # the blocks are at the attention workers, which have no such tier
-    if not (pool.ssd_tokens_per_instance or _wants_mooncake(setup)) or not pool.prefix_caching:
+    if not (pool.wants_ssd or _wants_mooncake(setup)) or not pool.prefix_caching:
         return None, ""
     began_s = time.monotonic()
     store: TierStore
@@ -254,6 +254,7 @@ def _open_store(
         else:
             root = Path(pool.ssd_folder).expanduser() if pool.ssd_folder else default_folder()
             num_slots = arena.layout.blocks_for(pool.ssd_tokens_per_instance)
+            num_slots = num_slots or pool.ssd_bytes_per_instance // arena.layout.block_bytes
             store = open_store(root, instance_id, arena, num_slots, post)
     except StoreError as error:
         tier = "Mooncake Store" if _wants_mooncake(setup) else "SSD tier"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from moonpool.cli.help_screen import shows_everything
 from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import COUNT, json_option
 from moonpool.cli.output import fail, show_figures
@@ -21,6 +22,20 @@ from moonpool_lab.cli.checkout import find_checkout
 
 class BenchGroup(SuggestingGroup):
     """The commands of this module and those of a checkout's `benchmarks/`."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """In short, those of a checkout by name alone: they are many, and for developers."""
+        if shows_everything(ctx):
+            super().format_commands(ctx, formatter)
+            return
+        with formatter.section("Commands"):
+            own = sorted(self.commands.items())
+            formatter.write_dl([(name, each.get_short_help_str(60)) for name, each in own])
+        if others := sorted(_checkout_commands()):
+            with formatter.section("Commands of a checkout, for developers"):
+                formatter.write_text(", ".join(others))
+        formatter.write_paragraph()
+        formatter.write_text(f"What each measures: {ctx.command_path} --help all")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_checkout_commands()})

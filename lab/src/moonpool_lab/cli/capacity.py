@@ -45,7 +45,27 @@ _FLAGS = ConfigFlags(*CLUSTER_KEYS)
 DRAWN_REQUESTS = 200
 
 
-@click.command(cls=SectionedCommand)
+@click.command(
+    cls=SectionedCommand,
+    screen=(
+        "--trace",
+        "--config",
+        "--prefill",
+        "--decode",
+        "--mixed",
+        "--device",
+        "--shape",
+        "--kv-tokens",
+        "--slo-ttft",
+        "--slo-tbt",
+        "--attainment",
+        "--runs",
+        "--requests",
+        "--api-key",
+        "--ca-file",
+        "--json",
+    ),
+)
 @asks_server(default=None, former_flag="--url")
 @click.option("--trace", "trace_file", help=f"{TRACE_HELP} A generated conversation unless given.")
 @config_option

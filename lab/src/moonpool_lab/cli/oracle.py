@@ -41,7 +41,27 @@ if TYPE_CHECKING:
 _FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
 
 
-@click.command(cls=SectionedCommand)
+@click.command(
+    cls=SectionedCommand,
+    screen=(
+        "--trace",
+        "--config",
+        "--prefill",
+        "--decode",
+        "--mixed",
+        "--device",
+        "--devices-per-node",
+        "--kv-tokens",
+        "--slo-ttft",
+        "--slo-tbt",
+        "--placement",
+        "--admission",
+        "--requests",
+        "--runs",
+        "--time-limit",
+        "--json",
+    ),
+)
 @trace_option
 @config_option
 @_FLAGS.options(CLUSTER_DEFAULTS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.options import COUNT, POSITIVE, json_option
 from moonpool.cli.output import check_folders, fail, need_package, write_json
 from moonpool.cli.server.address import SERVER_URL, Server, access_options, full_url, is_address
@@ -30,7 +31,23 @@ SLOS_S = (0.05, 0.1, 0.2, 0.5)
 KINDS = ("prefill", "decode", "transfer")
 
 
-@click.command()
+@click.command(
+    cls=ScreenHelp,
+    screen=(
+        "--list",
+        "--clear",
+        "--no-save",
+        "--threads",
+        "--dtype",
+        "--block-size",
+        "--slo-tbt",
+        "--time-limit",
+        "--beliefs",
+        "--api-key",
+        "--plot",
+        "--json",
+    ),
+)
 @click.argument("model", nargs=-1, metavar="[MODEL] [URL]")
 @access_options()
 @click.option(
@@ -88,6 +105,7 @@ KINDS = ("prefill", "decode", "transfer")
     "--context", type=COUNT, default=1024, show_default=True, help="Context tokens of each decode."
 )
 @click.option(
+    "--time-limit",
     "--curve-time",
     "curve_s",
     type=POSITIVE,

@@ -13,6 +13,7 @@ import msgspec
 import uvloop
 
 from moonpool.cli.figures import replay_lines
+from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.inputs import read_text
 from moonpool.cli.options import (
     COUNT,
@@ -35,7 +36,25 @@ if TYPE_CHECKING:
     from moonpool_lab.replay.run import ReplayPlan
 
 
-@click.command()
+@click.command(
+    cls=ScreenHelp,
+    screen=(
+        "--trace",
+        "--speed",
+        "--requests",
+        "--scale-tokens",
+        "--model",
+        "--prompts",
+        "--slo-ttft",
+        "--slo-tbt",
+        "--concurrency",
+        "--timeout",
+        "--seed",
+        "--api-key",
+        "--ca-file",
+        "--json",
+    ),
+)
 @trace_option
 @trace_format_option
 @asks_server(former_flag="--url")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.options import COUNT, POSITIVE, json_option
 from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
 from moonpool.cli.progress import progress
@@ -28,7 +29,24 @@ TOKENS = ("wrong_tokens", "missing_tokens", "doubled_tokens")
 FAILED = ("refused", "error", "cut", "hung")
 
 
-@click.command()
+@click.command(
+    cls=ScreenHelp,
+    screen=(
+        "--model",
+        "--api",
+        "--requests",
+        "--concurrency",
+        "--time-limit",
+        "--families",
+        "--repeats",
+        "--max-tokens",
+        "--restart-command",
+        "--timeout",
+        "--api-key",
+        "--seed",
+        "--json",
+    ),
+)
 @click.argument("urls", type=SERVER_URL, nargs=-1, required=True, metavar="URL...")
 @click.option("--model", help="Model to request; each server's first unless given.")
 @click.option(
@@ -45,7 +63,9 @@ FAILED = ("refused", "error", "cut", "hung")
     "--concurrency", type=COUNT, default=16, show_default=True, help="Requests in flight."
 )
 @click.option(
+    "--time-limit",
     "--seconds",
+    "seconds",
     type=POSITIVE,
     default=600.0,
     show_default=True,

@@ -68,10 +68,21 @@ class DemoRun:
 
     cached: bool
     start_s: float = 0.0
-    wall_s: float = 0.0
+    turns_s: list[float] = field(default_factory=list)  # each until the last user's answer
     rows: list[AnsweredTurn] = field(default_factory=list)
     after: list[AnsweredTurn] = field(default_factory=list)  # turns of the events
     events: list[Event] = field(default_factory=list)
+
+    def last(self, num_turns: int) -> DemoRun:
+        """The same cluster's last turns, without the events."""
+        before = max((row.turn for row in self.rows), default=0) - num_turns
+        rows = [row for row in self.rows if row.turn > before]
+        return DemoRun(self.cached, self.start_s, self.turns_s[-num_turns:], rows)
+
+    @property
+    def wall_s(self) -> float:
+        """How long all turns took, without the events."""
+        return sum(self.turns_s)
 
     @property
     def wrong(self) -> list[AnsweredTurn]:

@@ -40,8 +40,7 @@ async def ask(
     )
     right = not answer.error and answer.text == turn.expected
     explained = await client.explain(answer.request_id)
-    talk.num_asked += 1
-    talk.text += turn.question + answer.text + (turn.stop or "") + "\n"
+    talk.note(turn, answer.text)
     return AnsweredTurn(talk.num_asked, talk.user, turn.what, answer, right, explained)
 
 

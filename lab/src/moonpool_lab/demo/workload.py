@@ -68,6 +68,16 @@ class Conversation:
     num_asked: int = 0
     book: dict[str, str] = field(default_factory=dict)  # of the shared text
 
+    def skip(self, num_turns: int) -> None:
+        """Goes on as if the first turns had been asked and answered right."""
+        for turn in self.turns[:num_turns]:
+            self.note(turn, turn.expected)
+
+    def note(self, turn: ConversationTurn, answer: str) -> None:
+        """Adds a question and its answer to the text."""
+        self.num_asked += 1
+        self.text += turn.question + answer + (turn.stop or "") + "\n"
+
 
 def make_conversations(
     num_users: int, num_turns: int, num_berths: int, seed: int

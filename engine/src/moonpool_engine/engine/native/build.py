@@ -1,7 +1,10 @@
 """Compiles the kernels into one shared library: `python -m moonpool_engine.engine.native.build`.
 
+That compiles for this machine's best instruction set alone, a fifth of the work; with `--all`, for
+every one, as a library for other machines needs.
+
 The library's name carries a hash of sources and flags, so a stale library is never loaded. That
-name is also part of the block names: an edit of a source, even of a comment, makes other blocks.
+hash is also part of the block names: an edit of a source, even of a comment, makes other blocks.
 
 The module imports only the standard library, because `setup.py` uses it. Without a compiler it
 prints one line, and the engine runs on plain torch.
@@ -79,7 +82,10 @@ STEM = "_kernels-"
 
 
 def library_name() -> str:
-    """The file name of the library that is built from the current sources."""
+    """The file name of the library that is built from the current sources for all instruction sets.
+
+    One for a single instruction set has that behind the hash: `_kernels-HASH-avx2.so`.
+    """
     state = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
     for name in (*HEADERS, *PLAIN_SOURCES, *SOURCES):
         state.update((HERE / name).read_bytes())
@@ -94,9 +100,13 @@ def cache_folder() -> Path:
 
 def find_library() -> Path | None:
     """The path of the library for the current sources; None if it is not built."""
-    name = library_name()
-    places = (HERE / name, cache_folder() / name)
-    return next((place for place in places if place.is_file()), None)
+    return next((path for place in (HERE, cache_folder()) for path in _built_in(place)), None)
+
+
+def _built_in(folder: Path) -> list[Path]:
+    """The libraries for the current sources, that for all instruction sets first."""
+    whole = folder / library_name()
+    return [whole] if whole.is_file() else sorted(folder.glob(f"{whole.stem}-*.so"))
 
 
 def open_library() -> ctypes.CDLL | None:
@@ -110,6 +120,20 @@ def open_library() -> ctypes.CDLL | None:
         return None
 
 
+def best_isa(library: ctypes.CDLL) -> str:
+    """This CPU's best instruction set of those that there are kernels for; empty if none."""
+    library.moonpool_isa.restype = ctypes.c_char_p
+    best: bytes = library.moonpool_isa()
+    return best.decode()
+
+
+def usable_isas(library: ctypes.CDLL) -> tuple[str, ...]:
+    """The instruction sets that this CPU has and the library was built for, in rising order."""
+    known, best = tuple(ISA_FLAGS), best_isa(library)
+    here = known[: known.index(best) + 1] if best else ()
+    return tuple(isa for isa in here if hasattr(library, f"moonpool_slices_name_{isa}"))
+
+
 COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -117,33 +141,64 @@ class BuildError(RuntimeError):
     """The library could not be built; the message is one line."""
 
 
-def build(folder: Path | None = None) -> Path:
+def build(folder: Path | None = None, everything: bool = False) -> Path:
     """Compiles the library unless it exists, and removes older ones. Raises BuildError.
 
     The default `folder` is the package's, or the user's cache if that is not writable.
+    `everything`: for all instruction sets of this architecture, not for this CPU's best alone.
     """
     if architecture() is None:
         raise BuildError(
             f"the kernels need an x86-64 or 64-bit Arm CPU, this is {platform.machine()}"
         )
     target = (folder or _writable_folder()) / library_name()
-    _remove_older(target)
-    if target.is_file():
-        return target
+    for built in _built_in(target.parent):
+        if built == target or (not everything and _is_for_this_cpu(built)):
+            _remove_others(built)
+            return built
     found = (shutil.which(name) for name in COMPILERS)
     compiler = next((path for path in found if path), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)})")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
-        built = compile_library(compiler, ISA_FLAGS, Path(work))
-        os.replace(built, target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder_name:
+        work = Path(folder_name)
+        isas = ISA_FLAGS
+        if not everything:
+            isa = _isa_of_this_cpu(compiler, work)
+            isas = {isa: ISA_FLAGS[isa]}
+            target = target.with_name(f"{target.stem}-{isa}.so")
+        os.replace(compile_library(compiler, isas, work), target)
+    _remove_others(target)
     return target
 
 
-def _remove_older(target: Path) -> None:
-    for old in target.parent.glob(f"{STEM}*.so"):
-        if old != target:
+def _is_for_this_cpu(built: Path) -> bool:
+    try:
+        library = ctypes.CDLL(str(built))
+        return usable_isas(library)[-1:] == (best_isa(library),)
+    except (OSError, AttributeError):  # another machine's, or no library at all
+        return False
+
+
+def _isa_of_this_cpu(compiler: str, work: Path) -> str:
+    """Asks cpu.cpp, which asks the CPU. Raises BuildError if it has none of the sets."""
+    probe = work / "cpu.so"
+    _run(
+        [compiler, "-O2", "-std=c++17", "-fPIC", "-shared", str(HERE / "cpu.cpp"), "-o", str(probe)]
+    )
+    isa = best_isa(ctypes.CDLL(str(probe)))
+    if not isa:
+        raise BuildError(NO_ISA)
+    return isa
+
+
+NO_ISA = "this CPU lacks AVX2, FMA or F16C (on Arm: NEON), which the kernels need"
+
+
+def _remove_others(kept: Path) -> None:
+    for old in kept.parent.glob(f"{STEM}*.so"):
+        if old != kept:
             old.unlink(missing_ok=True)
 
 
@@ -196,7 +251,7 @@ def _run(command: list[str]) -> None:
 def main() -> int:
     """Builds the library and prints its path, or the reason why not. Always returns 0."""
     try:
-        print(f"moonpool kernels built: {build()}")
+        print(f"moonpool kernels built: {build(everything='--all' in sys.argv[1:])}")
     except (BuildError, OSError) as error:
         print(f"moonpool kernels not built, the engine will run on plain torch: {error}")
     return 0

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 
-from moonpool_engine.engine.native.build import ISA_FLAGS, find_library
+from moonpool_engine.engine.native.build import (
+    ISA_FLAGS,
+    NO_ISA,
+    best_isa,
+    find_library,
+    usable_isas,
+)
 
 ISAS = tuple(ISA_FLAGS)
 """In rising order: a CPU that supports one supports those before it."""
@@ -109,27 +115,32 @@ def open_kernels(isa: str | None = None) -> tuple[str, dict[torch.dtype, Kernels
         raise NativeUnavailableError(
             "the kernels are not built: run `python -m moonpool_engine.engine.native.build`"
         )
-    library, best = _open(path)
-    chosen = isa or best
+    library, usable = _open(path)
+    chosen = isa or usable[-1]
     if chosen not in ISAS:
         raise NativeUnavailableError(f"no kernels for {chosen!r}: use one of {', '.join(ISAS)}")
-    if ISAS.index(chosen) > ISAS.index(best):
-        raise NativeUnavailableError(f"this CPU has no {chosen}: its best is {best}")
+    if chosen not in usable:
+        raise NativeUnavailableError(
+            f"this CPU and its kernels have no {chosen}: they have {', '.join(usable)}"
+        )
     return chosen, {dtype: Kernels(library, kind, chosen) for dtype, kind in _TYPES.items()}
 
 
-def _open(path: Path) -> tuple[ctypes.CDLL, str]:
+def _open(path: Path) -> tuple[ctypes.CDLL, tuple[str, ...]]:
+    """The library, and the instruction sets that it has for this CPU: at least one."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailableError(f"the built kernels do not load: {error}") from error
-    library.moonpool_isa.restype = ctypes.c_char_p
-    best = library.moonpool_isa().decode()
-    if not best:
+    if not best_isa(library):
+        raise NativeUnavailableError(NO_ISA)
+    usable = usable_isas(library)
+    if not usable:
         raise NativeUnavailableError(
-            "this CPU lacks AVX2, FMA or F16C (on Arm: NEON), which the kernels need"
+            f"{path.name} was built for another CPU: run"
+            " `python -m moonpool_engine.engine.native.build` on this machine"
         )
-    return library, best
+    return library, usable
 
 
 def why_unavailable() -> str | None:

