@@ -38,14 +38,17 @@ from moonpool.protocol.block_hash import block_keys
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool_engine.vllm.block_copier import BlockCopier, DeviceCopier, HostCopier
+from moonpool_engine.vllm.block_kinds import kinds_of, windows_of
 from moonpool_engine.vllm.cache_layout import CacheLayout
 from moonpool_engine.vllm.prompt_keys import root_of
 from moonpool_engine.vllm.scheduler_side import SchedulerSide
 from moonpool_engine.vllm.slice_mover import open_mover
-from moonpool_engine.vllm.transfers import LoadsEnded, RankReady, StepTransfers
+from moonpool_engine.vllm.space_client import SpaceClient
+from moonpool_engine.vllm.transfers import RankReady, StepTransfers
 from moonpool_engine.vllm.worker_side import WorkerSide
 
 BLOCK_TOKENS, NUM_BLOCKS, NUM_LAYERS = 16, 40, 3
+WINDOW_TOKENS, WINDOW_BLOCKS = 33, 2
 SHAPE = (NUM_BLOCKS, 2, BLOCK_TOKENS, 128)
 GROUP = bytes(range(32))
 
@@ -55,6 +58,29 @@ class FullAttentionSpec:
 
     block_size = BLOCK_TOKENS
     page_size_bytes = 2 * BLOCK_TOKENS * 128 * 2
+
+
+class SlidingWindowSpec:
+    block_size = BLOCK_TOKENS
+    page_size_bytes = 2 * BLOCK_TOKENS * 128 * 2
+    sliding_window = WINDOW_TOKENS
+
+
+class BlockUsers:
+    """vLLM's block pool, as far as blocks are held: how many users each has."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(NUM_BLOCKS))
+        self.users = [0] * NUM_BLOCKS
+
+    def touch(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.users[block] += 1
+
+    def free_blocks(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.users[block] -= 1
+            assert self.users[block] >= 0
 
 
 def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
@@ -111,47 +137,74 @@ class Engine:
         seed: int = 0,
         wait_s: float = 60.0,
         staged: bool = False,
+        hybrid: bool = False,
+        ranks: int = 1,
     ) -> None:
+        """`hybrid`: each layer is in a group of its own, and all but the first have a window."""
         names = [f"layer.{number}" for number in range(NUM_LAYERS)]
         generator = torch.Generator().manual_seed(seed)
         self.caches = {
             name: torch.randn(SHAPE, generator=generator).to(torch.bfloat16) for name in names
         }
-        spec = SimpleNamespace(layer_names=names, kv_cache_spec=FullAttentionSpec())
-        config = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=[spec], kv_cache_tensors=[])
+        groups: list[tuple[list[str], Any]] = [(names, FullAttentionSpec())]
+        if hybrid:
+            specs = [FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec()]
+            groups = [([name], spec) for name, spec in zip(names, specs, strict=True)]
+        config = SimpleNamespace(
+            num_blocks=NUM_BLOCKS,
+            kv_cache_groups=[
+                SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names, spec in groups
+            ],
+            kv_cache_tensors=[],
+        )
         layout = CacheLayout.of(self.caches, config)
-        nominal = BlockLayout(
-            model_fingerprint="m",
-            dtype="bfloat16",
-            block_tokens=1,
-            num_layers=layout.num_slices,
-            num_kv_heads=1,
-            head_dim=layout.slice_bytes // 4,
-            inner="vllm",
-        )
-        attach = AttachRank(
-            protocol=PROTOCOL,
-            group=group,
-            model="m",
-            rank=0,
-            num_ranks=1,
-            block_tokens=BLOCK_TOKENS,
-            layout=nominal,
-        )
+        kinds = kinds_of(layout)
         self.names = names
-        copier: BlockCopier = HostCopier(layout, open_mover())
-        if staged:
-            copier = DeviceCopier(layout, open_mover(), self.caches)
-        self.worker = WorkerSide(pool.socket, attach, layout, copier)
+        self.group_of = {name: number for number, (names, _) in enumerate(groups) for name in names}
+        self.workers = []
+        for rank in range(ranks):
+            spaces = []
+            for kind in kinds:
+                nominal = BlockLayout(
+                    model_fingerprint="m",
+                    dtype="bfloat16",
+                    block_tokens=1,
+                    num_layers=kind.num_slices,
+                    num_kv_heads=1,
+                    head_dim=layout.slice_bytes // 4,
+                    inner="vllm",
+                )
+                attach = AttachRank(
+                    protocol=PROTOCOL,
+                    group=group,
+                    model="m",
+                    rank=rank * len(kinds) + kind.index,
+                    num_ranks=ranks * len(kinds),
+                    block_tokens=BLOCK_TOKENS,
+                    layout=nominal,
+                    window_blocks=kind.window_blocks,
+                )
+                copier: BlockCopier = HostCopier(layout, kind, open_mover())
+                if staged:
+                    copier = DeviceCopier(layout, kind, open_mover(), self.caches)
+                spaces.append(SpaceClient(pool.socket, attach, layout, kind, copier))
+            self.workers.append(WorkerSide(spaces))
+        self.worker = self.workers[0]
         self.scheduler = SchedulerSide(pool.socket, BLOCK_TOKENS, time.monotonic)
-        self.scheduler.begin([RankReady(group, 0, 1)])
-        self.blocks: dict[str, list[int]] = {}
+        self.users = BlockUsers()
+        windows = windows_of(layout.groups)
+        ready = [RankReady(group, rank, ranks, "", windows) for rank in range(ranks)]
+        self.scheduler.begin(ready, self.users)
+        self.windows, self.groups = windows, range(len(windows))
+        self.blocks: dict[str, list[list[int]]] = {}
         self.next_block = 1
         self.number = 0
-        wait_for(lambda: self.worker.is_connected and self.scheduler.is_connected, wait_s)
+        sides = [*self.workers, self.scheduler]
+        wait_for(lambda: all(side.is_connected for side in sides), wait_s)
 
     def close(self) -> None:
-        self.worker.close()
+        for worker in self.workers:
+            worker.close()
         self.scheduler.close()
 
     def request(self, tokens: list[int], **more: Any) -> Any:
@@ -173,28 +226,40 @@ class Engine:
             self.next_block = 1
         ids = list(range(self.next_block, self.next_block + count))
         self.next_block += count
-        self.blocks[request.request_id] = ids
+        self.blocks[request.request_id] = [self.ids_of(ids, group) for group in self.groups]
         return ids
 
+    def ids_of(self, ids: list[int], group: int) -> list[int]:
+        """Each group has blocks of its own."""
+        return [1 + (block - 1 + 7 * group) % (NUM_BLOCKS - 1) for block in ids]
+
     def run_step(self, step: StepTransfers) -> set[int]:
-        self.worker.preempt(step.preempted)
-        self.worker.begin_step(step)
-        for name in self.names:
-            self.worker.wait_for_layer(name)
-        self.worker.end_step()
-        wrong = self.worker.take_wrong_blocks()
-        ended = self.worker.take_ended()
-        if isinstance(ended, LoadsEnded):
-            self.scheduler.on_ended(ended)
+        wrong = set()
+        for worker in self.workers:
+            worker.preempt(step.preempted)
+            worker.begin_step(step)
+            for name in self.names:
+                worker.wait_for_layer(name)
+            worker.end_step()
+            wrong |= worker.take_wrong_blocks()
+            self.hear(worker)
         return wrong
 
-    def output(self, *requests: Any) -> Any:
-        scheduled = {one.request_id: 1 for one in requests}
+    def hear(self, worker: WorkerSide) -> None:
+        ended = worker.take_ended()
+        if ended is not None:
+            self.scheduler.on_ended(ended)
+
+    def output(self, *requests: Any, tokens: int = 1) -> Any:
+        scheduled = {one.request_id: tokens for one in requests}
         return SimpleNamespace(
             num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=len(scheduled),
+            total_num_scheduled_tokens=tokens * len(scheduled),
             preempted_req_ids=set(),
         )
+
+    def build(self, *requests: Any, tokens: int = 1) -> StepTransfers:
+        return self.scheduler.build(self.output(*requests, tokens=tokens), self.blocks.__getitem__)
 
     def prefill(self, request: Any, seed: int) -> tuple[int, set[int]]:
         """Loads what the pool has, "computes" the rest, and stores it. Returns the tokens that
@@ -204,12 +269,20 @@ class Engine:
         while found is None:
             found = self.scheduler.matched_tokens(request, 0)
         ids = self.take_blocks(request)
-        self.scheduler.on_allocated(request, ids, found)
-        wrong = self.run_step(self.scheduler.build(self.output(request), self.blocks.__getitem__))
+        self.slide(request, found)
+        self.scheduler.on_allocated(request, self.blocks[request.request_id], found)
+        if self.scheduler.loads_apart and found:
+            self.run_step(self.build())
+            loaded = [worker.take_loaded() for worker in self.workers]
+            assert all(done == {request.request_id} for done, _ in loaded)
+            if any(failed for _, failed in loaded):
+                ids, found = self.take_blocks(request), 0
+        request.num_computed_tokens = 0
+        wrong = self.run_step(self.build(request, tokens=request.num_tokens))
         generator = torch.Generator().manual_seed(seed)
         for name in self.names:
             fresh = torch.randn((len(ids), *SHAPE[1:]), generator=generator).to(torch.bfloat16)
-            for index, block in enumerate(ids):
+            for index, block in enumerate(self.ids_of(ids, self.group_of[name])):
                 if index * BLOCK_TOKENS >= found or block in wrong:
                     self.caches[name][block] = fresh[index]
         request.num_computed_tokens = request.num_tokens
@@ -217,13 +290,30 @@ class Engine:
         request.num_tokens += 1
         return found, wrong
 
+    def slide(self, request: Any, num_tokens: int) -> list[tuple[str, int]]:
+        """As vLLM before a step: blocks that are behind all windows are no longer the request's.
+        Returns those that nobody uses any more, by layer."""
+        free = []
+        first = max(num_tokens - WINDOW_TOKENS + 1, 0) // BLOCK_TOKENS
+        for name in self.names:
+            group = self.group_of[name]
+            if not self.windows[group]:
+                continue
+            table = self.blocks[request.request_id][group]
+            for index, block in enumerate(table[:first]):
+                if block and not self.users.users[block]:
+                    free.append((name, block))
+                table[index] = 0
+        return free
+
     def finish(self, request: Any) -> None:
-        ids = self.blocks.pop(request.request_id)
-        if not self.scheduler.on_finished(request, ids):
+        table = self.blocks.pop(request.request_id)
+        if not self.scheduler.on_finished(request, table):
             return
-        step = self.scheduler.build(self.output(), self.blocks.__getitem__)
-        self.run_step(step)
-        wait_for(lambda: request.request_id in self.worker.take_finished(False))
+        self.run_step(self.build())
+        for worker in self.workers:
+            wait_for(lambda one=worker: request.request_id in one.take_finished(False))
+            self.hear(worker)
         # An answer to a later find means that the pool has handled the stores.
         self.look_up(request.all_token_ids[:-1])
 
@@ -235,11 +325,16 @@ class Engine:
         while found is None:
             found = self.scheduler.matched_tokens(request, 0)
         self.scheduler.on_allocated(request, [], 0)
-        self.scheduler.on_finished(request, [])
+        self.scheduler.on_finished(request, [[] for _ in self.windows])
         return found
 
     def content(self, ids: list[int]) -> list[np.ndarray]:
-        return [self.caches[name][ids].view(torch.uint8).numpy().copy() for name in self.names]
+        """The bytes of blocks in each layer; `ids` are those of the first group."""
+        found = []
+        for name in self.names:
+            mine = self.ids_of(ids, self.group_of[name])
+            found.append(self.caches[name][mine].view(torch.uint8).numpy().copy())
+        return found
 
 
 @pytest.fixture
@@ -260,12 +355,12 @@ def test_what_one_engine_stores_another_one_loads(pool: Pool, staged: tuple[bool
     tokens = list(range(100))
     request = first.request(tokens)
     assert first.prefill(request, seed=11)[0] == 0
-    stored = first.content(first.blocks[request.request_id])
+    stored = first.content(first.blocks[request.request_id][0])
     first.finish(request)
     again = second.request(tokens)
     found, wrong = second.prefill(again, seed=12)
     assert (found, wrong) == (96, set())
-    assert same(second.content(second.blocks[again.request_id]), stored, 6)
+    assert same(second.content(second.blocks[again.request_id][0]), stored, 6)
     other = second.request(tokens, cache_salt="another tenant")
     assert second.prefill(other, seed=13)[0] == 0
     for engine in (first, second):
@@ -277,7 +372,7 @@ def test_blocks_outlive_engine_and_pool(pool: Pool) -> None:
     tokens = list(range(160))
     request = first.request(tokens)
     first.prefill(request, seed=11)
-    stored = first.content(first.blocks[request.request_id])
+    stored = first.content(first.blocks[request.request_id][0])
     first.finish(request)
     wait_for(lambda: first.look_up(tokens) == 144)
     pool.kill()
@@ -290,7 +385,7 @@ def test_blocks_outlive_engine_and_pool(pool: Pool) -> None:
     again = second.request(tokens)
     found, wrong = second.prefill(again, seed=12)
     assert (found, wrong) == (144, set())
-    assert same(second.content(second.blocks[again.request_id]), stored, 9)
+    assert same(second.content(second.blocks[again.request_id][0]), stored, 9)
     second.close()
 
 
@@ -346,7 +441,7 @@ def test_preempted_blocks_are_not_read_any_more(pool: Pool) -> None:
     requests = [engine.request([number * 1000 + i for i in range(64)]) for number in range(8)]
     for number, request in enumerate(requests):
         engine.prefill(request, seed=number)
-    step = engine.scheduler.build(engine.output(*requests), engine.blocks.__getitem__)
+    step = engine.build(*requests)
     stored = {spec.req_id: spec for spec in step.stores}
     assert len(stored) == 8
     engine.worker.begin_step(step)
@@ -360,7 +455,7 @@ def test_preempted_blocks_are_not_read_any_more(pool: Pool) -> None:
         found, wrong = second.prefill(again, seed=99)
         assert not wrong
         if found:  # it was stored before it was preempted
-            ids = second.blocks[again.request_id][: found // BLOCK_TOKENS]
+            ids = second.blocks[again.request_id][0][: found // BLOCK_TOKENS]
             assert all(second.caches[name][ids].abs().sum() > 0 for name in second.names), number
     engine.close()
     second.close()
@@ -375,13 +470,13 @@ def test_a_block_comes_from_the_ssd_when_memory_is_short() -> None:
         for number, tokens in enumerate(prompts):
             request = engine.request(tokens)
             engine.prefill(request, seed=number)
-            stored[number] = engine.content(engine.blocks[request.request_id])
+            stored[number] = engine.content(engine.blocks[request.request_id][0])
             engine.finish(request)
         for number, tokens in enumerate(prompts):
             request = engine.request(tokens)
             found, wrong = engine.prefill(request, seed=50 + number)
             assert not wrong
-            ids = engine.blocks[request.request_id]
+            ids = engine.blocks[request.request_id][0]
             assert same(engine.content(ids), stored[number], found // BLOCK_TOKENS)
             engine.finish(request)
         assert engine.scheduler.counts["from_ssd"] > 0  # memory has room for 256 of 350 blocks
@@ -448,7 +543,7 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
         tokens = list(range(100))
         request = engines[1].request(tokens)
         engines[1].prefill(request, seed=11)
-        stored = engines[1].content(engines[1].blocks[request.request_id])
+        stored = engines[1].content(engines[1].blocks[request.request_id][0])
         engines[1].finish(request)
         keys = tuple(engines[1].keys_of(tokens))
         source = address_of_pool(there)
@@ -457,7 +552,7 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
         assert (fetched.num_blocks, fetched.error) == (6, "")
         again = engines[0].request(tokens)
         assert engines[0].prefill(again, seed=12) == (96, set())
-        assert same(engines[0].content(engines[0].blocks[again.request_id]), stored, 6)
+        assert same(engines[0].content(engines[0].blocks[again.request_id][0]), stored, 6)
     finally:
         for engine in engines:
             engine.close()
@@ -494,3 +589,76 @@ def messages(said: bytes) -> list[Any]:
         found.append(FROM_POOL.decode(said[4 : 4 + length]))
         said = said[4 + length :]
     return found
+
+
+def run_with_window(engine: Engine, tokens: list[int], seed: int) -> tuple[int, list[np.ndarray]]:
+    """Prefills and ends a request whose window slides before its blocks are stored. Returns the
+    tokens that were loaded, and what its blocks contained."""
+    request = engine.request(tokens)
+    found, wrong = engine.prefill(request, seed)
+    assert not wrong
+    content = engine.content(engine.blocks[request.request_id][0])
+    for name, block in engine.slide(request, len(tokens)):
+        engine.caches[name][block] = 0  # another request has it now
+    engine.finish(request)
+    assert not any(engine.users.users)
+    return found, content
+
+
+def test_a_window_needs_its_last_blocks_only(pool: Pool) -> None:
+    first, second = (Engine(pool, seed=seed, hybrid=True) for seed in (1, 2))
+    tokens = list(range(100))
+    found, stored = run_with_window(first, tokens, seed=11)
+    assert found == 0
+    request = second.request(tokens)
+    before = [cache.clone() for cache in second.caches.values()]
+    assert second.prefill(request, seed=12) == (96, set())
+    ids = second.blocks[request.request_id][0]
+    content = second.content(ids)
+    assert np.array_equal(content[0][:6], stored[0][:6])
+    for layer in (1, 2):
+        assert np.array_equal(content[layer][4:6], stored[layer][4:6])
+        behind = second.ids_of(ids, layer)[:4]
+        assert second.caches[second.names[layer]][behind].equal(before[layer][behind])
+    # A prefix that ends elsewhere has other blocks in its window, which were stored, too.
+    other = tokens[:64] + [5] * 40
+    assert run_with_window(first, other, seed=13)[0] == 64
+    for engine in (first, second):
+        engine.close()
+
+
+def test_a_window_that_is_damaged_costs_the_whole_prefix(pool: Pool) -> None:
+    engine = Engine(pool, seed=1, hybrid=True)
+    tokens = list(range(100))
+    run_with_window(engine, tokens, seed=11)
+    for arena in pool.memory.glob("*-r1/arena"):
+        data = bytearray(arena.read_bytes())
+        for start in range(100, len(data), 4096):
+            data[start] ^= 1
+        with arena.open("r+b") as file:
+            file.write(data)
+    again = engine.request(tokens)
+    assert engine.prefill(again, seed=12) == (0, set())
+    assert engine.scheduler.matched_tokens(again, 0) == 0  # it is not tried again
+    engine.finish(again)
+    assert run_with_window(engine, tokens, seed=13)[0] == 96
+    engine.close()
+
+
+def test_a_block_that_was_held_is_given_back(pool: Pool) -> None:
+    """Of requests that are preempted, that end early, and when the pool has gone."""
+    engine = Engine(pool, seed=1, hybrid=True)
+    requests = [engine.request([number * 1000 + i for i in range(64)]) for number in range(3)]
+    for number, request in enumerate(requests):
+        engine.prefill(request, seed=number)
+    assert sum(engine.users.users) == 3 * 4 * 2
+    output = engine.output()
+    output.preempted_req_ids = {requests[0].request_id}
+    engine.run_step(engine.scheduler.build(output, engine.blocks.__getitem__))
+    assert sum(engine.users.users) == 2 * 4 * 2
+    pool.kill()
+    wait_for(lambda: not engine.worker.is_connected and not engine.scheduler.is_connected)
+    for request in requests[1:]:
+        engine.finish(request)
+    assert not any(engine.users.users)
+    engine.close()

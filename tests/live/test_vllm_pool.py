@@ -64,12 +64,14 @@ def run(pool: Pool, paths: str, folder: str, salt: str = "s", omit: str = "") ->
     return found
 
 
+@pytest.mark.parametrize("name", ["grouped heads", "window", "two groups", "uneven groups"])
 def test_a_vllm_finds_what_killed_ones_have_left(
+    name: str,
     pool: Pool,
     paths: str,
     model: Any,  # noqa: F811
 ) -> None:
-    folder = model("grouped heads")
+    folder = model(name)
     plain = run(pool, paths, folder, omit="/nowhere/pool.sock")
     first = run(pool, paths, folder)
     assert (first["answers"], first["hits"]) == (plain["answers"], 0)
@@ -81,11 +83,11 @@ def test_a_vllm_finds_what_killed_ones_have_left(
     assert second["hits"] == 32 * (6 + 7 + 8 + 9)
     other = run(pool, paths, folder, salt="another tenant")
     assert (other["answers"], other["hits"]) == (plain["answers"], 0)
-    (arena,) = pool.memory.glob("*/arena")
-    data = bytearray(arena.read_bytes())
-    for start in range(64, len(data), 512):
-        data[start] ^= 0x40
-    with arena.open("r+b") as file:
-        file.write(data)
+    for arena in pool.memory.glob("*/arena"):
+        data = bytearray(arena.read_bytes())
+        for start in range(64, len(data), 512):
+            data[start] ^= 0x40
+        with arena.open("r+b") as file:
+            file.write(data)
     damaged = run(pool, paths, folder)
     assert damaged["answers"] == plain["answers"]
