@@ -7,7 +7,6 @@ model whose clients have gone keeps its blocks until another model needs the pla
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import shutil
@@ -48,6 +47,7 @@ from moonpool.host_pool.messages import (
     Watch,
     keys_of,
 )
+from moonpool.host_pool.places import is_served, make_own_folder
 from moonpool.host_pool.pool_group import BlockGroup, GroupFound
 from moonpool.link.tls import PeerTls
 from moonpool.protocol.transfer_events import MessengerEvent
@@ -526,13 +526,10 @@ class PoolServer:
 
 def _listen(path: Path) -> socket.socket:
     """Listens at `path`, which only the user of this process can reach. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.parent.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise OSError(errno.EPERM, f"others can write in {path.parent}; name another --socket")
+    make_own_folder(path.parent)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.exists() and not _is_alive(path):
+        if path.exists() and not is_served(path):
             path.unlink()
         before = os.umask(0o177)
         try:
@@ -545,17 +542,6 @@ def _listen(path: Path) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _is_alive(path: Path) -> bool:
-    """Whether somebody serves at the socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-        return True
 
 
 def _owner(client: _Client, owner: str) -> str:

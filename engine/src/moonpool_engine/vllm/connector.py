@@ -42,6 +42,7 @@ from moonpool_engine.vllm.model_identity import (
     model_folder,
     settings_of,
 )
+from moonpool_engine.vllm.pool_start import start_in_background
 from moonpool_engine.vllm.ranks import agreed, of_all_stages
 from moonpool_engine.vllm.scheduler_side import SchedulerSide
 from moonpool_engine.vllm.slice_mover import open_mover
@@ -61,6 +62,8 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Both sides; `role` says which one this is. Settings in `kv_connector_extra_config`:
 
     pool        the pool's unix socket; by default where `moonpool pool serve` opens it
+    start_pool  true: starts the pool of this host if there is none, with these settings of
+                `moonpool pool serve`: dram, ssd, folder, models, memory_folder, host
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -71,14 +74,17 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         # A block that did not arrive is computed: nothing fails because of the cache.
         transfer.kv_load_failure_policy = "recompute"
-        named = transfer.kv_connector_extra_config.get("pool")
-        self._pool_path = Path(named) if named else default_socket()
+        settings = dict(transfer.kv_connector_extra_config)
+        named, starts_pool = settings.pop("pool", None), settings.pop("start_pool", False)
+        self._pool_path = Path(named).absolute() if named else default_socket()
         self._kv_cache_config = kv_cache_config
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         if role is KVConnectorRole.SCHEDULER:
+            if starts_pool:
+                start_in_background(self._pool_path, settings)
             size = self._block_tokens
             self._scheduler = SchedulerSide(self._pool_path, size, time.monotonic)
 
