@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -36,7 +37,11 @@ from moonpool.host_pool.messages import (
 )
 from moonpool.protocol.block_hash import block_keys
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import AttemptId
 from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.types import BlockKey
+from moonpool.vllm.actions import AwaitPool, PoolReady
+from moonpool.vllm.pool_watch import PoolWatch
 from moonpool_engine.vllm.block_copier import BlockCopier, DeviceCopier, HostCopier
 from moonpool_engine.vllm.block_kinds import kinds_of, windows_of
 from moonpool_engine.vllm.cache_layout import CacheLayout
@@ -165,8 +170,9 @@ class Engine:
         for rank in range(ranks):
             spaces = []
             for kind in kinds:
+                number = rank * len(kinds) + kind.index
                 nominal = BlockLayout(
-                    model_fingerprint="m",
+                    model_fingerprint=f"m {number}",
                     dtype="bfloat16",
                     block_tokens=1,
                     num_layers=kind.num_slices,
@@ -178,7 +184,7 @@ class Engine:
                     protocol=PROTOCOL,
                     group=group,
                     model="m",
-                    rank=rank * len(kinds) + kind.index,
+                    rank=number,
                     num_ranks=ranks * len(kinds),
                     block_tokens=BLOCK_TOKENS,
                     layout=nominal,
@@ -199,7 +205,7 @@ class Engine:
         self.blocks: dict[str, list[list[int]]] = {}
         self.next_block = 1
         self.number = 0
-        sides = [*self.workers, self.scheduler]
+        sides: list[WorkerSide | SchedulerSide] = [*self.workers, self.scheduler]
         wait_for(lambda: all(side.is_connected for side in sides), wait_s)
 
     def close(self) -> None:
@@ -312,10 +318,13 @@ class Engine:
             return
         self.run_step(self.build())
         for worker in self.workers:
-            wait_for(lambda one=worker: request.request_id in one.take_finished(False))
-            self.hear(worker)
+            self.wait_for_stores(worker, request)
         # An answer to a later find means that the pool has handled the stores.
         self.look_up(request.all_token_ids[:-1])
+
+    def wait_for_stores(self, worker: WorkerSide, request: Any) -> None:
+        wait_for(lambda: request.request_id in worker.take_finished(False))
+        self.hear(worker)
 
     def look_up(self, tokens: list[int]) -> int:
         """How many tokens of a prompt the pool has."""
@@ -558,6 +567,53 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
             engine.close()
         for pool in pools:
             pool.close()
+
+
+@pytest.mark.parametrize(("hybrid", "ranks"), [(False, 2), (True, 1), (True, 2)])
+def test_a_fetch_brings_the_blocks_of_all_ranks(hybrid: bool, ranks: int) -> None:
+    """By what the process beside vLLM tells the head, and does for it."""
+    here, there = (Pool("--dram", "32MiB", secret="5a" * 32) for _ in range(2))
+    engines = [
+        Engine(pool, seed=number, hybrid=hybrid, ranks=ranks)
+        for number, pool in enumerate((here, there))
+    ]
+    try:
+        tokens = list(range(100))
+        request = engines[1].request(tokens)
+        engines[1].prefill(request, seed=11)
+        stored = engines[1].content(engines[1].blocks[request.request_id][0])
+        engines[1].finish(request)
+        keys = tuple(map(BlockKey, engines[1].keys_of(tokens)))
+        assert asyncio.run(fetched_by_watch(here, there, keys)) == 6
+        assert address_of_pool(here).tcp_port != address_of_pool(there).tcp_port
+        again = engines[0].request(tokens)
+        assert engines[0].prefill(again, seed=12) == (96, set())
+        loaded = engines[0].content(engines[0].blocks[again.request_id][0])
+        assert np.array_equal(loaded[0][:6], stored[0][:6])
+        assert np.array_equal(loaded[2][4:6], stored[2][4:6])
+    finally:
+        for engine in engines:
+            engine.close()
+        for pool in (here, there):
+            pool.close()
+
+
+async def fetched_by_watch(here: Pool, there: Pool, keys: tuple[BlockKey, ...]) -> int:
+    """How many blocks `here` has got from `there`."""
+    watches, events = [], []
+    for pool in (here, there):
+        said: list[Any] = []
+        watch = PoolWatch(pool.socket, "m", BLOCK_TOKENS, said.append, lambda *rates: None)
+        watches.append((watch, asyncio.create_task(watch.run())))
+        events.append(said)
+        await watch.settled(20.0)
+    source = watches[1][0].address
+    assert source is not None
+    await watches[0][0].perform(AwaitPool(AttemptId("a"), keys, source))
+    (ready,) = [one for one in events[0] if isinstance(one, PoolReady)]
+    for _, task in watches:
+        task.cancel()
+    return ready.num_blocks
 
 
 def address_of_pool(pool: Pool) -> PeerAddress:

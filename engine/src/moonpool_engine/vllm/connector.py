@@ -142,8 +142,9 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, layout: CacheLayout, kind: BlockKind, group: bytes, first_rank: int, num_ranks: int
     ) -> AttachRank:
         """What this process says to the pool of one of its kinds of KVCache."""
+        rank = first_rank + kind.index
         nominal = BlockLayout(
-            model_fingerprint=group.hex(),
+            model_fingerprint=f"{group.hex()} {rank}",  # no rank reads another one's blocks
             dtype="bfloat16",
             block_tokens=1,
             num_layers=kind.num_slices,
@@ -155,7 +156,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             protocol=PROTOCOL,
             group=group,
             model=str(self._vllm_config.model_config.model),
-            rank=first_rank + kind.index,
+            rank=rank,
             num_ranks=num_ranks,
             block_tokens=kind.groups[0].block_tokens,
             layout=nominal,

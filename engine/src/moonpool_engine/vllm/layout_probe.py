@@ -103,7 +103,7 @@ class _Probe:
         requests = [self._request(p, p.computed, 0) for p in self._prompts]
         for request, prompt in zip(requests, self._prompts, strict=True):
             while left := prompt.prefix_tokens - request.num_computed:
-                self._steps.step([(request, min(left, self._steps.most_tokens))])
+                self._step([(request, min(left, self._steps.most_tokens))])
         control = self._tails(requests)
         if not all(math.isfinite(x) for found in control for x in found.values()):
             self.wrong.append("vLLM's own log-probabilities are not all numbers")
@@ -194,11 +194,17 @@ class _Probe:
         return self._tails([self._request(p, blocks, p.prefix_tokens) for p, blocks in pairs])
 
     def _tails(self, requests: Sequence[HandRequest]) -> Outcome:
-        found = self._steps.step([(r, len(r.tokens) - r.num_computed) for r in requests])
+        found = self._step([(r, len(r.tokens) - r.num_computed) for r in requests])
         self._steps.finish()
         if not is_last_stage():
             return []
         return [found.get(r.name, {}) for r in requests]
+
+    def _step(self, chunks: Sequence[tuple[HandRequest, int]]) -> dict[str, Logprobs]:
+        """On all ranks: where a step fails on one of them, the others would wait for it."""
+        found: dict[str, Logprobs] = {}
+        agreed(lambda: found.update(self._steps.step(chunks)))
+        return found
 
     def _request(self, prompt: ProbePrompt, places: Places, computed: int) -> HandRequest:
         return HandRequest(prompt.name, prompt.tokens, places, computed)

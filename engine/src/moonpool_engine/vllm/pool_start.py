@@ -100,7 +100,7 @@ def _start(command: list[str], socket_path: Path) -> subprocess.Popen[bytes]:
             raise PoolStartError(f"it does not serve after {START_S:.0f} s: see {log_path}")
         time.sleep(LOOK_S)
     log.info(
-        "started the KVCache pool at %s; it outlives this vLLM: end it with `kill %d` (its log: %s)",
+        "started the KVCache pool at %s; it outlives this vLLM: end it with `kill %d` (log: %s)",
         socket_path,
         process.pid,
         log_path,

@@ -42,6 +42,9 @@ from moonpool_engine.vllm.transfers import (
 
 log = logging.getLogger("moonpool.vllm_connector")
 
+TableOf = Callable[[str], BlockTable]
+"""The blocks of a request."""
+
 AHEAD = 16
 """Finds of requests that are not next yet: each holds blocks in the pool."""
 ANSWER_S = 0.002
@@ -279,9 +282,8 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         return 0 if state is None else state.from_ssd * self._block_tokens
 
-    def build(self, output: Any, table_of: Callable[[str], BlockTable]) -> StepTransfers:
-        """Returns the transfers of a step that vLLM has just planned. `table_of` a request: its
-        blocks."""
+    def build(self, output: Any, table_of: TableOf) -> StepTransfers:
+        """Returns the transfers of a step that vLLM has just planned."""
         self._waited_s = 0.0
         preempted = tuple(getattr(output, "preempted_req_ids", None) or ())
         if self._held is not None:
@@ -290,8 +292,8 @@ class SchedulerSide:
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id)
             if state is not None:
-                self._note_full(state, lambda: table_of(req_id))
-                self._hold(state, num_tokens, lambda: table_of(req_id))
+                self._note_full(state, table_of)
+                self._hold(state, num_tokens, table_of)
         transfers = StepTransfers(
             loads=self._loads,
             stores=self._stores,
@@ -302,18 +304,17 @@ class SchedulerSide:
         self._loads, self._stores, self._finished = [], [], []
         return transfers
 
-    def _hold(
-        self, state: _RequestState, num_tokens: int, table: Callable[[], BlockTable]
-    ) -> None:
+    def _hold(self, state: _RequestState, num_tokens: int, table_of: TableOf) -> None:
         """Holds the blocks of windows that a step of `num_tokens` fills: vLLM may give them back
         with its next step, before they are stored."""
         if self._held is None or not self._link.connected:
             return
         num_full = (state.request.num_computed_tokens + num_tokens) // self._block_tokens
         if num_full > self._held.next_block(state.request.request_id, state.next_store):
-            self._held.hold(state.request.request_id, state.next_store, num_full, table())
+            table = table_of(state.request.request_id)
+            self._held.hold(state.request.request_id, state.next_store, num_full, table)
 
-    def _note_full(self, state: _RequestState, table: Callable[[], BlockTable]) -> None:
+    def _note_full(self, state: _RequestState, table_of: TableOf) -> None:
         """Stores the blocks that earlier steps have filled. The newest token is not computed yet,
         and what was drafted after it may be wrong."""
         request = state.request
@@ -325,7 +326,7 @@ class SchedulerSide:
         keys = state.keys.extend(num_full)[first:]
         if not keys:
             return
-        found = table()
+        found = table_of(request.request_id)
         end = first + len(keys)
         self._num_stores += 1
         if self._held is not None:
@@ -389,7 +390,7 @@ class SchedulerSide:
             return False
         if state.search is not None:
             self._release(state.search)
-        self._note_full(state, lambda: table)
+        self._note_full(state, lambda req_id: table)
         if self._held is not None:
             self._held.give_back(request.request_id)
         if state.has_stores:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from moonpool.host_pool.messages import RankBlocks
 
-
 BlockTable = Sequence[Sequence[int]]
 """For each of vLLM's groups of KVCache: the ids of blocks that follow one another in a prompt; 0
 where a group has none, or needs none."""

@@ -301,7 +301,8 @@ class WorkerSide:
             if not len(run):
                 continue
             first = start + int(run[0])
-            counts = space.store(spec.keys[first : first + len(run)], ids[:, run], spec.first + first)
+            keys = spec.keys[first : first + len(run)]
+            counts = space.store(keys, ids[:, run], spec.first + first)
             if counts is None:
                 return False
             if space is self._spaces[0]:
