@@ -678,7 +678,10 @@ def test_a_window_needs_its_last_blocks_only(pool: Pool) -> None:
         assert second.caches[second.names[layer]][behind].equal(before[layer][behind])
     # A prefix that ends elsewhere has other blocks in its window, which were stored, too.
     other = tokens[:64] + [5] * 40
-    assert run_with_window(first, other, seed=13)[0] == 64
+    found, content = run_with_window(first, other, seed=13)
+    assert found == 64
+    assert np.array_equal(content[0][:4], stored[0][:4])
+    assert all(np.array_equal(content[layer][2:4], stored[layer][2:4]) for layer in (1, 2))
     for engine in (first, second):
         engine.close()
 

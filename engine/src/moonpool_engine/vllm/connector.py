@@ -112,8 +112,11 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         mover = open_mover()
         try:
             worker = find_worker()
-            on_host = all(one.device.type == "cpu" for one in self._kv_caches.values())
-            proof = mover if on_host else DeviceSliceMover(self._kv_caches)
+            tensors = {  # a recurrent layer has several, and is refused with the layout
+                name: one for name, one in self._kv_caches.items() if isinstance(one, torch.Tensor)
+            }
+            on_host = all(one.device.type == "cpu" for one in tensors.values())
+            proof = mover if on_host else DeviceSliceMover(tensors)
             layout = proven_layout(worker, self._kv_caches, self._kv_cache_config, proof)
             kinds: list[BlockKind] = []
             agreed(lambda: kinds.extend(kinds_of(layout)))

@@ -74,10 +74,10 @@ class WorkerSide:
         self._loads = ThreadPoolExecutor(1, "moonpool-load")
         self._load: LayerLoads | None = None
         self._loading: Future[None] | None = None
-        self._loaded: set[str] = set()  # requests whose loads were made apart from a step
-        self._failed: set[str] = set()
-        self._wrong_blocks: set[int] = set()
         self._lock = threading.Condition()  # guards what follows
+        self._wrong_blocks: set[int] = set()
+        self._loaded: set[str] = set()  # requests whose loads were made apart from a step
+        self._failed: set[str] = set()  # some of these
         self._ended = TransfersEnded()
         self._queue: deque[StoreSpec] = deque()
         self._queued_bytes = 0
@@ -134,14 +134,16 @@ class WorkerSide:
 
     def take_wrong_blocks(self) -> set[int]:
         """vLLM's blocks that did not arrive as they were stored."""
-        wrong, self._wrong_blocks = self._wrong_blocks, set()
+        with self._lock:
+            wrong, self._wrong_blocks = self._wrong_blocks, set()
         return wrong
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """Requests whose loads were made apart from a step and have ended, and those of them that
         failed."""
-        taken = self._loaded, self._failed
-        self._loaded, self._failed = set(), set()
+        with self._lock:
+            taken = self._loaded, self._failed
+            self._loaded, self._failed = set(), set()
         return taken
 
     def take_ended(self) -> TransfersEnded | None:
@@ -199,17 +201,16 @@ class WorkerSide:
     def _end(self, spec: LoadSpec, bad: Places) -> None:
         self.counts["loaded"] += len(spec.keys) - len(bad)
         self.counts["wrong"] += len(bad)
-        with self._lock:
+        with self._lock:  # all of it is reported together
             self._ended.ended[spec.owner] = 1
             if len(bad):
                 self._ended.wrong[spec.owner] = spec.first + int(bad[0])
-        if spec.is_apart:
-            self._loaded.add(spec.req_id)
-            if len(bad):
-                self._failed.add(spec.req_id)
-            return
-        for ids in spec.block_ids:
-            self._wrong_blocks.update(ids[index] for index in bad)
+            if spec.is_apart:
+                self._loaded.add(spec.req_id)
+                self._failed.update([spec.req_id] if len(bad) else [])
+                return
+            for ids in spec.block_ids:
+                self._wrong_blocks.update(ids[index] for index in bad)
 
     # Stores
 
