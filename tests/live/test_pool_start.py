@@ -18,7 +18,8 @@ from moonpool.host_pool.framing import framed
 from moonpool.host_pool.messages import PROTOCOL, JoinPool
 from moonpool.host_pool.places import is_served
 from moonpool_engine.vllm.pool_start import PoolStartError, command_of, ensure_pool
-from tests.live.test_host_pool import ask, wait_for
+from tests.live.host_pool import wait_for
+from tests.live.test_host_pool import ask
 
 VLLM = """
 import logging, sys

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.test_host_pool import Pool
+from tests.live.host_pool import Pool
 from tests.live.test_vllm_layout import PYTHON, ROOT, model  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
@@ -115,3 +115,13 @@ def test_a_vllm_finds_what_killed_ones_have_left(
             file.write(data)
     damaged = run(paths, folder, there, **options)
     assert damaged["answers"] == plain["answers"]
+
+
+def test_a_recurrent_model_is_served_without_the_pool(
+    pool: Pool,
+    paths: str,
+    model: Any,  # noqa: F811
+) -> None:
+    found = run(paths, model("recurrent"), {"pool": str(pool.socket)})
+    assert (len(found["answers"]), found["hits"]) == (4, 0)
+    assert b"opening the space" not in pool.log()
