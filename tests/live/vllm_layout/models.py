@@ -42,7 +42,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "recurrent": (
         "Lfm2Config",
-        {"layer_types": ["conv", FULL] * 2, "block_auto_adjust_ff_dim": False, "conv_dim": 256},
+        {
+            "layer_types": ["conv", FULL] * 2,
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 256,  # vLLM reads these two
+            "block_dim": 256,
+        },
     ),
     "latent": ("DeepseekV2Config", LATENT),
 }
