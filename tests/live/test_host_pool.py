@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import shutil
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from moonpool.host_pool.framing import framed
 from moonpool.host_pool.messages import (
     FROM_POOL,
     PROTOCOL,
-    AttachRank,
     Describe,
     Fetched,
     FetchToPool,
@@ -34,212 +28,12 @@ from moonpool.host_pool.messages import (
     Reserve,
     Watch,
 )
-from moonpool.protocol.block_hash import block_keys
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import AttemptId
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool_engine.vllm.block_copier import BlockCopier, DeviceCopier, HostCopier
-from moonpool_engine.vllm.cache_layout import CacheLayout
-from moonpool_engine.vllm.prompt_keys import root_of
-from moonpool_engine.vllm.scheduler_side import SchedulerSide
-from moonpool_engine.vllm.slice_mover import open_mover
-from moonpool_engine.vllm.transfers import LoadsEnded, RankReady, StepTransfers
-from moonpool_engine.vllm.worker_side import WorkerSide
-
-BLOCK_TOKENS, NUM_BLOCKS, NUM_LAYERS = 16, 40, 3
-SHAPE = (NUM_BLOCKS, 2, BLOCK_TOKENS, 128)
-GROUP = bytes(range(32))
-
-
-class FullAttentionSpec:
-    """As vLLM's own, for the layout."""
-
-    block_size = BLOCK_TOKENS
-    page_size_bytes = 2 * BLOCK_TOKENS * 128 * 2
-
-
-def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.01)
-
-
-class Pool:
-    """`moonpool pool serve` with folders of its own."""
-
-    def __init__(self, *flags: str, secret: str = "") -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="moonpool-pool-"))
-        self.memory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-        self.memory.chmod(0o700)
-        self.socket = self.folder / "pool.sock"
-        self._flags = flags
-        self._environment = dict(os.environ)
-        if secret:
-            self._environment["MOONPOOL_CLUSTER_SECRET"] = secret
-        self.process = self.start()
-
-    def start(self) -> subprocess.Popen[bytes]:
-        place = ["--socket", str(self.socket), "--memory-folder", str(self.memory)]
-        command = [sys.executable, "-m", "moonpool", "pool", "serve", *place, *self._flags]
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=self._environment)
-        wait_for(lambda: b"serves at" in self.log())
-        return self.process
-
-    def log(self) -> bytes:
-        return (self.folder / "log").read_bytes()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        (self.folder / "log").write_bytes(b"")
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        shutil.rmtree(self.folder)
-        shutil.rmtree(self.memory)
-
-
-class Engine:
-    """What vLLM does around the connector: tensors, requests, steps."""
-
-    def __init__(
-        self,
-        pool: Pool,
-        group: bytes = GROUP,
-        seed: int = 0,
-        wait_s: float = 60.0,
-        staged: bool = False,
-    ) -> None:
-        names = [f"layer.{number}" for number in range(NUM_LAYERS)]
-        generator = torch.Generator().manual_seed(seed)
-        self.caches = {
-            name: torch.randn(SHAPE, generator=generator).to(torch.bfloat16) for name in names
-        }
-        spec = SimpleNamespace(layer_names=names, kv_cache_spec=FullAttentionSpec())
-        config = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=[spec], kv_cache_tensors=[])
-        layout = CacheLayout.of(self.caches, config)
-        nominal = BlockLayout(
-            model_fingerprint="m",
-            dtype="bfloat16",
-            block_tokens=1,
-            num_layers=layout.num_slices,
-            num_kv_heads=1,
-            head_dim=layout.slice_bytes // 4,
-            inner="vllm",
-        )
-        attach = AttachRank(
-            protocol=PROTOCOL,
-            group=group,
-            model="m",
-            rank=0,
-            num_ranks=1,
-            block_tokens=BLOCK_TOKENS,
-            layout=nominal,
-        )
-        self.names = names
-        copier: BlockCopier = HostCopier(layout, open_mover())
-        if staged:
-            copier = DeviceCopier(layout, open_mover(), self.caches)
-        self.worker = WorkerSide(pool.socket, attach, layout, copier)
-        self.scheduler = SchedulerSide(pool.socket, BLOCK_TOKENS, time.monotonic)
-        self.scheduler.begin([RankReady(group, 0, 1)])
-        self.blocks: dict[str, list[int]] = {}
-        self.next_block = 1
-        self.number = 0
-        wait_for(lambda: self.worker.is_connected and self.scheduler.is_connected, wait_s)
-
-    def close(self) -> None:
-        self.worker.close()
-        self.scheduler.close()
-
-    def request(self, tokens: list[int], **more: Any) -> Any:
-        self.number += 1
-        return SimpleNamespace(
-            request_id=f"r{self.number}-{id(self)}",
-            all_token_ids=list(tokens),
-            num_tokens=len(tokens),
-            num_computed_tokens=0,
-            **more,
-        )
-
-    def keys_of(self, tokens: list[int]) -> list[bytes]:
-        return list(block_keys(tokens, BLOCK_TOKENS, root_of(self.request(tokens), str)))
-
-    def take_blocks(self, request: Any) -> list[int]:
-        count = -(-request.num_tokens // BLOCK_TOKENS)
-        if self.next_block + count > NUM_BLOCKS:
-            self.next_block = 1
-        ids = list(range(self.next_block, self.next_block + count))
-        self.next_block += count
-        self.blocks[request.request_id] = ids
-        return ids
-
-    def run_step(self, step: StepTransfers) -> set[int]:
-        self.worker.preempt(step.preempted)
-        self.worker.begin_step(step)
-        for name in self.names:
-            self.worker.wait_for_layer(name)
-        self.worker.end_step()
-        wrong = self.worker.take_wrong_blocks()
-        ended = self.worker.take_ended()
-        if isinstance(ended, LoadsEnded):
-            self.scheduler.on_ended(ended)
-        return wrong
-
-    def output(self, *requests: Any) -> Any:
-        scheduled = {one.request_id: 1 for one in requests}
-        return SimpleNamespace(
-            num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=len(scheduled),
-            preempted_req_ids=set(),
-        )
-
-    def prefill(self, request: Any, seed: int) -> tuple[int, set[int]]:
-        """Loads what the pool has, "computes" the rest, and stores it. Returns the tokens that
-        were loaded, and the wrong blocks."""
-        self.scheduler.on_new_request(request)
-        found: int | None = None
-        while found is None:
-            found = self.scheduler.matched_tokens(request, 0)
-        ids = self.take_blocks(request)
-        self.scheduler.on_allocated(request, ids, found)
-        wrong = self.run_step(self.scheduler.build(self.output(request), self.blocks.__getitem__))
-        generator = torch.Generator().manual_seed(seed)
-        for name in self.names:
-            fresh = torch.randn((len(ids), *SHAPE[1:]), generator=generator).to(torch.bfloat16)
-            for index, block in enumerate(ids):
-                if index * BLOCK_TOKENS >= found or block in wrong:
-                    self.caches[name][block] = fresh[index]
-        request.num_computed_tokens = request.num_tokens
-        request.all_token_ids.append(7)
-        request.num_tokens += 1
-        return found, wrong
-
-    def finish(self, request: Any) -> None:
-        ids = self.blocks.pop(request.request_id)
-        if not self.scheduler.on_finished(request, ids):
-            return
-        step = self.scheduler.build(self.output(), self.blocks.__getitem__)
-        self.run_step(step)
-        wait_for(lambda: request.request_id in self.worker.take_finished(False))
-        # An answer to a later find means that the pool has handled the stores.
-        self.look_up(request.all_token_ids[:-1])
-
-    def look_up(self, tokens: list[int]) -> int:
-        """How many tokens of a prompt the pool has."""
-        request = self.request(tokens)
-        self.scheduler.on_new_request(request)
-        found: int | None = None
-        while found is None:
-            found = self.scheduler.matched_tokens(request, 0)
-        self.scheduler.on_allocated(request, [], 0)
-        self.scheduler.on_finished(request, [])
-        return found
-
-    def content(self, ids: list[int]) -> list[np.ndarray]:
-        return [self.caches[name][ids].view(torch.uint8).numpy().copy() for name in self.names]
+from moonpool.types import BlockKey
+from moonpool.vllm.actions import AwaitPool, PoolReady
+from moonpool.vllm.pool_watch import PoolWatch
+from tests.live.host_pool import BLOCK_TOKENS, GROUP, Engine, Pool, wait_for
 
 
 @pytest.fixture
@@ -260,12 +54,12 @@ def test_what_one_engine_stores_another_one_loads(pool: Pool, staged: tuple[bool
     tokens = list(range(100))
     request = first.request(tokens)
     assert first.prefill(request, seed=11)[0] == 0
-    stored = first.content(first.blocks[request.request_id])
+    stored = first.content(first.blocks[request.request_id][0])
     first.finish(request)
     again = second.request(tokens)
     found, wrong = second.prefill(again, seed=12)
     assert (found, wrong) == (96, set())
-    assert same(second.content(second.blocks[again.request_id]), stored, 6)
+    assert same(second.content(second.blocks[again.request_id][0]), stored, 6)
     other = second.request(tokens, cache_salt="another tenant")
     assert second.prefill(other, seed=13)[0] == 0
     for engine in (first, second):
@@ -277,7 +71,7 @@ def test_blocks_outlive_engine_and_pool(pool: Pool) -> None:
     tokens = list(range(160))
     request = first.request(tokens)
     first.prefill(request, seed=11)
-    stored = first.content(first.blocks[request.request_id])
+    stored = first.content(first.blocks[request.request_id][0])
     first.finish(request)
     wait_for(lambda: first.look_up(tokens) == 144)
     pool.kill()
@@ -290,7 +84,7 @@ def test_blocks_outlive_engine_and_pool(pool: Pool) -> None:
     again = second.request(tokens)
     found, wrong = second.prefill(again, seed=12)
     assert (found, wrong) == (144, set())
-    assert same(second.content(second.blocks[again.request_id]), stored, 9)
+    assert same(second.content(second.blocks[again.request_id][0]), stored, 9)
     second.close()
 
 
@@ -346,7 +140,7 @@ def test_preempted_blocks_are_not_read_any_more(pool: Pool) -> None:
     requests = [engine.request([number * 1000 + i for i in range(64)]) for number in range(8)]
     for number, request in enumerate(requests):
         engine.prefill(request, seed=number)
-    step = engine.scheduler.build(engine.output(*requests), engine.blocks.__getitem__)
+    step = engine.build(*requests)
     stored = {spec.req_id: spec for spec in step.stores}
     assert len(stored) == 8
     engine.worker.begin_step(step)
@@ -360,7 +154,7 @@ def test_preempted_blocks_are_not_read_any_more(pool: Pool) -> None:
         found, wrong = second.prefill(again, seed=99)
         assert not wrong
         if found:  # it was stored before it was preempted
-            ids = second.blocks[again.request_id][: found // BLOCK_TOKENS]
+            ids = second.blocks[again.request_id][0][: found // BLOCK_TOKENS]
             assert all(second.caches[name][ids].abs().sum() > 0 for name in second.names), number
     engine.close()
     second.close()
@@ -375,13 +169,13 @@ def test_a_block_comes_from_the_ssd_when_memory_is_short() -> None:
         for number, tokens in enumerate(prompts):
             request = engine.request(tokens)
             engine.prefill(request, seed=number)
-            stored[number] = engine.content(engine.blocks[request.request_id])
+            stored[number] = engine.content(engine.blocks[request.request_id][0])
             engine.finish(request)
         for number, tokens in enumerate(prompts):
             request = engine.request(tokens)
             found, wrong = engine.prefill(request, seed=50 + number)
             assert not wrong
-            ids = engine.blocks[request.request_id]
+            ids = engine.blocks[request.request_id][0]
             assert same(engine.content(ids), stored[number], found // BLOCK_TOKENS)
             engine.finish(request)
         assert engine.scheduler.counts["from_ssd"] > 0  # memory has room for 256 of 350 blocks
@@ -448,7 +242,7 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
         tokens = list(range(100))
         request = engines[1].request(tokens)
         engines[1].prefill(request, seed=11)
-        stored = engines[1].content(engines[1].blocks[request.request_id])
+        stored = engines[1].content(engines[1].blocks[request.request_id][0])
         engines[1].finish(request)
         keys = tuple(engines[1].keys_of(tokens))
         source = address_of_pool(there)
@@ -457,12 +251,59 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
         assert (fetched.num_blocks, fetched.error) == (6, "")
         again = engines[0].request(tokens)
         assert engines[0].prefill(again, seed=12) == (96, set())
-        assert same(engines[0].content(engines[0].blocks[again.request_id]), stored, 6)
+        assert same(engines[0].content(engines[0].blocks[again.request_id][0]), stored, 6)
     finally:
         for engine in engines:
             engine.close()
         for pool in pools:
             pool.close()
+
+
+@pytest.mark.parametrize(("hybrid", "ranks"), [(False, 2), (True, 1), (True, 2)])
+def test_a_fetch_brings_the_blocks_of_all_ranks(hybrid: bool, ranks: int) -> None:
+    """By what the process beside vLLM tells the head, and does for it."""
+    here, there = (Pool("--dram", "32MiB", secret="5a" * 32) for _ in range(2))
+    engines = [
+        Engine(pool, seed=number, hybrid=hybrid, ranks=ranks)
+        for number, pool in enumerate((here, there))
+    ]
+    try:
+        tokens = list(range(100))
+        request = engines[1].request(tokens)
+        engines[1].prefill(request, seed=11)
+        stored = engines[1].content(engines[1].blocks[request.request_id][0])
+        engines[1].finish(request)
+        keys = tuple(map(BlockKey, engines[1].keys_of(tokens)))
+        assert asyncio.run(fetched_by_watch(here, there, keys)) == 6
+        assert address_of_pool(here).tcp_port != address_of_pool(there).tcp_port
+        again = engines[0].request(tokens)
+        assert engines[0].prefill(again, seed=12) == (96, set())
+        loaded = engines[0].content(engines[0].blocks[again.request_id][0])
+        assert np.array_equal(loaded[0][:6], stored[0][:6])
+        assert np.array_equal(loaded[2][4:6], stored[2][4:6])
+    finally:
+        for engine in engines:
+            engine.close()
+        for pool in (here, there):
+            pool.close()
+
+
+async def fetched_by_watch(here: Pool, there: Pool, keys: tuple[BlockKey, ...]) -> int:
+    """How many blocks `here` has got from `there`."""
+    watches, events = [], []
+    for pool in (here, there):
+        said: list[Any] = []
+        watch = PoolWatch(pool.socket, "m", BLOCK_TOKENS, said.append, lambda *rates: None)
+        watches.append((watch, asyncio.create_task(watch.run())))
+        events.append(said)
+        await watch.settled(20.0)
+    source = watches[1][0].address
+    assert source is not None
+    await watches[0][0].perform(AwaitPool(AttemptId("a"), keys, source))
+    (ready,) = [one for one in events[0] if isinstance(one, PoolReady)]
+    for _, task in watches:
+        task.cancel()
+    return ready.num_blocks
 
 
 def address_of_pool(pool: Pool) -> PeerAddress:

@@ -9,7 +9,7 @@ import pytest
 
 from moonpool_engine.sglang.page_store import PageStore, Piece
 from moonpool_engine.sglang.pool_client import HostPoolClient
-from tests.live.test_host_pool import Pool, wait_for
+from tests.live.host_pool import Pool, wait_for
 
 PAGES, PIECES, PIECE_BYTES = 6, 4, 2048
 HASHES = [f"hash {number}" for number in range(PAGES)]

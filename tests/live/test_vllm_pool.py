@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.test_host_pool import Pool
+from tests.live.host_pool import Pool
 from tests.live.test_vllm_layout import PYTHON, ROOT, model  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
@@ -37,22 +37,26 @@ def paths(tmp_path: Path) -> str:
     return os.pathsep.join(map(str, parts))
 
 
-def run(pool: Pool, paths: str, folder: str, salt: str = "s", omit: str = "") -> dict[str, Any]:
+def run(
+    paths: str, folder: str, settings: dict[str, Any], salt: str = "s", **options: Any
+) -> dict[str, Any]:
+    """What a vLLM answers, with these settings of the connector."""
     if PYTHON is None:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON")
-    settings = {
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    environment = {
         "PYTHONPATH": paths,
-        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    socket = omit or str(pool.socket)
+    arguments = [folder, json.dumps(settings), salt, json.dumps(options)]
     done = subprocess.run(
-        [PYTHON, "-m", "tests.live.vllm_pool.run", folder, socket, salt],
-        env=os.environ | settings,
+        [PYTHON, "-m", "tests.live.vllm_pool.run", *arguments],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=880,
@@ -64,28 +68,60 @@ def run(pool: Pool, paths: str, folder: str, salt: str = "s", omit: str = "") ->
     return found
 
 
+# vLLM's CPU build runs stages only after a warm-up that it leaves out when it is eager.
+STAGES = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "compilation_config": {"backend": "eager"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grouped heads", {}),
+        ("window", {}),
+        ("two groups", {}),
+        ("uneven groups", {}),
+        ("grouped heads", STAGES),
+        ("two groups", STAGES),
+    ],
+)
 def test_a_vllm_finds_what_killed_ones_have_left(
+    name: str,
+    options: dict[str, Any],
     pool: Pool,
     paths: str,
     model: Any,  # noqa: F811
 ) -> None:
-    folder = model("grouped heads")
-    plain = run(pool, paths, folder, omit="/nowhere/pool.sock")
-    first = run(pool, paths, folder)
+    folder = model(name)
+    there = {"pool": str(pool.socket)}
+    plain = run(paths, folder, {"pool": "/nowhere/pool.sock"}, **options)
+    first = run(paths, folder, there, **options)
     assert (first["answers"], first["hits"]) == (plain["answers"], 0)
     pool.kill()
     pool.start()
-    second = run(pool, paths, folder)
+    second = run(paths, folder, there, **options)
     assert second["answers"] == plain["answers"]
     # All full blocks of the prompts but the last token's: 6, 7, 8 and 9 blocks of 32.
     assert second["hits"] == 32 * (6 + 7 + 8 + 9)
-    other = run(pool, paths, folder, salt="another tenant")
+    other = run(paths, folder, there, salt="another tenant", **options)
     assert (other["answers"], other["hits"]) == (plain["answers"], 0)
-    (arena,) = pool.memory.glob("*/arena")
-    data = bytearray(arena.read_bytes())
-    for start in range(64, len(data), 512):
-        data[start] ^= 0x40
-    with arena.open("r+b") as file:
-        file.write(data)
-    damaged = run(pool, paths, folder)
+    for arena in pool.memory.glob("*/arena"):
+        data = bytearray(arena.read_bytes())
+        for start in range(64, len(data), 512):
+            data[start] ^= 0x40
+        with arena.open("r+b") as file:
+            file.write(data)
+    damaged = run(paths, folder, there, **options)
     assert damaged["answers"] == plain["answers"]
+
+
+def test_a_recurrent_model_is_served_without_the_pool(
+    pool: Pool,
+    paths: str,
+    model: Any,  # noqa: F811
+) -> None:
+    found = run(paths, model("recurrent"), {"pool": str(pool.socket)})
+    assert (len(found["answers"]), found["hits"]) == (4, 0)
+    assert b"opening the space" not in pool.log()

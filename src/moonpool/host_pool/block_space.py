@@ -97,6 +97,7 @@ class _Fetch:
     keys: tuple[BlockKey, ...]
     block_ids: tuple[BlockId, ...]
     num_local: int
+    first_depth: int
 
 
 class BlockSpace:
@@ -170,6 +171,10 @@ class BlockSpace:
         return self.kv_cache.take_snapshot()
 
     # Finds
+
+    def present(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each block is here, in DRAM or on the SSD."""
+        return self._promotion.present(keys)
 
     def find(self, owner: str, keys: Sequence[BlockKey]) -> None:
         """Holds the longest prefix of `keys` that is here, after loading what is on the SSD only.
@@ -280,9 +285,15 @@ class BlockSpace:
     # Other hosts
 
     def fetch(
-        self, fetch_id: str, source: PeerAddress, keys: Sequence[BlockKey], timeout_s: float
+        self,
+        fetch_id: str,
+        source: PeerAddress,
+        keys: Sequence[BlockKey],
+        timeout_s: float,
+        first_depth: int = 0,
     ) -> None:
-        """Copies what is missing of `keys` from another host. Ends with `BlocksFetched`."""
+        """Copies what is missing of `keys` from another host; `first_depth` is the index of the
+        first in its prompt. Ends with `BlocksFetched`."""
         num_local = len(self.pool.match(keys))
         missing = tuple(keys[num_local:])
         owner = _fetcher(fetch_id)
@@ -294,7 +305,7 @@ class BlockSpace:
             error = "" if not missing else "the pool has no room"
             self._found.append(BlocksFetched(fetch_id, num_local, 0, 0.0, error))
             return
-        self._fetches[fetch_id] = _Fetch(missing[:room], tuple(blocks), num_local)
+        self._fetches[fetch_id] = _Fetch(missing[:room], tuple(blocks), num_local, first_depth)
         self.effects.perform(
             FetchBlocks(fetch_id, source, missing[:room], tuple(blocks), timeout_s)
         )
@@ -303,7 +314,8 @@ class BlockSpace:
         fetch = self._fetches.pop(event.fetch_id)
         arrived = fetch.block_ids[: event.num_blocks]
         for index, block_id in enumerate(arrived):
-            self.pool.cache_block(block_id, fetch.keys[index], fetch.num_local + index)
+            depth = fetch.first_depth + fetch.num_local + index
+            self.pool.cache_block(block_id, fetch.keys[index], depth)
         self.pool.release(_fetcher(event.fetch_id))
         self.effects.count("fetched_blocks", event.num_blocks)
         self.effects.count("fetched_bytes", event.num_bytes)

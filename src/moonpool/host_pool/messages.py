@@ -2,11 +2,14 @@
 
 Clients are the processes of vLLM (or of another engine), and the process by which a head sees that
 vLLM. A *group* is one model in one layout: all whose blocks are interchangeable. Each rank of a
-tensor-parallel vLLM keeps its shares of the blocks in a *space* of its own. A block is found if all
-spaces of its group have it.
+vLLM that is divided among processes (by tensors or by layers) keeps its shares of the blocks in a
+*space* of its own. A block is found if all spaces of its group have it.
 
 Bodies are msgpack in frames of 4 bytes of length. Blocks themselves never pass the socket: clients
 map the spaces' memory, and copy. Every copy is verified by the checksums that come with it.
+
+A model with several kinds of KVCache has a space for each kind of each process. Where a layer reads
+a window of the newest tokens only, its space needs no more than the window's blocks for a hit.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from moonpool.protocol.messages import BlocksChanged, BlocksSnapshot
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import BlockKey, Struct
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 64 << 20
 MAX_KEYS = 1 << 17
 MAX_RANKS = 1024
@@ -48,6 +51,8 @@ class AttachRank(Struct, frozen=True, tag=True):
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     layout: BlockLayout
     """Nominal but for its sizes: `num_layers` slices of `slice_bytes` in a block."""
+    window_blocks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    """How many blocks before its end a prefix needs in this space; 0: all."""
 
 
 class JoinPool(Struct, frozen=True, tag=True):
@@ -143,7 +148,8 @@ class PoolJoinAccepted(Struct, frozen=True, tag=True):
 
 
 class RankBlocks(Struct, frozen=True):
-    """Where the blocks are in one rank's space (i64), and the checksums of their slices (u64)."""
+    """Where the blocks are in one rank's space (i64), and the checksums of their slices (u64). In a
+    space with a window these are the prefix's last blocks only."""
 
     block_ids: bytes
     checksums: bytes

@@ -1,13 +1,15 @@
 """The spaces of all ranks of one model in a host's pool: a block is found if each has it. Pure.
 
-A find runs in all spaces; the shortest prefix counts, and holds beyond it end. A find that may wait
-is repeated whenever blocks arrive, until all its keys are there or its time is over: so a decode
+A find runs in all spaces; the shortest prefix counts, and holds beyond it end. Where a space has a
+window, a prefix needs only its last blocks there: then the longest prefix that all spaces can serve
+is chosen first, and the find asks each space for what that prefix needs. A find that may wait is
+repeated whenever blocks arrive, until all its keys are there or its time is over: so a decode
 instance finds a prompt that a prefill instance is just about to store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.host_pool.block_space import BlocksFound, BlockSpace
@@ -16,7 +18,8 @@ from moonpool.types import BlockId, BlockKey
 
 @dataclass(frozen=True, slots=True)
 class GroupFound:
-    """A find has ended: `block_ids` of each rank, as many for all."""
+    """A find has ended: `block_ids` of each rank, for all blocks of the prefix, or for its last
+    ones where the space has a window."""
 
     owner: str
     num_blocks: int
@@ -28,6 +31,7 @@ class GroupFound:
 class _Find:
     keys: Sequence[BlockKey]
     until_s: float
+    num_tried: int = 0  # the prefix that all spaces look for now
     by_rank: dict[int, BlocksFound] = field(default_factory=dict)
     is_waiting: bool = False  # for blocks that others store
 
@@ -38,6 +42,8 @@ class BlockGroup:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.spaces: dict[int, BlockSpace] = {}
+        self.windows: dict[int, int] = {}
+        """Of the spaces that have one: in blocks."""
         self._finds: dict[str, _Find] = {}
         self._ended: list[GroupFound] = []
 
@@ -45,6 +51,11 @@ class BlockGroup:
     def is_whole(self) -> bool:
         """Whether all ranks have a space."""
         return len(self.spaces) == self.num_ranks
+
+    @property
+    def first_whole_rank(self) -> int:
+        """The first rank whose space has all blocks of a prefix; 0 if each has a window."""
+        return next((rank for rank in range(self.num_ranks) if rank not in self.windows), 0)
 
     @property
     def num_finds(self) -> int:
@@ -74,6 +85,18 @@ class BlockGroup:
         for space in self.spaces.values():
             space.release(owner)
 
+    def part_of(self, rank: int, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """What the prefix `keys` needs in a rank's space."""
+        window = self.windows.get(rank, 0)
+        return keys[-window:] if window else keys
+
+    def reached(self, rank: int, num_keys: int, num_here: int) -> int:
+        """The prefix of `num_keys` blocks that a rank can serve if the first `num_here` blocks of
+        its part are there."""
+        num_before = num_keys - min(self.windows.get(rank, 0) or num_keys, num_keys)
+        complete = num_before + num_here == num_keys
+        return num_keys if complete else 0 if num_before else num_here
+
     def on_found(self, rank: int, found: BlocksFound, now: float) -> None:
         """One space has ended its part of a find."""
         find = self._finds.get(found.owner)
@@ -82,8 +105,11 @@ class BlockGroup:
         find.by_rank[rank] = found
         if len(find.by_rank) < self.num_ranks:
             return
-        parts = [find.by_rank[number] for number in range(self.num_ranks)]
-        num_blocks = min(len(part.block_ids) for part in parts)
+        num_blocks = self._num_found(find)
+        if num_blocks < find.num_tried and self.windows:
+            # Meanwhile a block has gone. A shorter prefix needs other blocks.
+            self._begin(found.owner, find, num_blocks)
+            return
         if num_blocks < len(find.keys) and now < find.until_s:
             find.is_waiting = True  # what was found stays held
             return
@@ -101,17 +127,64 @@ class BlockGroup:
             if find.is_waiting and now >= find.until_s:
                 self._end(owner, find)
 
-    def _begin(self, owner: str, find: _Find) -> None:
+    def _begin(self, owner: str, find: _Find, most: int | None = None) -> None:
+        """Looks for a prefix of at most `most` blocks."""
         self._finds[owner] = find
-        for space in self.spaces.values():
-            space.find(owner, find.keys)
+        keys = find.keys if most is None else find.keys[:most]
+        find.num_tried = len(keys)
+        if self.windows:
+            present = {rank: space.present(keys) for rank, space in self.spaces.items()}
+            find.num_tried = longest_prefix(present, self.windows)
+        find.by_rank.clear()
+        for rank, space in self.spaces.items():
+            space.find(owner, self.part_of(rank, keys[: find.num_tried]))
+
+    def _num_found(self, find: _Find) -> int:
+        """The prefix that all spaces hold now; shorter than the true one if a window has gaps."""
+        found = find.num_tried
+        for rank, part in find.by_rank.items():
+            count = len(part.block_ids)
+            window = self.windows.get(rank, 0)
+            if not window:
+                found = min(found, count)
+            elif count < min(window, find.num_tried):
+                found = min(found, find.num_tried - 1)
+        return found
 
     def _end(self, owner: str, find: _Find) -> None:
         del self._finds[owner]
+        num_blocks = self._num_found(find)
         parts = [find.by_rank[number] for number in range(self.num_ranks)]
-        num_blocks = min(len(part.block_ids) for part in parts)
-        for rank, part in find.by_rank.items():
-            self.spaces[rank].shorten(owner, num_blocks, part.block_ids)
+        blocks = []
+        for rank, part in enumerate(parts):
+            held = part.block_ids
+            if rank not in self.windows:
+                self.spaces[rank].shorten(owner, num_blocks, held)
+                held = held[:num_blocks]
+            blocks.append(held)
         num_loaded = min(max(part.num_loaded for part in parts), num_blocks)
-        blocks = tuple(part.block_ids[:num_blocks] for part in parts)
-        self._ended.append(GroupFound(owner, num_blocks, num_loaded, blocks))
+        self._ended.append(GroupFound(owner, num_blocks, num_loaded, tuple(blocks)))
+
+
+def longest_prefix(present: Mapping[int, Sequence[bool]], windows: Mapping[int, int]) -> int:
+    """The longest prefix of which each rank has what it needs: all, or the last blocks of its
+    window. `present`: whether each rank has each block."""
+    lengths = [len(found) for found in present.values()]
+    most = min(lengths, default=0)
+    for rank, found in present.items():
+        if rank not in windows:
+            most = next((index for index in range(most) if not found[index]), most)
+    runs = {rank: _runs(present[rank]) for rank in windows}
+    for length in range(most, 0, -1):
+        if all(runs[rank][length - 1] >= min(windows[rank], length) for rank in windows):
+            return length
+    return 0
+
+
+def _runs(present: Sequence[bool]) -> list[int]:
+    """How many blocks up to each one are there without a gap."""
+    runs, run = [], 0
+    for one in present:
+        run = run + 1 if one else 0
+        runs.append(run)
+    return runs

@@ -13,7 +13,8 @@ from moonpool.types import BlockId, BlockKey, InstanceId, Struct
 
 class PeerAddress(Struct, frozen=True):
     """Where an instance's messenger listens. Instances with equal `host_id` can use shared
-    memory."""
+    memory. `others`: of a pool that keeps a block in several spaces, where those of the further
+    ranks are, in their order."""
 
     instance_id: InstanceId
     host_id: str
@@ -21,6 +22,7 @@ class PeerAddress(Struct, frozen=True):
     tcp_host: str
     tcp_port: int
     nixl_port: int = 0  # where its NIXL agent listens; 0: it has no NIXL
+    others: tuple[PeerAddress, ...] = ()
 
 
 class FetchEnded(Struct, frozen=True, tag=True):

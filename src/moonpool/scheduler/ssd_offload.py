@@ -321,15 +321,25 @@ class Promotion:
     def reach(self, keys: Sequence[BlockKey]) -> tuple[int, list[BlockKey]]:
         """The length of the longest run of `keys` that is in DRAM or on the SSD, and the keys of
         that run which are not in DRAM."""
-        pool, tier = self._kv_cache.pool, self._kv_cache.tier
+        pool = self._kv_cache.pool
         absent: list[BlockKey] = []
         for index, key in enumerate(keys):
             if pool.find(key) is not None:
                 continue
-            if tier is None or (tier.slot_of(key) is None and key not in self._loading):
+            if not self._is_stored(key):
                 return index, absent
             absent.append(key)
         return len(keys), absent
+
+    def present(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each of `keys` is in DRAM or on the SSD."""
+        pool = self._kv_cache.pool
+        return [pool.find(key) is not None or self._is_stored(key) for key in keys]
+
+    def _is_stored(self, key: BlockKey) -> bool:
+        """Whether a load can bring the block, or does."""
+        tier = self._kv_cache.tier
+        return tier is not None and (tier.slot_of(key) is not None or key in self._loading)
 
     def load(self, keys: Sequence[BlockKey], by_layer: bool = False) -> set[str] | None:
         """Starts loading `keys`, which `reach` has just returned as absent. Returns the ids of the

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from moonpool.host_pool.framing import framed, is_own_user, read_message
 from moonpool.host_pool.messages import (
     FROM_POOL,
@@ -75,7 +77,7 @@ class PoolWatch:
     @property
     def address(self) -> PeerAddress | None:
         """Where the pools of other hosts read this one's blocks; None without a pool."""
-        return None if self._group is None else self._group.spaces[0].address
+        return None if self._group is None else _address_of(self._group)
 
     async def settled(self, timeout_s: float) -> None:
         """Returns when the pool has been found, or at the end of this time."""
@@ -189,7 +191,7 @@ class PoolWatch:
         group = self._group
         if group is None:
             return
-        self._post(PoolJoined(group.spaces[0].address))
+        self._post(PoolJoined(_address_of(group)))
         block_bytes = sum(one.block_bytes for one in group.spaces)
         self._on_rates(block_bytes, group.spaces[0].ssd_read_bytes_per_s)
         self._send(Watch(group=group.group))
@@ -208,14 +210,12 @@ class PoolWatch:
         if group is None:
             return 0
         self._number += 1
-        own = {space.address for space in group.spaces}
-        if wait.source is not None and wait.source not in own:
-            if len(group.spaces) > 1:
-                return 0  # a source has one address, and each rank another one
+        if wait.source is not None and wait.source != _address_of(group):
+            first = msgspec.structs.replace(wait.source, others=())
             fetch = FetchToPool(
                 number=self._number,
                 group=group.group,
-                sources=(wait.source,),
+                sources=(first, *wait.source.others),
                 keys=wait.keys,
                 timeout_s=FETCH_S,
             )
@@ -239,3 +239,10 @@ class PoolWatch:
             return await asyncio.wait_for(future, timeout_s)
         finally:
             self._answers.pop(name, None)
+
+
+def _address_of(group: GroupState) -> PeerAddress:
+    """Where others read the group's blocks: that of the first rank's space, with all further
+    ones."""
+    first, *others = (space.address for space in group.spaces)
+    return msgspec.structs.replace(first, others=tuple(others))

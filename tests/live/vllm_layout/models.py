@@ -40,6 +40,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         WINDOW | {"num_hidden_layers": 5, "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL]},
     ),
+    "recurrent": (
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", FULL] * 2,
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 256,  # vLLM reads these two
+            "block_dim": 256,
+        },
+    ),
     "latent": ("DeepseekV2Config", LATENT),
 }
 

@@ -1,5 +1,5 @@
-"""A vLLM with the pool: `python -m tests.live.vllm_pool.run MODEL SOCKET`. Prints the tokens of its
-answers and the prompt tokens that came from the pool, and is then killed."""
+"""A vLLM with the pool: `python -m tests.live.vllm_pool.run MODEL SETTINGS SALT OPTIONS`. Prints
+the tokens of its answers and the prompt tokens that came from the pool, and is then killed."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ CONNECTOR = {
     "kv_role": "kv_both",
 }
 
+OPTIONS = {
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "num_gpu_blocks_override": 120,
+    "block_size": 32,
+    "disable_log_stats": False,
+}
+
 
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    model, socket, salt = sys.argv[1:4]
-    config = CONNECTOR | {"kv_connector_extra_config": {"pool": socket}}
+    model, settings, salt, options = sys.argv[1:5]
+    config = CONNECTOR | {"kv_connector_extra_config": json.loads(settings)}
     prompts = [[(7 * i + 11 * n) % 199 + 20 for i in range(200 + 40 * n)] for n in range(4)]
-    llm = LLM(
-        model,
-        max_model_len=1024,
-        max_num_seqs=8,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        num_gpu_blocks_override=120,
-        block_size=32,
-        disable_log_stats=False,
-        kv_transfer_config=config,
-    )
+    llm = LLM(model, kv_transfer_config=config, **(OPTIONS | json.loads(options)))
     time.sleep(3.0)  # its processes join the pool
     asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     answers = []

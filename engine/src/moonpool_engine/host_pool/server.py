@@ -7,7 +7,6 @@ model whose clients have gone keeps its blocks until another model needs the pla
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import shutil
@@ -48,6 +47,7 @@ from moonpool.host_pool.messages import (
     Watch,
     keys_of,
 )
+from moonpool.host_pool.places import is_served, make_own_folder
 from moonpool.host_pool.pool_group import BlockGroup, GroupFound
 from moonpool.link.tls import PeerTls
 from moonpool.protocol.transfer_events import MessengerEvent
@@ -103,6 +103,7 @@ class _GroupFetch:
     client: _Client
     number: int
     left: set[int]
+    num_keys: int
     num_blocks: int
     num_bytes: int = 0
     seconds: float = 0.0
@@ -263,8 +264,11 @@ class PoolServer:
                 host = await self._open(group, message)
                 group.hosts[message.rank] = host
                 group.state.spaces[message.rank] = host.space
+                if message.window_blocks:
+                    group.state.windows[message.rank] = message.window_blocks
                 self._perform(group)
-        if host.layout != message.layout:
+        window = group.state.windows.get(message.rank, 0)
+        if host.layout != message.layout or window != message.window_blocks:
             raise SpaceError("another process of this model and rank lays its blocks out otherwise")
         return group, host
 
@@ -407,11 +411,12 @@ class PoolServer:
 
     def _on_watch(self, client: _Client, message: Watch) -> None:
         group = self._groups.get(message.group)
-        if group is None or 0 not in group.hosts:
+        if group is None or not group.state.is_whole:
             raise ValueError("the pool has no such model")
         self._perform(group)
         group.watchers.add(client)
-        client.send(GroupBlocks(group=message.group, report=group.hosts[0].space.snapshot()))
+        space = group.hosts[group.state.first_whole_rank].space
+        client.send(GroupBlocks(group=message.group, report=space.snapshot()))
 
     def _on_fetch(self, client: _Client, message: FetchToPool) -> None:
         group = self._groups.get(message.group)
@@ -428,10 +433,14 @@ class PoolServer:
         self._num_uses += 1
         fetch_id = f"{client.number}:{message.number}:{self._num_uses}"
         ranks = set(group.hosts)
-        group.fetches[fetch_id] = _GroupFetch(client, message.number, ranks, len(message.keys))
+        group.fetches[fetch_id] = _GroupFetch(
+            client, message.number, ranks, len(message.keys), len(message.keys)
+        )
         keys = keys_of(message.keys)
         for rank, host in group.hosts.items():
-            host.space.fetch(fetch_id, message.sources[rank], keys, message.timeout_s)
+            part = group.state.part_of(rank, keys)
+            depth = len(keys) - len(part)
+            host.space.fetch(fetch_id, message.sources[rank], part, message.timeout_s, depth)
         self._perform(group)
 
     # Answers
@@ -439,6 +448,7 @@ class PoolServer:
     def _perform(self, group: _Group) -> None:
         """Performs what the spaces of a group want, until they want nothing more."""
         now = time.monotonic()
+        told = group.state.first_whole_rank
         has_more = True
         while has_more:
             has_more = False
@@ -450,7 +460,7 @@ class PoolServer:
                         group.state.on_found(rank, one, now)
                     else:
                         self._on_fetched(group, rank, one)
-                if changes is not None and rank == 0 and group.watchers:
+                if changes is not None and rank == told and group.watchers:
                     key = next(key for key, one in self._groups.items() if one is group)
                     for watcher in list(group.watchers):
                         watcher.send(GroupBlocks(group=key, report=changes))
@@ -474,7 +484,8 @@ class PoolServer:
     def _on_fetched(self, group: _Group, rank: int, ended: BlocksFetched) -> None:
         fetch = group.fetches[ended.fetch_id]
         fetch.left.discard(rank)
-        fetch.num_blocks = min(fetch.num_blocks, ended.num_blocks)
+        num_blocks = group.state.reached(rank, fetch.num_keys, ended.num_blocks)
+        fetch.num_blocks = min(fetch.num_blocks, num_blocks)
         fetch.num_bytes += ended.num_bytes
         fetch.seconds = max(fetch.seconds, ended.seconds)
         fetch.error = fetch.error or ended.error
@@ -515,13 +526,10 @@ class PoolServer:
 
 def _listen(path: Path) -> socket.socket:
     """Listens at `path`, which only the user of this process can reach. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.parent.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise OSError(errno.EPERM, f"others can write in {path.parent}; name another --socket")
+    make_own_folder(path.parent)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.exists() and not _is_alive(path):
+        if path.exists() and not is_served(path):
             path.unlink()
         before = os.umask(0o177)
         try:
@@ -534,17 +542,6 @@ def _listen(path: Path) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _is_alive(path: Path) -> bool:
-    """Whether somebody serves at the socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-        return True
 
 
 def _owner(client: _Client, owner: str) -> str:

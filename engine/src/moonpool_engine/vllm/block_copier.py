@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from moonpool_engine.vllm.block_kinds import BlockKind, Places
 from moonpool_engine.vllm.cache_layout import Addresses, CacheLayout, LayerPart
 from moonpool_engine.vllm.slice_mover import SliceMover, Sums
 
-Places = npt.NDArray[np.int64]
-
 
 class BlockCopier(Protocol):
-    """`places` are addresses of blocks in the pool's memory, one for each block id."""
+    """Of one kind of KVCache. `places` are addresses of blocks in the pool's memory, one for each
+    block id."""
 
     def mark(self) -> None:
         """Called by vLLM's thread as a step begins: what was computed before may be stored."""
@@ -38,19 +37,21 @@ class BlockCopier(Protocol):
         """Called by vLLM's thread after `load` has returned: attention may read the layer."""
         ...
 
-    def store(self, block_ids: Places, places: Places) -> Sums:
-        """Copies whole blocks out of vLLM. Returns the sums of all their slices."""
+    def store(self, block_ids: Sequence[Places], places: Places) -> Sums:
+        """Copies whole blocks out of vLLM; `block_ids` for each group of the kind. Returns the sums
+        of all their slices."""
         ...
 
 
 class HostCopier:
     """For tensors in this process's memory."""
 
-    def __init__(self, layout: CacheLayout, mover: SliceMover) -> None:
+    def __init__(self, layout: CacheLayout, kind: BlockKind, mover: SliceMover) -> None:
         self._layout = layout
+        self._kind = kind
         self._mover = mover
-        self._within = np.arange(layout.num_slices, dtype=np.int64) * layout.slice_bytes
-        self._slices_of = slices_by_layer(layout)
+        self._within = np.arange(kind.num_slices, dtype=np.int64) * layout.slice_bytes
+        self._slices_of = kind.slices_by_layer(layout)
 
     def mark(self) -> None:
         """A step is computed when vLLM's thread goes on."""
@@ -64,8 +65,13 @@ class HostCopier:
         to = self._layout.addresses(layer, block_ids)
         return self._mover.copy(source, to, self._layout.slice_bytes).reshape(-1, len(slices))
 
-    def store(self, block_ids: Places, places: Places) -> Sums:
-        source = self._layout.addresses(0, block_ids)
+    def store(self, block_ids: Sequence[Places], places: Places) -> Sums:
+        parts = [
+            self._layout.addresses(group.index, ids).reshape(len(places), -1)
+            for group, ids in zip(self._kind.groups, block_ids, strict=True)
+            if group.layers
+        ]
+        source = np.hstack(parts).ravel()
         to = (places[:, None] + self._within).ravel().astype(np.uint64)
         return self._mover.copy(source, to, self._layout.slice_bytes)
 
@@ -74,17 +80,21 @@ class DeviceCopier:
     """For tensors on a device. Loads and stores have a stream each, beside that of the model."""
 
     def __init__(
-        self, layout: CacheLayout, mover: SliceMover, kv_caches: Mapping[str, torch.Tensor]
+        self,
+        layout: CacheLayout,
+        kind: BlockKind,
+        mover: SliceMover,
+        kv_caches: Mapping[str, torch.Tensor],
     ) -> None:
         self._layout = layout
+        self._kind = kind
         self._mover = mover
-        self._within = np.arange(layout.num_slices, dtype=np.int64) * layout.slice_bytes
-        self._slices_of = slices_by_layer(layout)
+        self._within = np.arange(kind.num_slices, dtype=np.int64) * layout.slice_bytes
+        self._slices_of = kind.slices_by_layer(layout)
         self._device = next(iter(kv_caches.values())).device
         self._views = {
-            (name, part.slice_index): _view(kv_caches[name], part, layout)
-            for name, parts in layout.layer_parts.items()
-            for part in parts
+            name: [_view(kv_caches[name], part, layout) for part in layout.layer_parts[name]]
+            for name in self._slices_of
         }
         self._streams = _Streams(self._device)
 
@@ -105,25 +115,27 @@ class DeviceCopier:
         with self._streams.loading(layer):
             ids = torch.from_numpy(block_ids).to(self._device)
             start = 0
-            for part in self._layout.layer_parts[layer]:
-                width = part.num_slices * size
+            for view in self._views[layer]:
+                width = view.shape[1]
                 piece = rows[:, start : start + width].to(self._device, non_blocking=True)
-                self._views[layer, part.slice_index].index_copy_(0, ids, piece)
+                view.index_copy_(0, ids, piece)
                 start += width
         self._streams.keep(staging)
         return sums
 
-    def store(self, block_ids: Places, places: Places) -> Sums:
-        size, num_slices = self._layout.slice_bytes, self._layout.num_slices
-        count = len(block_ids)
+    def store(self, block_ids: Sequence[Places], places: Places) -> Sums:
+        size, num_slices = self._layout.slice_bytes, self._kind.num_slices
+        count = len(places)
         staging = self._staging(count * num_slices * size)
         rows = staging.view(count, num_slices * size)
         with self._streams.storing():
-            ids = torch.from_numpy(block_ids).to(self._device)
-            for (_, first), view in self._views.items():
-                width = view.shape[1]
-                start = first * size
-                rows[:, start : start + width].copy_(view.index_select(0, ids), non_blocking=True)
+            start = 0
+            for group, group_ids in zip(self._kind.groups, block_ids, strict=True):
+                ids = torch.from_numpy(group_ids).to(self._device)
+                for view in (view for name in group.layers for view in self._views[name]):
+                    end = start + view.shape[1]
+                    rows[:, start:end].copy_(view.index_select(0, ids), non_blocking=True)
+                    start = end
         source = staging.data_ptr() + np.arange(count * num_slices, dtype=np.int64) * size
         to = (places[:, None] + self._within).ravel().astype(np.uint64)
         return self._mover.copy(source.astype(np.uint64), to, size)
@@ -221,22 +233,15 @@ class DeviceSliceMover:
 
 
 def open_copier(
-    layout: CacheLayout, mover: SliceMover, kv_caches: Mapping[str, torch.Tensor]
+    layout: CacheLayout,
+    kind: BlockKind,
+    mover: SliceMover,
+    kv_caches: Mapping[str, torch.Tensor],
 ) -> BlockCopier:
     """The copier for these tensors."""
     if layout.device_type == "cpu":
-        return HostCopier(layout, mover)
-    return DeviceCopier(layout, mover, kv_caches)
-
-
-def slices_by_layer(layout: CacheLayout) -> dict[str, Places]:
-    """The numbers of each layer's slices in a block."""
-    return {
-        name: np.concatenate(
-            [np.arange(part.slice_index, part.slice_index + part.num_slices) for part in parts]
-        )
-        for name, parts in layout.layer_parts.items()
-    }
+        return HostCopier(layout, kind, mover)
+    return DeviceCopier(layout, kind, mover, kv_caches)
 
 
 def _view(tensor: torch.Tensor, part: LayerPart, layout: CacheLayout) -> torch.Tensor:

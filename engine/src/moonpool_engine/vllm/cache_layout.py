@@ -170,6 +170,8 @@ def slice_addresses(
     ids = np.asarray(block_ids, dtype=np.int64)
     if ids.size and (ids.min() < 0 or ids.max() >= num_blocks):
         raise IndexError(f"block ids are 0 to {num_blocks - 1}, got {ids.min()} to {ids.max()}")
+    if not parts:
+        return np.zeros(0, dtype=np.uint64)
     counts = [part.num_slices for part in parts]
     first = np.repeat(np.array([part.address for part in parts], dtype=np.int64), counts)
     within = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
@@ -218,8 +220,9 @@ def _spec_of(group: Any, layer_name: str) -> Any:
 def _kind_of(group: Any, names: Sequence[str]) -> tuple[str, int, int | None]:
     """Kind, tokens of a block, and tokens of the window of a group. Raises LayoutRefused."""
     found = set()
-    for name in names:
-        spec = _spec_of(group, name)
+    # A pipeline stage may have no layer of a group.
+    specs = [(name, _spec_of(group, name)) for name in names] or [("", group.kv_cache_spec)]
+    for name, spec in specs:
         classes = [c.__name__ for c in type(spec).__mro__]
         kind = next((kind for known, kind in _KINDS if known in classes), "")
         if not kind:
@@ -230,13 +233,12 @@ def _kind_of(group: Any, names: Sequence[str]) -> tuple[str, int, int | None]:
         if kind == "chunked attention":
             window = spec.attention_chunk_size
         found.add((kind, int(spec.block_size), window))
-    if not found:
-        raise LayoutRefused("vLLM has a group of KVCache without layers")
     if len(found) > 1:
         listed = ", ".join(sorted(map(str, found)))
         raise LayoutRefused(f"layers of one group have different caches: {listed}")
     if getattr(group, "host_resident", False):
-        raise LayoutRefused(f"layer {names[0]} has its cache in the host's memory: not supported")
+        name = next(iter(names), "")
+        raise LayoutRefused(f"layer {name} has its cache in the host's memory: not supported")
     return found.pop()
 
 

@@ -22,7 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -30,6 +32,7 @@ from moonpool.host_pool.messages import PROTOCOL, AttachRank
 from moonpool.host_pool.places import default_socket
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool_engine.vllm.block_copier import DeviceSliceMover, open_copier
+from moonpool_engine.vllm.block_kinds import BlockKind, kinds_of, windows_of
 from moonpool_engine.vllm.cache_layout import CacheLayout, LayoutRefused
 from moonpool_engine.vllm.layout_probe import proven_layout
 from moonpool_engine.vllm.model_identity import (
@@ -39,23 +42,28 @@ from moonpool_engine.vllm.model_identity import (
     model_folder,
     settings_of,
 )
+from moonpool_engine.vllm.pool_start import start_in_background
+from moonpool_engine.vllm.ranks import agreed, of_all_stages
 from moonpool_engine.vllm.scheduler_side import SchedulerSide
 from moonpool_engine.vllm.slice_mover import open_mover
-from moonpool_engine.vllm.transfers import LoadsEnded, RankReady, StepTransfers
+from moonpool_engine.vllm.space_client import SpaceClient
+from moonpool_engine.vllm.transfers import BlockTable, RankReady, StepTransfers, TransfersEnded
 from moonpool_engine.vllm.worker_side import WorkerSide
 from moonpool_engine.vllm.worker_steps import attention_backends, find_worker
 
 log = logging.getLogger("moonpool.vllm_connector")
 
 KVConnectorMetadata.register(StepTransfers)
-KVConnectorWorkerMetadata.register(LoadsEnded)
+KVConnectorWorkerMetadata.register(TransfersEnded)
 KVConnectorHandshakeMetadata.register(RankReady)
 
 
-class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Both sides; `role` says which one this is. Settings in `kv_connector_extra_config`:
 
     pool        the pool's unix socket; by default where `moonpool pool serve` opens it
+    start_pool  true: starts the pool of this host if there is none, with these settings of
+                `moonpool pool serve`: dram, ssd, folder, models, memory_folder, host
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -66,14 +74,17 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         # A block that did not arrive is computed: nothing fails because of the cache.
         transfer.kv_load_failure_policy = "recompute"
-        named = transfer.kv_connector_extra_config.get("pool")
-        self._pool_path = Path(named) if named else default_socket()
+        settings = dict(transfer.kv_connector_extra_config)
+        named, starts_pool = settings.pop("pool", None), settings.pop("start_pool", False)
+        self._pool_path = Path(named).absolute() if named else default_socket()
         self._kv_cache_config = kv_cache_config
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         if role is KVConnectorRole.SCHEDULER:
+            if starts_pool:
+                start_in_background(self._pool_path, settings)
             size = self._block_tokens
             self._scheduler = SchedulerSide(self._pool_path, size, time.monotonic)
 
@@ -96,42 +107,50 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """vLLM asks all ranks together, warmed up and before its first request: now the layout can
         be proven, and the pool joined."""
         parallel = self._vllm_config.parallel_config
-        rank, num_ranks = int(parallel.rank), int(parallel.tensor_parallel_size)
+        rank = int(parallel.rank)
+        num_ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
         mover = open_mover()
         try:
-            if parallel.pipeline_parallel_size > 1:
-                raise LayoutRefused("vLLM's pipeline stages are not supported")
             worker = find_worker()
-            on_host = all(one.device.type == "cpu" for one in self._kv_caches.values())
-            proof = mover if on_host else DeviceSliceMover(self._kv_caches)
+            tensors = {  # a recurrent layer has several, and is refused with the layout
+                name: one for name, one in self._kv_caches.items() if isinstance(one, torch.Tensor)
+            }
+            on_host = all(one.device.type == "cpu" for one in tensors.values())
+            proof = mover if on_host else DeviceSliceMover(tensors)
             layout = proven_layout(worker, self._kv_caches, self._kv_cache_config, proof)
-            attach = self._identify(layout, attention_backends(worker), rank, num_ranks)
+            kinds: list[BlockKind] = []
+            agreed(lambda: kinds.extend(kinds_of(layout)))
+            group = self._group_of(layout, attention_backends(worker), num_ranks)
         except (LayoutRefused, UnknownModelError) as error:
             log.error("vLLM serves without the KVCache pool: %s", error)
             return RankReady(b"", rank, num_ranks, str(error))
-        copier = open_copier(layout, mover, self._kv_caches)
-        self._worker = WorkerSide(self._pool_path, attach, layout, copier)
-        return RankReady(attach.group, rank, num_ranks)
+        spaces = []
+        for kind in kinds:
+            attach = self._attach_of(layout, kind, group, rank * len(kinds), num_ranks * len(kinds))
+            copier = open_copier(layout, kind, mover, self._kv_caches)
+            spaces.append(SpaceClient(self._pool_path, attach, layout, kind, copier))
+        self._worker = WorkerSide(spaces)
+        return RankReady(group, rank, num_ranks, "", windows_of(layout.groups))
 
-    def _identify(
-        self, layout: CacheLayout, backends: dict[str, str], rank: int, num_ranks: int
-    ) -> AttachRank:
-        """What this rank says to the pool. Raises LayoutRefused or UnknownModelError."""
-        if len(layout.groups) != 1:
-            raise LayoutRefused(
-                "its layers have several kinds of KVCache; start vLLM with"
-                " --disable-hybrid-kv-cache-manager"
-            )
-        block_tokens = layout.groups[0].block_tokens
+    def _group_of(self, layout: CacheLayout, backends: dict[str, str], num_ranks: int) -> bytes:
+        """The pool's name for the model in this layout. Collective. Raises UnknownModelError."""
+        own = layout.fingerprint(0, num_ranks, backends, vllm.__version__)
+        forms = of_all_stages(own)
         weights = hash_folder(model_folder(self._vllm_config))
+        block_tokens = layout.groups[0].block_tokens
         settings = settings_of(self._vllm_config, block_tokens, vllm.__version__)
-        form = layout.fingerprint(0, num_ranks, backends, vllm.__version__)
-        group = group_of(weights, settings, form.hex())
+        return group_of(weights, settings, " ".join(form.hex() for form in forms))
+
+    def _attach_of(
+        self, layout: CacheLayout, kind: BlockKind, group: bytes, first_rank: int, num_ranks: int
+    ) -> AttachRank:
+        """What this process says to the pool of one of its kinds of KVCache."""
+        rank = first_rank + kind.index
         nominal = BlockLayout(
-            model_fingerprint=group.hex(),
+            model_fingerprint=f"{group.hex()} {rank}",  # no rank reads another one's blocks
             dtype="bfloat16",
             block_tokens=1,
-            num_layers=layout.num_slices,
+            num_layers=kind.num_slices,
             num_kv_heads=1,
             head_dim=layout.slice_bytes // 4,  # K and V of two bytes each
             inner="vllm",
@@ -142,8 +161,9 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
             model=str(self._vllm_config.model_config.model),
             rank=rank,
             num_ranks=num_ranks,
-            block_tokens=block_tokens,
+            block_tokens=kind.groups[0].block_tokens,
             layout=nominal,
+            window_blocks=kind.window_blocks,
         )
 
     def handle_preemptions(self, kv_connector_metadata: StepTransfers) -> None:
@@ -167,16 +187,19 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.end_step()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
-            return None, None
-        done = self._worker.take_finished(self._step().has_work)
-        return done or None, None
+            return KVConnectorTransferResults()
+        stored = self._worker.take_finished(self._step().has_work)
+        loaded, failed = self._worker.take_loaded()
+        return KVConnectorTransferResults(
+            finished_sending=stored, finished_recving=loaded, failed_recving=failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_wrong_blocks()
 
-    def build_connector_worker_meta(self) -> LoadsEnded | None:
+    def build_connector_worker_meta(self) -> TransfersEnded | None:
         return None if self._worker is None else self._worker.take_ended()
 
     def _step(self) -> StepTransfers:
@@ -187,8 +210,15 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._begin([metadata[rank] for rank in sorted(metadata)])
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._begin([metadata[rank] for rank in sorted(metadata)])
+
+    def _begin(self, ready: list[RankReady]) -> None:
         if self._scheduler is not None:
-            self._scheduler.begin([metadata[rank] for rank in sorted(metadata)])
+            assert self._kv_cache_manager is not None
+            self._scheduler.begin(ready, self._kv_cache_manager.block_pool)
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
@@ -198,12 +228,13 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         assert self._scheduler is not None
-        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+        found = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return found, bool(found) and self._scheduler.loads_apart
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None
-        ids = blocks.get_block_ids()[0] if num_external_tokens else []
-        self._scheduler.on_allocated(request, ids, num_external_tokens)
+        table = blocks.get_block_ids() if num_external_tokens else ()
+        self._scheduler.on_allocated(request, table, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -215,20 +246,25 @@ class MoonpoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepTransfers:
         assert self._scheduler is not None
-        return self._scheduler.build(scheduler_output, self._block_ids_of)
+        return self._scheduler.build(scheduler_output, self._table_of)
 
-    def _block_ids_of(self, req_id: str) -> list[int]:
+    def _table_of(self, req_id: str) -> BlockTable:
         assert self._kv_cache_manager is not None
-        ids: list[int] = self._kv_cache_manager.get_block_ids(req_id)[0]
-        return ids
+        table: BlockTable = self._kv_cache_manager.get_block_ids(req_id)
+        return table
 
     def update_connector_output(self, connector_output: Any) -> None:
         ended = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(ended, LoadsEnded):
+        if self._scheduler is not None and isinstance(ended, TransfersEnded):
             self._scheduler.on_ended(ended)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         return self._scheduler.on_finished(request, block_ids), None

@@ -17,6 +17,7 @@ import numpy as np
 from moonpool_engine.vllm.block_views import BlockViews, first_difference
 from moonpool_engine.vllm.cache_layout import Addresses, CacheGroup, CacheLayout, LayoutRefused
 from moonpool_engine.vllm.probe_plan import Places, ProbePrompt, plan_prompts
+from moonpool_engine.vllm.ranks import agreed, is_last_stage
 from moonpool_engine.vllm.slice_mover import SliceMover
 from moonpool_engine.vllm.worker_steps import HandRequest, Logprobs, WorkerSteps
 
@@ -31,6 +32,7 @@ LEAST_EFFECT = 10.0
 """What blocks that were not copied change has to be more than this many times the tolerance."""
 
 Outcome = list[Logprobs]
+"""Of each prompt; empty on a rank without the last layer, which judges bytes alone."""
 Read = Callable[[Mapping[str, "torch.Tensor"], Any], CacheLayout]
 
 
@@ -53,37 +55,10 @@ def proven_layout(
         views = BlockViews(kv_caches, kv_cache_config)
         found.append((layout, _Probe(WorkerSteps(worker), layout, mover, views)))
 
-    _agree(_refusal_of(prepare))
+    agreed(prepare)
     layout, probe = found[0]
-    _agree(_refusal_of(probe.run))
+    agreed(probe.run)
     return layout
-
-
-def _refusal_of(act: Callable[[], None]) -> str:
-    """Why `act` failed, in one line; empty if it did not. Whatever it was, vLLM can serve without
-    the pool."""
-    try:
-        act()
-    except LayoutRefused as error:
-        return str(error)
-    except Exception as error:
-        said = " ".join(str(error).split())[:300]
-        return f"the layout could not be proven: {type(error).__name__}: {said}"
-    return ""
-
-
-def _agree(refusal: str) -> None:
-    """Raises LayoutRefused if this rank or another one has a refusal. Collective."""
-    import torch
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    for ranks in (get_tp_group(), get_pp_group()):
-        if ranks.world_size > 1:
-            said: list[str] = [""] * ranks.world_size
-            torch.distributed.all_gather_object(said, refusal, group=ranks.cpu_group)
-            refusal = next(filter(None, said), "")
-    if refusal:
-        raise LayoutRefused(refusal)
 
 
 class _Probe:
@@ -128,7 +103,7 @@ class _Probe:
         requests = [self._request(p, p.computed, 0) for p in self._prompts]
         for request, prompt in zip(requests, self._prompts, strict=True):
             while left := prompt.prefix_tokens - request.num_computed:
-                self._steps.step([(request, min(left, self._steps.most_tokens))])
+                self._step([(request, min(left, self._steps.most_tokens))])
         control = self._tails(requests)
         if not all(math.isfinite(x) for found in control for x in found.values()):
             self.wrong.append("vLLM's own log-probabilities are not all numbers")
@@ -219,9 +194,17 @@ class _Probe:
         return self._tails([self._request(p, blocks, p.prefix_tokens) for p, blocks in pairs])
 
     def _tails(self, requests: Sequence[HandRequest]) -> Outcome:
-        found = self._steps.step([(r, len(r.tokens) - r.num_computed) for r in requests])
+        found = self._step([(r, len(r.tokens) - r.num_computed) for r in requests])
         self._steps.finish()
+        if not is_last_stage():
+            return []
         return [found.get(r.name, {}) for r in requests]
+
+    def _step(self, chunks: Sequence[tuple[HandRequest, int]]) -> dict[str, Logprobs]:
+        """On all ranks: where a step fails on one of them, the others would wait for it."""
+        found: dict[str, Logprobs] = {}
+        agreed(lambda: found.update(self._steps.step(chunks)))
+        return found
 
     def _request(self, prompt: ProbePrompt, places: Places, computed: int) -> HandRequest:
         return HandRequest(prompt.name, prompt.tokens, places, computed)

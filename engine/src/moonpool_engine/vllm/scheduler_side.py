@@ -2,8 +2,10 @@
 
 A prompt is looked up in the pool when it arrives. The answer comes while vLLM does other things;
 until then the request waits, others go on. What the pool has and vLLM has not is loaded in the
-request's first step, layer by layer. What vLLM has computed and the pool has not is stored in the
-step after it was computed: then the tokens are final, and blocks do not change.
+request's first step, layer by layer; where layers read a window, in a step before it. What vLLM has
+computed and the pool has not is stored in the step after it was computed: then the tokens are
+final, and blocks do not change. vLLM gives blocks back that have left a window: these are held
+until they are stored (`held_blocks`).
 """
 
 from __future__ import annotations
@@ -25,18 +27,23 @@ from moonpool.host_pool.messages import (
     Release,
     Waiting,
 )
+from moonpool_engine.vllm.held_blocks import HeldBlocks
 from moonpool_engine.vllm.model_identity import UnknownModelError, hash_folder
 from moonpool_engine.vllm.pool_link import PoolLink
 from moonpool_engine.vllm.prompt_keys import PromptKeys
 from moonpool_engine.vllm.transfers import (
-    LoadsEnded,
+    BlockTable,
     LoadSpec,
     RankReady,
     StepTransfers,
     StoreSpec,
+    TransfersEnded,
 )
 
 log = logging.getLogger("moonpool.vllm_connector")
+
+TableOf = Callable[[str], BlockTable]
+"""The blocks of a request."""
 
 AHEAD = 16
 """Finds of requests that are not next yet: each holds blocks in the pool."""
@@ -65,9 +72,9 @@ class _RequestState:
     request: Any
     keys: PromptKeys
     search: _Search | None = None
-    load: LoadSpec | None = None  # for the step that is being built
     next_store: int = 0  # the first block that may not be in the pool
     has_stores: bool = False
+    has_failed: bool = False  # a load: the request is computed
     from_ssd: int = 0  # of the blocks that were loaded last
 
 
@@ -79,12 +86,16 @@ class SchedulerSide:
         self._now = now
         self._group = b""
         self._num_ranks = 1
+        self._windows: tuple[int, ...] = (0,)
+        self._held: HeldBlocks | None = None
         self._requests: dict[str, _RequestState] = {}
         self._adapters: dict[str, str] = {}
+        self._loads: list[LoadSpec] = []
         self._stores: list[StoreSpec] = []
+        self._num_stores = 0
         self._finished: list[str] = []
         self._loading: dict[str, str] = {}  # owner of a load under way -> request
-        self._ends: dict[str, int] = {}  # ranks that have ended a load
+        self._ends: dict[str, int] = {}  # ranks that have ended a transfer
         self._num_searches = 0
         self._paused_until_s = 0.0
         self._waited_s = 0.0  # in this step
@@ -103,16 +114,25 @@ class SchedulerSide:
         self._has_news = threading.Condition(self._lock)
         self._searches: dict[str, _Search] = {}
 
-    def begin(self, ready: list[RankReady]) -> None:
-        """Begins to use the pool, if all workers do."""
+    def begin(self, ready: list[RankReady], block_pool: Any = None) -> None:
+        """Begins to use the pool, if all workers do. `block_pool` is vLLM's own, where layers read
+        a window."""
         refusals = [one.refusal for one in ready if one.refusal]
-        groups = {one.group for one in ready}
+        groups = {(one.group, one.windows) for one in ready}
         if refusals or len(groups) != 1 or len(ready) != ready[0].num_ranks:
             text = refusals[0] if refusals else "its workers do not fit together"
             log.error("vLLM serves without the KVCache pool: %s", text)
             return
-        self._group, self._num_ranks = groups.pop(), len(ready)
+        (self._group, self._windows), self._num_ranks = groups.pop(), len(ready)
+        if self.loads_apart:
+            self._held = HeldBlocks(block_pool, self._windows)
         self._link.start()
+
+    @property
+    def loads_apart(self) -> bool:
+        """Whether loads are made in a step before that of their request: vLLM can take back blocks
+        of a window, if they did not come, only with the whole request."""
+        return any(self._windows)
 
     @property
     def is_connected(self) -> bool:
@@ -138,7 +158,7 @@ class SchedulerSide:
         if not self._group:
             return 0
         state = self._state(request)
-        if state.search is None:
+        if state.search is None and not state.has_failed:
             self._search(state)
         search = state.search
         if search is None:
@@ -151,6 +171,8 @@ class SchedulerSide:
             return 0
         size = self._block_tokens
         usable = min(found.num_blocks, (int(request.num_tokens) - 1) // size)
+        if self.loads_apart and usable < found.num_blocks:
+            return 0  # a shorter prefix needs other blocks of its window
         return max(usable * size - num_computed // size * size, 0)
 
     def _answer(self, search: _Search) -> Found | None:
@@ -220,8 +242,9 @@ class SchedulerSide:
 
     # Steps
 
-    def on_allocated(self, request: Any, block_ids: list[int], num_external: int) -> None:
-        """vLLM has blocks for the request, and wants `num_external` tokens from the pool."""
+    def on_allocated(self, request: Any, table: BlockTable, num_external: int) -> None:
+        """vLLM has blocks for the request (`table`), and wants `num_external` tokens from the
+        pool."""
         state = self._requests.get(request.request_id)
         if state is None or state.search is None:
             return
@@ -237,14 +260,18 @@ class SchedulerSide:
             return
         usable = min(found.num_blocks, (request.num_tokens - 1) // size)
         first = usable - num_external // size
-        state.load = LoadSpec(
+        load = LoadSpec(
             search.owner,
             request.request_id,
             first,
             tuple(state.keys.extend(usable)[first:]),
-            tuple(block_ids[first:usable]),
+            tuple(tuple(ids[first:usable]) for ids in table),
+            found.num_blocks,
             found.ranks,
+            self.loads_apart,
         )
+        self._loads.append(load)
+        self._loading[load.owner] = request.request_id
         self.counts["hits"] += 1
         self.counts["loaded"] += usable - first
         state.from_ssd = min(found.num_loaded, usable - first)
@@ -255,35 +282,39 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         return 0 if state is None else state.from_ssd * self._block_tokens
 
-    def build(self, output: Any, block_ids_of: Callable[[str], list[int]]) -> StepTransfers:
+    def build(self, output: Any, table_of: TableOf) -> StepTransfers:
         """Returns the transfers of a step that vLLM has just planned."""
         self._waited_s = 0.0
-        loads = []
-        for req_id in output.num_scheduled_tokens:
+        preempted = tuple(getattr(output, "preempted_req_ids", None) or ())
+        if self._held is not None:
+            for req_id in preempted:
+                self._held.give_back(req_id)
+        for req_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id)
-            if state is None:
-                continue
-            if state.load is not None:
-                loads.append(state.load)
-                self._loading[state.load.owner] = req_id
-                state.load = None
-            self._note_full(state, block_ids_of)
+            if state is not None:
+                self._note_full(state, table_of)
+                self._hold(state, num_tokens, table_of)
         transfers = StepTransfers(
-            loads=loads,
+            loads=self._loads,
             stores=self._stores,
-            preempted=tuple(getattr(output, "preempted_req_ids", None) or ()),
+            preempted=preempted,
             finished=self._finished,
             has_work=bool(output.total_num_scheduled_tokens),
         )
-        self._stores, self._finished = [], []
+        self._loads, self._stores, self._finished = [], [], []
         return transfers
 
-    def _note_full(
-        self,
-        state: _RequestState,
-        block_ids_of: Callable[[str], list[int]] | None,
-        block_ids: list[int] | None = None,
-    ) -> None:
+    def _hold(self, state: _RequestState, num_tokens: int, table_of: TableOf) -> None:
+        """Holds the blocks of windows that a step of `num_tokens` fills: vLLM may give them back
+        with its next step, before they are stored."""
+        if self._held is None or not self._link.connected:
+            return
+        num_full = (state.request.num_computed_tokens + num_tokens) // self._block_tokens
+        if num_full > self._held.next_block(state.request.request_id, state.next_store):
+            table = table_of(state.request.request_id)
+            self._held.hold(state.request.request_id, state.next_store, num_full, table)
+
+    def _note_full(self, state: _RequestState, table_of: TableOf) -> None:
         """Stores the blocks that earlier steps have filled. The newest token is not computed yet,
         and what was drafted after it may be wrong."""
         request = state.request
@@ -295,30 +326,56 @@ class SchedulerSide:
         keys = state.keys.extend(num_full)[first:]
         if not keys:
             return
-        if block_ids is None:
-            assert block_ids_of is not None
-            block_ids = block_ids_of(request.request_id)
-        ids = block_ids[first : first + len(keys)]
-        if len(ids) < len(keys) or any(block_id <= 0 for block_id in ids):
+        found = table_of(request.request_id)
+        end = first + len(keys)
+        self._num_stores += 1
+        if self._held is not None:
+            held = self._held.take(request.request_id, first, end, self._num_stores)
+            found = tuple(
+                tuple(held.get((group, index), 0) for index in range(first, end))
+                if window
+                else found[group][first:end]
+                for group, window in enumerate(self._windows)
+            )
+        else:
+            found = tuple(ids[first:end] for ids in found)
+        whole = [ids for ids, window in zip(found, self._windows, strict=True) if not window]
+        if any(len(ids) < len(keys) or min(ids) <= 0 for ids in whole):
+            self._drop_hold(self._num_stores)
             return  # vLLM has given blocks back: block 0 stands for them
-        state.next_store = first + len(keys)
+        state.next_store = end
         state.has_stores = True
-        spec = StoreSpec(request.request_id, first, tuple(keys), tuple(ids))
+        spec = StoreSpec(
+            request.request_id, first, tuple(keys), tuple(map(tuple, found)), self._num_stores
+        )
         self._stores.append(spec)
 
-    def on_ended(self, ended: LoadsEnded) -> None:
-        """Workers have ended loads."""
+    def _drop_hold(self, number: int) -> None:
+        if self._held is not None:
+            self._held.end_store(number)
+
+    def on_ended(self, ended: TransfersEnded) -> None:
+        """Workers have ended loads and stores."""
         for owner, index in ended.wrong.items():
             self.counts["failed_loads"] += 1
             state = self._requests.get(self._loading.get(owner, ""))
             if state is not None:
                 state.next_store = min(state.next_store, index)
+                state.has_failed = True
         for owner, count in ended.ended.items():
-            # Ranks may report in different steps.
-            self._ends[owner] = self._ends.get(owner, 0) + count
-            if self._ends[owner] >= self._num_ranks and owner in self._loading:
-                del self._ends[owner]
+            if self._is_ended(f"load {owner}", count) and owner in self._loading:
                 self._end_load(owner)
+        for number, count in ended.stored.items():
+            if self._is_ended(f"store {number}", count):
+                self._drop_hold(number)
+
+    def _is_ended(self, name: str, count: int) -> bool:
+        """Whether all ranks have ended a transfer. They may report in different steps."""
+        self._ends[name] = self._ends.get(name, 0) + count
+        if self._ends[name] < self._num_ranks:
+            return False
+        del self._ends[name]
+        return True
 
     def _end_load(self, owner: str) -> None:
         self._loading.pop(owner, None)
@@ -326,16 +383,16 @@ class SchedulerSide:
             self._searches.pop(owner, None)
         self._link.send(Release(owner=owner, group=self._group))
 
-    def on_finished(self, request: Any, block_ids: list[int]) -> bool:
+    def on_finished(self, request: Any, table: BlockTable) -> bool:
         """Returns whether vLLM must keep the request's blocks until a worker allows their end."""
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
         if state.search is not None:
             self._release(state.search)
-        if state.load is not None:
-            self._end_load(state.load.owner)
-        self._note_full(state, None, block_ids)
+        self._note_full(state, lambda req_id: table)
+        if self._held is not None:
+            self._held.give_back(request.request_id)
         if state.has_stores:
             self._finished.append(request.request_id)
         return state.has_stores

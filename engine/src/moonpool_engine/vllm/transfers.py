@@ -11,30 +11,38 @@ from dataclasses import dataclass, field
 
 from moonpool.host_pool.messages import RankBlocks
 
+BlockTable = Sequence[Sequence[int]]
+"""For each of vLLM's groups of KVCache: the ids of blocks that follow one another in a prompt; 0
+where a group has none, or needs none."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Blocks to copy from the pool before the step reads them. `ranks[r]` names them for rank r,
-    from the pool's first block on; vLLM's `block_ids` take those
-    from `first` on, whose keys are `keys`."""
+    """Blocks to copy from the pool. `ranks` names the pool's blocks for each space, of a prefix of
+    `num_found` blocks; vLLM's `block_ids` take those from `first` on, whose keys are `keys`. The
+    step that begins reads them, or, if `is_apart`, a later one."""
 
     owner: str
     req_id: str
     first: int
     keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
+    block_ids: BlockTable
+    num_found: int
     ranks: tuple[RankBlocks, ...]
+    is_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
     """Full blocks of a request, the first at index `first` of its prompt. They keep their content
-    until the request is preempted, or its end is allowed by the worker."""
+    until the request is preempted, or its end is allowed by the worker; those of groups with a
+    window until all ranks have reported `number`."""
 
     req_id: str
     first: int
     keys: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
+    block_ids: BlockTable
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -51,27 +59,33 @@ class StepTransfers:
 
 
 @dataclass(slots=True)
-class LoadsEnded:
-    """How many ranks have ended each load, and the first wrong block (an index of the prompt) of
-    those that failed."""
+class TransfersEnded:
+    """How many ranks have ended each load and each store (by its number), and the first wrong block
+    (an index of the prompt) of the loads that failed."""
 
     ended: dict[str, int] = field(default_factory=dict)
     wrong: dict[str, int] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)
 
-    def aggregate(self, other: LoadsEnded) -> LoadsEnded:
+    def aggregate(self, other: TransfersEnded) -> TransfersEnded:
         """Adds what another rank says."""
         for owner, count in other.ended.items():
             self.ended[owner] = self.ended.get(owner, 0) + count
         for owner, index in other.wrong.items():
             self.wrong[owner] = min(self.wrong.get(owner, index), index)
+        for number, count in other.stored.items():
+            self.stored[number] = self.stored.get(number, 0) + count
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """What a worker says after its start: the group of its blocks, or why it uses no pool."""
+    """What a worker says after its start: the group of its blocks, or why it uses no pool. `rank`
+    is its number among the `num_ranks` processes of this vLLM. `windows`: for each of vLLM's groups
+    of KVCache the blocks of its window, 0 where it has none."""
 
     group: bytes
     rank: int
     num_ranks: int
     refusal: str = ""
+    windows: tuple[int, ...] = (0,)

@@ -1,8 +1,10 @@
-"""The workers' side of the connector: copies blocks between vLLM's KVCache and the pool's memory.
+"""The workers' side of the connector: moves blocks between vLLM's KVCache and the pool's memory.
 
 Loads copy one layer after the other, in a thread; a layer's attention waits for its own layer only.
 Every copy is summed as it is made, and compared with the checksum that the pool keeps with the
-block: what differs is computed again, and never reaches an answer.
+block: what differs is computed again, and never reaches an answer. Where a layer reads a window of
+its newest tokens, vLLM can compute a single block again only with its whole request: such loads are
+made apart from the step, and the request is computed by a later one.
 
 Stores copy in another thread, with the lowest priority. What does not fit into its queue is not
 stored. A preempted request's blocks are overwritten at once, so its stores end before.
@@ -18,29 +20,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
-from moonpool.host_pool.messages import (
-    AttachRank,
-    Commit,
-    Damaged,
-    PoolMessage,
-    Reserve,
-    Reserved,
-)
-from moonpool_engine.vllm.block_copier import BlockCopier, slices_by_layer
-from moonpool_engine.vllm.cache_layout import CacheLayout
-from moonpool_engine.vllm.pool_link import PoolLink, SpaceMemory
-from moonpool_engine.vllm.transfers import LoadsEnded, LoadSpec, StepTransfers, StoreSpec
+from moonpool_engine.vllm.block_kinds import Places
+from moonpool_engine.vllm.space_client import SpaceClient
+from moonpool_engine.vllm.transfers import LoadSpec, StepTransfers, StoreSpec, TransfersEnded
 
 log = logging.getLogger("moonpool.vllm_connector")
 
 MAX_QUEUED_BYTES = 256 << 20
 GROUP_BYTES = 8 << 20
 """The most bytes of a store that a preemption waits for."""
-RESERVE_S = 1.0
 STORE_NICE = 10
 IDLE_S = 0.05
 """How long a step that computes nothing waits for stores, so that others find the blocks."""
@@ -73,149 +64,153 @@ class LayerLoads:
 
 
 class WorkerSide:
-    """Lives in one of vLLM's workers. `rank` is its number among `attach.num_ranks`."""
+    """Lives in one of vLLM's workers. `spaces`: one for each kind of KVCache."""
 
-    def __init__(
-        self, pool_path: Path, attach: AttachRank, layout: CacheLayout, copier: BlockCopier
-    ) -> None:
-        self._layout = layout
-        self._copier = copier
-        self._rank = attach.rank
-        self._block_bytes = layout.num_slices * layout.slice_bytes
-        self._names = [name for group in layout.groups for name in group.layers]
-        self._slices_of = slices_by_layer(layout)
+    def __init__(self, spaces: Sequence[SpaceClient]) -> None:
+        self._spaces = spaces
+        self._block_bytes = sum(space.block_bytes for space in spaces)
+        self._names = [name for space in spaces for name in space.layers]
+        self._space_of = {name: space for space in spaces for name in space.layers}
         self._loads = ThreadPoolExecutor(1, "moonpool-load")
         self._load: LayerLoads | None = None
         self._loading: Future[None] | None = None
-        self._ended = LoadsEnded()
-        self._wrong_blocks: set[int] = set()
-        self._memory: SpaceMemory | None = None  # of the last connection: stays readable
         self._lock = threading.Condition()  # guards what follows
+        self._wrong_blocks: set[int] = set()
+        self._loaded: set[str] = set()  # requests whose loads were made apart from a step
+        self._failed: set[str] = set()  # some of these
+        self._ended = TransfersEnded()
         self._queue: deque[StoreSpec] = deque()
         self._queued_bytes = 0
         self._pending: dict[str, int] = {}
         self._storing = ""  # the request whose blocks are being copied
         self._preempted: set[str] = set()
         self._finished: set[str] = set()
-        self._reserved: dict[int, Reserved | None] = {}
-        self._num_reservations = 0
         self._closing = False
         self.counts = {"stored": 0, "dropped": 0, "spared": 0, "loaded": 0, "wrong": 0}
         self._said = dict(self.counts)
         self._said_s = time.monotonic()
-        self._link = PoolLink(pool_path, attach, self._on_message, self._on_end)
-        self._link.start()
         threading.Thread(target=self._store_all, name="moonpool-store", daemon=True).start()
 
     @property
     def is_connected(self) -> bool:
         """Whether the pool is there now."""
-        return self._link.connected
+        return all(space.is_connected for space in self._spaces)
 
     def close(self) -> None:
         with self._lock:
             self._closing = True
             self._lock.notify_all()
-        self._link.close()
+        for space in self._spaces:
+            space.close()
         self._loads.shutdown(wait=False)
 
     # Of a step
 
     def begin_step(self, transfers: StepTransfers) -> None:
         """Starts the loads of a step, and queues its stores."""
-        self._copier.mark()
+        for space in self._spaces:
+            space.copier.mark()
         self._queue_stores(transfers)
-        memory = self._link.memory or self._memory
-        self._memory = memory
         if not transfers.loads:
             return
-        load = self._load = LayerLoads(self._names)
-        if memory is None:
-            self._fail(transfers.loads)
-            load.end()
-            return
-        self._loading = self._loads.submit(self._load_all, load, transfers.loads, memory)
+        load = LayerLoads(self._names)
+        if not all(spec.is_apart for spec in transfers.loads):
+            self._load = load  # the step's layers wait
+        self._loading = self._loads.submit(self._load_all, load, transfers.loads)
 
     def wait_for_layer(self, name: str) -> None:
-        if self._load is not None:
+        if self._load is not None and name in self._space_of:
             self._load.wait(name)
-            self._copier.wait(name)
+            self._space_of[name].copier.wait(name)
 
     def end_step(self) -> None:
         """Waits for the step's loads, which its layers have waited for."""
         if self._loading is not None:
             self._loading.result()
             self._loading = None
+            for name in self._names:  # of loads for later steps
+                self._space_of[name].copier.wait(name)
         self._load = None
 
     def take_wrong_blocks(self) -> set[int]:
         """vLLM's blocks that did not arrive as they were stored."""
-        wrong, self._wrong_blocks = self._wrong_blocks, set()
+        with self._lock:
+            wrong, self._wrong_blocks = self._wrong_blocks, set()
         return wrong
 
-    def take_ended(self) -> LoadsEnded | None:
-        """The loads that have ended since the last call."""
-        ended, self._ended = self._ended, LoadsEnded()
-        return ended if ended.ended else None
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads were made apart from a step and have ended, and those of them that
+        failed."""
+        with self._lock:
+            taken = self._loaded, self._failed
+            self._loaded, self._failed = set(), set()
+        return taken
+
+    def take_ended(self) -> TransfersEnded | None:
+        """The loads and stores that have ended since the last call."""
+        with self._lock:
+            ended, self._ended = self._ended, TransfersEnded()
+        return ended if ended.ended or ended.stored else None
 
     # Loads
 
-    def _load_all(self, load: LayerLoads, specs: Sequence[LoadSpec], memory: SpaceMemory) -> None:
+    def _load_all(self, load: LayerLoads, specs: Sequence[LoadSpec]) -> None:
         """Copies all layers. Never raises: what fails is computed."""
         try:
-            wrong = self._copy_layers(load, specs, memory)
-        except Exception:
-            log.exception("a load from the KVCache pool failed")
-            self._fail(specs)
+            wrong = self._copy_layers(load, specs)
+        except Exception as error:
+            said = " ".join(str(error).split())[:300]
+            log.warning("a load from the KVCache pool failed, its blocks are computed: %s", said)
+            wrong = [np.ones(len(spec.keys), bool) for spec in specs]
         else:
-            for spec, bad in zip(specs, wrong, strict=True):
-                self._end(spec, bad)
-        finally:
-            load.end()
+            self._tell_damaged(specs, wrong)
+        for spec, bad in zip(specs, wrong, strict=True):
+            self._end(spec, np.flatnonzero(bad))
+        load.end()
 
-    def _copy_layers(
-        self, load: LayerLoads, specs: Sequence[LoadSpec], memory: SpaceMemory
-    ) -> list[np.ndarray]:
+    def _copy_layers(self, load: LayerLoads, specs: Sequence[LoadSpec]) -> list[np.ndarray]:
         """Returns which blocks of each load are wrong."""
-        num_slices = self._layout.num_slices
-        targets, places, expected, wrong = [], [], [], []
-        for spec in specs:
-            ids, sums = _places(spec, self._rank, num_slices)
-            if ids.size and (ids.min() < 0 or ids.max() >= memory.num_blocks):
-                raise ValueError("the pool named a block outside its memory")
-            targets.append(np.asarray(spec.block_ids, np.int64))
-            places.append(memory.address + ids * self._block_bytes)
-            expected.append(sums)
-            wrong.append(np.zeros(len(ids), bool))
-        for number, name in enumerate(self._names):
-            slices = self._slices_of[name]
-            for index in range(len(specs)):
-                found = self._copier.load(name, targets[index], places[index])
-                wrong[index] |= (found != expected[index][:, slices]).any(axis=1)
-            load.note(number + 1)
+        wrong = [np.zeros(len(spec.keys), bool) for spec in specs]
+        number = 0
+        for space in self._spaces:
+            parts = [space.parts(spec) for spec in specs]
+            tables = [space.group_ids(spec.block_ids) for spec in specs]
+            groups = enumerate(space.kind.groups)
+            rows = {name: row for row, group in groups for name in group.layers}
+            for name, slices in space.layers.items():
+                for index, (wanted, places, sums) in enumerate(parts):
+                    if len(wanted):
+                        targets = tables[index][rows[name]][wanted]
+                        found = space.copier.load(name, targets, places)
+                        wrong[index][wanted] |= (found != sums[:, slices]).any(axis=1)
+                number += 1
+                load.note(number)
         return wrong
 
-    def _end(self, spec: LoadSpec, wrong: np.ndarray) -> None:
-        self._ended.ended[spec.owner] = 1
-        self.counts["loaded"] += len(wrong) - int(wrong.sum())
-        if not wrong.any():
-            return
-        bad = np.flatnonzero(wrong)
-        self.counts["wrong"] += len(bad)
-        self._wrong_blocks.update(spec.block_ids[index] for index in bad)
-        self._ended.wrong[spec.owner] = spec.first + int(bad[0])
-        self._link.send(Damaged(keys=tuple(spec.keys[index] for index in bad)))
-        log.warning(
-            "%d blocks of the KVCache pool have changed since they were stored: they are computed",
-            len(bad),
-        )
+    def _tell_damaged(self, specs: Sequence[LoadSpec], wrong: Sequence[np.ndarray]) -> None:
+        """The pool forgets blocks that have changed, in all spaces."""
+        for spec, bad in zip(specs, wrong, strict=True):
+            keys = tuple(spec.keys[index] for index in np.flatnonzero(bad))
+            if not keys:
+                continue
+            for space in self._spaces:
+                space.tell_damaged(keys)
+            text = "%d blocks of the KVCache pool have changed since they were stored: %s"
+            log.warning(text, len(keys), "they are computed")
 
-    def _fail(self, specs: Sequence[LoadSpec]) -> None:
-        """None of these blocks came."""
-        for spec in specs:
+    def _end(self, spec: LoadSpec, bad: Places) -> None:
+        self.counts["loaded"] += len(spec.keys) - len(bad)
+        self.counts["wrong"] += len(bad)
+        with self._lock:  # all of it is reported together
             self._ended.ended[spec.owner] = 1
-            self._ended.wrong[spec.owner] = spec.first
-            self._wrong_blocks.update(spec.block_ids)
+            if len(bad):
+                self._ended.wrong[spec.owner] = spec.first + int(bad[0])
+            if spec.is_apart:
+                self._loaded.add(spec.req_id)
+                self._failed.update([spec.req_id] if len(bad) else [])
+                return
+            for ids in spec.block_ids:
+                self._wrong_blocks.update(ids[index] for index in bad)
 
     # Stores
 
@@ -224,8 +219,9 @@ class WorkerSide:
             self._finished.update(transfers.finished)
             for spec in transfers.stores:
                 num_bytes = len(spec.keys) * self._block_bytes
-                if self._queued_bytes + num_bytes > MAX_QUEUED_BYTES or not self._link.connected:
+                if self._queued_bytes + num_bytes > MAX_QUEUED_BYTES or not self.is_connected:
                     self.counts["dropped"] += len(spec.keys)
+                    self._ended.stored[spec.number] = 1
                     continue
                 self._queue.append(spec)
                 self._queued_bytes += num_bytes
@@ -261,6 +257,7 @@ class WorkerSide:
 
     def _leave_queue(self, spec: StoreSpec) -> None:
         """Must hold the lock."""
+        self._ended.stored[spec.number] = 1
         self._queued_bytes -= len(spec.keys) * self._block_bytes
         self._pending[spec.req_id] -= 1
         if not self._pending[spec.req_id]:
@@ -286,67 +283,33 @@ class WorkerSide:
                 self._lock.notify_all()
 
     def _store(self, spec: StoreSpec) -> None:
-        """Stores in groups, so that a preemption does not wait long."""
+        """Stores in pieces, so that a preemption does not wait long."""
         step = max(1, GROUP_BYTES // self._block_bytes)
         for start in range(0, len(spec.keys), step):
-            keys = spec.keys[start : start + step]
-            memory = self._link.memory
-            places = self._reserve(keys, spec.first + start)
-            if memory is None or places is None:
-                self.counts["dropped"] += len(spec.keys) - start
-                return
-            number, ids = places
-            chosen = np.flatnonzero(ids >= 0)
-            self.counts["spared"] += len(keys) - len(chosen)
-            blocks = np.asarray(spec.block_ids[start : start + step], np.int64)[chosen]
-            sums = b""
-            if len(chosen) and spec.req_id not in self._preempted:
-                sums = self._copy_out(blocks, ids[chosen], memory)
-                self.counts["stored"] += len(chosen)
-            self._link.send(Commit(number=number, checksums=sums))
-            if spec.req_id in self._preempted:
-                return
-
-    def _copy_out(self, blocks: np.ndarray, places: np.ndarray, memory: SpaceMemory) -> bytes:
-        """Copies whole blocks, and returns the checksums of their slices."""
-        if places.max() >= memory.num_blocks:
-            raise ValueError("the pool named a block outside its memory")
-        sums = self._copier.store(blocks, memory.address + places * self._block_bytes)
-        return sums.astype("<u8").tobytes()
-
-    def _reserve(self, keys: tuple[bytes, ...], first: int) -> tuple[int, np.ndarray] | None:
-        """Returns the number of the reservation and the place of each key; None: no pool."""
-        with self._lock:
-            self._num_reservations += 1
-            number = self._num_reservations
-            self._reserved[number] = None
-        sent = self._link.send(Reserve(number=number, keys=keys, first_depth=first))
-        with self._lock:
-            if sent:
-                self._lock.wait_for(
-                    lambda: self._reserved.get(number) is not None or number not in self._reserved,
-                    RESERVE_S,
-                )
-            answer = self._reserved.pop(number, None)
-        if answer is None:
-            return None
-        ids = np.frombuffer(answer.block_ids, "<i8")
-        return (number, ids) if len(ids) == len(keys) else None
-
-    def _on_message(self, message: PoolMessage) -> None:
-        if isinstance(message, Reserved):
-            with self._lock:
-                if message.number in self._reserved:
-                    self._reserved[message.number] = message
-                    self._lock.notify_all()
+            for space in self._spaces:
+                if spec.req_id in self._preempted:
                     return
-            # Nobody waits for it any more.
-            self._link.send(Commit(number=message.number, checksums=b""))
+                if not self._store_piece(space, spec, start, start + step):
+                    self.counts["dropped"] += len(spec.keys) - start
+                    return
 
-    def _on_end(self) -> None:
-        with self._lock:
-            self._reserved.clear()
-            self._lock.notify_all()
+    def _store_piece(self, space: SpaceClient, spec: StoreSpec, start: int, end: int) -> bool:
+        """Stores some blocks in one space. Returns False if there is no pool."""
+        ids = space.group_ids(spec.block_ids)[:, start:end]
+        there = np.flatnonzero(ids.all(axis=0))
+        # Blocks that follow one another are stored together: the pool counts their depth.
+        for run in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1):
+            if not len(run):
+                continue
+            first = start + int(run[0])
+            keys = spec.keys[first : first + len(run)]
+            counts = space.store(keys, ids[:, run], spec.first + first)
+            if counts is None:
+                return False
+            if space is self._spaces[0]:
+                self.counts["stored"] += counts[0]
+                self.counts["spared"] += counts[1]
+        return True
 
     def _say(self) -> None:
         """Logs what was moved, now and then."""
@@ -355,12 +318,3 @@ class WorkerSide:
         self._said, self._said_s = dict(self.counts), time.monotonic()
         parts = ", ".join(f"{count} {what}" for what, count in self.counts.items())
         log.info("KVCache pool, blocks so far: %s", parts)
-
-
-def _places(spec: LoadSpec, rank: int, num_slices: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pool's blocks of a load (i64), and the checksums of their slices (blocks, slices)."""
-    mine = spec.ranks[rank]
-    count = len(spec.block_ids)
-    ids = np.frombuffer(mine.block_ids, "<i8")[spec.first : spec.first + count]
-    sums = np.frombuffer(mine.checksums, "<u8").reshape(-1, num_slices)
-    return ids, sums[spec.first : spec.first + count]

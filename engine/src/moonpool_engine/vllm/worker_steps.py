@@ -87,8 +87,7 @@ class WorkerSteps:
         if config.scheduler_config.max_num_seqs < 2:
             return "a proof needs two requests in a step, vLLM takes one (max_num_seqs)"
         parallel = config.parallel_config
-        names = ("pipeline_parallel_size", "decode_context_parallel_size")
-        for name in (*names, "prefill_context_parallel_size"):
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
                 return f"a prompt's blocks are divided among ranks by {name}: not supported"
         return ""

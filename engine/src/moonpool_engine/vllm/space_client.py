@@ -1,0 +1,150 @@
+"""One of a worker's spaces in the pool: its memory, its connection, and room for stores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moonpool.host_pool.messages import (
+    AttachRank,
+    Commit,
+    Damaged,
+    PoolMessage,
+    Reserve,
+    Reserved,
+)
+from moonpool_engine.vllm.block_copier import BlockCopier
+from moonpool_engine.vllm.block_kinds import BlockKind, Places
+from moonpool_engine.vllm.cache_layout import CacheLayout
+from moonpool_engine.vllm.pool_link import PoolLink, SpaceMemory
+from moonpool_engine.vllm.transfers import LoadSpec
+
+RESERVE_S = 1.0
+
+
+class SpaceClient:
+    """Of one kind of KVCache. `copier` copies the kind's blocks."""
+
+    def __init__(
+        self,
+        pool_path: Path,
+        attach: AttachRank,
+        layout: CacheLayout,
+        kind: BlockKind,
+        copier: BlockCopier,
+    ) -> None:
+        self.kind = kind
+        self.copier = copier
+        self.block_bytes = kind.num_slices * layout.slice_bytes
+        self.layers = kind.slices_by_layer(layout)
+        self._rank = attach.rank
+        self._memory: SpaceMemory | None = None  # of the last connection: stays readable
+        self._lock = threading.Condition()  # guards what follows
+        self._reserved: dict[int, Reserved | None] = {}
+        self._num_reservations = 0
+        self._link = PoolLink(pool_path, attach, self._on_message, self._on_end)
+        self._link.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the pool is there now."""
+        return self._link.connected
+
+    def close(self) -> None:
+        self._link.close()
+
+    # Loads
+
+    def memory(self) -> SpaceMemory | None:
+        """Where the pool's blocks are, also of one that has just gone; None: there was none."""
+        self._memory = self._link.memory or self._memory
+        return self._memory
+
+    def parts(self, spec: LoadSpec) -> tuple[Places, Places, np.ndarray]:
+        """What a load needs of this kind: indices (from `spec.first` on) of the blocks that vLLM
+        wants, their places in the pool's memory, and the sums of their slices. Raises ValueError if
+        the pool does not name a wanted block."""
+        memory = self.memory()
+        if memory is None:
+            raise ValueError("the pool's memory has not been mapped")
+        wanted = np.flatnonzero(self.group_ids(spec.block_ids).all(axis=0))
+        mine = spec.ranks[self._rank]
+        ids = np.frombuffer(mine.block_ids, "<i8")
+        sums = np.frombuffer(mine.checksums, "<u8").reshape(-1, self.kind.num_slices)
+        # The pool names the prefix's last blocks.
+        rows = wanted + spec.first - (spec.num_found - len(ids))
+        if len(rows) and (rows.min() < 0 or rows.max() >= len(ids)):
+            raise ValueError("the pool does not have a block of the window")
+        chosen = ids[rows]
+        if chosen.size and (chosen.min() < 0 or chosen.max() >= memory.num_blocks):
+            raise ValueError("the pool named a block outside its memory")
+        return wanted, memory.address + chosen * self.block_bytes, sums[rows]
+
+    def group_ids(self, table: Sequence[Sequence[int]]) -> np.ndarray:
+        """The block ids of the kind's groups (groups, blocks)."""
+        return np.asarray([table[group.index] for group in self.kind.groups], np.int64)
+
+    def tell_damaged(self, keys: tuple[bytes, ...]) -> None:
+        """These blocks differ from their checksums."""
+        self._link.send(Damaged(keys=keys))
+
+    # Stores
+
+    def store(self, keys: tuple[bytes, ...], ids: np.ndarray, first: int) -> tuple[int, int] | None:
+        """Stores blocks, `ids` for each group of the kind. Returns how many were copied, and how
+        many the pool did not want; None: there is no pool."""
+        memory = self._link.memory
+        places = self._reserve(keys, first)
+        if memory is None or places is None:
+            return None
+        number, rows = places
+        chosen = np.flatnonzero(rows >= 0)
+        sums = b""
+        try:
+            if len(chosen):
+                where = rows[chosen]
+                if where.max() >= memory.num_blocks:
+                    raise ValueError("the pool named a block outside its memory")
+                targets = memory.address + where * self.block_bytes
+                groups = [np.ascontiguousarray(row[chosen]) for row in ids]
+                sums = self.copier.store(groups, targets).astype("<u8").tobytes()
+        finally:
+            self._link.send(Commit(number=number, checksums=sums))
+        return len(chosen), len(keys) - len(chosen)
+
+    def _reserve(self, keys: tuple[bytes, ...], first: int) -> tuple[int, np.ndarray] | None:
+        """Returns the number of the reservation and the place of each key; None: no pool."""
+        with self._lock:
+            self._num_reservations += 1
+            number = self._num_reservations
+            self._reserved[number] = None
+        sent = self._link.send(Reserve(number=number, keys=keys, first_depth=first))
+        with self._lock:
+            if sent:
+                self._lock.wait_for(
+                    lambda: self._reserved.get(number) is not None or number not in self._reserved,
+                    RESERVE_S,
+                )
+            answer = self._reserved.pop(number, None)
+        if answer is None:
+            return None
+        ids = np.frombuffer(answer.block_ids, "<i8")
+        return (number, ids) if len(ids) == len(keys) else None
+
+    def _on_message(self, message: PoolMessage) -> None:
+        if isinstance(message, Reserved):
+            with self._lock:
+                if message.number in self._reserved:
+                    self._reserved[message.number] = message
+                    self._lock.notify_all()
+                    return
+            # Nobody waits for it any more.
+            self._link.send(Commit(number=message.number, checksums=b""))
+
+    def _on_end(self) -> None:
+        with self._lock:
+            self._reserved.clear()
+            self._lock.notify_all()
