@@ -37,7 +37,10 @@ def paths(tmp_path: Path) -> str:
     return os.pathsep.join(map(str, parts))
 
 
-def run(pool: Pool, paths: str, folder: str, salt: str = "s", omit: str = "") -> dict[str, Any]:
+def run(
+    pool: Pool, paths: str, folder: str, salt: str = "s", omit: str = "", other: str = ""
+) -> dict[str, Any]:
+    """What a vLLM answered and found, and its log. `other`: its interface is another."""
     if PYTHON is None:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON")
     settings = {
@@ -50,8 +53,10 @@ def run(pool: Pool, paths: str, folder: str, salt: str = "s", omit: str = "") ->
         "HF_HUB_OFFLINE": "1",
     }
     socket = omit or str(pool.socket)
+    name = "other_interface" if other else "run"
+    module = [f"tests.live.vllm_pool.{name}", *([other] if other else [])]
     done = subprocess.run(
-        [PYTHON, "-m", "tests.live.vllm_pool.run", folder, socket, salt],
+        [PYTHON, "-m", *module, folder, socket, salt],
         env=os.environ | settings,
         capture_output=True,
         text=True,
@@ -61,7 +66,7 @@ def run(pool: Pool, paths: str, folder: str, salt: str = "s", omit: str = "") ->
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     assert lines, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND"))
-    return found
+    return found | {"log": done.stdout + done.stderr}
 
 
 def test_a_vllm_finds_what_killed_ones_have_left(
@@ -89,3 +94,19 @@ def test_a_vllm_finds_what_killed_ones_have_left(
         file.write(data)
     damaged = run(pool, paths, folder)
     assert damaged["answers"] == plain["answers"]
+
+
+@pytest.mark.parametrize("other", ["version", "method"])
+def test_an_unknown_interface_is_refused_in_one_line(
+    other: str,
+    pool: Pool,
+    paths: str,
+    model: Any,  # noqa: F811
+) -> None:
+    folder = model("grouped heads")
+    known = run(pool, paths, folder)
+    found = run(pool, paths, folder, other=other)
+    assert (found["answers"], found["hits"]) == (known["answers"], 0)
+    (line,) = [x for x in found["log"].splitlines() if "without the KVCache pool" in x]
+    assert ("vLLM 0.99.0" if other == "version" else "get_finished") in line
+    assert "0.32 and 0.33" in line
