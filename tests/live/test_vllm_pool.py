@@ -28,8 +28,12 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> str:
+    return module_paths(tmp_path)
+
+
+def module_paths(folder: Path) -> str:
     """The path of modules of a vLLM, as if both packages were installed beside it."""
-    named = tmp_path / "entry-points" / "moonpool_engine-0.dist-info"
+    named = folder / "entry-points" / "moonpool_engine-0.dist-info"
     named.mkdir(parents=True)
     text = distribution("moonpool-engine").read_text("entry_points.txt")
     (named / "entry_points.txt").write_text(text or "")
