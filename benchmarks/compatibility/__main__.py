@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,13 @@ def compatibility(
 
     The exit status is 1 if a test failed.
     """
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
     is_bad = False
     for word in () if page_only else named:
-        run = _run(*_counterpart(word), model, words, remark)
-        is_bad |= any(ended["failed"] for ended in run["parts"].values())
-        known = {"runs": merged(known["runs"], run)}
-        write_json(str(RESULTS), known)
-        PAGE.write_text(current())
+        for run in _runs(*_counterpart(word), model, words, remark):
+            is_bad |= any(ended["failed"] for ended in run["parts"].values())
+            known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
+            write_json(str(RESULTS), {"runs": merged(known["runs"], run)})
+            PAGE.write_text(current())
     if page_only:
         PAGE.write_text(current())
     elif not named:
@@ -67,17 +67,18 @@ def _counterpart(word: str) -> tuple[Counterpart, str]:
     return found, place or sys.executable
 
 
-def _run(
+def _runs(
     counterpart: Counterpart, place: str, model: Path | None, words: tuple[str, ...], remark: str
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """One for each part, as soon as it has ended."""
     try:
         versions = versions_of(counterpart, place)
     except PlaceError as error:
         fail(str(error))
     click.echo(f"{counterpart.title}: {versions}", err=True)
     more = {MODEL_VARIABLE: str(model.absolute())} if model is not None else {}
+    about = {"counterpart": counterpart.name, "versions": versions, "remark": remark}
     began = origin()
-    parts = {}
     for part in counterpart.parts:
         if words and not any(word in part.title for word in words):
             continue
@@ -87,13 +88,8 @@ def _run(
         ended = run_part(counterpart, part, place, more)
         counts = (ended["passed"], len(ended["failed"]), sum(ended["skipped"].values()))
         click.echo("{}: {} passed, {} failed, {} skipped".format(part.title, *counts), err=True)
-        parts[part.title] = ended | {key: began[key] for key in ("commit", "machine")}
-    return {
-        "counterpart": counterpart.name,
-        "versions": versions,
-        "remark": remark,
-        "parts": parts,
-    }
+        where = {key: began[key] for key in ("commit", "machine")}
+        yield about | {"parts": {part.title: ended | where}}
 
 
 def merged(known: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
