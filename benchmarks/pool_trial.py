@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -232,6 +233,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # all processes end with this one
     try:
         sys.exit(run(arguments()))
     except (ServerError, httpx.HTTPError, OSError) as error:
