@@ -20,6 +20,12 @@ from benchmarks.compatibility.running import (
 )
 from moonpool.cli.output import fail, origin, write_json
 
+ORIGIN = {
+    "command": "python -m benchmarks.compatibility",
+    "commit": "that of each run",
+    "machine": "that of each run",
+}
+
 
 @click.command()
 @click.argument("named", nargs=-1, metavar="[NAME[=WHERE]]...")
@@ -47,7 +53,7 @@ def compatibility(
         for run in _runs(*_counterpart(word), model, words, remark):
             is_bad |= any(ended["failed"] for ended in run["parts"].values())
             known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
-            write_json(str(RESULTS), {"runs": merged(known["runs"], run)})
+            write_json(str(RESULTS), {"runs": merged(known["runs"], run), "origin": ORIGIN})
             PAGE.write_text(current())
     if page_only:
         PAGE.write_text(current())

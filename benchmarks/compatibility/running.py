@@ -50,7 +50,7 @@ def versions_of(counterpart: Counterpart, place: str) -> dict[str, str]:
         )
     except OSError as error:
         raise PlaceError(f"{place}: {error.strerror}") from None
-    if done.returncode:
+    if done.returncode or not done.stdout.startswith("{"):
         raise PlaceError(f"{place} is no Python")
     told = {name: found for name, found in json.loads(done.stdout).items() if found}
     first = counterpart.packages[0] if counterpart.packages else "Python"
@@ -85,9 +85,12 @@ def run_part(
             line, cwd=ROOT, check=False, env=_environment(counterpart, place, more), stdout=2
         )
         try:
-            return endings(report.read_text())
+            found = endings(report.read_text())
         except (OSError, ET.ParseError):
-            return endings("") | {"failed": {"(all)": "pytest ended without a report"}}
+            found = endings("")
+    if not found["passed"] and not found["failed"] and not found["skipped"]:
+        found["failed"] = {"(all)": "no test ran"}
+    return found
 
 
 def _environment(
