@@ -10,7 +10,7 @@ kills, bytes are changed in its memory and on its SSD. Each answer is judged aft
 token, by a vLLM of its model without a pool or cache. The same load on vLLMs without a pool tells
 what batches do. `--disk-folder` may be a small tmpfs, so that the disk is full:
 
-    mount -t tmpfs -o size=16m tmpfs /mnt/small
+    mount -t tmpfs -o size=16m tmpfs /tmp/small
 
 The exit status is 1 if answers were wrong, or given up.
 """
@@ -55,7 +55,7 @@ def kinds_of_kills(count: int, rng: random.Random) -> list[str]:
     return (first + [rng.choice(KILLED) for _ in range(count)])[:count]
 
 
-class Trial:
+class PoolTrial:
     """One run of the load over the pool, and what was done to it."""
 
     def __init__(self, shape: TrialShape, load: LoadShape, kills: int, args: Any) -> None:
@@ -146,7 +146,7 @@ async def _until(load: TrialLoad, count: float, running: asyncio.Task[None]) -> 
 
 
 def twin(shape: TrialShape, load: TrialLoad, tie_nats: float) -> tuple[Any, Any]:
-    """Judges the answers at vLLMs alone, after the same load on these. Raises as `Trial.run`."""
+    """Judges the answers at vLLMs alone, after the same load on these. Raises as `PoolTrial.run`."""
     with TrialCluster(shape, None) as cluster:
         same = load.anew()
         asyncio.run(same.run(cluster.urls))
@@ -207,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
         modules=tuple(args.modules),
     )
     began_s = time.monotonic()
-    trial = Trial(shape, load, args.kills, args)
+    trial = PoolTrial(shape, load, args.kills, args)
     played, hits = trial.run()
     say(f"{len(played.answers)} answers in {played.seconds:.0f} s; the vLLMs without a pool")
     pool, alone = twin(shape, played, args.tie_nats)

@@ -93,11 +93,9 @@ def run_part(
     return found
 
 
-def _environment(
-    counterpart: Counterpart, place: str, more: Mapping[str, str]
-) -> dict[str, str] | None:
+def _environment(counterpart: Counterpart, place: str, more: Mapping[str, str]) -> dict[str, str]:
     """Under a Python of its own, what that lacks is taken from this one's packages."""
-    told = dict(os.environ) | more
+    told = {**os.environ, **more}
     if counterpart.place != "environment":
         return told | ({counterpart.variable: place} if counterpart.variable else {})
     if Path(place).absolute() == Path(sys.executable).absolute():

@@ -29,7 +29,7 @@ class TokenAnswer(msgspec.Struct):
     """Codes of other conversations in the text."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Judgement(msgspec.Struct, frozen=True):
     """How much less likely the least likely token was than the likeliest in its place, in nats."""
 
     answer: TokenAnswer
@@ -40,7 +40,7 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.gap_nats > tie_nats or bool(self.answer.foreign)
 
 
-def judge(urls: Mapping[str, str], answers: Iterable[TokenAnswer]) -> list[Verdict]:
+def judge(urls: Mapping[str, str], answers: Iterable[TokenAnswer]) -> list[Judgement]:
     """One after the other. `urls`: the vLLM of each model. Raises httpx.HTTPError."""
     known: dict[tuple[Any, ...], tuple[float, int]] = {}
     found = []
@@ -49,7 +49,7 @@ def judge(urls: Mapping[str, str], answers: Iterable[TokenAnswer]) -> list[Verdi
             key = (answer.model, tuple(answer.prompt), tuple(answer.tokens))
             if key not in known:
                 known[key] = _gap(http, urls[answer.model], answer)
-            found.append(Verdict(answer, *known[key]))
+            found.append(Judgement(answer, *known[key]))
     return found
 
 
@@ -76,7 +76,7 @@ def _gap_of(place: Mapping[str, Mapping[str, float]], token: int) -> float:
     return likeliest - place[str(token)]["logprob"]
 
 
-def counts_of(verdicts: Iterable[Verdict], tie_nats: float) -> dict[str, Any]:
+def counts_of(verdicts: Iterable[Judgement], tie_nats: float) -> dict[str, Any]:
     """What a phase's answers are: `near_ties` are those that are not the likeliest throughout."""
     judged = list(verdicts)
     wrong = [one for one in judged if one.is_wrong(tie_nats)]
