@@ -12,7 +12,7 @@ what batches do. `--disk-folder` may be a small tmpfs, so that the disk is full:
 
     mount -t tmpfs -o size=16m tmpfs /tmp/small
 
-The exit status is 1 if answers were wrong, or given up.
+The exit status is 1 if answers were wrong or given up, or if nothing was found in the pool.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from moonpool_lab.trial.tally import fisher_p
 TOKENS_PER_WORD = 4
 KILLED = ("pool",) * 7 + ("vllm",) * 2 + ("head",)
 PROVEN_P = 0.01
-SETTLE_S = 2.0
+SETTLE_S = 5.0
 
 
 def kinds_of_kills(count: int, rng: random.Random) -> list[str]:
@@ -146,7 +146,7 @@ async def _until(load: TrialLoad, count: float, running: asyncio.Task[None]) -> 
 
 
 def twin(shape: TrialShape, load: TrialLoad, tie_nats: float) -> tuple[Any, Any]:
-    """Judges the answers at vLLMs alone, after the same load on these. Raises as `PoolTrial.run`."""
+    """Judges the answers at vLLMs alone, after the same load on these. Raises as `run` does."""
     with TrialCluster(shape, None) as cluster:
         same = load.anew()
         asyncio.run(same.run(cluster.urls))
@@ -184,7 +184,7 @@ def arguments() -> argparse.Namespace:
     add("--dram-mib", type=int, default=64)
     add("--ssd", default="1GiB")
     add("--disk-folder", default="", help="For the SSD tier.")
-    add("--damage-share", type=float, default=0.02, help="Of places of 16 KiB, each time.")
+    add("--damage-share", type=float, default=0.002, help="Of places of 16 KiB, each time.")
     add("--tie-nats", type=float, default=0.5)
     add("--modules", action="append", default=[], help="Further folders of modules for the vLLMs.")
     add("--seed", type=int, default=0)
@@ -212,6 +212,8 @@ def run(args: argparse.Namespace) -> int:
     say(f"{len(played.answers)} answers in {played.seconds:.0f} s; the vLLMs without a pool")
     pool, alone = twin(shape, played, args.tie_nats)
     proven = list(verdict(pool, alone, played.given_up))
+    if not hits.external:
+        proven.append("nothing was found in the pool, so this says nothing of it")
     found = {
         "pool": pool,
         "without_pool": alone,
