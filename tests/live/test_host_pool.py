@@ -160,6 +160,49 @@ def test_preempted_blocks_are_not_read_any_more(pool: Pool) -> None:
     second.close()
 
 
+def test_no_block_is_read_while_vllm_sleeps(pool: Pool) -> None:
+    engine = Engine(pool, seed=1)
+    requests = [engine.request([number * 1000 + i for i in range(64)]) for number in range(8)]
+    for number, request in enumerate(requests):
+        engine.prefill(request, seed=number)
+    step = engine.scheduler.build(engine.output(*requests), engine.blocks.__getitem__)
+    engine.worker.begin_step(step)
+    engine.worker.end_stores()
+    counted = dict(engine.worker.counts)
+    for name in engine.names:  # what the memory has next, is nobody's
+        engine.caches[name].zero_()
+    engine.worker.end_stores()
+    assert engine.worker.counts == counted
+    second = Engine(pool, seed=2)
+    for request in requests:
+        again = second.request(request.all_token_ids[:64])
+        found, wrong = second.prefill(again, seed=99)
+        assert not wrong
+        if found:
+            ids = second.blocks[again.request_id][: found // BLOCK_TOKENS]
+            assert all(second.caches[name][ids].abs().sum() > 0 for name in second.names)
+    engine.close()
+    second.close()
+
+
+def test_after_a_reset_of_all_caches_the_pool_is_left(pool: Pool) -> None:
+    engine, tokens = Engine(pool, seed=1), list(range(64))
+    request = engine.request(tokens)
+    engine.prefill(request, seed=1)
+    engine.finish(request)
+    second = Engine(pool, seed=2)
+    assert second.look_up([*tokens, 1]) == 64
+    second.scheduler.leave_pool()
+    assert second.look_up([*tokens, 1]) == 0
+    other = second.request([5] * 64)
+    second.prefill(other, seed=3)
+    second.finish(other)
+    assert engine.look_up([5] * 64) == 0
+    assert engine.look_up([*tokens, 1]) == 64
+    engine.close()
+    second.close()
+
+
 def test_a_block_comes_from_the_ssd_when_memory_is_short() -> None:
     pool = Pool("--dram", "6MiB", "--ssd", "64MiB", "--folder", tempfile.mkdtemp())
     try:

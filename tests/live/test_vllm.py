@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ from moonpool_lab.demo.local_server import ServerError, free_port
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import SMALL
+from tests.live.test_host_pool import Pool
+from tests.live.test_vllm_pool import module_paths
+from tests.live.vllm_pool.run import CONNECTOR as MOONPOOL
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
 ASKED = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -208,8 +212,10 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device
 
 
 @contextmanager
-def real_ones(hand_over: bool) -> Iterator[list[str]]:
-    """Two, a core each, and how to name them."""
+def real_ones(
+    connector: dict[str, Any] | None = None, more: dict[str, str] | None = None
+) -> Iterator[list[str]]:
+    """Two, a core each, and how to name them. `more`: variables of their environment."""
     python, model = (os.environ.get(f"MOONPOOL_VLLM_{name}") for name in ("PYTHON", "MODEL"))
     if not python or not model:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON and MOONPOOL_VLLM_MODEL")
@@ -222,11 +228,12 @@ def real_ones(hand_over: bool) -> Iterator[list[str]]:
                 "replay_endpoint": f"tcp://*:{replay}",
             }
             flags = ["--enforce-eager", "--kv-events-config", json.dumps(told)]
-            if hand_over:
-                flags += ["--kv-transfer-config", json.dumps(NIXL)]
+            if connector is not None:
+                flags += ["--kv-transfer-config", json.dumps(connector)]
             side_channel = {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side),
+                **(more or {}),
             }
             options = {"--block-size": 32, "--max-model-len": 1024}
             server = VllmServer(python, model, str(core), options, flags, side_channel)
@@ -239,7 +246,7 @@ def real_ones(hand_over: bool) -> Iterator[list[str]]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_real_vllms_answer_and_say_what_they_cache() -> None:
-    with real_ones(hand_over=False) as places:
+    with real_ones() as places:
         words = [word for place in places for word in ("--vllm", place)]
         with LocalServer(words) as front:
             url = places[0].split(",")[0]
@@ -255,7 +262,10 @@ def test_real_vllms_answer_and_say_what_they_cache() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_real_vllms_hand_their_kvcache_over() -> None:
-    with real_ones(hand_over=True) as places:
+    python = os.environ.get("MOONPOOL_VLLM_PYTHON")
+    if python and subprocess.run([python, "-c", "import nixl"], check=False).returncode:
+        pytest.skip("vLLM's Python has no nixl")
+    with real_ones(NIXL) as places:
         words = ["--vllm-prefill", places[0], "--vllm-decode", places[1]]
         with LocalServer(words) as front:
             url = places[0].split(",")[0]
@@ -265,6 +275,26 @@ def test_real_vllms_hand_their_kvcache_over() -> None:
             fetched = fresh.get(f"{places[1].split(',')[0]}/metrics").text
             (moved,) = re.findall(r"nixl_bytes_transferred_sum\{.*\} (\S+)", fetched)
             assert float(moved) > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_real_vllms_hand_their_kvcache_over_by_the_pool(tmp_path: Path) -> None:
+    pool = Pool("--dram", "256MiB")
+    connector = MOONPOOL | {"kv_connector_extra_config": {"pool": str(pool.socket)}}
+    with ExitStack() as stack:
+        stack.callback(pool.close)
+        places = stack.enter_context(real_ones(connector, {"PYTHONPATH": module_paths(tmp_path)}))
+        urls = [place.split(",")[0] for place in places]
+        words = ["--vllm-prefill", urls[0], "--vllm-decode", urls[1]]
+        here = dict(os.environ) | {"MOONPOOL_POOL": str(pool.socket)}
+        front = stack.enter_context(LocalServer(words, environment=here))
+        model = fresh.get(f"{urls[0]}/v1/models").json()["data"][0]["id"]
+        assert tokens(complete(front.url)) == tokens(complete(urls[0], model=model))
+        told = fresh.get(f"{urls[1]}/metrics").text
+        found = re.findall(r"external_prefix_cache_hits_total\{.*\} (\S+)", told)
+        # All full blocks of 32 of the 200 tokens came from the pool.
+        assert sum(map(float, found)) == 192
 
 
 @contextmanager

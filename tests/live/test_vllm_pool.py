@@ -28,8 +28,12 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> str:
+    return module_paths(tmp_path)
+
+
+def module_paths(folder: Path) -> str:
     """The path of modules of a vLLM, as if both packages were installed beside it."""
-    named = tmp_path / "entry-points" / "moonpool_engine-0.dist-info"
+    named = folder / "entry-points" / "moonpool_engine-0.dist-info"
     named.mkdir(parents=True)
     text = distribution("moonpool-engine").read_text("entry_points.txt")
     (named / "entry_points.txt").write_text(text or "")
@@ -38,9 +42,15 @@ def paths(tmp_path: Path) -> str:
 
 
 def run(
-    paths: str, folder: str, settings: dict[str, Any], salt: str = "s", **options: Any
+    paths: str,
+    folder: str,
+    settings: dict[str, Any],
+    salt: str = "s",
+    other: str = "",
+    **options: Any,
 ) -> dict[str, Any]:
-    """What a vLLM answers, with these settings of the connector."""
+    """What a vLLM answered and found with these settings of the connector, and its log. `other`:
+    its interface is another."""
     if PYTHON is None:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON")
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
@@ -53,9 +63,11 @@ def run(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
     }
+    name = "other_interface" if other else "run"
+    module = [f"tests.live.vllm_pool.{name}", *([other] if other else [])]
     arguments = [folder, json.dumps(settings), salt, json.dumps(options)]
     done = subprocess.run(
-        [PYTHON, "-m", "tests.live.vllm_pool.run", *arguments],
+        [PYTHON, "-m", *module, *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -65,7 +77,7 @@ def run(
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     assert lines, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND"))
-    return found
+    return found | {"log": done.stdout + done.stderr}
 
 
 # vLLM's CPU build runs stages only after a warm-up that it leaves out when it is eager.
@@ -125,3 +137,19 @@ def test_a_recurrent_model_is_served_without_the_pool(
     found = run(paths, model("recurrent"), {"pool": str(pool.socket)})
     assert (len(found["answers"]), found["hits"]) == (4, 0)
     assert b"opening the space" not in pool.log()
+
+
+@pytest.mark.parametrize("other", ["version", "method"])
+def test_an_unknown_interface_is_refused_in_one_line(
+    other: str,
+    pool: Pool,
+    paths: str,
+    model: Any,  # noqa: F811
+) -> None:
+    folder, there = model("grouped heads"), {"pool": str(pool.socket)}
+    known = run(paths, folder, there)
+    found = run(paths, folder, there, other=other)
+    assert (found["answers"], found["hits"]) == (known["answers"], 0)
+    (line,) = [x for x in found["log"].splitlines() if "without the KVCache pool" in x]
+    assert ("vLLM 0.99.0" if other == "version" else "get_finished") in line
+    assert "0.32 and 0.33" in line

@@ -15,6 +15,7 @@ from test_structure import LEVELS
 from benchmarks import page_pool
 from benchmarks.clients import page as clients_page
 from benchmarks.clients.environments import read_clients
+from benchmarks.compatibility import page as compatibility_page
 from benchmarks.page import PAGE as BENCHMARK_PAGE
 from benchmarks.page import page as benchmark_page
 from moonpool.cli.main import cli
@@ -118,6 +119,11 @@ def test_the_clients_page_is_what_the_results_give() -> None:
     tried = [(row["name"], row["version"]) for row in results]
     assert tried == [(client.name, client.version) for client in read_clients()], again
     assert all(row["tries"] or row["install_error"] for row in results)
+
+
+def test_the_compatibility_page_is_what_the_results_give() -> None:
+    again = "run `python -m benchmarks.compatibility --page`"
+    assert compatibility_page.current() == compatibility_page.PAGE.read_text(), again
 
 
 def test_every_room_is_in_the_map() -> None:

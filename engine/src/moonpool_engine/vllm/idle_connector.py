@@ -1,0 +1,41 @@
+"""A connector that moves nothing, for a vLLM that is not known: it serves without the pool."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+
+def idle_connector(base: Any, reason: str) -> Any:
+    """Returns the class. `base` is vLLM's module of connectors; `reason` is logged at start, once
+    for each vLLM, by its scheduler's side."""
+    metadata = type("NoTransfers", (base.KVConnectorMetadata,), {})
+    parents = [base.KVConnectorBase_V1]
+    if hasattr(base, "SupportsHMA"):  # else vLLM refuses models with several kinds of KVCache
+        parents.append(base.SupportsHMA)
+
+    def start(
+        self: Any, vllm_config: Any, role: Any, kv_cache_config: Any = None, **more: Any
+    ) -> None:
+        told = {"vllm_config": vllm_config, "role": role, "kv_cache_config": kv_cache_config}
+        base.KVConnectorBase_V1.__init__(self, **told, **more)
+        if getattr(role, "name", "") == "SCHEDULER":
+            logging.getLogger("vllm.moonpool").error(
+                "vLLM serves without the KVCache pool: %s", reason
+            )
+
+    methods: dict[str, Any] = {
+        name: lambda self, *_, **__: None
+        for parent in parents
+        for name in getattr(parent, "__abstractmethods__", ())
+    }
+    methods |= {
+        "__init__": start,
+        "__doc__": idle_connector.__doc__,
+        "requires_kv_delivery": property(lambda self: False),
+        "get_num_new_matched_tokens": lambda self, *_, **__: (0, False),
+        "build_connector_meta": lambda self, *_, **__: metadata(),
+        "request_finished": lambda self, *_, **__: (False, None),
+        "request_finished_all_groups": lambda self, *_, **__: (False, None),
+    }
+    return type("MoonpoolConnector", tuple(parents), methods)

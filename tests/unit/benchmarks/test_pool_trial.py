@@ -1,0 +1,112 @@
+"""What the trial of the pool counts as wrong, and whom it kills."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.pool_trial import kinds_of_kills, verdict
+from benchmarks.suite.pool_in_vllm.judge import TokenAnswer, counts_of, judge
+from benchmarks.suite.pool_in_vllm.trial_cluster import DAMAGE_STEP_BYTES, _damage
+
+TIE_NATS = 0.5
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Answers as vLLM does: after each token, the next higher one is the likeliest, the one after
+    that nearly as likely, and all others are not."""
+
+    def do_POST(self) -> None:
+        body = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = body["prompt"]
+        places: list[Any] = [None]
+        for before, token in pairwise(prompt):
+            place = {str(before + 1): {"logprob": -0.1}}
+            place.setdefault(str(token), {"logprob": -0.3 if token == before + 2 else -9.0})
+            places.append(place)
+        data = msgspec.json.encode({"choices": [{"prompt_logprobs": places}]})
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def answer(*tokens: int, foreign: tuple[str, ...] = ()) -> TokenAnswer:
+    return TokenAnswer("q", "m", [5, 6, 7], list(tokens), "text", list(foreign))
+
+
+def test_an_answer_is_judged_behind_a_near_tie_to_its_end(url: str) -> None:
+    right = answer(8, 9, 10)
+    tie = answer(8, 10, 11)
+    wrong_behind_a_tie = answer(8, 10, 40)
+    judged = judge({"m": url}, [right, tie, wrong_behind_a_tie, answer()])
+    assert [one.is_wrong(TIE_NATS) for one in judged] == [False, False, True, False]
+    assert judged[2].at_token == 2
+    counts = counts_of(judged, TIE_NATS)
+    assert (counts["answers"], counts["wrong"], counts["near_ties"]) == (4, 1, 1)
+    assert counts["widest_near_tie_nats"] == pytest.approx(0.2)
+
+
+def test_text_of_another_conversation_is_wrong_whatever_its_tokens_are(url: str) -> None:
+    counts = counts_of(judge({"m": url}, [answer(8, foreign=("ABCDEF",))]), TIE_NATS)
+    assert (counts["wrong"], counts["foreign"]) == (1, 1)
+
+
+def counted(answers: int, wrong: int, foreign: int = 0) -> dict[str, Any]:
+    return {"answers": answers, "wrong": wrong, "foreign": foreign}
+
+
+@pytest.mark.parametrize(
+    ("pool", "alone", "given_up", "lines"),
+    [
+        (counted(100, 0), counted(100, 0), [], 0),
+        (counted(100, 1), counted(100, 0), [], 1),
+        (counted(100, 3), counted(100, 2), [], 0),  # batches alone do that
+        (counted(100, 40), counted(100, 2), [], 1),
+        (counted(100, 2, foreign=1), counted(100, 2), [], 1),
+        (counted(100, 0), counted(100, 0), ["q: cut"], 1),
+    ],
+)
+def test_what_is_proven(
+    pool: dict[str, Any], alone: dict[str, Any], given_up: list[str], lines: int
+) -> None:
+    assert len(list(verdict(pool, alone, given_up))) == lines
+
+
+def test_each_kind_is_killed_and_most_kills_are_the_pools() -> None:
+    rng = random.Random(1)
+    assert set(kinds_of_kills(3, rng)) == {"pool", "vllm", "head"}
+    many = kinds_of_kills(100, rng)
+    assert len(many) == 100
+    assert many.count("pool") > many.count("vllm") > many.count("head") > 0
+    assert kinds_of_kills(0, rng) == []
+
+
+def test_damage_changes_as_many_bytes_as_it_says(tmp_path: Path) -> None:
+    file, size = tmp_path / "arena", 9 * DAMAGE_STEP_BYTES
+    file.write_bytes(bytes(size))
+    assert _damage(file, random.Random(1), 1.0) == 9
+    changed = [number for number, byte in enumerate(file.read_bytes()) if byte]
+    assert [number // DAMAGE_STEP_BYTES for number in changed] == list(range(9))
+    assert _damage(file, random.Random(1), 0.0) == 0
+    assert _damage(tmp_path / "gone", random.Random(1), 1.0) == 0
