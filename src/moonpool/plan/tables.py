@@ -14,13 +14,14 @@ from moonpool.plan.assess import Assessment, NeighbourFound, PlanCheck, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
 from moonpool.plan.demand import Prepared
 from moonpool.plan.offloading import Balance, DecodeNode
+from moonpool.plan.running_costs import cost_lines, costs_of
 from moonpool.plan.search import ClusterPlan, MixFound
 from moonpool.sim.metrics import rounded
 
 FRONT_ROWS = 12
 
 
-def print_plan(plan: ClusterPlan, words: str, wanted: float) -> None:
+def print_plan(plan: ClusterPlan, words: str, wanted: float, costs: dict[str, Any]) -> None:
     """Prints the advice, the neighbours, the front and the mixes of hardware."""
     if plan.stopped:
         click.echo(f"ended early after {plan.runs:.0f} runs: {plan.stopped}; the best so far:")
@@ -28,6 +29,8 @@ def print_plan(plan: ClusterPlan, words: str, wanted: float) -> None:
     choice = plan.choice
     if choice is not None:
         click.echo(f"\n{_settings(choice.candidate)}")
+        for line in cost_lines(costs):
+            click.echo(line)
         if plan.neighbours:
             click.echo("\nnext to it")
         _print_neighbours(plan.neighbours, choice, wanted)
@@ -208,6 +211,7 @@ def figures_of(
             "dram": msgspec.to_builtins(priced.prices.dram),
             "ssd": msgspec.to_builtins(priced.prices.ssd),
         },
+        "costs": costs_of(choice, prepared, priced),
         "goal": msgspec.to_builtins(goal) | {"time_limit_s": _finite(goal.time_limit_s)},
         "slo": msgspec.to_builtins(prepared.base.slo.usual),
         "runs": rounded(plan.runs),

@@ -9,6 +9,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from timed_server import TimedServer
+from virtual_loop import VirtualLoop
 
 from moonpool.studies.trace_rows import TraceRows
 from moonpool.trace.row import TraceRow
@@ -17,8 +19,6 @@ from moonpool_lab.forecast.forecast_table import TableError, add_entry, read_tab
 from moonpool_lab.forecast.run import ForecastPlan, run_forecast
 from moonpool_lab.replay import http_client, player
 from moonpool_lab.replay import run as replay_run
-from timed_server import TimedServer
-from virtual_loop import VirtualLoop
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from time import monotonic
 import msgspec
 
 from moonpool.request_record import RequestRecord
-from moonpool.types import RequestId, Slo
+from moonpool.types import MALFORMED, RequestId, Slo
 from moonpool_lab.replay.http_client import HttpClient
 from moonpool_lab.replay.prompts import WORDS
 from moonpool_lab.replay.server import ServerFacts, ServerUnfitError
@@ -35,6 +35,16 @@ _BLOCK_SIZE, _NUM_BLOCKS = (
 
 Prompt = list[int]
 """Token ids below the vocabulary, or places in `WORDS`."""
+
+
+class _Generation(msgspec.Struct):
+    n_ctx: int = 0
+
+
+class _Props(msgspec.Struct):
+    """What llama-server answers to `/props`, in part."""
+
+    default_generation_settings: _Generation = msgspec.field(default_factory=_Generation)
 
 
 class TimedAnswer(msgspec.Struct, frozen=True):
@@ -89,6 +99,20 @@ class FrontDoor:
             await self._client.get("/v1/models")
             times_s.append(monotonic() - began_s)
         return median(times_s)
+
+    @staticmethod
+    async def context_tokens(client: HttpClient, facts: ServerFacts) -> int | None:
+        """The longest prompt with its answer: as `/v1/models` lists it, or as llama-server tells
+        of a slot; None where nothing does."""
+        if facts.max_model_tokens is not None:
+            return facts.max_model_tokens
+        status, body = await client.get("/props")
+        if status != 200:
+            return None
+        try:
+            return msgspec.json.decode(body, type=_Props).default_generation_settings.n_ctx or None
+        except MALFORMED:
+            return None
 
     async def cache_tokens(self) -> int:
         """The KVCache of one engine as vLLM's metrics tell it; 0 where nothing does."""

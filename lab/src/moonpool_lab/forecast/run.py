@@ -75,7 +75,9 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     try:
         facts = await query_server(client, plan.model)
-        trace, num_left_out = _fitting(plan.trace, facts.max_model_tokens)
+        longest_tokens = await FrontDoor.context_tokens(client, facts)
+        facts = msgspec.structs.replace(facts, max_model_tokens=longest_tokens)
+        trace, num_left_out = _fitting(plan.trace, longest_tokens)
         vocab_size = plan.vocab_size or facts.vocab_size or ASSUMED_VOCAB
         tell(f"measuring {facts.model} for {plan.measure_s:g} s")
         door = FrontDoor(client, facts, vocab_size, plan.as_text)
@@ -115,7 +117,7 @@ def _fitting(trace: TraceRows, longest_tokens: int | None) -> tuple[TraceRows, i
     if not rows:
         raise TraceError(
             f"every request of {trace.name} is longer than the {longest_tokens} tokens of the"
-            " server: give --scale, such as 1/16"
+            " server: give --scale-tokens, such as 1/16"
         )
     kept = TraceRows(rows, trace.block_tokens, trace.name)
     return kept, len(trace.rows) - len(rows)
