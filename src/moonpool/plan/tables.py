@@ -50,7 +50,7 @@ def print_plan(plan: ClusterPlan, words: str, wanted: float, costs: dict[str, An
 
 
 def _settings(one: Candidate) -> str:
-    ssd = f", {tokens(one.ssd_tokens)} of SSD" if one.ssd_tokens else ""
+    ssd = f", {tokens(one.ssd_tokens)} tokens of SSD" if one.ssd_tokens else ""
     return (
         f"chunks of {one.chunk_tokens} tokens; placement {one.placement}, admission"
         f" {one.admission}, eviction {one.eviction}; {tokens(one.cache_tokens)} tokens of DRAM"
@@ -68,8 +68,8 @@ def print_offloading(words: str, nodes: Sequence[DecodeNode], prepared: Prepared
     for node in nodes:
         bound = "memory" if node.full else "time"
         click.echo(
-            f"  {node.kind!s:<28} {node.usd_per_h:>8.2f} USD/h  {tokens(node.kv_tokens):>6} of"
-            f" KVCache  batch {node.batch:>4} (bound by {bound}), {1e3 * node.step_s:.1f} ms,"
+            f"  {node.kind!s:<28} {node.usd_per_h:>8.2f} USD/h  {tokens(node.kv_tokens):>6} tokens"
+            f" of KVCache  batch {node.batch:>4} (bound by {bound}), {1e3 * node.step_s:.1f} ms,"
             f" {node.tokens_per_usd / 1e6:.2f}M tokens per USD"
         )
         if node.balance is not None:
@@ -121,10 +121,10 @@ def _row(found: Assessment, wanted: float, width: int) -> str:
 
 
 def _what(one: Candidate) -> str:
-    ssd = f" + {tokens(one.ssd_tokens)} SSD" if one.ssd_tokens else ""
+    ssd = f" + {tokens(one.ssd_tokens)} tokens SSD" if one.ssd_tokens else ""
     return (
-        f"{one.roles}, {one.hardware}, {tokens(one.cache_tokens)}{ssd}, {one.eviction}, chunk"
-        f" {one.chunk_tokens}"
+        f"{one.roles}, {one.hardware}, {tokens(one.cache_tokens)} tokens{ssd}, {one.eviction},"
+        f" chunk {one.chunk_tokens}"
     )
 
 

@@ -70,6 +70,8 @@ class _TokenClock(CompletionReceiver):
         before = self.record.num_generated_tokens
         super().on_body(data, now_s)
         self.token_s += [now_s] * (self.record.num_generated_tokens - before)
+        if not self.token_s and self.finish_reason:
+            self.token_s.append(now_s)  # of a token without text, such as half a character
 
 
 class FrontDoor:
