@@ -34,7 +34,9 @@ moonpool forecast http://127.0.0.1:8000 --trace trace.jsonl --scale-tokens 1/16
 The aim is a median error of 3 %, and at most 10 % at the worst P99, for workloads that nobody
 tuned to. Errors are forecast over measured, less 1; of hits and of effective requests they are
 differences. Rows that miss the aim stay. Where both sides have at most a few requests, a P99 is
-one of them.
+one of them. Forecasts suppose that the machine does nothing else; the row of
+random:m30 was made on two cores with a dozen other programs, so it shows the command, not the
+model.
 
 """
 FIGURES = (

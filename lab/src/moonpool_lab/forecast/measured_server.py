@@ -61,7 +61,7 @@ class MeasuredServer(Struct, frozen=True):
     seconds: float
 
 
-class Workload(Struct, frozen=True):
+class TraceLengths(Struct, frozen=True):
     """Lengths of the trace that the measurement is for."""
 
     prompt_tokens: tuple[int, ...]  # sorted
@@ -91,18 +91,18 @@ class _Part:
         return now_s + self._longest_s <= self._ends_s
 
 
-async def measure_server(door: FrontDoor, workload: Workload, seconds: float) -> MeasuredServer:
+async def measure_server(door: FrontDoor, lengths: TraceLengths, seconds: float) -> MeasuredServer:
     """Takes about `seconds`, more where a single long prompt takes longer than its share.
 
     Raises ServerUnfitError, ConnectionFailedError.
     """
-    return await _Measurement(door, workload, seconds).run()
+    return await _Measurement(door, lengths, seconds).run()
 
 
 class _Measurement:
-    def __init__(self, door: FrontDoor, workload: Workload, seconds: float) -> None:
+    def __init__(self, door: FrontDoor, lengths: TraceLengths, seconds: float) -> None:
         self._door = door
-        self._workload = workload
+        self._lengths = lengths
         self._seconds = seconds
         self._began_s = monotonic()
         self._front_s = 0.0
@@ -155,7 +155,7 @@ class _Measurement:
         """Prompts that share nothing, alone: each length in turn, until the time is over."""
         part = _Part(PREFILL_SHARE * self._seconds)
         times_s: dict[int, list[float]] = {}
-        lengths = list(_spread(self._workload))
+        lengths = list(_spread(self._lengths))
         for number in range(MOST_REPEATS * len(lengths)):
             length = lengths[number % len(lengths)]
             answer = await self._first_token_s(self._door.prompt(length))
@@ -207,7 +207,7 @@ class _Measurement:
     async def _measure_decodes(self) -> None:
         """Answers together, on short prompts, then on a usual one."""
         part = _Part(DECODE_SHARE * self._seconds)
-        usual = self._workload.prompt_at(0.5)
+        usual = self._lengths.prompt_at(0.5)
         for length in dict.fromkeys((min(SHORTEST_PROMPT, usual), usual)):
             for batch in BATCHES:
                 if self._decodes and not part.has_time:
@@ -311,14 +311,14 @@ class _Measurement:
         return answer.ttft_s - self._front_s < HIT_SHARE * longest.seconds
 
 
-def _spread(workload: Workload) -> Iterator[int]:
+def _spread(lengths: TraceLengths) -> Iterator[int]:
     """Lengths from the shortest to the longest that matters, the middle ones first."""
-    longest = max(workload.prompt_at(0.99), 2)
-    shortest = min(SHORTEST_PROMPT, workload.prompt_at(0.0), longest)
+    longest = max(lengths.prompt_at(0.99), 2)
+    shortest = min(SHORTEST_PROMPT, lengths.prompt_at(0.0), longest)
     ratio = (longest / shortest) ** (1 / (NUM_LENGTHS - 1))
-    lengths = [round(shortest * ratio**place) for place in range(NUM_LENGTHS)]
+    spread = [round(shortest * ratio**place) for place in range(NUM_LENGTHS)]
     order = (3, NUM_LENGTHS - 1, 0, 4, 2, 1)
-    return iter(dict.fromkeys(lengths[place] for place in order))
+    return iter(dict.fromkeys(spread[place] for place in order))
 
 
 def most_at_once(answers: Sequence[TimedAnswer]) -> int:

@@ -21,7 +21,7 @@ from moonpool.types import Slo, Struct
 from moonpool_lab.forecast.errors import forecast_errors
 from moonpool_lab.forecast.forecast_table import Entry, add_entry
 from moonpool_lab.forecast.front_door import FrontDoor
-from moonpool_lab.forecast.measured_server import MeasuredServer, Workload, measure_server
+from moonpool_lab.forecast.measured_server import MeasuredServer, TraceLengths, measure_server
 from moonpool_lab.forecast.simulated_loads import (
     LoadForecast,
     SimulatedServer,
@@ -81,7 +81,7 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
         vocab_size = plan.vocab_size or facts.vocab_size or ASSUMED_VOCAB
         tell(f"measuring {facts.model} for {plan.measure_s:g} s")
         door = FrontDoor(client, facts, vocab_size, plan.as_text)
-        measured = await measure_server(door, _workload(trace), plan.measure_s)
+        measured = await measure_server(door, _lengths(trace), plan.measure_s)
     finally:
         client.close()
     server = SimulatedServer(measured, facts.config, trace)
@@ -123,8 +123,8 @@ def _fitting(trace: TraceRows, longest_tokens: int | None) -> tuple[TraceRows, i
     return kept, len(trace.rows) - len(rows)
 
 
-def _workload(trace: TraceRows) -> Workload:
-    return Workload(
+def _lengths(trace: TraceRows) -> TraceLengths:
+    return TraceLengths(
         tuple(sorted(row.input_tokens for row in trace.rows)),
         tuple(sorted(row.input_tokens + row.output_tokens for row in trace.rows)),
     )

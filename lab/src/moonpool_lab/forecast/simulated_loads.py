@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ OWN_TABLES = ("cluster", "conductor", "engine", "pool")
 """Of a moonpool server's configuration: those that decide."""
 
 
-class Load(Struct, frozen=True):
+class TriedLoad(Struct, frozen=True):
     """A load, as a share of the predicted capacity, and the requests that make it."""
 
     share: float
@@ -49,7 +50,7 @@ class Load(Struct, frozen=True):
 
 
 class LoadForecast(Struct, frozen=True):
-    load: Load
+    load: TriedLoad
     figures: dict[str, Any]
 
 
@@ -121,7 +122,7 @@ class SimulatedServer:
         found = []
         for share in shares:
             speed = share * capacity
-            load = Load(share, speed, self._first_seconds(run_s * speed))
+            load = TriedLoad(share, speed, self._first_seconds(run_s * speed))
             found.append(LoadForecast(load, self.run(load.rows, speed, slo)))
         return found
 
@@ -169,7 +170,7 @@ def _foreign_tables(measured: MeasuredServer, trace: TraceRows) -> dict[str, Any
     was not found in the time of the measurement has room for the trace, too."""
     block_tokens = ENGINE_BLOCK_TOKENS
     if trace.block_tokens and trace.block_tokens % block_tokens:
-        block_tokens = trace.block_tokens
+        block_tokens = lcm(block_tokens, trace.block_tokens)  # one must be a multiple of the other
     cache_tokens = measured.cache_tokens
     if not (measured.full and cache_tokens):
         cache_tokens = max(sum(r.input_tokens + r.output_tokens for r in trace.rows), cache_tokens)
