@@ -54,7 +54,7 @@ def _print(row: dict[str, Any], first: bool) -> None:
         names = "".join(f" {name:>10s}" for name in policies)
         click.echo(f"{'':52s} {'bound':>6s} {'found':>6s}{names}")
     name = f"{row['workload']}, {row['speed']:g} x speed"
-    figures = "".join(f" {count:10,d}" for count in policies.values())
+    figures = "".join(f" {count:{max(len(n), 10)},d}" for n, count in policies.items())
     click.echo(f"{name:52s} {row['bound']:6,d} {row['best_schedule']:6,d}{figures}")
 
 

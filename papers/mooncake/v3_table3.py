@@ -110,6 +110,7 @@ def _serve(
         MOONCAKE_PREFILL,
         MOONCAKE_DECODE,
         admission=policy.admission,
+        decode_wait=policy.admission == "goodput",
         decode_prediction=policy.prediction,
     )
     overrides["slo"] = {"tbt_s": tbt_s}

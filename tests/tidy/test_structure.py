@@ -73,7 +73,7 @@ LEVELS = (
     {"cli"},
     {"engine/cli"},
     {"lab/replay", "lab/oracle", "lab/plots", "lab/demo", "lab/commands"},
-    {"lab/trial", "lab/profiling"},
+    {"lab/trial", "lab/profiling", "lab/forecast"},
     {"lab/cli"},
     {"benchmarks", "papers"},
     {"website"},

@@ -3,6 +3,11 @@
 COMMANDS = {
     "demo": ("moonpool_lab.cli.demo", "demo", "Show the main job end to end on a local cluster."),
     "replay": ("moonpool_lab.cli.replay", "replay", "Send a trace to a live server."),
+    "forecast": (
+        "moonpool_lab.cli.forecast",
+        "forecast",
+        "Forecast how a server will answer a trace, then try it.",
+    ),
     "compare": ("moonpool_lab.cli.replay", "compare", "Compare a simulation with a replay."),
     "trial": ("moonpool_lab.cli.trial", "trial", "Look for wrong answers of any OpenAI server."),
     "oracle": ("moonpool_lab.cli.oracle", "oracle", "Compare policies with knowing the future."),

@@ -189,6 +189,7 @@ POLICY_KEYS = (
     "conductor.load_limit",
     "conductor.decode_prediction",
     "conductor.inline_prefill",
+    "conductor.decode_wait",
     "conductor.inline_chunks",
     "conductor.prefetch",
     "conductor.replicate",

@@ -40,6 +40,7 @@ from moonpool.config.tables import ConfigError
 from moonpool.plan.candidate import Priced
 from moonpool.plan.demand import Layout, Prepared, prepare
 from moonpool.plan.offloading import with_rivals
+from moonpool.plan.running_costs import costs_of
 from moonpool.plan.tables import figures_of, print_check, print_offloading, print_plan
 from moonpool.plugins.plots import plot_function
 from moonpool.sim.defaults import DEFAULTS
@@ -122,6 +123,14 @@ PAPERS_NODES = (
 @click.option(
     "--cost", help="Source of step times: a800-llama3-70b, roofline, or the file of a profile."
 )
+@click.option(
+    "--max-power",
+    "max_power_kw",
+    type=click.FloatRange(min=0, min_open=True),
+    default=float("inf"),
+    metavar="KW",
+    help="Most that the devices of the cluster may draw, by their data sheets, in kW.",
+)
 @confidence_option
 @seeds_option
 @click.option(
@@ -161,6 +170,7 @@ def plan(
     prices_file: str | None,
     catalogue_file: str | None,
     cost: str | None,
+    max_power_kw: float,
     config_file: str | None,
     devices: str,
     layout: Layout,
@@ -190,7 +200,7 @@ def plan(
         base, kinds = base_and_kinds(given, devices, cost)
         rows, block_tokens = read_rows(trace_file, requests, scale, speed, trace_format)
         workload, priced = priced_workload(
-            rows, block_tokens, base, kinds, catalogue_file, prices_file
+            rows, block_tokens, base, kinds, catalogue_file, prices_file, max_power_kw
         )
         kinds = with_rivals(kinds, priced.prices)
         prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
@@ -263,7 +273,7 @@ class _Job:
                 fewer = []
         self._choice = found.choice
         words = sentence(found, fewer, slo, goal, prepared.shares_prefixes, self._priced)
-        print_plan(found, words, wanted)
+        print_plan(found, words, wanted, costs_of(found.choice, prepared, self._priced))
         if plot is not None:
             try:
                 plot_function("plan")(found, wanted, slo, Path(plot))

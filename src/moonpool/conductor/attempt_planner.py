@@ -92,6 +92,12 @@ class AttemptPlanner:
         self._default_slo = default_slo
         self._numbers = count(1)  # a client may reuse its request id
 
+    @property
+    def rejects_late(self) -> bool:
+        """Whether a request is rejected that still waits for a decode batch when its TTFT SLO is
+        missed."""
+        return self._config.admission != "none"
+
     def set_layout(self, layout: BlockLayout) -> None:
         self.layout, self._token_bytes = layout, layout.token_bytes
 
@@ -186,6 +192,27 @@ class AttemptPlanner:
         tolerance = 1.0 if self._config.admission == "baseline" else RECHECK_TOLERANCE
         return tolerance / table.tbt_tail_of(row)
 
+    def _with_decode_wait(
+        self, tracked: TrackedRequest, context: AdmissionContext
+    ) -> AdmissionContext:
+        """The context with what `goodput` expects, and a placement with the wait for room in the
+        decode batch. A request that goes on never waits."""
+        by_goodput = self._config.admission == "goodput"
+        if context.budget.slo is UNLIMITED or not (by_goodput or self._config.decode_wait):
+            return context
+        load = self._goodput.decode.load(context)
+        expected = None
+        if by_goodput:
+            expected = self._goodput.expect(context, load, tracked.keys, not tracked.num_decisions)
+        tracked.predicted_step_s = load.with_s if load.lasts else 0.0
+        placement = msgspec.structs.replace(
+            context.placement,
+            ttft_s=context.placement.ttft_s + load.wait_s,
+            decode_wait_s=load.wait_s,
+            max_step_s=load.max_step_s,
+        )
+        return msgspec.structs.replace(context, placement=placement, expected=expected)
+
     def _note_arrival(
         self,
         footprint: RequestFootprint,
@@ -246,16 +273,8 @@ class AttemptPlanner:
             context = AdmissionContext(
                 footprint, decision, budget, self._table, forecast, config, now
             )
-            if config.admission == "goodput" and slo is not UNLIMITED:
-                expected = self._goodput.expect(context, tracked.keys, not tracked.num_decisions)
-                tracked.predicted_step_s = expected.step_s if expected.lasts else 0.0
-                decision = msgspec.structs.replace(
-                    decision,
-                    ttft_s=decision.ttft_s + expected.wait_s,
-                    decode_wait_s=expected.wait_s,
-                    max_step_s=expected.max_step_s,
-                )
-                context = msgspec.structs.replace(context, expected=expected)
+            context = self._with_decode_wait(tracked, context)
+            decision = context.placement
             tracked.num_decisions += 1
             rejection = admit(context, policies.admission) or _long_queue(context)
         except PolicyError as error:
@@ -320,7 +339,7 @@ def _spec(
         token_ids=planned.tokens,
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
-        slo=_local_slo(tracked, config),
+        slo=_local_slo(tracked, config, planned.placement.max_step_s is not None),
         tenant=request.tenant,
         use_cache=request.use_cache,
         timeout_s=max(request.deadline_s - now, 0.001),
@@ -336,10 +355,11 @@ def _spec(
     )
 
 
-def _local_slo(tracked: TrackedRequest, config: ConductorConfig) -> Slo:
-    """The SLO that the decode instance checks again."""
+def _local_slo(tracked: TrackedRequest, config: ConductorConfig, waits: bool) -> Slo:
+    """The SLO that the decode instance checks again, or by which it tells requests apart that wait
+    for different steps (`waits`)."""
     slo, limit = tracked.request.slo.limits, config.load_limit
-    if _goes_on(tracked) or config.admission == "none":
+    if _goes_on(tracked) or (config.admission == "none" and not waits):
         return UNLIMITED
     return slo if limit == 1.0 else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
 

@@ -113,7 +113,7 @@ class Conductor:
         self.roles = RoleSwitching(config, self.reservations, default_slo)
         self.drains = Draining(self.reservations)
         self.cost_estimator = CostEstimator(self.reservations, config.learning, self.forecast.error)
-        self.goodput = GoodputModel(config.learning)
+        self.goodput = GoodputModel(config.learning, config.decode_wait)
         self._prefetching = Prefetching(self.reservations) if config.prefetch else None
         self.replication = Replication(self.reservations) if config.replicate else None
         self._actions: list[ConductorAction] = []

@@ -336,7 +336,7 @@ class RequestLifecycle:
             attempt_id=attempt.attempt_id, token=report.token, handle=report.handle
         )
         self._send(attempt.decode, command)
-        if attempt.waits and tracked.request.slo.ttft_stated:
+        if attempt.waits and self._planner.rejects_late and tracked.request.slo.ttft_stated:
             self._deadlines.add_joining(tracked)
 
     def _end_prefill(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:

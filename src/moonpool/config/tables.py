@@ -288,6 +288,13 @@ class ConductorConfig(Struct, frozen=True):
     admission: Annotated[
         PolicyName, about("Policy that rejects requests whose service levels would be missed.")
     ] = "goodput"
+    decode_wait: Annotated[
+        bool,
+        about(
+            "Let an admitted request wait before its first token until its decode instance's batch"
+            " has room within the TBT service level. Off: it joins at once, after a last check."
+        ),
+    ] = True
     kvcache_balancing_threshold: Annotated[
         float,
         about(

@@ -140,7 +140,7 @@ def _named(found: Assessment, priced: Priced) -> str:
     text = f"{priced.words(one)}, with {tokens(one.cache_tokens * one.num_instances)}"
     text += " tokens of DRAM"
     if one.ssd_tokens:
-        text += f" and {tokens(one.ssd_tokens * one.num_instances)} of SSD"
+        text += f" and {tokens(one.ssd_tokens * one.num_instances)} tokens of SSD"
     return f"{text}, for {found.usd_per_h:,.2f} USD/h"
 
 

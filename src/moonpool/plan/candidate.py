@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
 
 import msgspec
 
@@ -167,9 +168,14 @@ class Priced(Struct, frozen=True):
     kv_bytes_per_token: float
     nodes_per_prefill: int = 1
     nodes_per_decode: int = 1
+    device_power_w: Mapping[str, float] = {}
+    max_power_w: float = inf
 
     def usd_per_h(self, candidate: Candidate) -> float:
-        """Returns the price per hour. Raises ConfigError where a device has no price."""
+        """Returns the price per hour; infinite for a cluster that draws more than `max_power_w`.
+        Raises ConfigError where a device has no price."""
+        if self.max_power_w < inf and self.power_w(candidate) > self.max_power_w:
+            return inf
         groups = (candidate.prefill + candidate.mixed) * candidate.prefill_stages
         groups *= self.nodes_per_prefill
         decodes = candidate.decode * self.nodes_per_decode
@@ -179,6 +185,25 @@ class Priced(Struct, frozen=True):
         each_bytes = (groups + decodes) * self.kv_bytes_per_token
         usd += self.prices.dram_usd_per_h(each_bytes * candidate.cache_tokens)
         return usd + self.prices.ssd_usd_per_h(each_bytes * candidate.ssd_tokens)
+
+    def power_w(self, candidate: Candidate) -> float:
+        """Returns the most that the devices draw; 0 where one's power is not known."""
+        groups = (candidate.prefill + candidate.mixed) * candidate.prefill_stages
+        groups *= self.nodes_per_prefill
+        decodes = candidate.decode * self.nodes_per_decode
+        watts = [
+            (number, self.device_power_w.get(device, 0.0))
+            for number, device in (
+                (groups * candidate.kind.num_devices, candidate.kind.device),
+                (decodes * candidate.decode_kind.num_devices, candidate.decode_kind.device),
+                (
+                    decodes * candidate.decode_kind.num_attention,
+                    candidate.decode_kind.attention_device,
+                ),
+            )
+            if number
+        ]
+        return sum(n * w for n, w in watts) if all(w for _, w in watts) else 0.0
 
     def words(self, candidate: Candidate) -> str:
         """Returns instances and their nodes: "1 mixed instance on one node of 8 A800-SXM"."""

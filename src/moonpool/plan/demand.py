@@ -8,7 +8,7 @@ endless cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, fsum
+from math import ceil, fsum, inf
 from typing import Literal
 
 import msgspec
@@ -271,6 +271,12 @@ def prepare(
                 number = need.prefill + need.decode
                 starts.append(change(own, prefill=0, decode=0, mixed=number, chunk_tokens=chunk))
     context = round(demand.context_tokens)
+    starts = [start for start in starts if priced.usd_per_h(start) < inf]
+    if not starts:
+        raise ConfigError(
+            f"no cluster of these devices serves the load within {priced.max_power_w / 1e3:g} kW,"
+            " by the cost model: allow more with --max-power, or name other --devices"
+        )
     return Prepared(base, demand, tuple(starts), steps, layout, left_out, max(context, 1))
 
 
@@ -319,7 +325,13 @@ def _able_kinds(
         workload.catalogue.device(kind.device)
         if kind.offloads:
             workload.catalogue.device(kind.attention_device)
-        priced.usd_per_h(candidate)
+        if priced.usd_per_h(candidate) == inf:
+            reasons.append(f"one node of {kind} draws more than --max-power allows")
+            continue
+        if priced.max_power_w < inf and not priced.power_w(candidate):
+            raise ConfigError(
+                f"--max-power needs the power of {kind}: give power_w of its devices in --catalogue"
+            )
         try:
             hardware = build_hardware(config, workload.profile, workload.catalogue)
         except ConfigError as error:

@@ -421,7 +421,8 @@ class Planner:
 
     def _look_around(self, choice: Candidate) -> None:
         self._assessor.doing = "neighbours"
-        self._assessor.look([near.candidate for near in neighbours(choice, self._steps)])
+        around = [near.candidate for near in neighbours(choice, self._steps)]
+        self._assessor.look([one for one in around if self._price(one) < inf])
 
     # Being sure
 
@@ -468,7 +469,8 @@ class Planner:
         self, choice: Assessment | None, sure: Assessment | None, stopped: str
     ) -> ClusterPlan:
         assessor = self._assessor
-        assessed = [assessor.known(one) for one in assessor.looks]
+        allowed = [one for one in assessor.looks if self._price(one) < inf]
+        assessed = [assessor.known(one) for one in allowed]
         if choice is not None:
             assessed = [choice if one.candidate == choice.candidate else one for one in assessed]
         assessed.sort(key=lambda one: (one.usd_per_h, -one.share, str(one.candidate)))
@@ -477,7 +479,7 @@ class Planner:
             around = [
                 NeighbourFound(near.change, assessor.known(near.candidate))
                 for near in neighbours(choice.candidate, self._steps)
-                if near.candidate in assessor.looks
+                if near.candidate in allowed
             ]
         left = [each for each in self._open if each.usd_per_h < self._most]
         left = [each for each in left if each.one not in self._visited]

@@ -14,13 +14,14 @@ from moonpool.plan.assess import Assessment, NeighbourFound, PlanCheck, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
 from moonpool.plan.demand import Prepared
 from moonpool.plan.offloading import Balance, DecodeNode
+from moonpool.plan.running_costs import cost_lines, costs_of
 from moonpool.plan.search import ClusterPlan, MixFound
 from moonpool.sim.metrics import rounded
 
 FRONT_ROWS = 12
 
 
-def print_plan(plan: ClusterPlan, words: str, wanted: float) -> None:
+def print_plan(plan: ClusterPlan, words: str, wanted: float, costs: dict[str, Any]) -> None:
     """Prints the advice, the neighbours, the front and the mixes of hardware."""
     if plan.stopped:
         click.echo(f"ended early after {plan.runs:.0f} runs: {plan.stopped}; the best so far:")
@@ -28,6 +29,8 @@ def print_plan(plan: ClusterPlan, words: str, wanted: float) -> None:
     choice = plan.choice
     if choice is not None:
         click.echo(f"\n{_settings(choice.candidate)}")
+        for line in cost_lines(costs):
+            click.echo(line)
         if plan.neighbours:
             click.echo("\nnext to it")
         _print_neighbours(plan.neighbours, choice, wanted)
@@ -47,7 +50,7 @@ def print_plan(plan: ClusterPlan, words: str, wanted: float) -> None:
 
 
 def _settings(one: Candidate) -> str:
-    ssd = f", {tokens(one.ssd_tokens)} of SSD" if one.ssd_tokens else ""
+    ssd = f", {tokens(one.ssd_tokens)} tokens of SSD" if one.ssd_tokens else ""
     return (
         f"chunks of {one.chunk_tokens} tokens; placement {one.placement}, admission"
         f" {one.admission}, eviction {one.eviction}; {tokens(one.cache_tokens)} tokens of DRAM"
@@ -65,8 +68,8 @@ def print_offloading(words: str, nodes: Sequence[DecodeNode], prepared: Prepared
     for node in nodes:
         bound = "memory" if node.full else "time"
         click.echo(
-            f"  {node.kind!s:<28} {node.usd_per_h:>8.2f} USD/h  {tokens(node.kv_tokens):>6} of"
-            f" KVCache  batch {node.batch:>4} (bound by {bound}), {1e3 * node.step_s:.1f} ms,"
+            f"  {node.kind!s:<28} {node.usd_per_h:>8.2f} USD/h  {tokens(node.kv_tokens):>6} tokens"
+            f" of KVCache  batch {node.batch:>4} (bound by {bound}), {1e3 * node.step_s:.1f} ms,"
             f" {node.tokens_per_usd / 1e6:.2f}M tokens per USD"
         )
         if node.balance is not None:
@@ -118,10 +121,10 @@ def _row(found: Assessment, wanted: float, width: int) -> str:
 
 
 def _what(one: Candidate) -> str:
-    ssd = f" + {tokens(one.ssd_tokens)} SSD" if one.ssd_tokens else ""
+    ssd = f" + {tokens(one.ssd_tokens)} tokens SSD" if one.ssd_tokens else ""
     return (
-        f"{one.roles}, {one.hardware}, {tokens(one.cache_tokens)}{ssd}, {one.eviction}, chunk"
-        f" {one.chunk_tokens}"
+        f"{one.roles}, {one.hardware}, {tokens(one.cache_tokens)} tokens{ssd}, {one.eviction},"
+        f" chunk {one.chunk_tokens}"
     )
 
 
@@ -208,6 +211,7 @@ def figures_of(
             "dram": msgspec.to_builtins(priced.prices.dram),
             "ssd": msgspec.to_builtins(priced.prices.ssd),
         },
+        "costs": costs_of(choice, prepared, priced),
         "goal": msgspec.to_builtins(goal) | {"time_limit_s": _finite(goal.time_limit_s)},
         "slo": msgspec.to_builtins(prepared.base.slo.usual),
         "runs": rounded(plan.runs),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def plan_cluster(
     cost: str | None = None,
     catalogue_file: str | None = None,
     prices_file: str | None = None,
+    max_power_kw: float = inf,
     attainment: float = 0.9,
     confidence: float = 0.95,
     seeds: int = 6,
@@ -86,7 +88,7 @@ def plan_cluster(
     base, kinds = base_and_kinds(cluster_config(config, {"slo": given}), devices, cost)
     rows = open_scaled(trace, requests, speed, as_share(scale_tokens), trace_format)
     workload, priced = priced_workload(
-        tuple(rows), rows.info.block_tokens, base, kinds, catalogue_file, prices_file
+        tuple(rows), rows.info.block_tokens, base, kinds, catalogue_file, prices_file, max_power_kw
     )
     kinds = with_rivals(kinds, priced.prices)
     prepared = prepare(workload, base, kinds, priced, attainment, layout)
@@ -144,6 +146,7 @@ def priced_workload(
     kinds: list[NodeKind],
     catalogue_file: str | None,
     prices_file: str | None,
+    max_power_kw: float = inf,
 ) -> tuple[Workload, Priced]:
     """What candidates are simulated with, and what they cost. Raises ConfigError."""
     from moonpool.plan.trial import Workload
@@ -160,4 +163,5 @@ def priced_workload(
     stages = base.engine.pipeline_parallel_size  # which each candidate counts itself
     prefills = prefill_nodes(base).nodes_per_prefill // stages
     nodes = prefills, decode_nodes(base).nodes_per_prefill
-    return workload, Priced(prices, kv_bytes, *nodes)
+    powers = {device.name: device.power_w for device in catalogue.devices if device.power_w}
+    return workload, Priced(prices, kv_bytes, *nodes, powers, 1e3 * max_power_kw)

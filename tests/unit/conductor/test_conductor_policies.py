@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conductor_desk import LAYOUT, Desk, of, sent
 
-from moonpool.conductor.actions import ConductorAction, InstanceLost, Refuse, RequestEnded
+from moonpool.conductor.actions import ConductorAction, InstanceLost, Refuse, RequestEnded, Tick
 from moonpool.conductor.admission.policies import UNLIMITED
 from moonpool.protocol.messages import (
     AttemptFailed,
@@ -106,10 +106,32 @@ def test_the_decode_instance_checks_last(admission: str) -> None:
 
 
 def test_without_admission_no_instance_checks_an_slo_either() -> None:
-    (_, start) = sent(Desk("p0", "d0", admission="none").ask(tbt_s=0.001), StartPrefill)[0]
-    assert start.work.slo == UNLIMITED
+    desk = Desk("p0", "d0", admission="none", decode_wait=False)
+    (_, start) = sent(desk.ask(tbt_s=0.001), StartPrefill)[0]
+    assert start.work.slo == UNLIMITED and start.work.max_step_s is None
     (_, start) = sent(Desk("p0", "d0", load_limit=0.5).ask(tbt_s=1.0), StartPrefill)[0]
     assert start.work.slo.tbt_s == 0.5, "the second look is at the same load"
+
+
+@pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
+def test_an_admitted_request_waits_for_room_whatever_the_admission(admission: str) -> None:
+    """`decode_wait` is a rule of its own: the decode instance is told which step to wait for."""
+    (_, start) = sent(Desk("p0", "d0", admission=admission).ask(tbt_s=0.015), StartPrefill)[0]
+    assert start.work.max_step_s is not None and start.work.max_step_s <= 0.015
+    desk = Desk("p0", "d0", admission=admission, decode_wait=False)
+    (_, start) = sent(desk.ask(tbt_s=0.015), StartPrefill)[0]
+    assert start.work.max_step_s is None
+
+
+@pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
+def test_only_none_goes_on_waiting_after_the_ttft_slo(admission: str) -> None:
+    """It rejects nothing for its SLO, so also nothing that waits for a decode batch."""
+    desk = Desk("p0", "d0", admission=admission)
+    desk.ask(ttft_s=2.0, tbt_s=0.015)
+    desk.prefilled()
+    desk.now = 2.5
+    refused = of(desk.handle(Tick()), Refuse)
+    assert [one.reason for one in refused] == ([] if admission == "none" else ["ttft_slo_late"])
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def expected(num_others: int) -> ExpectedGoodput:
         assert isinstance(placement, Placement)
         forecast = reservations.forecast
         context = AdmissionContext(footprint, placement, budget, table, forecast, config, now)
-        found = model.expect(context, (), first=True)
+        found = model.expect(context, model.decode.load(context), (), first=True)
     assert found is not None
     return found
 
@@ -114,13 +114,10 @@ def test_a_prompt_that_waits_for_itself_does_not_make_the_pools_look_full() -> N
         placement = place(footprint, table, PrefixMatch(none, none, 0), config, 0.0)
         assert isinstance(placement, Placement)
         budget = SloBudget(Slo(ttft_s=3.0, tbt_s=0.1), 0.0)
-        model.expect(
-            AdmissionContext(
-                footprint, placement, budget, table, reservations.forecast, config, 0.0
-            ),
-            (),
-            first=True,
+        context = AdmissionContext(
+            footprint, placement, budget, table, reservations.forecast, config, 0.0
         )
+        model.expect(context, model.decode.load(context), (), first=True)
         assert prices.seen is not None
         waits_s.append(prices.seen.wait_s)
     assert waits_s[-1] == waits_s[-2] < 0.5, "the long one takes 20 s"

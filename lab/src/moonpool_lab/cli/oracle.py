@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from moonpool_lab.oracle.search import Chosen, Runner, Schedule
 
 _FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
+WITHOUT_WAIT = " (no wait)"
+"""Marks an admission whose requests do not wait for a decode batch (`conductor.decode_wait`)."""
 
 
 @click.command(
@@ -151,12 +153,15 @@ def _read_arrivals(
 
 
 def _run_policies(runner: Runner, config: Config) -> dict[str, Chosen]:
-    """The effective requests with each built-in admission, and with the configured one."""
+    """The effective requests with each built-in admission, and with the configured one; with and
+    without the wait for a decode batch."""
     names = dict.fromkeys([*ADMISSIONS, config.conductor.admission])
     found: dict[str, Chosen] = {}
     for name in names:
-        found[name] = runner.policy(name)
-        click.echo(f"admission {name}: {len(found[name]):,} effective", err=True)
+        for waits in (True, False):
+            label = name if waits else f"{name}{WITHOUT_WAIT}"
+            found[label] = runner.policy(name, waits)
+            click.echo(f"admission {label}: {len(found[label]):,} effective", err=True)
     return found
 
 

@@ -64,16 +64,18 @@ class Runner:
     arrivals: Sequence[Arrival]
     options: dict[str, Any]
 
-    def policy(self, name: str) -> Chosen:
+    def policy(self, name: str, decode_wait: bool = True) -> Chosen:
         """The effective requests with this admission policy."""
-        return self._run(name, range(len(self.arrivals)))
+        return self._run(name, range(len(self.arrivals)), decode_wait)
 
     def clairvoyant(self, chosen: Chosen) -> Chosen:
         """The effective requests if exactly the chosen ones are admitted."""
         return self._run("none", sorted(chosen))
 
-    def _run(self, admission: str, numbers: Sequence[int]) -> Chosen:
-        conductor = msgspec.structs.replace(self.config.conductor, admission=admission)
+    def _run(self, admission: str, numbers: Sequence[int], decode_wait: bool = True) -> Chosen:
+        conductor = msgspec.structs.replace(
+            self.config.conductor, admission=admission, decode_wait=decode_wait
+        )
         simulation = Simulation(
             msgspec.structs.replace(self.config, conductor=conductor),
             self.hardware,

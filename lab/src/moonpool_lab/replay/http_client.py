@@ -36,6 +36,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.reusable = False
+        self.was_used = False  # before the exchange under way
+        self.is_answered = False  # at least in part
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser: Any = None
@@ -51,7 +53,7 @@ class _Connection(asyncio.Protocol):
         A connection whose exchange is cancelled cannot be used again.
         """
         assert self._transport is not None
-        self.reusable = False
+        self.reusable = self.is_answered = False
         self._receiver = receiver
         self._parser = httptools.HttpResponseParser(self)
         self._headers = {}
@@ -72,6 +74,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now_s = monotonic()
+        self.is_answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -164,11 +167,20 @@ class HttpClient:
         self._idle.clear()
 
     async def _exchange(self, request: bytes, receiver: Receiver) -> None:
+        """A connection that the server closed while it was idle says nothing about the server: the
+        request goes out once more, on a new one."""
         connection = await self._connection()
         try:
             await connection.exchange(request, receiver)
+        except ConnectionFailedError:
+            if not connection.was_used or connection.is_answered:
+                raise
+            self.close()
+            connection = await self._connection()
+            await connection.exchange(request, receiver)
         finally:
             if connection.reusable:
+                connection.was_used = True
                 self._idle.append(connection)
             else:
                 connection.close()

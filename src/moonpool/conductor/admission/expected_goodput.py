@@ -26,9 +26,7 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     decode_cost: float
     step_s: float  # predicted, with the request
     wait_s: float = 0.0  # from the end of the prefill until its decode can begin
-    max_step_s: float | None = None  # to wait for
     waiting_share: float = 1.0  # of the predicted TTFT, in queues
-    lasts: bool = True  # steps take about `step_s` until the answer ends
     delay: float = 0.0  # chances that those lose who arrive while its prompt is computed
 
     @property

@@ -7,9 +7,8 @@ of its TBT, given the decode load at the end of its prefill and through its answ
   too late because they wait for its prefill (`resource_prices`);
 * on a mixed instance, chances of the others that decode there: one more lengthens all steps.
 
-On a decode instance an admitted request waits after its prefill, with its KVCache there, until the
-batch has room for it (`AttemptSpec.max_step_s`). So bursts wait within the TTFT SLO instead of
-being rejected, and a batch is full without exceeding the step time that serves most requests.
+Where the rule `decode_wait` is on, the load of a decode instance follows from it: nobody is slowed
+down, and the wait counts in the TTFT. Where it is off, one more answer harms the others there too.
 
 The chances are learned from the answers that have ended (`slo_chances`). Nothing here books.
 """
@@ -19,9 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-import msgspec
-
 from moonpool.conductor.admission.context import AdmissionContext
+from moonpool.conductor.admission.decode_wait import (
+    DecodeLoad,
+    DecodeWait,
+    added_step_s,
+    is_mixed,
+    until_room_s,
+)
 from moonpool.conductor.admission.expected_goodput import LEAST_CHANCE, ExpectedGoodput
 from moonpool.conductor.admission.resource_prices import (
     ClusterCapacity,
@@ -29,17 +33,12 @@ from moonpool.conductor.admission.resource_prices import (
     ResourcePrices,
 )
 from moonpool.conductor.admission.sharing_forecast import SharingForecast
-from moonpool.conductor.admission.slo_chances import TbtChances, TtftChances
+from moonpool.conductor.admission.slo_chances import TtftChances
 from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS, RunningMean, length_bucket
-from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement.choice import Rejection
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
 from moonpool.request_record import RequestRecord
 from moonpool.types import BlockKey
 
-LONGEST_FIRST_GAP = 2.0
-"""Steps that the first gap of an answer lasts if it joins at any time. Where so many steps meet the
-TBT SLO, requests join at once."""
 MIN_SIMILAR = 8
 """Answers to prompts of one length, from which on their mean is used."""
 TIGHT_TTFT, TIGHT_TBT = "ttft_slo", "decode_load_predicted"
@@ -67,25 +66,14 @@ class AnswerLengths:
         return max(similar.value, 1.0) / max(self._mean.value, 1.0)
 
 
-class DecodeLoad(msgspec.Struct, frozen=True):
-    """The decode pool at the time when an answer can begin."""
-
-    others: float  # decodes beside it on its instance
-    without_s: float  # predicted step time without it
-    with_s: float
-    wait_s: float  # from the end of the prefill until then
-    max_step_s: float | None
-    lasts: bool = False  # the instance remains as full as that
-
-
 class GoodputModel:
     """What the Conductor has learned for this admission. One per Conductor. With `learning` off,
     the first guesses of the chances remain in use; the prices follow the arrivals in any case."""
 
-    def __init__(self, learning: bool = True) -> None:
+    def __init__(self, learning: bool = True, waits: bool = True) -> None:
         self._learning = learning
         self.ttft = TtftChances()
-        self.tbt_decode, self.tbt_mixed = TbtChances(joins_between=True), TbtChances()
+        self.decode = DecodeWait(waits)
         self.prices = ResourcePrices()
         self.lengths = AnswerLengths()
         self.sharing = SharingForecast()
@@ -99,9 +87,7 @@ class GoodputModel:
         ignored."""
         if not self._learning or record.attempts != 1:
             return
-        longest_s = record.tbt_top10_mean_s or 0.0
-        chances = self.tbt_mixed if mixed else self.tbt_decode
-        chances.note_answer(record.num_generated_tokens, longest_s, predicted_step_s)
+        self.decode.note_answer(record, predicted_step_s, mixed)
         self.lengths.note_answer(record.num_prompt_tokens, record.num_generated_tokens)
 
     def note_first_token(self, record: RequestRecord) -> None:
@@ -127,15 +113,19 @@ class GoodputModel:
         return min(float(alone_s.min(initial=placement.prefill_s)), placement.prefill_s)
 
     def expect(
-        self, context: AdmissionContext, keys: Sequence[BlockKey], first: bool
+        self,
+        context: AdmissionContext,
+        load: DecodeLoad,
+        keys: Sequence[BlockKey],
+        first: bool,
     ) -> ExpectedGoodput:
-        """Must be asked before the request is booked. `keys`: of the prompt's blocks. `first`: the
-        request has just arrived, so it counts as demand (mutates)."""
+        """Must be asked before the request is booked. `load`: of its decode instance; the placement
+        does not contain its wait yet. `keys`: of the prompt's blocks. `first`: the request has just
+        arrived, so it counts as demand (mutates)."""
         budget, placement = context.budget, context.placement
         ttft_stated, tbt_stated = budget.slo.ttft_s < inf, budget.slo.tbt_s < inf
         left_s = budget.slo.ttft_s - budget.waited_s
-        load = self._decode_load(context)
-        chances, slo_s = self._tbt(context), budget.slo.tbt_s
+        chances, slo_s = self.decode.chances(context.table, placement.decoder_row), budget.slo.tbt_s
         tbt_chance = chances.chance(load.with_s, slo_s)
         worth = tbt_chance * self.ttft.chance(placement.prefill_s, budget.slo.ttft_s)
         if first:
@@ -157,81 +147,15 @@ class GoodputModel:
             decode_cost if ttft_stated and tbt_stated else 0.0,
             load.with_s,
             load.wait_s,
-            load.max_step_s,
             (placement.queue_s + load.wait_s) / max(placement.ttft_s + load.wait_s, 1e-9),
-            load.lasts,
             self._delay(context, own_prefill_s) if ttft_stated else 0.0,
         )
-
-    def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
-        """The step time beyond which a decode instance serves fewer effective requests."""
-        chances = self.tbt_mixed if _is_mixed(table, row) else self.tbt_decode
-        return chances.best_step_s(table.decode_base_s.item(row), slo_tbt_s)
-
-    def _tbt(self, context: AdmissionContext) -> TbtChances:
-        mixed = _is_mixed(context.table, context.placement.decoder_row)
-        return self.tbt_mixed if mixed else self.tbt_decode
-
-    def _decode_load(self, context: AdmissionContext) -> DecodeLoad:
-        """The load of the decode instance when the answer can begin."""
-        table, row, slo_s = context.table, context.placement.decoder_row, context.budget.slo.tbt_s
-        if not context.footprint.decodes:
-            return DecodeLoad(0.0, 0.0, 0.0, 0.0, None)  # a step of 0 s meets any SLO
-        own_s = added_step_s(table, row, context.footprint.expected_tokens)
-        ready_s = context.now + context.placement.ttft_s
-        batch, tokens = context.forecast.project(ready_s, context.now)
-        context.forecast.note_projection(ready_s, batch)
-        batch, tokens = table.without_remainders(batch, tokens)
-        others = batch / table.num_decodes
-        if table.decodes_alike:
-            without_s = table.tbt_s(row, others, tokens / table.num_decodes)
-        else:
-            without_s = max(table.level_tbt_s(batch, tokens), table.decode_base_s.item(row))
-        if _is_mixed(table, row):
-            planned_s = CHUNKED_STEP_SHARE * context.budget.yardstick.tbt_s
-            with_s = max(without_s + own_s, planned_s)
-            return DecodeLoad(others, max(without_s, planned_s), with_s, 0.0, None, lasts=True)
-        if (without_s + own_s) * LONGEST_FIRST_GAP <= slo_s:
-            return DecodeLoad(0.0, without_s, without_s + own_s, 0.0, None)
-        # A request joins only when there is room, so it harms nobody.
-        limit_s = self.limit_step_s(table, row, slo_s)
-        ttft_s = context.placement.ttft_s
-        wait_s = max(self._room_s(context, limit_s, own_s, ttft_s) - ttft_s, 0.0)
-        with_s = limit_s if wait_s else min(without_s + own_s, max(limit_s, own_s))
-        # Without a wait, the load grows after the answer has begun: it tells nothing about a step
-        # as long as the limit.
-        return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
-
-    def _room_s(
-        self, context: AdmissionContext, limit_s: float, own_s: float, ttft_s: float
-    ) -> float:
-        """Time until the batch has room for a request, behind all that are booked before it. At
-        full load, so much of the load ends in each second as one lifetime has seconds. The request
-        adds `own_s` to each step, and its prefill ends in `ttft_s`."""
-        table, row = context.table, context.placement.decoder_row
-        per_sequence_s = table.decode_s_per_sequence.item(row)
-        per_token_s = table.decode_s_per_context_token.item(row)
-        booked_s = per_sequence_s * table.booked_batch.item(row)
-        booked_s += per_token_s * table.booked_context.item(row)
-        room_s = limit_s - table.decode_base_s.item(row)
-        room_s = max(room_s, own_s, 1e-12)
-        lacking_s = booked_s + own_s - room_s
-        if lacking_s <= 0.0 or not table.booked_batch.item(row):
-            return 0.0
-        used_s = per_sequence_s * table.decoding_batch.item(row)
-        used_s += per_token_s * table.decoding_context.item(row)
-        # Until the prefills under way have filled the batch, less than that ends.
-        empty = max(1.0 - used_s / room_s, 0.0)
-        filled = min(empty * room_s / max(booked_s - used_s, 1e-12), 1.0)
-        lost_s = 0.5 * empty * filled * ttft_s
-        lifetime_s = context.forecast.lifetime_s or context.footprint.answer_s
-        return lacking_s / room_s * lifetime_s + lost_s
 
     def _need(self, context: AdmissionContext, own_prefill_s: float, worth: float) -> RequestNeed:
         footprint, table = context.footprint, context.table
         prefill_s = context.placement.prefill_s
         # On a mixed instance a long prompt delays the decodes, whoever shares it later.
-        if not _is_mixed(table, context.placement.decoder_row):
+        if not is_mixed(table, context.placement.decoder_row):
             prefill_s = own_prefill_s
         decode = 0.0
         if footprint.decodes:
@@ -284,8 +208,8 @@ class GoodputModel:
             own_s = self._usual_step_s.value
             if not self._usual_step_s.count:
                 own_s = added_step_s(table, row, context.footprint.expected_tokens)
-            wait_s = max(self._room_s(context, max_step_s, own_s, ttft_s), ttft_s)
-        room_s = max(self.limit_step_s(table, row, slo.tbt_s) - base_s, 0.0)
+            wait_s = max(until_room_s(context, max_step_s, own_s, ttft_s), ttft_s)
+        room_s = max(self.decode.limit_step_s(table, row, slo.tbt_s) - base_s, 0.0)
         num = table.num_decodes
         decoding = table.without_remainders(table.total_decoding, table.total_decoding_context)
         step_s = table.tbt_s(row, *(each / max(num, 1) for each in decoding))
@@ -298,16 +222,6 @@ class GoodputModel:
             (step_s - base_s) * num,
             context.forecast.lifetime_s or context.footprint.answer_s,
         )
-
-
-def added_step_s(table: InstanceTable, row: int, num_tokens: int) -> float:
-    """What one more decode of `num_tokens` adds to each step of an instance."""
-    per_token_s = table.decode_s_per_context_token.item(row)
-    return table.decode_s_per_sequence.item(row) + per_token_s * num_tokens
-
-
-def _is_mixed(table: InstanceTable, row: int) -> bool:
-    return table.mixed is not None and bool(table.mixed.item(row))
 
 
 def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | None:
@@ -344,7 +258,7 @@ def _numbers(context: AdmissionContext, expected: ExpectedGoodput) -> dict[str, 
         "tbt_chance": expected.tbt_chance,
         "expected_gain": expected.gain,
         "expected_cost": expected.cost,
-        "predicted_ttft_s": context.placement.ttft_s + expected.wait_s,
+        "predicted_ttft_s": context.placement.ttft_s,
         "limit_ttft_s": context.budget.slo.ttft_s,
         "predicted_tbt_s": expected.step_s,
         "limit_tbt_s": context.budget.slo.tbt_s,
@@ -362,7 +276,7 @@ def _alone_s(context: AdmissionContext) -> float:
 def _ttft_text(context: AdmissionContext, expected: ExpectedGoodput) -> str:
     placement, budget = context.placement, context.budget
     return (
-        f"predicted TTFT {budget.waited_s + placement.ttft_s + expected.wait_s:.2f} s meets the SLO"
+        f"predicted TTFT {budget.waited_s + placement.ttft_s:.2f} s meets the SLO"
         f" of {budget.slo.ttft_s:g} s with a chance of {expected.ttft_chance:.0%}"
     )
 

@@ -3,16 +3,18 @@
 The unit of load is predicted latency over its SLO; `load_limit` is the highest load accepted.
 
 * none: no request is rejected for its SLO. What lacks room waits until its deadline.
-* baseline: checks the prefill load at arrival. The decode instance checks its load when the prefill
-  is done; a request that it rejects has been prefilled for nothing.
+* baseline: checks the prefill load at arrival. Without `decode_wait`, the decode instance checks
+  its load when the prefill is done; a request that it rejects has been prefilled for nothing.
 * early: also checks the decode load at arrival, as it is then. That is one prefill too early, which
   makes both pools swing in turn (section 7.3).
 * predictive: checks the decode load projected to the end of this prefill (section 7.4).
 * goodput: admits what adds more effective requests than it costs (`admission.goodput`).
 * module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
 
-The decode instance's own check is on in all but none; where goodput limits the step, the request
-waits there instead. Policies are pure and book nothing.
+Whether an admitted request then waits for room in a decode batch is a rule of its own
+(`admission.decode_wait`), for all policies alike; a policy judges a TTFT with that wait. Where the
+rule is off, the decode instance checks the load once more, in all but none. Policies are pure and
+book nothing.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ def _predictive(context: AdmissionContext) -> Rejection | None:
     now, ttft_s, forecast = context.now, context.placement.ttft_s, context.forecast
     pool, limit = _pool(context), context.config.load_limit
     projected = forecast.project(now + ttft_s, now)
-    forecast.note_projection(now + ttft_s, projected[0])
+    if not context.config.decode_wait:
+        forecast.note_projection(now + ttft_s, projected[0])  # else it was noted for the wait
     if pool.load(*context.table.without_remainders(*projected)) <= limit:
         return None
     return _slow_then(pool, ttft_s, forecast, limit, now)
@@ -205,7 +208,7 @@ def _too_late(
         text += f" ({late_s:.2f} s if it is as late as one in ten was lately)"
     text += f" exceeds {_share(limit)}the SLO of {slo_s:g} s"
     status, wait_s = 429, late_s - slo_s * limit
-    if placement.ttft_s - placement.queue_s > slo_s * limit:
+    if placement.ttft_s - placement.queue_s - placement.decode_wait_s > slo_s * limit:
         text += " even on an idle instance: shorten the prompt or raise the SLO"
         status, wait_s = 422, float("inf")
     return Rejection(

@@ -69,6 +69,7 @@ class Device(Struct, frozen=True):
     collective_share: float = 0.71  # of nic_bytes_per_s, by NCCL
     nic_latency_s: float = 33e-6  # one way, by NCCL
     price: Price | None = None
+    power_w: float = 0.0  # the most that it draws, without its share of the node; 0: not known
     source: str = ""
 
     def all_reduce_row(self, num_devices: int) -> AllReduce | None:

@@ -1,0 +1,133 @@
+"""Writes docs/forecasts.md from benchmarks/results/forecasts.jsonl: `python -m
+benchmarks.forecasts_page`.
+
+`moonpool forecast --table benchmarks/results/forecasts.jsonl` adds to that file and never changes
+what stands there; a broken chain of hashes ends this command with an error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.checkout import ROOT
+from moonpool_lab.forecast.forecast_table import Entry, read_table
+
+TABLE = ROOT / "benchmarks" / "results" / "forecasts.jsonl"
+PAGE = ROOT / "docs" / "forecasts.md"
+HEAD = """# Forecasts
+
+This page is generated: `python -m benchmarks.forecasts_page` writes it from
+[forecasts.jsonl](../benchmarks/results/forecasts.jsonl). `moonpool forecast URL --trace FILE`
+measures a running server through its front door for a minute, fits a profile, and lets the
+[simulator](simulation.md) say what the server will do at shares of the capacity that it predicts.
+That stands in the table before the first request of a load is sent. Then the loads are tried, and
+what came is added. Each entry holds the hash of the one before, so no later run changes one.
+
+```sh
+moonpool forecast http://127.0.0.1:8000 --trace trace.jsonl --scale-tokens 1/16
+```
+
+The aim is a median error of 3 %, and at most 10 % at the worst P99, for workloads that nobody
+tuned to. Errors are forecast over measured, less 1; of hits and of effective requests they are
+differences. Rows that miss the aim stay. Where both sides have at most a few requests, a P99 is
+one of them. Forecasts suppose that the machine does nothing else; the row of
+random:m30 was made on two cores with a dozen other programs, so it shows the command, not the
+model.
+
+"""
+FIGURES = (
+    *(("ttft_s.p50", "TTFT P50"), ("ttft_s.p90", "P90"), ("ttft_s.p99", "P99")),
+    *(("tbt_s.p50", "TBT P50"), ("tbt_s.p90", "P90"), ("tbt_s.p99", "P99")),
+)
+P99 = ("ttft_s.p99", "tbt_s.p99")
+
+
+def page(entries: Iterable[Entry]) -> str:
+    forecasts = [entry for entry in entries if entry["kind"] == "forecast"]
+    outcomes: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        if entry["kind"] == "outcome":
+            outcomes[entry["forecast"]].append(entry)
+    lines = [HEAD + summary([one for each in outcomes.values() for one in each])]
+    for forecast in forecasts:
+        lines.append(_section(forecast, outcomes[forecast["hash"]]))
+    return "\n".join(lines)
+
+
+def summary(outcomes: list[Entry]) -> str:
+    """One line about all outcomes."""
+    errors = [abs(e) for one in outcomes for n, e in one["errors"].items() if n in dict(FIGURES)]
+    worst = [abs(one["errors"].get(name, 0.0)) for one in outcomes for name in P99]
+    if not errors:
+        return "No forecast has been tried yet.\n"
+    return (
+        f"{len(outcomes)} loads tried: median error of latencies {median(errors):.1%}, worst of a"
+        f" P99 {max(worst):.0%}.\n"
+    )
+
+
+def _section(forecast: Entry, outcomes: list[Entry]) -> str:
+    slo, trace, origin = forecast["slo"], forecast["trace"], forecast["origin"]
+    figures = [name for _, name in FIGURES]
+    what = (
+        f"Written {forecast['written']}, hash `{forecast['hash'][:16]}`. Trace {trace['trace']}"
+        f" ({trace['trace_sha256']}), {trace['scale_tokens']} of its tokens. Predicted capacity"
+        f" {forecast['capacity_rps']:.3g} requests a second within TTFT {slo['ttft_s']:.3g} s and"
+        f" TBT {slo['tbt_s']:.3g} s."
+    )
+    measured_by = (
+        f"By `{origin['command']}`, moonpool {origin['version']}, {origin['commit']}, on"
+        f" {origin['machine']}."
+    )
+    lines = [
+        f"## {forecast['title']}",
+        "",
+        what,
+        "",
+        f"| load | | {' | '.join(figures)} | hits | effective |",
+        "|" + " --- |" * (len(figures) + 4),
+    ]
+    by_load = {outcome["load"]: outcome for outcome in outcomes}
+    for load in forecast["loads"]:
+        lines += _rows(load, by_load.get(load["load"]))
+    lines += ["", measured_by, ""]
+    return "\n".join(lines)
+
+
+def _rows(load: dict[str, Any], outcome: Entry | None) -> Iterator[str]:
+    yield _row(f"{load['load']:g}", "forecast", load["figures"])
+    if outcome is None:
+        yield f"| | not tried |{' |' * (len(FIGURES) + 2)}"
+        return
+    yield _row("", "measured", outcome["figures"])
+    errors = outcome["errors"]
+    cells = [f"{errors[name]:+.0%}" if name in errors else "-" for name, _ in FIGURES]
+    cells += [f"{errors[name]:+.1%}" for name in ("hit_ratio", "effective_share")]
+    yield f"| | error | {' | '.join(cells)} |"
+
+
+def _row(load: str, what: str, figures: dict[str, Any]) -> str:
+    cells = []
+    for name, _ in FIGURES:
+        latency, _, share = name.partition(".")
+        cells.append(_seconds(figures[latency][share]))
+    cells.append(f"{figures['hit_ratio']:.1%}")
+    cells.append(f"{figures['effective']:,} of {figures['requests']:,}")
+    return f"| {load} | {what} | {' | '.join(cells)} |"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 0.1 else f"{1e3 * value:.3g} ms"
+
+
+def current(table: Path = TABLE) -> str:
+    """The page of the table. Raises TableError."""
+    return page(read_table(table) if table.exists() else [])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(current())

@@ -1,0 +1,205 @@
+"""`moonpool forecast`: says what a server will do under a trace, and then tries it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moonpool.cli.options import (
+    POSITIVE,
+    json_option,
+    requests_option,
+    scale_option,
+    trace_format_option,
+    trace_option,
+)
+from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.cli.server.address import KEYS_FOR_ANYBODY, Server, asks_server
+
+if TYPE_CHECKING:
+    from moonpool_lab.forecast.run import ForecastPlan
+
+LOADS = (0.5, 0.8, 1.0, 1.5)
+
+
+@click.command()
+@trace_option
+@trace_format_option
+@asks_server(keys=KEYS_FOR_ANYBODY)
+@click.option(
+    "--table",
+    "table_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("forecasts.jsonl"),
+    show_default=True,
+    help="Add the forecast and its outcome to this file, which is only added to.",
+)
+@click.option("--title", default="", help="Name of the row; model and trace unless given.")
+@click.option(
+    "--measure-s",
+    type=POSITIVE,
+    default=60.0,
+    show_default=True,
+    help="Seconds for which single requests measure the server.",
+)
+@click.option(
+    "--run-s",
+    type=POSITIVE,
+    default=60.0,
+    show_default=True,
+    help="Seconds of the trace that each load replays.",
+)
+@click.option(
+    "--load",
+    "loads",
+    type=POSITIVE,
+    multiple=True,
+    default=LOADS,
+    show_default=True,
+    help="Share of the predicted capacity to forecast and try; repeat for more.",
+)
+@requests_option
+@scale_option
+@click.option("--model", help="Model to request; the server's first unless given.")
+@click.option(
+    "--vocab",
+    type=click.IntRange(min=2),
+    help="Draw token ids below this number; the server's vocabulary unless given.",
+)
+@click.option(
+    "--prompts",
+    type=click.Choice(["ids", "text"]),
+    default="ids",
+    show_default=True,
+    help="Send token ids, or words to a server that takes no ids.",
+)
+@click.option("--slo-ttft", type=POSITIVE, help="Service level of the time to first token, in s.")
+@click.option("--slo-tbt", type=POSITIVE, help="Service level of the time between tokens, in s.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=POSITIVE,
+    default=600.0,
+    show_default=True,
+    help="Most seconds for one answer.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the tokens of the prompts."
+)
+@json_option
+def forecast(
+    trace_file: str,
+    trace_format: str,
+    server: Server,
+    table_file: Path,
+    loads: tuple[float, ...],
+    requests: int | None,
+    scale: Fraction,
+    vocab: int | None,
+    prompts: str,
+    slo_ttft: float | None,
+    slo_tbt: float | None,
+    json_file: str | None,
+    **given: Any,
+) -> None:
+    """Forecast how a server will answer a trace, write that down, and then try it.
+
+    Measures any OpenAI-compatible server through its front door, fits a profile, and simulates the
+    trace at shares of the capacity that it predicts. TTFT, TBT, cache hits and requests within
+    their SLOs stand in the table before the first of them is replayed. Without SLOs of the server
+    or of flags, they are 10 times the P90 of TTFT and 5 times that of TBT without load.
+    """
+    from moonpool.studies.trace_rows import named_trace, read_trace
+    from moonpool.trace.row import TraceError
+    from moonpool_lab.forecast.run import ForecastPlan
+
+    check_folders(json_file, str(table_file))
+    try:
+        rows = read_trace(
+            trace_file,
+            requests=requests,
+            scale_tokens=scale,
+            trace_format=trace_format,
+        )
+    except TraceError as error:
+        fail(str(error))
+    plan = ForecastPlan(
+        url=server.url,
+        trace=rows,
+        table=table_file,
+        loads=tuple(sorted(loads)),
+        vocab_size=vocab,
+        as_text=prompts == "text",
+        slo_ttft_s=slo_ttft,
+        slo_tbt_s=slo_tbt,
+        api_key=server.api_key,
+        ca_file=server.ca_file,
+        origin=origin(),
+        trace_named=named_trace(trace_file) | {"scale_tokens": str(scale)},
+        **given,
+    )
+    found = _run(plan)
+    write_json(json_file, found)
+    for line in outcome_lines(found):
+        click.echo(line)
+
+
+def _run(plan: ForecastPlan) -> dict[str, Any]:
+    import uvloop
+
+    from moonpool.config.tables import ConfigError
+    from moonpool.trace.row import TraceError
+    from moonpool_lab.forecast.forecast_table import TableError
+    from moonpool_lab.forecast.run import ForecastError, run_forecast
+    from moonpool_lab.replay.http_client import ConnectionFailedError
+    from moonpool_lab.replay.player import HopelessError
+    from moonpool_lab.replay.server import ServerUnfitError
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run_forecast(plan, lambda line: click.echo(line, err=True)))
+    except (
+        ForecastError,
+        TableError,
+        ServerUnfitError,
+        ConnectionFailedError,
+        HopelessError,
+        ConfigError,
+        TraceError,
+    ) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def outcome_lines(found: dict[str, Any]) -> list[str]:
+    """A table of what was forecast and what came."""
+    made = found["forecast"]
+    slo = made["slo"]
+    title = (
+        f"{made['title']}: capacity {made['capacity_rps']:.3g} requests a second within TTFT"
+        f" {slo['ttft_s']:.3g} s and TBT {slo['tbt_s']:.3g} s"
+    )
+    header = (
+        f"{'load':>5} {'':<9} {'TTFT p50':>9} {'p90':>8} {'p99':>8} {'TBT p50':>9} {'p90':>8}"
+        f" {'p99':>8} {'hits':>6} {'effective':>12}"
+    )
+    lines = [title, header]
+    for expected, came in zip(made["loads"], found["outcomes"], strict=True):
+        for name, figures in (("forecast", expected["figures"]), ("came", came["figures"])):
+            ttft, tbt = figures["ttft_s"].values(), figures["tbt_s"].values()
+            lines.append(
+                f"{expected['load']:>5g} {name:<9} {_cells(ttft)} {_cells(tbt)}"
+                f" {figures['hit_ratio']:>6.1%} {figures['effective']:>5} of {figures['requests']}"
+            )
+    return lines
+
+
+def _cells(values: Any) -> str:
+    first, *others = (f"{value:.3g}" for value in values)
+    return f"{first:>9} {' '.join(f'{each:>8}' for each in others)}"

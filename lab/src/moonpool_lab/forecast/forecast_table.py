@@ -1,0 +1,84 @@
+"""A table of forecasts and of what came: a file of JSON lines to which entries are only added.
+
+Each entry names the hash of the entry before it, and has a hash of itself. So an entry that is
+changed, left out or put in later breaks the chain, which every reader checks. The last entries can
+be cut off without a trace here; whoever keeps the table under version control sees that, too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FIRST = "0" * 64
+"""Stands in the first entry for the hash of the one before."""
+
+
+class TableError(ValueError):
+    """The table cannot be read or added to; the text says why and what to do."""
+
+
+Entry = dict[str, Any]
+
+
+def add_entry(path: Path, entry: Entry) -> str:
+    """Adds an entry at the end, on the disk before this returns, and returns its hash.
+
+    Raises TableError if the file cannot be written, or if what it holds has been changed.
+    """
+    try:
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # several commands may share a table
+            file.seek(0)
+            entries = read_entries(file.read().splitlines(), path.name)
+            previous = entries[-1]["hash"] if entries else FIRST
+            chained = {**entry, "previous": previous}
+            chained["hash"] = _hash_of(chained)
+            file.write(_text_of(chained) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise TableError(f"cannot write {path}: {error.strerror}") from None
+    return str(chained["hash"])
+
+
+def read_table(path: Path) -> list[Entry]:
+    """Returns all entries in order. Raises TableError if the chain is broken."""
+    try:
+        return read_entries(path.read_bytes().splitlines(), path.name)
+    except OSError as error:
+        raise TableError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_entries(lines: Iterable[bytes], name: str) -> list[Entry]:
+    """The entries of the lines of a table. Raises TableError, which names the first broken one."""
+    entries: list[Entry] = []
+    previous = FIRST
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            intact = entry["previous"] == previous and entry["hash"] == _hash_of(entry)
+        except (ValueError, KeyError, TypeError):
+            intact = False
+        if not intact:
+            raise TableError(
+                f"line {number} of {name} is not what was once written there: restore the file"
+            )
+        entries.append(entry)
+        previous = entry["hash"]
+    return entries
+
+
+def _hash_of(entry: Entry) -> str:
+    bare = {name: value for name, value in entry.items() if name != "hash"}
+    return hashlib.sha256(_text_of(bare)).hexdigest()
+
+
+def _text_of(entry: Entry) -> bytes:
+    """One form only, so that a hash can be computed again from what was read."""
+    return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

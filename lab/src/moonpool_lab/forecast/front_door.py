@@ -1,0 +1,162 @@
+"""Sends single requests to an OpenAI-compatible server and times each token of the answers.
+
+Nothing here asks a server for more than a client sees: the time of each piece of a stream, and the
+usage at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from random import Random
+from statistics import median
+from time import monotonic
+
+import msgspec
+
+from moonpool.request_record import RequestRecord
+from moonpool.types import MALFORMED, RequestId, Slo
+from moonpool_lab.replay.http_client import HttpClient
+from moonpool_lab.replay.prompts import WORDS
+from moonpool_lab.replay.server import ServerFacts, ServerUnfitError
+from moonpool_lab.replay.stream import CompletionReceiver
+
+NO_SLO = Slo(ttft_s=1e6, tbt_s=1e6)
+NO_SLO_HEADERS = b"X-SLO-TTFT-ms: 1e9\r\nX-SLO-TPOT-ms: 1e9\r\n"
+"""A moonpool server refuses none of these requests; others ignore it."""
+ROUND_TRIPS = 7
+UNSAID = -1
+
+_CACHE_BLOCKS = re.compile(rb"^vllm:cache_config_info\{.*$", re.MULTILINE)
+_BLOCK_SIZE, _NUM_BLOCKS = (
+    re.compile(rb'block_size="(\d+)"'),
+    re.compile(rb'num_gpu_blocks="(\d+)"'),
+)
+
+Prompt = list[int]
+"""Token ids below the vocabulary, or places in `WORDS`."""
+
+
+class _Generation(msgspec.Struct):
+    n_ctx: int = 0
+
+
+class _Props(msgspec.Struct):
+    """What llama-server answers to `/props`, in part."""
+
+    default_generation_settings: _Generation = msgspec.field(default_factory=_Generation)
+
+
+class TimedAnswer(msgspec.Struct, frozen=True):
+    """An answer. `began_s` and `token_s` are times of one clock."""
+
+    began_s: float
+    token_s: tuple[float, ...]
+    cached_tokens: int | None  # None: the server does not say
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0] - self.began_s
+
+
+class _TokenClock(CompletionReceiver):
+    """Also keeps the time of each token."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        super().__init__(record)
+        self.token_s: list[float] = []
+
+    def on_body(self, data: bytes, now_s: float) -> None:
+        before = self.record.num_generated_tokens
+        super().on_body(data, now_s)
+        self.token_s += [now_s] * (self.record.num_generated_tokens - before)
+        if not self.token_s and self.finish_reason:
+            self.token_s.append(now_s)  # of a token without text, such as half a character
+
+
+class FrontDoor:
+    """A server as its clients see it."""
+
+    def __init__(self, client: HttpClient, facts: ServerFacts, vocab_size: int, as_text: bool):
+        self._client = client
+        self._facts = facts
+        self._vocab_size = len(WORDS) if as_text else vocab_size
+        self._as_text = as_text
+        self._random = Random(20)
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """Of prompt and answer; None: the server does not say."""
+        return self._facts.max_model_tokens
+
+    def prompt(self, num_tokens: int) -> Prompt:
+        """A prompt that was never sent before."""
+        return [self._random.randrange(self._vocab_size) for _ in range(num_tokens)]
+
+    async def round_trip_s(self) -> float:
+        """The time of a request that computes nothing."""
+        times_s = []
+        for _ in range(ROUND_TRIPS):
+            began_s = monotonic()
+            await self._client.get("/v1/models")
+            times_s.append(monotonic() - began_s)
+        return median(times_s)
+
+    @staticmethod
+    async def context_tokens(client: HttpClient, facts: ServerFacts) -> int | None:
+        """The longest prompt with its answer: as `/v1/models` lists it, or as llama-server tells
+        of a slot; None where nothing does."""
+        if facts.max_model_tokens is not None:
+            return facts.max_model_tokens
+        status, body = await client.get("/props")
+        if status != 200:
+            return None
+        try:
+            return msgspec.json.decode(body, type=_Props).default_generation_settings.n_ctx or None
+        except MALFORMED:
+            return None
+
+    async def cache_tokens(self) -> int:
+        """The KVCache of one engine as vLLM's metrics tell it; 0 where nothing does."""
+        status, body = await self._client.get("/metrics")
+        found = _CACHE_BLOCKS.search(body) if status == 200 else None
+        size = _BLOCK_SIZE.search(found[0]) if found else None
+        count = _NUM_BLOCKS.search(found[0]) if found else None
+        return int(size[1]) * int(count[1]) if size and count else 0
+
+    async def ask(self, prompt: Prompt, num_tokens: int) -> TimedAnswer:
+        """Raises ServerUnfitError if no whole answer comes, and ConnectionFailedError."""
+        began_s = monotonic()
+        record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, began_s)
+        record.cached_tokens = UNSAID
+        receiver = _TokenClock(record)
+        await self._client.post(
+            "/v1/completions", self._body(prompt, num_tokens), receiver, NO_SLO_HEADERS
+        )
+        receiver.on_end()
+        if receiver.error_code or not receiver.token_s:
+            why = receiver.error_message or receiver.error_code or "no token came"
+            raise ServerUnfitError(
+                f"{self._client.url} cannot be measured: a prompt of {len(prompt)} tokens"
+                f" failed: {why}"
+            )
+        cached_tokens = None if record.cached_tokens == UNSAID else record.cached_tokens
+        return TimedAnswer(began_s, tuple(receiver.token_s), cached_tokens)
+
+    async def ask_together(self, prompts: list[Prompt], num_tokens: int) -> list[TimedAnswer]:
+        return list(await asyncio.gather(*(self.ask(prompt, num_tokens) for prompt in prompts)))
+
+    def _body(self, prompt: Prompt, num_tokens: int) -> bytes:
+        sent: object = " ".join(WORDS[word] for word in prompt) if self._as_text else prompt
+        return msgspec.json.encode(
+            {
+                "model": self._facts.model,
+                "prompt": sent,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "max_tokens": num_tokens,
+            }
+        )

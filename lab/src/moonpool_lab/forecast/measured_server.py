@@ -1,0 +1,360 @@
+"""Measures a server through its front door, within a given time: a profile for the simulator.
+
+Prompts are timed alone, by length and by cached tokens; answers by how many decode at once. A long
+prompt beside answers shows how prompts and decodes share steps. Then prompts fill the cache until
+the first of them is gone. Each part has a share of the time and does its most useful cases first;
+what there was no time for is left at what the others imply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+from time import monotonic
+
+import msgspec
+
+from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
+from moonpool.cost.step_curves import with_decode_curve
+from moonpool.types import Struct
+from moonpool_lab.forecast.front_door import FrontDoor, Prompt, TimedAnswer
+
+PREFILL_SHARE, CACHED_SHARE, DECODE_SHARE, CHUNK_SHARE = 0.25, 0.15, 0.35, 0.1
+"""Of the time; what is left fills the cache."""
+SHORTEST_PROMPT = 16
+NUM_LENGTHS = 6
+MOST_REPEATS = 5
+CACHED_PARTS = (0.75, 0.5)
+"""Of a prompt, that is cached already."""
+HIT_SHARE = 0.75
+"""A repeated prompt that takes less than this share of its time was found in the cache."""
+BATCHES = (1, 4, 8, 2, 16, 32, 64)
+STEPS = 24
+HANDOVERS = 3
+MOST_ANSWER_TOKENS = 256
+BESIDE = 8
+"""Most answers beside the long prompt that shows the size of chunks."""
+KV_BYTES_PER_TOKEN = 1024
+"""Nominal: nothing that is forecast depends on it, since transfers are part of measured times."""
+INSTANT_BYTES_PER_S = 1e12
+DEFAULT_CHUNK_TOKENS = 2048
+UNLIMITED_SEQUENCES = 256
+"""Where no limit was met: the default of engines for many users."""
+
+
+class MeasuredServer(Struct, frozen=True):
+    """What was measured. `cache_tokens` is the least that there is, unless the cache was `full`.
+    `max_sequences`: answers at once; UNLIMITED_SEQUENCES where no limit was met. `hits_said`: the
+    server tells how much of a prompt it found."""
+
+    cost: FittedCost
+    prefills: tuple[PrefillSample, ...]
+    decodes: tuple[DecodeSample, ...]
+    chunk_tokens: int
+    max_sequences: int
+    has_cache: bool
+    cache_tokens: int
+    full: bool
+    hits_said: bool
+    handover_s: float  # by how much the first of several tokens comes later than an only one
+    seconds: float
+
+
+class TraceLengths(Struct, frozen=True):
+    """Lengths of the trace that the measurement is for."""
+
+    prompt_tokens: tuple[int, ...]  # sorted
+    context_tokens: tuple[int, ...]  # of prompts and answers, sorted
+
+    def prompt_at(self, share: float) -> int:
+        return self.prompt_tokens[min(int(share * len(self.prompt_tokens)), len(self) - 1)]
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+
+class _Part:
+    """A share of the time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._ends_s = monotonic() + seconds
+        self._longest_s = 0.0
+        self._last_s = monotonic()
+
+    @property
+    def has_time(self) -> bool:
+        """Whether there is time for one more case like the longest before; for one at all."""
+        now_s = monotonic()
+        self._longest_s = max(self._longest_s, now_s - self._last_s)
+        self._last_s = now_s
+        return now_s + self._longest_s <= self._ends_s
+
+
+async def measure_server(door: FrontDoor, lengths: TraceLengths, seconds: float) -> MeasuredServer:
+    """Takes about `seconds`, more where a single long prompt takes longer than its share.
+
+    Raises ServerUnfitError, ConnectionFailedError.
+    """
+    return await _Measurement(door, lengths, seconds).run()
+
+
+class _Measurement:
+    def __init__(self, door: FrontDoor, lengths: TraceLengths, seconds: float) -> None:
+        self._door = door
+        self._lengths = lengths
+        self._seconds = seconds
+        self._began_s = monotonic()
+        self._front_s = 0.0
+        self._prefills: list[PrefillSample] = []
+        self._decodes: list[DecodeSample] = []
+        self._mixed: list[MixedSample] = []
+        self._chunk_tokens = 0
+        self._max_sequences, self._limited = 1, False
+        self._has_cache, self._hits_said = False, False
+
+    async def run(self) -> MeasuredServer:
+        door = self._door
+        for _ in range(2):  # the first requests of a server are slower
+            await door.ask(door.prompt(SHORTEST_PROMPT), 4)
+        self._front_s = await door.round_trip_s()
+        await self._measure_prefills()
+        handover_s = await self._handover_s()
+        await self._measure_cached()
+        await self._measure_decodes()
+        alone = fit_cost(self._prefills, self._decodes)
+        await self._measure_chunks(alone)
+        cache_tokens, full = await self._fill_cache()
+        cost = with_decode_curve(
+            fit_cost(self._prefills, self._decodes, self._mixed), self._decodes
+        )
+        return MeasuredServer(
+            cost=msgspec.structs.replace(
+                cost,
+                front_s=self._front_s,
+                token_bytes=KV_BYTES_PER_TOKEN,
+                shared_memory_bytes_per_s=INSTANT_BYTES_PER_S,
+                network_bytes_per_s=INSTANT_BYTES_PER_S,
+            ),
+            prefills=tuple(self._prefills),
+            decodes=tuple(self._decodes),
+            chunk_tokens=self._chunk_tokens or DEFAULT_CHUNK_TOKENS,
+            max_sequences=self._max_sequences if self._limited else UNLIMITED_SEQUENCES,
+            has_cache=self._has_cache,
+            cache_tokens=cache_tokens,
+            full=full,
+            hits_said=self._hits_said,
+            handover_s=handover_s,
+            seconds=monotonic() - self._began_s,
+        )
+
+    async def _first_token_s(self, prompt: Prompt) -> TimedAnswer:
+        return await self._door.ask(prompt, 1)
+
+    async def _measure_prefills(self) -> None:
+        """Prompts that share nothing, alone: each length in turn, until the time is over."""
+        part = _Part(PREFILL_SHARE * self._seconds)
+        times_s: dict[int, list[float]] = {}
+        lengths = list(_spread(self._lengths))
+        for number in range(MOST_REPEATS * len(lengths)):
+            length = lengths[number % len(lengths)]
+            answer = await self._first_token_s(self._door.prompt(length))
+            self._hits_said = answer.cached_tokens is not None
+            times_s.setdefault(length, []).append(answer.ttft_s)
+            if not part.has_time and len(times_s) >= min(2, len(lengths)):
+                break
+        self._prefills = [
+            PrefillSample(num_tokens=length, cached_tokens=0, seconds=self._engine_s(found))
+            for length, found in sorted(times_s.items())
+        ]
+
+    async def _handover_s(self) -> float:
+        shortest = self._prefills[0]
+        times_s = []
+        for _ in range(HANDOVERS):
+            answer = await self._door.ask(self._door.prompt(shortest.num_tokens), 2)
+            times_s.append(answer.ttft_s)
+        return max(self._engine_s(times_s) - shortest.seconds, 0.0)
+
+    async def _measure_cached(self) -> None:
+        part = _Part(CACHED_SHARE * self._seconds)
+        longest = self._prefills[-1]
+        for share in CACHED_PARTS:
+            prefix = self._door.prompt(int(share * longest.num_tokens))
+            if not prefix or (self._has_cache and not part.has_time):
+                break
+            await self._first_token_s(prefix)
+            times_s, said = [], None
+            for _ in range(2):
+                rest = self._door.prompt(longest.num_tokens - len(prefix))
+                answer = await self._first_token_s([*prefix, *rest])
+                times_s.append(answer.ttft_s)
+                said = answer.cached_tokens
+            seconds = self._engine_s(times_s)
+            found = len(prefix) if said is None else said
+            expected_s = longest.seconds * (1.0 - HIT_SHARE * found / longest.num_tokens)
+            if not found or (said is None and seconds > expected_s):
+                break  # it keeps no prefixes
+            self._has_cache = True
+            self._prefills.append(
+                PrefillSample(num_tokens=longest.num_tokens, cached_tokens=found, seconds=seconds)
+            )
+
+    def _engine_s(self, times_s: Sequence[float]) -> float:
+        """What remains without the way to the server and back."""
+        return max(median(times_s) - self._front_s, 1e-6)
+
+    async def _measure_decodes(self) -> None:
+        """Answers together, on short prompts, then on a usual one."""
+        part = _Part(DECODE_SHARE * self._seconds)
+        usual = self._lengths.prompt_at(0.5)
+        for length in dict.fromkeys((min(SHORTEST_PROMPT, usual), usual)):
+            for batch in BATCHES:
+                if self._decodes and not part.has_time:
+                    return
+                if (self._limited and batch > self._max_sequences) or not self._fits(length, batch):
+                    continue
+                await self._measure_decode(batch, length)
+
+    def _fits(self, length: int, batch: int) -> bool:
+        longest = self._door.longest_tokens
+        return longest is None or length + self._answer_tokens(length, batch) <= longest
+
+    def _answer_tokens(self, length: int, batch: int) -> int:
+        """Tokens with which the first answer still runs when the last prompt is computed."""
+        near = min(self._prefills, key=lambda s: abs(s.num_tokens - length) + s.cached_tokens)
+        step_s = min((s.seconds for s in self._decodes), default=near.seconds)
+        waiting = int((batch - 1) * near.seconds / step_s) + 1
+        return min(STEPS + waiting, MOST_ANSWER_TOKENS)
+
+    async def _measure_decode(self, batch: int, length: int) -> None:
+        num_tokens = self._answer_tokens(length, batch)
+        prompts = [self._door.prompt(length) for _ in range(batch)]
+        answers = await self._door.ask_together(prompts, num_tokens)
+        running = most_at_once(answers)
+        self._limited |= running < batch and num_tokens < MOST_ANSWER_TOKENS
+        self._max_sequences = max(self._max_sequences, running)
+        step_s = common_step_s(answers) if running == batch else None
+        if step_s is not None:
+            context = batch * (length + num_tokens // 2)
+            self._decodes.append(DecodeSample(batch=batch, context_tokens=context, seconds=step_s))
+
+    async def _measure_chunks(self, cost: FittedCost) -> None:
+        """A long prompt beside answers: how many steps compute it, and what do these take?"""
+        alone = max((s for s in self._prefills if not s.cached_tokens), key=lambda s: s.num_tokens)
+        length, prefill_s = alone.num_tokens, alone.seconds
+        beside = min(BESIDE, self._max_sequences - 1)
+        step_s = max(cost.decode_step_s(beside, beside * SHORTEST_PROMPT), 1e-6)
+        num_tokens = min(2 * STEPS + int(2 * prefill_s / step_s), 2 * MOST_ANSWER_TOKENS)
+        if not beside or prefill_s > CHUNK_SHARE * self._seconds:
+            return
+        async with asyncio.TaskGroup() as group:
+            prompts = [self._door.prompt(SHORTEST_PROMPT) for _ in range(beside)]
+            asked = group.create_task(self._door.ask_together(prompts, num_tokens))
+            await asyncio.sleep(STEPS // 2 * step_s + beside * cost.prefill_s(SHORTEST_PROMPT, 0))
+            long = await self._first_token_s(self._door.prompt(length))
+        found = steps_of_prompt(long, asked.result()[0], self._front_s)
+        if found is None:
+            return
+        num_steps, seconds = found
+        # A chunk is a power of two in all engines that are known, or the whole prompt.
+        each = -(-length // num_steps)
+        self._chunk_tokens = 1 << (each - 1).bit_length() if num_steps > 1 else length
+        self._mixed.append(
+            MixedSample(
+                num_tokens=each,
+                cached_tokens=0,
+                batch=beside,
+                context_tokens=beside * (SHORTEST_PROMPT + num_tokens // 2),
+                seconds=seconds / num_steps,
+                chunk_s=prefill_s / num_steps,
+            )
+        )
+
+    async def _fill_cache(self) -> tuple[int, bool]:
+        """Sends prompts until the first one is no longer found, then looks for the oldest that is.
+        Returns the tokens of those that were kept, and whether one was lost."""
+        told = await self._door.cache_tokens()
+        if told or not self._has_cache:
+            return told, True
+        longest = max(self._prefills, key=lambda s: s.num_tokens - s.cached_tokens)
+        sent: list[Prompt] = []
+        look = 2
+        while monotonic() + 2 * longest.seconds < self._began_s + self._seconds:
+            sent.append(self._door.prompt(longest.num_tokens))
+            await self._first_token_s(sent[-1])
+            if len(sent) < look:
+                continue
+            look = 2 * look
+            if not await self._is_kept(sent[0], longest):
+                return await self._num_kept(sent, longest) * longest.num_tokens, True
+            sent = [*sent[1:], sent[0]]  # asking has renewed it
+        return len(sent) * longest.num_tokens, False
+
+    async def _num_kept(self, sent: list[Prompt], longest: PrefillSample) -> int:
+        """How many of the last prompts were kept. A question renews what it finds, and one that
+        finds nothing has displaced one more."""
+        lost, kept, displaced = 0, len(sent), 1
+        while kept - lost > 1:
+            middle = (lost + kept) // 2
+            if await self._is_kept(sent[middle], longest):
+                kept = middle
+            else:
+                lost = middle
+                displaced += 1
+        return min(len(sent) - kept + displaced, len(sent))
+
+    async def _is_kept(self, prompt: Prompt, longest: PrefillSample) -> bool:
+        answer = await self._first_token_s(prompt)
+        if answer.cached_tokens is not None:
+            return 2 * answer.cached_tokens > len(prompt)
+        return answer.ttft_s - self._front_s < HIT_SHARE * longest.seconds
+
+
+def _spread(lengths: TraceLengths) -> Iterator[int]:
+    """Lengths from the shortest to the longest that matters, the middle ones first."""
+    longest = max(lengths.prompt_at(0.99), 2)
+    shortest = min(SHORTEST_PROMPT, lengths.prompt_at(0.0), longest)
+    ratio = (longest / shortest) ** (1 / (NUM_LENGTHS - 1))
+    spread = [round(shortest * ratio**place) for place in range(NUM_LENGTHS)]
+    order = (3, NUM_LENGTHS - 1, 0, 4, 2, 1)
+    return iter(dict.fromkeys(spread[place] for place in order))
+
+
+def most_at_once(answers: Sequence[TimedAnswer]) -> int:
+    """The most answers that were under way at one time, after their first and before their last
+    token."""
+    events = [(answer.token_s[0], 1) for answer in answers]
+    events += [(answer.token_s[-1], -1) for answer in answers]
+    running = most = 0
+    for _, change in sorted(events):
+        running += change
+        most = max(most, running)
+    return most
+
+
+def common_step_s(answers: Sequence[TimedAnswer]) -> float | None:
+    """The mean step while all answers ran; None if that was too short to tell."""
+    begin_s = max(answer.token_s[0] for answer in answers)
+    end_s = min(answer.token_s[-1] for answer in answers)
+    found = []
+    for answer in answers:
+        kept = [s for s in answer.token_s if begin_s <= s <= end_s]
+        if len(kept) <= STEPS // 4 or kept[-1] <= kept[0]:
+            return None
+        found.append((kept[-1] - kept[0]) / (len(kept) - 1))
+    return fmean(found)
+
+
+def steps_of_prompt(
+    prompt: TimedAnswer, beside: TimedAnswer, front_s: float
+) -> tuple[int, float] | None:
+    """The steps that computed a prompt, counted by the tokens of an answer beside it, and their
+    seconds; None if the answer was over before. The step under way when it came is not counted."""
+    during_s = [s for s in beside.token_s if prompt.began_s + front_s <= s <= prompt.token_s[0]]
+    if not during_s or beside.token_s[-1] <= prompt.token_s[0]:
+        return None
+    num_steps = max(len(during_s) - 1, 1)
+    if len(during_s) == 1:
+        return 1, prompt.token_s[0] - prompt.began_s - front_s
+    return num_steps, during_s[-1] - during_s[0]

@@ -1,0 +1,129 @@
+"""The wait before the first token: an admitted request whose prompt is computed joins its decode
+instance only when the batch has room for it.
+
+The KVCache lies at the decode instance by then. There is room while a step stays below the time
+with which most answers meet their TBT SLO (`AttemptSpec.max_step_s`). So bursts wait within the
+TTFT SLO, and a batch is full without making the answers in it late. The rule is one of its own
+(`conductor.decode_wait`): any admission policy may stand before it. The wait is predicted and
+counts in the TTFT that the policy judges.
+
+Only decode instances hold a first token back. A mixed instance has no handover at which to wait. A
+vLLM server has a batch of its own, so the instance in front of it passes the first token on.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonpool.conductor.admission.context import AdmissionContext
+from moonpool.conductor.admission.slo_chances import TbtChances
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
+from moonpool.request_record import RequestRecord
+
+LONGEST_FIRST_GAP = 2.0
+"""Steps that the first gap of an answer lasts if it joins at any time. Where so many steps meet the
+TBT SLO, requests join at once."""
+
+
+class DecodeLoad(msgspec.Struct, frozen=True):
+    """The decode pool at the time when an answer can begin."""
+
+    others: float  # decodes beside it on its instance, if it could make them late
+    without_s: float  # predicted step time without it
+    with_s: float
+    wait_s: float  # from the end of the prefill until then
+    max_step_s: float | None  # the step time to wait for; None: it joins at once
+    lasts: bool = False  # the instance remains as full as that
+
+
+class DecodeWait:
+    """What the Conductor knows of waits at decode instances, whatever the admission policy: the
+    chances that answers meet their TBT SLO, and how long a request waits. One per Conductor."""
+
+    def __init__(self, waits: bool = True) -> None:
+        """`waits`: the rule is on. Off: requests join at once, and so make the others slower."""
+        self._waits = waits
+        self.tbt_decode, self.tbt_mixed = TbtChances(joins_between=waits), TbtChances()
+
+    def note_answer(self, record: RequestRecord, predicted_step_s: float, mixed: bool) -> None:
+        """Learns from an answer. `predicted_step_s`: as of `load`; 0 if nothing was predicted that
+        lasts."""
+        longest_s = record.tbt_top10_mean_s or 0.0
+        chances = self.tbt_mixed if mixed else self.tbt_decode
+        chances.note_answer(record.num_generated_tokens, longest_s, predicted_step_s)
+
+    def chances(self, table: InstanceTable, row: int) -> TbtChances:
+        return self.tbt_mixed if is_mixed(table, row) else self.tbt_decode
+
+    def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
+        """The step time beyond which a decode instance serves fewer effective requests."""
+        base_s = table.decode_base_s.item(row)
+        return self.chances(table, row).best_step_s(base_s, slo_tbt_s)
+
+    def load(self, context: AdmissionContext) -> DecodeLoad:
+        """The load of the decode instance when the answer can begin. `context.placement` must not
+        contain the wait yet."""
+        table, row, slo_s = context.table, context.placement.decoder_row, context.budget.slo.tbt_s
+        if not context.footprint.decodes:
+            return DecodeLoad(0.0, 0.0, 0.0, 0.0, None)  # a step of 0 s meets any SLO
+        own_s = added_step_s(table, row, context.footprint.expected_tokens)
+        ready_s = context.now + context.placement.ttft_s
+        batch, tokens = context.forecast.project(ready_s, context.now)
+        context.forecast.note_projection(ready_s, batch)
+        batch, tokens = table.without_remainders(batch, tokens)
+        others = batch / table.num_decodes
+        if table.decodes_alike:
+            without_s = table.tbt_s(row, others, tokens / table.num_decodes)
+        else:
+            without_s = max(table.level_tbt_s(batch, tokens), table.decode_base_s.item(row))
+        if is_mixed(table, row):
+            planned_s = CHUNKED_STEP_SHARE * context.budget.yardstick.tbt_s
+            with_s = max(without_s + own_s, planned_s)
+            return DecodeLoad(others, max(without_s, planned_s), with_s, 0.0, None, lasts=True)
+        if not self._waits:
+            return DecodeLoad(others, without_s, without_s + own_s, 0.0, None, lasts=True)
+        if (without_s + own_s) * LONGEST_FIRST_GAP <= slo_s:
+            return DecodeLoad(0.0, without_s, without_s + own_s, 0.0, None)
+        # A request joins only when there is room, so it harms nobody.
+        limit_s = self.limit_step_s(table, row, slo_s)
+        ttft_s = context.placement.ttft_s
+        wait_s = max(until_room_s(context, limit_s, own_s, ttft_s) - ttft_s, 0.0)
+        with_s = limit_s if wait_s else min(without_s + own_s, max(limit_s, own_s))
+        # Without a wait, the load grows after the answer has begun: it tells nothing about a step
+        # as long as the limit.
+        return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
+
+
+def until_room_s(context: AdmissionContext, limit_s: float, own_s: float, ttft_s: float) -> float:
+    """Time until the batch has room for a request, behind all that are booked before it. At
+    full load, so much of the load ends in each second as one lifetime has seconds. The request
+    adds `own_s` to each step, and its prefill ends in `ttft_s`."""
+    table, row = context.table, context.placement.decoder_row
+    per_sequence_s = table.decode_s_per_sequence.item(row)
+    per_token_s = table.decode_s_per_context_token.item(row)
+    booked_s = per_sequence_s * table.booked_batch.item(row)
+    booked_s += per_token_s * table.booked_context.item(row)
+    free_s = limit_s - table.decode_base_s.item(row)
+    free_s = max(free_s, own_s, 1e-12)
+    lacking_s = booked_s + own_s - free_s
+    if lacking_s <= 0.0 or not table.booked_batch.item(row):
+        return 0.0
+    used_s = per_sequence_s * table.decoding_batch.item(row)
+    used_s += per_token_s * table.decoding_context.item(row)
+    # Until the prefills under way have filled the batch, less than that ends.
+    empty = max(1.0 - used_s / free_s, 0.0)
+    filled = min(empty * free_s / max(booked_s - used_s, 1e-12), 1.0)
+    lost_s = 0.5 * empty * filled * ttft_s
+    lifetime_s = context.forecast.lifetime_s or context.footprint.answer_s
+    return lacking_s / free_s * lifetime_s + lost_s
+
+
+def added_step_s(table: InstanceTable, row: int, num_tokens: int) -> float:
+    """What one more decode of `num_tokens` adds to each step of an instance."""
+    per_token_s = table.decode_s_per_context_token.item(row)
+    return table.decode_s_per_sequence.item(row) + per_token_s * num_tokens
+
+
+def is_mixed(table: InstanceTable, row: int) -> bool:
+    return table.mixed is not None and bool(table.mixed.item(row))

@@ -1,0 +1,147 @@
+"""A forecast of a server of known times, in virtual time: nothing depends on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from timed_server import TimedServer
+from virtual_loop import VirtualLoop
+
+from moonpool.studies.trace_rows import TraceRows
+from moonpool.trace.row import TraceRow
+from moonpool_lab.forecast import front_door, measured_server
+from moonpool_lab.forecast.forecast_table import TableError, add_entry, read_table
+from moonpool_lab.forecast.run import ForecastPlan, run_forecast
+from moonpool_lab.replay import http_client, player
+from moonpool_lab.replay import run as replay_run
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualLoop]:
+    found = VirtualLoop()
+    asyncio.set_event_loop(found)
+    for module in (front_door, measured_server, http_client, player):
+        monkeypatch.setattr(module, "monotonic", found.time)
+    monkeypatch.setattr(replay_run.time, "perf_counter", found.time)
+    yield found
+    asyncio.set_event_loop(None)
+    found.close()
+
+
+def sessions(count: int = 120, seed: int = 5) -> TraceRows:
+    """Requests of one to six turns, with prompts of up to 2,000 tokens, one every 4 s."""
+    rng = Random(seed)
+    rows, names, open_sessions, at_s = [], iter(range(10**6)), [], 0.0
+    for _ in range(count):
+        at_s += rng.expovariate(0.25)
+        if open_sessions and rng.random() < 0.5:
+            blocks, tokens = open_sessions.pop(rng.randrange(len(open_sessions)))
+        else:
+            blocks, tokens = [], 0
+        tokens += rng.randrange(50, 500)
+        blocks = [*blocks[: tokens // 16], *(next(names) for _ in range(-(-tokens // 16)))]
+        blocks = blocks[: -(-tokens // 16)]
+        answer = rng.randrange(8, 60)
+        rows.append(TraceRow(at_s, tokens, answer, tuple(blocks)))
+        if tokens < 1500:
+            open_sessions.append((blocks[: tokens // 16], tokens))
+    return TraceRows(rows, 16, "sessions")
+
+
+def forecast(loop: VirtualLoop, server: TimedServer, table: Path, **plan: Any) -> dict[str, Any]:
+    async def main() -> dict[str, Any]:
+        async with server.serving():
+            given = {"measure_s": 60.0, "run_s": 20.0} | plan
+            return await run_forecast(
+                ForecastPlan(url=server.url, trace=sessions(), table=table, **given), lambda _: None
+            )
+
+    return loop.run_until_complete(main())
+
+
+def worst(found: dict[str, Any], *names: str) -> float:
+    return max(abs(outcome["errors"][n]) for outcome in found["outcomes"] for n in names)
+
+
+GIVEN: dict[str, Any] = {"slo_ttft_s": 3.0, "slo_tbt_s": 0.2}
+
+
+@pytest.mark.parametrize(
+    "slo", [{}, pytest.param(GIVEN, marks=pytest.mark.long)], ids=["usual", "given"]
+)
+def test_what_is_forecast_comes(loop: VirtualLoop, tmp_path: Path, slo: dict[str, Any]) -> None:
+    """Chunks, batches, cache and queue of a server that nobody has described."""
+    given = slo | {"loads": (0.5, 0.8, 1.5)}
+    found = forecast(loop, TimedServer(), tmp_path / "table.jsonl", **given)
+    measured = found["forecast"]["measured"]
+    assert measured["chunk_tokens"] == 512 and measured["full"]
+    assert measured["cache_tokens"] == pytest.approx(65_536, rel=0.05)
+    errors = [abs(e) for outcome in found["outcomes"] for e in outcome["errors"].values()]
+    assert sorted(errors)[len(errors) // 2] < 0.03, found["outcomes"]
+    assert worst(found, "ttft_s.p50", "tbt_s.p50", "tbt_s.p90", "tbt_s.p99") < 0.1
+    assert worst(found, "hit_ratio") < 0.03
+    assert worst(found, "effective_share") < 0.1
+
+
+@pytest.mark.long
+def test_a_server_with_few_sequences_queues(loop: VirtualLoop, tmp_path: Path) -> None:
+    given = GIVEN | {"loads": (0.5, 1.0)}
+    found = forecast(loop, TimedServer(sequences=4), tmp_path / "table.jsonl", **given)
+    assert found["forecast"]["measured"]["max_sequences"] == 4
+    assert worst(found, "ttft_s.p50", "tbt_s.p50") < 0.15, found["outcomes"]
+
+
+def test_a_server_without_a_cache_is_seen_as_one(loop: VirtualLoop, tmp_path: Path) -> None:
+    given = {"loads": (0.5,), "run_s": 20.0}
+    found = forecast(loop, TimedServer(cache_blocks=0), tmp_path / "table.jsonl", **given)
+    assert not found["forecast"]["measured"]["has_cache"]
+    assert found["forecast"]["loads"][0]["figures"]["hit_ratio"] == 0.0
+    assert worst(found, "ttft_s.p50", "tbt_s.p50") < 0.1, found["outcomes"]
+
+
+def test_the_forecast_is_written_before_anything_is_tried(
+    loop: VirtualLoop, tmp_path: Path
+) -> None:
+    """What stands in the table when a request of a load comes."""
+    table, server = tmp_path / "table.jsonl", TimedServer()
+    seen: list[int] = []
+    server.on_request = lambda: seen.append(len(read_table(table)) if table.exists() else 0)
+    found = forecast(loop, server, table, loads=(0.5, 1.0), run_s=10.0, measure_s=20.0)
+    replayed = sum(one["rows"] for one in found["forecast"]["loads"])
+    assert seen[-replayed:] == sorted(seen[-replayed:]) and min(seen[-replayed:]) == 1
+    assert max(seen[:-replayed]) == 0, "measured before the forecast"
+    entries = read_table(table)
+    assert [entry["kind"] for entry in entries] == ["forecast", "outcome", "outcome"]
+    assert entries[0]["hash"] == entries[1]["forecast"] == entries[2]["forecast"]
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda lines: [lines[0].replace(b"0.5", b"0.6"), *lines[1:]],
+        lambda lines: [lines[0], *lines[2:]],
+        lambda lines: [lines[1], lines[0], *lines[2:]],
+        lambda lines: [*lines[:2], lines[1], *lines[2:]],
+        lambda lines: [*lines, b"{}"],
+        lambda lines: [*lines, b"[]"],
+        lambda lines: [*lines, b"not json"],
+    ],
+    ids=["changed", "left out", "swapped", "doubled", "no hash", "no entry", "no json"],
+)
+def test_a_changed_table_is_neither_read_nor_added_to(tmp_path: Path, meddle: Any) -> None:
+    path = tmp_path / "table.jsonl"
+    for number in range(3):
+        add_entry(path, {"kind": "forecast", "number": number, "ttft_s": 0.5})
+    assert [entry["number"] for entry in read_table(path)] == [0, 1, 2]
+    path.write_bytes(b"\n".join(meddle(path.read_bytes().splitlines())) + b"\n")
+    before = path.read_bytes()
+    with pytest.raises(TableError, match=r"line \d of table.jsonl is not what was once written"):
+        read_table(path)
+    with pytest.raises(TableError):
+        add_entry(path, {"kind": "forecast"})
+    assert path.read_bytes() == before
