@@ -95,6 +95,11 @@ class AttemptPlanner:
     def set_layout(self, layout: BlockLayout) -> None:
         self.layout, self._token_bytes = layout, layout.token_bytes
 
+    def name_blocks(self, tracked: TrackedRequest) -> None:
+        """Names the blocks of a request's prompt before it is planned (mutates it)."""
+        if self.layout is not None:
+            _name_blocks(tracked, tracked.request.token_ids, self.layout)
+
     def plan(self, tracked: TrackedRequest, now: float) -> PlannedAttempt | Rejection:
         """Decides on the request's next attempt (mutates `tracked`: keys, predicted length)."""
         request, layout = tracked.request, self.layout

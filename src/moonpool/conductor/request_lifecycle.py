@@ -32,6 +32,7 @@ from moonpool.conductor.forecast.output_predictor import OutputPredictor
 from moonpool.conductor.placement.choice import NO_ROOM, Rejection
 from moonpool.conductor.placement.prefetching import Prefetching
 from moonpool.conductor.placement.replication import Replication
+from moonpool.conductor.programs.keeper import ProgramKeeper
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
@@ -41,6 +42,7 @@ from moonpool.conductor.waiting.preemption import Preemption
 from moonpool.conductor.waiting.queue import RETRY_DELAYS_S, WaitingRequests, WaitNeed
 from moonpool.conductor.waiting.retry_schedule import RetrySchedule
 from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
+from moonpool.config.tables import ProgramRules
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -101,12 +103,14 @@ class RequestLifecycle:
         tenant_caches: Mapping[str, float],
         prefetching: Prefetching | None = None,
         replication: Replication | None = None,
+        programs: ProgramRules = "named",
     ) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.shares = FairShare(tenant_weights)
         self._tenant_caches = tenant_caches
         self.waiting = WaitingRequests(self.shares)
         self.wait_rules = WaitRules(reservations, self.shares, self.waiting)
+        self.keeper = ProgramKeeper(programs, reservations, self.waiting, actions)
         self._preemption = Preemption(reservations, self.shares)
         self.num_pauses = 0  # of answers that gave way to another tenant's
         self._has_room = False  # an answer has ended since the last look at waiting requests
@@ -156,6 +160,9 @@ class RequestLifecycle:
         tracked.share = self.shares.weight(tenant)
         tracked.cache_share = self._tenant_caches.get(tenant, 1.0)
         tracked.account, tracked.competes = self.shares.begin(tenant, now), self.shares.compete(now)
+        if self.keeper.recognises:
+            self._planner.name_blocks(tracked)
+        self.keeper.arrive(tracked, now)
         if delivered is None and self.shares.must_yield(tenant, now):
             text = "other tenants wait for their share of this cluster, and yours is used up"
             self._wait_or_reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
@@ -169,6 +176,10 @@ class RequestLifecycle:
         """Books the request's next attempt, lets the request wait, or rejects it."""
         if self._suspects.must_wait(tracked):
             self._hold_back(tracked, now)
+            return
+        waits = self.keeper.why_wait(tracked, now)
+        if waits is not None:
+            self._wait_or_reject(tracked, waits, now)
             return
         self.on_work(tracked.request.request_id)
         planned = self._planner.plan(tracked, now)
@@ -238,6 +249,7 @@ class RequestLifecycle:
     def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         placement, footprint = planned.placement, planned.footprint
         attempt = self._planner.attempt(tracked, planned)
+        self.keeper.place(tracked, placement.hit_tokens, now)
         self.wait_rules.note_attempt(tracked.request, 1)
         self.waiting.remove(tracked.request.request_id)
         if not tracked.num_attempts:
@@ -535,6 +547,7 @@ class RequestLifecycle:
         """Removes all bookings, whatever the stage, and completes the record. `engine_goes_on`:
         although the answer is complete; the engine of one that is not is told in any case."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
+        self.keeper.end(tracked, finished, now)
         if finished:
             self._retries.note_completed(now)
             assert self._planner.layout is not None

@@ -14,6 +14,7 @@ from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.programs import ANSWERED, ProgramFigures
 from moonpool.sim.workload import Arrival
 from moonpool.trace.closed_loop import ClosedLoop, retry_after_s
+from moonpool.types import RequestId
 
 
 @dataclass(slots=True)
@@ -29,12 +30,12 @@ class Clients:
     def __init__(
         self,
         clock: Clock,
-        send: Callable[[Arrival], str],
+        send: Callable[[RequestId, Arrival], None],
         block_tokens: int,
         most_programs: int | None = None,
     ) -> None:
-        """`send` returns the id of the request. `most_programs`: that run at a time; further ones
-        begin when one has ended."""
+        """`send` may end the request at once. `most_programs`: that run at a time; further ones begin
+        when one has ended."""
         self.figures = ProgramFigures(block_tokens)
         self._clock, self._send = clock, send
         self._loop: ClosedLoop[Arrival] = ClosedLoop()
@@ -43,6 +44,7 @@ class Clients:
         self._refused: dict[str, tuple[int, float | None]] = {}
         self._held: Arrival | None = None
         self._most_programs = most_programs
+        self.num_sent = 0
         self.num_to_come = 0  # calls whose tools run, or that will be tried again
         self.has_more = True
 
@@ -78,11 +80,16 @@ class Clients:
         self._schedule_next()
 
     def _begin(self, arrival: Arrival) -> None:
+        request_id = self._next_id()
         if arrival.call:
             self.figures.begin(arrival, self._clock.now)
-        request_id = self._send(arrival)
-        if arrival.call:
             self._sent[request_id] = _Sent(arrival, self._clock.now)
+        self._send(request_id, arrival)
+
+    def _next_id(self) -> RequestId:
+        request_id = RequestId(str(self.num_sent))
+        self.num_sent += 1
+        return request_id
 
     def _go_on(self, arrival: Arrival) -> None:
         self.num_to_come -= 1
@@ -91,7 +98,9 @@ class Clients:
     def _try_again(self, sent: _Sent) -> None:
         self.num_to_come -= 1
         sent.num_tries += 1
-        self._sent[self._send(sent.arrival)] = sent
+        request_id = self._next_id()
+        self._sent[request_id] = sent
+        self._send(request_id, sent.arrival)
 
     def note_refused(self, request_id: str, status: int, told_s: float | None) -> None:
         """A request was refused, and will end (mutates)."""

@@ -140,5 +140,3 @@ def lost_s(record: RequestRecord) -> float:
     """The time in which the call waited."""
     stages = record.stages_s()
     return sum(stages.get(name, 0.0) for name in ("placement", "queue_and_fetch", "handover"))
-
-

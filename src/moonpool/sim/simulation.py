@@ -98,7 +98,8 @@ class Simulation:
         the same name joins afterwards. `boot_s`: until an instance that autoscale starts has
         joined. `tenant_shares`: of an overloaded cluster, relative to 1. `tenant_caches`: most of
         each instance's cache. `objects` are policies themselves, by config key. `on_end` gets the
-        record of each request that has ended. `most_programs`: that run at a time. Raises ConfigError for unknown instance names.
+        record of each request that has ended. `most_programs`: that run at a time. Raises
+        ConfigError for unknown instance names.
         """
         self.config = config
         self.hardware = hardware
@@ -130,7 +131,6 @@ class Simulation:
         self._links: dict[InstanceId, NodeLinks] = {}
         self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
         self._num_prompt_tokens: dict[str, int] = {}
-        self._num_arrived = 0
         self._ticking = False
         block_tokens = hardware.layout.block_tokens
         self.clients = Clients(self.clock, self._arrive, block_tokens, most_programs)
@@ -333,10 +333,8 @@ class Simulation:
 
     # Requests
 
-    def _arrive(self, arrival: Arrival) -> RequestId:
+    def _arrive(self, request_id: RequestId, arrival: Arrival) -> None:
         now = self.clock.now
-        request_id = RequestId(str(self._num_arrived))
-        self._num_arrived += 1
         self.last_arrival_s = now
         self._num_output_tokens[request_id] = arrival.output_tokens
         self._num_prompt_tokens[request_id] = arrival.input_tokens
@@ -361,7 +359,6 @@ class Simulation:
         else:
             self._post(RequestArrived(request))
         self._keep_ticking()
-        return request_id
 
     def _output_of(self, attempt_id: AttemptId) -> int:
         """The true length of an attempt's answer; 1 if its request has ended."""
@@ -463,7 +460,7 @@ class Simulation:
                 queued,
                 running,
                 held * self.hardware.layout.block_tokens,
-                self._num_arrived,
+                self.clients.num_sent,
                 sum(collector.rejected.values()),
                 collector.num_completed,
                 collector.num_effective,

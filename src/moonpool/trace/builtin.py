@@ -7,8 +7,8 @@ in Table 2 of the arXiv paper. Rates that no paper gives are assumptions.
 
 "agents" are sessions that grow for about twenty turns, with the gaps between turns published for
 coding agents: 2 s in the median, 11 min at P99. "coding-agents" has the statistics of Weka's corpus
-of conversations: 47 calls in the median, prompts that grow to 115,000 tokens. "jobs" are sessions that call short tools, or wait
-two minutes for a job. "hot-set" is single questions about popular
+of conversations: 47 calls in the median, prompts that grow to 115,000 tokens. "jobs" are sessions
+that call short tools, or wait two minutes for a job. "hot-set" is single questions about popular
 documents. "scan" is agents among documents that are read once.
 """
 

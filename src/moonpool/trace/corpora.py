@@ -183,9 +183,7 @@ class SpansParser:
             ends.append(end_s)
         return rows
 
-    def _blocks(
-        self, name: str, attributes: dict[str, Any], num_tokens: int
-    ) -> tuple[int, ...]:
+    def _blocks(self, name: str, attributes: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
         """By the text of the prompt if the span has it; else each prompt goes on after the one
         before it."""
         num_blocks = -(-num_tokens // SESSION_BLOCK_TOKENS)
@@ -193,9 +191,7 @@ class SpansParser:
         if found is None:
             return tuple(block_id(f"{name}/{i}".encode()) for i in range(num_blocks))
         text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
-        ids, text_tokens = text_blocks(text)
-        if not ids:
-            ids, text_tokens = (block_id(name.encode()),), 1
+        ids = text_blocks(text)[0] or (block_id(name.encode()),)
         # The text is as long as the tokens say, whatever a token has of it.
         per_block = len(ids) / num_blocks
         return tuple(

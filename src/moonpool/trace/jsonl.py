@@ -161,7 +161,8 @@ class AgentParser:
         except MALFORMED as error:
             raise LineError(_explain(line, _AgentLine, "agent", error)) from None
         num_input, ids = self._prompt(row)
-        num_output = _whole("output_length", 1.0 if row.output_length is None else row.output_length)
+        output_length = 1.0 if row.output_length is None else row.output_length
+        num_output = _whole("output_length", output_length)
         if num_input == 0 or num_output == 0:
             return None
         waits = row.delay is not None or row.tool_wait_ms is not None
@@ -353,12 +354,10 @@ def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
         them = "it" if len(missing) == 1 else "them"
         lacks = " and no ".join(missing)
         return f"this row has no {lacks}; every row of a {name} trace needs {them}"
-    checked = ("timestamp", "input_length", "output_length")
+    checked: tuple[str, ...] = ("timestamp", "input_length", "output_length")
     if name == "agent":
         checked = tuple(
-            field
-            for field in (*checked, "delay", "tool_wait_ms")
-            if fields.get(field) is not None
+            field for field in (*checked, "delay", "tool_wait_ms") if fields.get(field) is not None
         )
     for field in (*checked, *({"tenant", "priority"} & set(fields))):
         problem = _problem(field, fields[field])

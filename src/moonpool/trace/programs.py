@@ -63,9 +63,7 @@ class CallOrder:
             time = row.time
         return self._note(row, session, time, after, delay_s)
 
-    def _waits_for(
-        self, row: ParsedRow, session: _Session | None
-    ) -> tuple[tuple[str, ...], float]:
+    def _waits_for(self, row: ParsedRow, session: _Session | None) -> tuple[tuple[str, ...], float]:
         """The calls that the row waits for, and how long its tools run then."""
         for call in row.after:
             if call not in self._named:

@@ -23,7 +23,6 @@ from typing import BinaryIO, Literal, get_args
 
 from moonpool.config.tables import is_own_policy
 from moonpool.plugins.objects import installed_names, own_name
-from moonpool.trace.corpora import SpansParser, WekaParser
 from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.jsonl import jsonl_parser
 from moonpool.trace.own_format import KEY as OWN_FORMAT
@@ -44,7 +43,6 @@ from moonpool.trace.vllm_log import VllmLogParser, is_vllm_log
 
 TraceFormat = Literal["auto", "mooncake", "bailian", "azure", "burstgpt", "vidur", "log", "vllm"]
 LOG_PARSERS = (JsonLogParser, VllmLogParser)
-PROGRAM_PARSERS = (WekaParser, SpansParser)
 _JSONL = ("mooncake", "bailian")
 _HEAD_ROWS = 100  # rows that decide between seconds and milliseconds
 
@@ -206,10 +204,10 @@ def _parse(
 ) -> Sequence[ParsedRow | None]:
     """The rows of a line, in their places in the order of calls."""
     try:
-        if isinstance(parser, PROGRAM_PARSERS):
-            found: Sequence[ParsedRow | None] = parser.parse_program(line) or (None,)
+        if isinstance(parser, Parser):
+            found: Sequence[ParsedRow | None] = (parser.parse(line),)
         else:
-            found = (parser.parse(line),)
+            found = parser.parse_program(line) or (None,)
         if order is None:
             return found
         return [row if row is None or row is OTHER_LINE else order.place(row) for row in found]
@@ -269,9 +267,7 @@ def _not_a_log(parser: Parser | ProgramParser, scan: _Scan) -> str:
     return f"{counts}; {why or 'keep the lines of requests only'}"
 
 
-def _parsed_rows(
-    path: Path, parser: Parser | ProgramParser, scan: _Scan
-) -> Iterator[ParsedRow]:
+def _parsed_rows(path: Path, parser: Parser | ProgramParser, scan: _Scan) -> Iterator[ParsedRow]:
     index = scan.index
     order = CallOrder(parser.units_per_s) if scan.has_programs else None
     with open_file(path) as file:

@@ -7,7 +7,7 @@ not tell how a request was served.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -112,6 +112,7 @@ class LineError(ValueError):
     """A line cannot be used. The reader adds the file name and the line number."""
 
 
+@runtime_checkable
 class Parser(Protocol):
     """Parses single lines. `parse` raises `LineError`; None is a row to skip and count, and
     OTHER_LINE a line that is no row at all."""
