@@ -160,9 +160,7 @@ class RequestLifecycle:
         tracked.share = self.shares.weight(tenant)
         tracked.cache_share = self._tenant_caches.get(tenant, 1.0)
         tracked.account, tracked.competes = self.shares.begin(tenant, now), self.shares.compete(now)
-        if self.keeper.recognises:
-            self._planner.name_blocks(tracked)
-        self.keeper.arrive(tracked, now)
+        self.keeper.arrive(tracked, self._planner.layout, now)
         if delivered is None and self.shares.must_yield(tenant, now):
             text = "other tenants wait for their share of this cluster, and yours is used up"
             self._wait_or_reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
@@ -177,8 +175,7 @@ class RequestLifecycle:
         if self._suspects.must_wait(tracked):
             self._hold_back(tracked, now)
             return
-        waits = self.keeper.why_wait(tracked, now)
-        if waits is not None:
+        if (waits := self.keeper.why_wait(tracked, now)) is not None:
             self._wait_or_reject(tracked, waits, now)
             return
         self.on_work(tracked.request.request_id)
@@ -249,7 +246,7 @@ class RequestLifecycle:
     def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         placement, footprint = planned.placement, planned.footprint
         attempt = self._planner.attempt(tracked, planned)
-        self.keeper.place(tracked, placement.hit_tokens, now)
+        self.keeper.place(tracked, attempt.decoder, placement.hit_tokens, now)
         self.wait_rules.note_attempt(tracked.request, 1)
         self.waiting.remove(tracked.request.request_id)
         if not tracked.num_attempts:

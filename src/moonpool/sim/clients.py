@@ -34,8 +34,8 @@ class Clients:
         block_tokens: int,
         most_programs: int | None = None,
     ) -> None:
-        """`send` may end the request at once. `most_programs`: that run at a time; further ones begin
-        when one has ended."""
+        """`send` may end the request at once. `most_programs`: that run at a time; further ones
+        begin when one has ended."""
         self.figures = ProgramFigures(block_tokens)
         self._clock, self._send = clock, send
         self._loop: ClosedLoop[Arrival] = ClosedLoop()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moonpool.request_record import RequestRecord
-from moonpool.sim.metrics import Histogram
+from moonpool.sim.metrics import Histogram, rounded
 from moonpool.trace.closed_loop import Call
 
 ANSWERED = ("stop", "length")
@@ -122,7 +122,20 @@ class ProgramFigures:
             program.sessions.append(session)
         return program
 
+    def _with_failed(self) -> dict[str, float]:
+        """P50 and P90 over all programs, where one that was given up takes as long as the longest
+        of the others."""
+        longest_s, found = self.makespan_s.largest, {}
+        total = len(self)
+        for name, share in (("p50", 0.5), ("p90", 0.9)):
+            of_others = share * total / max(self.makespan_s.count, 1)
+            found[name] = rounded(
+                longest_s if of_others > 1.0 else self.makespan_s.quantile(of_others)
+            )
+        return found
+
     def summary(self) -> dict[str, Any]:
+        """For `simulate --json` and `replay --json`."""
         return {
             "count": len(self),
             "failed": self.num_failed,
@@ -130,6 +143,7 @@ class ProgramFigures:
             "calls": self.num_calls,
             "retries": self.num_retries,
             "makespan_s": self.makespan_s.summary(),
+            "makespan_with_failed_s": self._with_failed(),
             "lost_s": self.lost_s.summary(),
             "input_tokens": self.input_tokens,
             "recomputed_tokens": self.recomputed_tokens,

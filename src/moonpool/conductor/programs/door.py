@@ -10,6 +10,9 @@ was admitted before. So the load is limited where programs begin. A new program 
 * behind programs that came before it.
 
 A sub-agent belongs to its root, and begins with it.
+
+The calls of a program stay where its blocks are unless another instance is predicted to answer
+sooner (Algorithm 1), and has the room: else it would drive out the blocks of others.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from moonpool.conductor.placement.choice import PROGRAMS_WAIT, Rejection
 from moonpool.conductor.programs.program import Program
 from moonpool.conductor.programs.programs import Programs
 from moonpool.conductor.state import TrackedRequest
+from moonpool.types import InstanceId
 
 MAX_QUEUE_S = 2.0
 MAX_SHARE = 0.9
@@ -35,7 +39,8 @@ class Door:
 
     def __init__(self, programs: Programs, table: InstanceTable) -> None:
         self._programs, self._table = programs, table
-        self._held_tokens, self._updated_s = 0.0, -inf
+        self._held: dict[InstanceId | None, float] = {}  # tokens, by instance
+        self._updated_s = -inf
         self._outside: dict[str, dict[int, Program]] = {}  # new ones by tenant and number
 
     def __len__(self) -> int:
@@ -63,7 +68,28 @@ class Door:
     def note_begun(self, program: Program, num_tokens: float) -> None:
         """A program goes on, and needs so many tokens more (mutates)."""
         self.leave(program)
-        self._held_tokens += num_tokens
+        at = program.instance
+        self._held[at] = self._held.get(at, 0.0) + num_tokens
+
+    def _held_now(self, now: float) -> dict[InstanceId | None, float]:
+        if not 0.0 <= now - self._updated_s < UPDATE_EVERY_S:
+            self._held, self._updated_s = self._programs.held_tokens(now), now
+        return self._held
+
+    def crowded(self, tracked: TrackedRequest, now: float) -> list[int]:
+        """Rows of instances that a call should not move to: programs need their KVCache. Its own
+        instance is none of them."""
+        program, table = tracked.program, self._table
+        if program is None:
+            return []
+        own = max(tracked.request.num_prompt_tokens, self._programs.usual_tokens.value)
+        held = self._held_now(now)
+        return [
+            row
+            for row, instance_id in enumerate(table.ids)
+            if instance_id != program.instance
+            and held.get(instance_id, 0.0) + own > MAX_SHARE * table.capacity_tokens.item(row)
+        ]
 
     def _why(self, tracked: TrackedRequest, now: float) -> str | None:
         table, program = self._table, tracked.program
@@ -73,9 +99,7 @@ class Door:
         first = min(self._outside.get(program.tenant, ()), default=program.root.number)
         if first < program.root.number:
             return f"{len(self)} wait already"
-        if not 0.0 <= now - self._updated_s < UPDATE_EVERY_S:
-            self._held_tokens, self._updated_s = self._programs.held_tokens(now), now
-        held = self._held_tokens
+        held = sum(self._held_now(now).values())
         capacity = float(table.capacity_tokens[table.decodes].sum())
         own = max(tracked.request.num_prompt_tokens, self._programs.usual_tokens.value)
         if held and held + own > MAX_SHARE * capacity:

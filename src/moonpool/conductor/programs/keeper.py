@@ -6,6 +6,7 @@ This is the only part of `programs` that the life of a request calls.
 from __future__ import annotations
 
 from moonpool.conductor.actions import ConductorAction, Send
+from moonpool.conductor.attempt_planner import name_blocks
 from moonpool.conductor.placement.choice import Rejection
 from moonpool.conductor.programs.door import Door
 from moonpool.conductor.programs.program import Program
@@ -14,7 +15,9 @@ from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.config.tables import ProgramRules
+from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import MarkReplicas
+from moonpool.types import InstanceId
 
 
 class ProgramKeeper:
@@ -28,23 +31,25 @@ class ProgramKeeper:
         actions: list[ConductorAction],
     ) -> None:
         self.programs = Programs(lambda: waiting.line)
-        self.recognises = rules == "all"
+        self._recognises = rules == "all"
         self._is_on = rules != "off"
         self._index, self._instances = reservations.index, reservations.instances
         self._table = reservations.instance_table
         self.door = Door(self.programs, reservations.instance_table)
         self._actions = actions
 
-    def arrive(self, tracked: TrackedRequest, now: float) -> None:
-        """A call has arrived (mutates). Its blocks must be known if programs are recognised."""
+    def arrive(self, tracked: TrackedRequest, layout: BlockLayout | None, now: float) -> None:
+        """A call has arrived (mutates). `layout`: of blocks, once an instance has joined."""
         if not self._is_on:
             return
         program = self.programs.arrive(tracked, now)
-        if program is None and self.recognises:
+        if program is None and self._recognises and layout is not None:
+            name_blocks(tracked, tracked.request.token_ids, layout)
             program = self.programs.recognise(tracked, now)
         if program is None:
             return
         tracked.program = program
+        tracked.record.program = program.program_id
         tracked.explanation.add(_describe(program, now))
         if program.parked:
             program.parked = False
@@ -52,13 +57,20 @@ class ProgramKeeper:
 
     def why_wait(self, tracked: TrackedRequest, now: float) -> Rejection | None:
         """Why the call waits because of its program; None: it need not (mutates)."""
-        return None if tracked.program is None else self.door.why_wait(tracked, now)
+        if tracked.program is None:
+            return None
+        why = self.door.why_wait(tracked, now)
+        if why is None:
+            tracked.crowded = self.door.crowded(tracked, now)
+        return why
 
-    def place(self, tracked: TrackedRequest, hit_tokens: int, now: float) -> None:
-        """A call is placed where so many tokens of its prompt are (mutates)."""
+    def place(
+        self, tracked: TrackedRequest, decoder: InstanceId, hit_tokens: int, now: float
+    ) -> None:
+        """As `Programs.place` (mutates)."""
         program = tracked.program
         if program is not None:
-            self.programs.place(tracked, hit_tokens, now)
+            self.programs.place(tracked, decoder, hit_tokens, now)
             is_new = program.num_calls == 1 and not tracked.num_attempts
             usual = self.programs.usual_tokens.value
             self.door.note_begun(program, max(program.own_tokens, usual) if is_new else 0.0)

@@ -31,7 +31,7 @@ class Program:
     recomputed_tokens: int = 0  # of its own context, that no instance had any more
     waited_s: float = 0.0  # from arrivals to placements
     keys: Sequence[BlockKey] = ()  # of its last prompt
-    instance: InstanceId | None = None  # where its last answer was decoded
+    instance: InstanceId | None = None  # where its last call decodes
     tool: str = ""  # that runs now
     keep_until_s: float = 0.0  # as its client asked
     # Its pause.

@@ -21,7 +21,7 @@ from moonpool.conductor.forecast.estimators import RunningMean
 from moonpool.conductor.programs.pauses import Pauses
 from moonpool.conductor.programs.program import Program
 from moonpool.conductor.state import TrackedRequest
-from moonpool.types import BlockKey, ProgramContext, payer_of
+from moonpool.types import BlockKey, InstanceId, ProgramContext, payer_of
 
 MAX_PROGRAMS = 65_536
 """Programs that are remembered; those that have paused for longest are forgotten first."""
@@ -134,8 +134,11 @@ class Programs:
                 self._forget(oldest)
         return program
 
-    def place(self, tracked: TrackedRequest, hit_tokens: int, now: float) -> None:
-        """A call is placed where so many tokens of its prompt are (mutates)."""
+    def place(
+        self, tracked: TrackedRequest, decoder: InstanceId, hit_tokens: int, now: float
+    ) -> None:
+        """A call will be decoded there; so many tokens of its prompt are where it is prefilled
+        (mutates)."""
         program = tracked.program
         assert program is not None
         if not program.context_tokens:
@@ -145,6 +148,7 @@ class Programs:
         program.waited_s += max(now - tracked.request.arrived_s, 0.0)
         program.context_tokens = max(program.context_tokens, tracked.request.num_prompt_tokens)
         program.has_begun = program.root.has_begun = True
+        program.instance = decoder
 
     def end_call(self, tracked: TrackedRequest, answered: bool, now: float) -> Program | None:
         """A call has ended (mutates). Returns its program if that has ended, too."""
@@ -161,7 +165,6 @@ class Programs:
             if program.keys:
                 self._by_leaf.pop(program.keys[-1], None)
             program.keys = tracked.keys
-            program.instance = record.decode_instance
             if not program.is_named and program.keys:
                 self._by_leaf[program.keys[-1]] = program
         if program.num_running:
@@ -193,10 +196,13 @@ class Programs:
             if self.pauses.age(program, now):
                 self._forget(program)
                 leaving += [] if program.parked else [program]
-            elif not program.parked and len(leaving) < MAX_PARKED_PER_TICK:
-                if self._chance(program, now) < PARK_CHANCE:
-                    program.parked = True
-                    leaving.append(program)
+            elif (
+                not program.parked
+                and len(leaving) < MAX_PARKED_PER_TICK
+                and self._chance(program, now) < PARK_CHANCE
+            ):
+                program.parked = True
+                leaving.append(program)
         return leaving
 
     def _chance(self, program: Program, now: float) -> float:
@@ -205,12 +211,17 @@ class Programs:
             return 1.0
         return self.pauses.chance(program, HORIZON_S, now)
 
-    def held_tokens(self, now: float) -> float:
-        """KVCache that the programs which have begun need for themselves: all of those that run,
-        and of the others as much as is likely to be needed soon. One that is still short will
-        grow."""
-        total, usual = 0.0, self.usual_tokens.value
+    def held_tokens(self, now: float) -> dict[InstanceId | None, float]:
+        """KVCache that the programs which have begun need for themselves, by the instance where
+        their blocks are (None: they have none yet): all of those that run, and of the others as
+        much as is likely to be needed soon. If most are still short, they will grow to the usual
+        size."""
+        held: dict[InstanceId | None, float] = {}
+        present: dict[InstanceId | None, float] = {}
         for program in self._programs.values():
             if program.has_begun and not program.parked:
-                total += max(program.own_tokens, usual) * self._chance(program, now)
-        return total
+                chance, at = self._chance(program, now), program.instance
+                held[at] = held.get(at, 0.0) + program.own_tokens * chance
+                present[at] = present.get(at, 0.0) + chance
+        usual = self.usual_tokens.value
+        return {at: max(tokens, present[at] * usual) for at, tokens in held.items()}

@@ -125,11 +125,7 @@ class WaitRules:
             return False
         is_owed, latest_s = False, None
         is_whole = rejection.reason == PROGRAMS_WAIT  # refused, it would only come again later
-        if (
-            is_whole
-            or waiting.awaits(rejection.reason)
-            or self._waits_for_room(tracked, rejection)
-        ):
+        if is_whole or waiting.awaits(rejection.reason) or self._waits_for_room(tracked, rejection):
             tracked.has_waited = True
         elif rejection.status not in (429, 503) or rejection.reason not in LOAD_REASONS:
             return False
