@@ -38,9 +38,14 @@ def test_headers_of_agents() -> None:
 
 def test_the_context_of_vllm_router_goes_first() -> None:
     context = {
-        **{"program_id": "p", "parent_program_id": "q", "root_program_id": "r"},
-        **{"blocks_parent": False, "workflow_type": "swe", "agent_type": "Explore"},
-        **{"expected_output_length": 40, "expected_resume": False},
+        "program_id": "p",
+        "parent_program_id": "q",
+        "root_program_id": "r",
+        "blocks_parent": False,
+        "workflow_type": "swe",
+        "agent_type": "Explore",
+        "expected_output_length": 40,
+        "expected_resume": False,
         "kv_retention_ttl_seconds": 7,
     }
     found = program_of({b"x-session-id": b"u"}, {"agentic_context": context})

@@ -63,8 +63,13 @@ def test_dynamo_rows_wait_for_all_that_they_name(tmp_path: Path) -> None:
         {"request_id": "a", "session_id": "s", "timestamp": 5.5, "hash_ids": [1, 2], **shape},
         {"request_id": "z", "session_id": "t", "timestamp": 1, "hash_ids": [7, 8], **shape},
         {
-            **{"request_id": "b", "session_id": "s", "wait_for": ["a", "z"], "hash_ids": [1, 3]},
-            **{"delay": 10, "tool_wait_ms": 3.5, **shape},
+            "request_id": "b",
+            "session_id": "s",
+            "wait_for": ["a", "z"],
+            "hash_ids": [1, 3],
+            "delay": 10,
+            "tool_wait_ms": 3.5,
+            **shape,
         },
     )
     assert trace.info.has_programs and trace.info.block_tokens == 512

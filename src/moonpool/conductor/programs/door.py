@@ -71,6 +71,10 @@ class Door:
         at = program.instance
         self._held[at] = self._held.get(at, 0.0) + num_tokens
 
+    def note_ended(self) -> None:
+        """A program has ended: what it held is free (mutates)."""
+        self._updated_s = -inf
+
     def _held_now(self, now: float) -> dict[InstanceId | None, float]:
         if not 0.0 <= now - self._updated_s < UPDATE_EVERY_S:
             self._held, self._updated_s = self._programs.held_tokens(now), now

@@ -84,6 +84,7 @@ class ProgramKeeper:
         if not program.root.has_begun:
             self.door.leave(program)
         if ended is not None:
+            self.door.note_ended()
             self._mark(ended, leaves_first=True)
 
     def tick(self, now: float) -> None:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from moonpool.types import BlockKey, InstanceId
 
+MAX_AT_ONCE = 16
+"""Calls of one program, sub-agents not counted, that are not refused for the load."""
+
 
 @dataclass(slots=True, eq=False)
 class Program:
@@ -49,6 +52,12 @@ class Program:
         while program.parent is not None:
             program = program.parent
         return program
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its calls wait where new requests would be refused. Many calls at once are no
+        agent's, but those of clients that share one name."""
+        return self.root.has_begun and self.num_running <= MAX_AT_ONCE
 
     @property
     def own_tokens(self) -> int:

@@ -161,7 +161,7 @@ class WaitRules:
             return False
         tracked.call_has_begun |= self._calls[tracked.request.call] > 0
         program = tracked.program
-        tracked.call_has_begun |= program is not None and program.root.has_begun
+        tracked.call_has_begun |= program is not None and program.goes_on
         return tracked.call_has_begun or (tracked.num_attempts > 0 and rejection.reason == NO_ROOM)
 
     def _is_in_time(
