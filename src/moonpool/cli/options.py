@@ -190,6 +190,7 @@ POLICY_KEYS = (
     "conductor.inline_prefill",
     "conductor.inline_chunks",
     "conductor.prefetch",
+    "conductor.programs",
     "conductor.replicate",
     "conductor.spare_copies_first",
     "conductor.max_attempts",

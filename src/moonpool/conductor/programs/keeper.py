@@ -30,7 +30,7 @@ class ProgramKeeper:
         waiting: WaitingRequests,
         actions: list[ConductorAction],
     ) -> None:
-        self.programs = Programs(lambda: waiting.line)
+        self.programs = Programs(waiting)
         self._recognises = rules == "all"
         self._is_on = rules != "off"
         self._index, self._instances = reservations.index, reservations.instances

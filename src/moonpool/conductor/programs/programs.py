@@ -15,12 +15,13 @@ A program ends when its client says so, or after a pause longer than all that ar
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from moonpool.conductor.forecast.estimators import RunningMean
 from moonpool.conductor.programs.pauses import Pauses
 from moonpool.conductor.programs.program import Program
 from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.types import BlockKey, InstanceId, ProgramContext, payer_of
 
 MAX_PROGRAMS = 65_536
@@ -39,15 +40,15 @@ Key = tuple[str, str]
 class Programs:
     """All programs that have begun or wait to, and have not ended."""
 
-    def __init__(self, line: Callable[[], int]) -> None:
-        """`line`: the present place in the order of those that wait."""
+    def __init__(self, waiting: WaitingRequests) -> None:
+        """`waiting` gives places in the order of those that wait."""
         self.pauses = Pauses()
         self.num_ended = 0
         self.usual_tokens = RunningMean(0.0)  # that a program needs for itself after a call
         self._programs: OrderedDict[Key, Program] = OrderedDict()  # the last one acted last
         self._by_leaf: dict[BlockKey, Program] = {}  # of those that were recognised
         self._num_programs = self._num_recognised = 0
-        self._line = line
+        self._waiting = waiting
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -121,7 +122,7 @@ class Programs:
             depth, above = depth + 1, above.parent
         if depth > MAX_DEPTH and parent is not None:
             parent = parent.parent
-        line = self._line() if parent is None else parent.root.line
+        line = self._waiting.line if parent is None else parent.root.line
         self._num_programs += 1
         program = Program(program_id, tenant, line, self._num_programs, now, parent)
         if parent is not None:
