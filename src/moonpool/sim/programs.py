@@ -13,7 +13,7 @@ from typing import Any
 
 from moonpool.request_record import RequestRecord
 from moonpool.sim.metrics import Histogram, rounded
-from moonpool.trace.closed_loop import Call
+from moonpool.trace.closed_loop import LoopCall
 
 ANSWERED = ("stop", "length")
 
@@ -52,12 +52,12 @@ class ProgramFigures:
     def __len__(self) -> int:
         return int(self.makespan_s.count) + self.num_failed
 
-    def read(self, call: Call, now: float) -> None:
+    def read(self, call: LoopCall, now: float) -> None:
         """A call was read from the trace; it may start later (mutates)."""
         program = self._program(call, now)
         program.num_open += 1
 
-    def begin(self, call: Call, now: float) -> None:
+    def begin(self, call: LoopCall, now: float) -> None:
         """A call is sent for the first time (mutates)."""
         program = self._program(call, now)
         if not program.num_calls:
@@ -66,7 +66,7 @@ class ProgramFigures:
 
     def end(
         self,
-        call: Call,
+        call: LoopCall,
         record: RequestRecord,
         keys: Sequence[Any],
         now: float,
@@ -104,14 +104,14 @@ class ProgramFigures:
         self.input_tokens += program.input_tokens
         self.recomputed_tokens += program.recomputed_tokens
 
-    def _root(self, call: Call) -> str:
+    def _root(self, call: LoopCall) -> str:
         session = call.session or call.call
         known = self._roots.get(session)
         if known is None:
             known = self._roots.get(call.parent, call.parent) if call.parent else session
         return known
 
-    def _program(self, call: Call, now: float) -> _Program:
+    def _program(self, call: LoopCall, now: float) -> _Program:
         root = self._root(call)
         program = self._programs.get(root)
         if program is None:

@@ -123,8 +123,7 @@ class Simulation:
         self.boot_s = boot_s
         self.timeline = Timeline(POOL_SERIES, sample_s)
         self._perturbation = Perturbation(noise, slow, recorded)
-        self._layer_wise = layer_wise
-        self._capped = capped
+        self._layer_wise, self._capped = layer_wise, capped
         self._latency_s = hardware.control_latency_s
         self._rng = Random(seed)
         self._messengers: dict[InstanceId, SimMessenger] = {}
@@ -132,8 +131,7 @@ class Simulation:
         self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
         self._num_prompt_tokens: dict[str, int] = {}
         self._ticking = False
-        block_tokens = hardware.layout.block_tokens
-        self.clients = Clients(self.clock, self._arrive, block_tokens, most_programs)
+        self.clients = self._clients(most_programs)
         self._add_nodes()
         self._check_names([*(slow or {}), *(drains or {}), *(restarts or {})])
         count = config.cluster
@@ -142,6 +140,10 @@ class Simulation:
         self._returning = {InstanceId(name) for name in restarts or {}}
         self._plan_drains([*(drains or {}).items(), *(restarts or {}).items()])
         self.node_timeline = Timeline(tuple(list(self.nodes)[:node_series]), sample_s)
+
+    def _clients(self, most_programs: int | None) -> Clients:
+        block_tokens = self.hardware.layout.block_tokens
+        return Clients(self.clock, self._arrive, block_tokens, most_programs)
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
         """Simulates until all requests have ended. Arrivals must be in order of time."""

@@ -17,7 +17,7 @@ LONGEST_WAIT_S = 60.0
 """A client waits no longer between two tries, whatever the server says."""
 
 
-class Call(Protocol):
+class LoopCall(Protocol):
     """What the loop needs of a request; see `TraceRow`."""
 
     @property
@@ -32,7 +32,7 @@ class Call(Protocol):
     def parent(self) -> str: ...
 
 
-T = TypeVar("T", bound=Call)
+T = TypeVar("T", bound=LoopCall)
 
 
 @dataclass(slots=True, eq=False)
