@@ -25,6 +25,7 @@ from benchmarks.page_live import (
     plan_rows,
     start_rows,
 )
+from benchmarks.page_programs import PROGRAM_SECTION
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -475,6 +476,7 @@ SECTIONS = (
         ("", "prefix hits", "loaded", "mean TTFT", "prefetched blocks", "used", "wasted"),
         prefetch_rows,
     ),
+    Section(*PROGRAM_SECTION),
     Section(
         "Quantized weights",
         "SmolLM2-135M-Instruct in several formats, one thread. Perplexity of a text beside float32"

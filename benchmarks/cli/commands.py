@@ -28,6 +28,7 @@ from benchmarks.cli.live import agreement, colocated, overload, peers_live
 from benchmarks.cli.output import show
 from benchmarks.cli.plan import plan
 from benchmarks.cli.pool_in_vllm import pool_in_vllm
+from benchmarks.cli.programs import programs
 from benchmarks.cli.reuse import prefetch, reuse
 from benchmarks.cli.roles import autoscale, role_balance, role_decisions
 from benchmarks.cli.routers import routers
@@ -47,6 +48,7 @@ def bench() -> None:
 for command in (
     reuse,
     prefetch,
+    programs,
     attention,
     agreement,
     overload,

@@ -79,6 +79,7 @@ class RequestRecord:
     explanation: tuple[str, ...] = ()
     projection: dict[str, float] | None = None  # the numbers behind a rejection
     tenant: str = ""
+    program: str = ""  # that it is a call of
     max_tokens: int = 0
     kept_tbt_top10_mean_s: float | None = None
     trace: TraceContext | None = None

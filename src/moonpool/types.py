@@ -177,6 +177,27 @@ class TraceContext(Struct, frozen=True):
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
 
 
+class ProgramContext(Struct, frozen=True, omit_defaults=True):
+    """What a client says of the program (agent) that a call belongs to; "" and 0: nothing.
+
+    `parent_id`: the program that started this one, and waits for it if `blocks_parent`. `root_id`:
+    the first of them all. `kind`: what programs like this one have in common, such as the name of a
+    workflow or of a sort of sub-agent. `tool`: what runs when the call has ended. `expected_tokens`
+    of the answer. `ends`: no call follows this one. `keep_s`: the client asks to keep the program's
+    blocks for so long.
+    """
+
+    program_id: str
+    parent_id: str = ""
+    root_id: str = ""
+    blocks_parent: bool = True
+    kind: str = ""
+    tool: str = ""
+    expected_tokens: int = 0
+    ends: bool = False
+    keep_s: float | None = None
+
+
 class Request(Struct, frozen=True):
     """A prompt and its parameters. `arrived_s` and `deadline_s` are on the driver's clock.
 
@@ -190,7 +211,8 @@ class Request(Struct, frozen=True):
 
     `forwarded`: a vLLM server gets the client's own body, and its response is passed on. The tokens
     are then an estimate of the prompt, and no other instance can go on with the answer.
-    `within`: only these instances may serve it; None: all may.
+    `within`: only these instances may serve it; None: all may. `program`: the program that it is a
+    call of; None: its client names none.
     """
 
     request_id: RequestId
@@ -208,6 +230,7 @@ class Request(Struct, frozen=True):
     call: str = ""
     forwarded: bool = False
     within: tuple[InstanceId, ...] | None = None
+    program: ProgramContext | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -101,6 +101,9 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     detokenize: Any = None
     spaces_between_special_tokens: Any = None
     kv_transfer_params: Any = None
+    # The program (agent) of the call; see `api.program_identity`.
+    vllm_xargs: Any = None
+    agent_hint: Any = None
 
     @property
     def has_structured_output(self) -> bool:

@@ -159,7 +159,6 @@ _READ_ALREADY = (
     "store",
     "service_tier",
     "safety_identifier",
-    "prompt_cache_key",
     "prompt_cache_retention",
     "response_format",
     "structured_outputs",

@@ -33,6 +33,7 @@ from moonpool.api.output_text.model_output import ModelOutput
 from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.api.output_text.source import OutputReader
 from moonpool.api.preparation import PreparedCall
+from moonpool.api.program_identity import program_of
 from moonpool.api.rate_limits import RateLimits
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.resume.event_ids import (
@@ -275,6 +276,8 @@ class Generator:
         has_several = len(prepared.prompts) * (body.n or 1) > 1
         header = call.context.headers.get(b"traceparent", b"")
         trace = read_traceparent(header, self._options.exports_traces)
+        hints = body.vllm_xargs, body.agent_hint, body.prompt_cache_key
+        program = program_of(context.headers, *hints)
         for number, token_ids in enumerate(prepared.prompts):
             most, usual = call.facts.max_model_tokens, card.sampling.get("max_tokens")
             strict = self._options.strict_max_tokens
@@ -297,6 +300,7 @@ class Generator:
                     use_cache=sampling.prompt_logprobs is None,  # cached tokens have no logits
                     trace=trace if trace is None or not index else beside(trace),
                     call=request_id if has_several else "",
+                    program=program,
                 )
                 waits = grammar != prepared.grammar
                 reader, shown = self._reader(call, token_ids, ending, index, waits)

@@ -72,6 +72,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: Any = None
     truncation: Any = None
     user: Any = None
+    # The program (agent) of the call; see `api.program_identity`.
+    vllm_xargs: Any = None
+    agent_hint: Any = None
     # Accepted only with a value that has no effect.
     background: bool | None = None
     conversation: Any = None
@@ -114,6 +117,9 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         response_format=_format(body.text),
         logprobs=body.wants_logprobs,
         top_logprobs=body.top_logprobs,
+        prompt_cache_key=body.prompt_cache_key,
+        vllm_xargs=body.vllm_xargs,
+        agent_hint=body.agent_hint,
     )
 
 

@@ -36,6 +36,7 @@ _UNUSED = (
     "engine.",
     "conductor.role_balance",
     "conductor.prefetch",
+    "conductor.programs",
     "conductor.replicate",
     "conductor.spare_copies_first",
 )

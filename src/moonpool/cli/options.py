@@ -192,6 +192,7 @@ POLICY_KEYS = (
     "conductor.decode_wait",
     "conductor.inline_chunks",
     "conductor.prefetch",
+    "conductor.programs",
     "conductor.replicate",
     "conductor.spare_copies_first",
     "conductor.max_attempts",

@@ -138,7 +138,8 @@ def generate(
             name, rows = mix.name, generate_mix(mix, **limits)
         else:
             profile = _profile(profile_name, like)
-            name, rows = profile.name, generated(profile, **limits)
+            rows = generated(profile, **limits, closed_loop=profile.closed_loop)
+            name = profile.name
         num_rows = write_trace(_with_progress(rows, requests, "writing"), Path(output))
         if write_profile is not None:
             _write_profile(profile, Path(write_profile))

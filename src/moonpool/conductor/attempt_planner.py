@@ -109,11 +109,11 @@ class AttemptPlanner:
         tokens: Sequence[int] = request.token_ids
         if tracked.generated:
             tokens = (*tokens, *tracked.generated)
-        _name_blocks(tracked, tokens, layout)
+        name_blocks(tracked, tokens, layout)
         match = self._reservations.index.match(tracked.keys)
         footprint = self._footprint(tracked, len(tokens), layout)
         failed_on = [self._instances.get(name) for name in sorted(tracked.failed_on)]
-        avoid = [state.row for state in failed_on if state is not None]
+        avoid = [state.row for state in failed_on if state is not None] + tracked.crowded
         lacking = self._lacking(request)
         if len(lacking) == len(self._instances):
             what = "with this adapter" if request.adapter else "that may serve this request"
@@ -313,7 +313,8 @@ def _long_queue(context: AdmissionContext) -> Rejection | None:
     return Rejection(503, LONG_QUEUE, text, queue_s - limit_s)
 
 
-def _name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLayout) -> None:
+def name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLayout) -> None:
+    """Names the blocks of its prompt and its answer so far (mutates `tracked`)."""
     request = tracked.request
     if not request.use_cache or tracked.num_named_tokens == len(tokens):
         return

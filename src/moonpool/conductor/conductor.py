@@ -39,6 +39,7 @@ from moonpool.conductor.forecast.cost_estimator import CostEstimator
 from moonpool.conductor.forecast.output_predictor import OutputPredictor
 from moonpool.conductor.placement.prefetching import Prefetching
 from moonpool.conductor.placement.replication import Replication
+from moonpool.conductor.programs.programs import Programs
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.roles.role_switching import RoleSwitching
@@ -141,6 +142,7 @@ class Conductor:
             dict(tenant_caches or {}),
             self._prefetching,
             self.replication,
+            config.programs,
             refuses_for_slo=config.admission != "none",
         )
         self._marks_replicas = config.spare_copies_first
@@ -161,6 +163,16 @@ class Conductor:
     def num_waiting(self) -> int:
         """Requests that wait for an instance or for room."""
         return len(self._lifecycle.waiting)
+
+    @property
+    def programs(self) -> Programs:
+        """The programs (agents) that are under way."""
+        return self._lifecycle.keeper.programs
+
+    @property
+    def num_programs_waiting(self) -> int:
+        """New programs that wait until others have ended."""
+        return len(self._lifecycle.keeper.door)
 
     @property
     def num_pauses(self) -> int:
@@ -362,6 +374,7 @@ class Conductor:
         self._lifecycle.place_waiting(now)
         for tracked in self.drains.to_move(now):
             self._lifecycle.move(tracked, now)
+        self._lifecycle.keeper.tick(now)
         self._actions += self.roles.tick(now)
         self._actions += self.drains.tick(now)
         if self._prefetching is not None:

@@ -32,6 +32,7 @@ from moonpool.conductor.forecast.output_predictor import OutputPredictor
 from moonpool.conductor.placement.choice import NO_ROOM, Rejection
 from moonpool.conductor.placement.prefetching import Prefetching
 from moonpool.conductor.placement.replication import Replication
+from moonpool.conductor.programs.keeper import ProgramKeeper
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
@@ -41,6 +42,7 @@ from moonpool.conductor.waiting.preemption import Preemption
 from moonpool.conductor.waiting.queue import RETRY_DELAYS_S, WaitingRequests, WaitNeed
 from moonpool.conductor.waiting.retry_schedule import RetrySchedule
 from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
+from moonpool.config.tables import ProgramRules
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -101,6 +103,7 @@ class RequestLifecycle:
         tenant_caches: Mapping[str, float],
         prefetching: Prefetching | None = None,
         replication: Replication | None = None,
+        programs: ProgramRules = "named",
         refuses_for_slo: bool = True,
     ) -> None:
         """`refuses_for_slo`: whether the admission policy refuses what would miss its SLO."""
@@ -109,6 +112,7 @@ class RequestLifecycle:
         self._tenant_caches = tenant_caches
         self.waiting = WaitingRequests(self.shares)
         self.wait_rules = WaitRules(reservations, self.shares, self.waiting, refuses_for_slo)
+        self.keeper = ProgramKeeper(programs, reservations, self.waiting, actions)
         self._preemption = Preemption(reservations, self.shares)
         self.num_pauses = 0  # of answers that gave way to another tenant's
         self._has_room = False  # an answer has ended since the last look at waiting requests
@@ -158,6 +162,7 @@ class RequestLifecycle:
         tracked.share = self.shares.weight(tenant)
         tracked.cache_share = self._tenant_caches.get(tenant, 1.0)
         tracked.account, tracked.competes = self.shares.begin(tenant, now), self.shares.compete(now)
+        self.keeper.arrive(tracked, self._planner.layout, now)
         if delivered is None and self.shares.must_yield(tenant, now):
             text = "other tenants wait for their share of this cluster, and yours is used up"
             self._wait_or_reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
@@ -171,6 +176,9 @@ class RequestLifecycle:
         """Books the request's next attempt, lets the request wait, or rejects it."""
         if self._suspects.must_wait(tracked):
             self._hold_back(tracked, now)
+            return
+        if (waits := self.keeper.why_wait(tracked, now)) is not None:
+            self._wait_or_reject(tracked, waits, now)
             return
         self.on_work(tracked.request.request_id)
         planned = self._planner.plan(tracked, now)
@@ -240,6 +248,7 @@ class RequestLifecycle:
     def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         placement, footprint = planned.placement, planned.footprint
         attempt = self._planner.attempt(tracked, planned)
+        self.keeper.place(tracked, attempt.decoder, placement.hit_tokens, now)
         self.wait_rules.note_attempt(tracked.request, 1)
         self.waiting.remove(tracked.request.request_id)
         if not tracked.num_attempts:
@@ -544,6 +553,7 @@ class RequestLifecycle:
         """Removes all bookings, whatever the stage, and completes the record. `engine_goes_on`:
         although the answer is complete; the engine of one that is not is told in any case."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
+        self.keeper.end(tracked, finished, now)
         if finished:
             self._retries.note_completed(now)
             assert self._planner.layout is not None

@@ -9,6 +9,7 @@ from enum import Enum
 from moonpool.conductor.forecast.decode_forecast import DecodeInterval
 from moonpool.conductor.instance_table import NEVER_S, S_PER_NS
 from moonpool.conductor.placement.choice import Explanation
+from moonpool.conductor.programs.program import Program
 from moonpool.conductor.waiting.fair_share import ShareAccount
 from moonpool.cost.online import LearnedFactor
 from moonpool.protocol.messages import AttemptId, HotPrefixes, InstanceInfo, InstanceLoad
@@ -82,6 +83,8 @@ class TrackedRequest:
     explanation: Explanation = field(default_factory=Explanation)
     num_turns: int = 0  # of its session before this one
     pause_s: float | None = None  # since the turn before
+    program: Program | None = None  # that it is a call of
+    crowded: list[int] = field(default_factory=list)  # rows that its program should not move to
     failed_on: set[InstanceId] = field(default_factory=set)  # other instances are preferred
 
 

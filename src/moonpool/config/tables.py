@@ -38,6 +38,7 @@ SsdAdmission = Literal["second-use", "always"]
 Batching = Literal["chunked", "fixed-chunks", "prefill-first", "whole-prompts", "alternating"]
 DecodePrediction = Literal["duration", "length"]
 RoleBalance = Literal["off", "advise", "switch"]
+ProgramRules = Literal["off", "named", "all"]
 MooncakeProtocol = Literal["tcp", "rdma"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["cpu", "cuda", "auto"]
@@ -334,6 +335,13 @@ class ConductorConfig(Struct, frozen=True):
     replicate: Annotated[
         bool, about("Copy a hot prefix to another instance before a request needs it there.")
     ] = False
+    programs: Annotated[
+        ProgramRules,
+        about(
+            "Which agents are served as whole programs: those that clients name, or also those"
+            " recognised by a growing prompt."
+        ),
+    ] = "named"
     learning: Annotated[
         bool, about("Correct the profiled step times of instances by the measured ones.")
     ] = True

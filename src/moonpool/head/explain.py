@@ -71,6 +71,7 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
     return {
         "request_id": record.request_id,
         "tenant": record.tenant,
+        "program": record.program or None,
         "outcome": record.outcome or "running",
         "attempts": record.attempts,
         "prefill_instance": record.prefill_instance,
@@ -100,6 +101,21 @@ def describe_slo(slo: Slo) -> dict[str, Any]:
     return {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s, "assumed": list(slo.assumed)}
 
 
+def describe_programs(conductor: Conductor) -> dict[str, int]:
+    """Counts the programs (agents): those with a call under way, those whose tools run, those whose
+    blocks leave DRAM first as their pause is long, and new ones that wait."""
+    programs = conductor.programs
+    running, parked = programs.num_running, programs.num_parked
+    waiting = conductor.num_programs_waiting
+    return {
+        "running": max(running - waiting, 0),
+        "paused": len(programs) - running - parked,
+        "parked": parked,
+        "waiting": waiting,
+        "ended": programs.num_ended,
+    }
+
+
 def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
     """Describes the instances with their pools and reservations, and the cluster's totals."""
     instances = [
@@ -110,6 +126,7 @@ def describe_cluster(conductor: Conductor, now: float) -> dict[str, Any]:
         "slo": describe_slo(conductor.default_slo),
         "lack": conductor.lack or None,
         "answers_paused": conductor.num_pauses,
+        "programs": describe_programs(conductor),
         "requests_under_way": len(conductor.requests),
         "requests_waiting": conductor.num_waiting,
         "indexed_blocks": len(conductor.index),

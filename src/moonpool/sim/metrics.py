@@ -192,6 +192,11 @@ class Collector:
         """Keeps status and reason until the request ends."""
         self._refused[request_id] = (status, reason)
 
+    def forget(self, request_id: RequestId) -> None:
+        """A request was refused, and its client will try again: it is none yet."""
+        self._refused.pop(request_id, None)
+        self._prefill_s.pop(request_id, None)
+
     def note_ended(self, record: RequestRecord) -> None:
         """Adds a request that has ended. The record itself is not kept."""
         self.num_requests += 1

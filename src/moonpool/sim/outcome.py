@@ -21,8 +21,10 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     # If all requests arrive at once, goodput is taken over the whole run.
     arriving_s = simulation.last_arrival_s or simulated_s
     nodes = [*simulation.past_nodes, *simulation.nodes.values()]
+    has_programs = len(simulation.clients.figures) > 0
     return {
         **request_figures(found, arriving_s),
+        **({"programs": simulation.clients.figures.summary()} if has_programs else {}),
         "predictions": {
             name: {key: rounded(value) for key, value in error.summary().items()}
             for name, error in simulation.conductor.cost_estimator.errors.items()

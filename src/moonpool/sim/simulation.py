@@ -7,7 +7,7 @@ than memory. The same seed gives the same run, event for event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from types import MappingProxyType
 
@@ -35,6 +35,7 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, instance_config
+from moonpool.sim.clients import Clients
 from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.drafter import Acceptance, SimDrafter
 from moonpool.sim.engine import EOS_TOKEN_ID, SimEngine
@@ -88,6 +89,7 @@ class Simulation:
         tenant_caches: Mapping[str, float] | None = None,
         objects: Objects = MappingProxyType({}),
         on_end: Callable[[RequestRecord], None] | None = None,
+        most_programs: int | None = None,
     ) -> None:
         """For `noise`, `slow` and `recorded` see `Perturbation`.
 
@@ -96,7 +98,8 @@ class Simulation:
         the same name joins afterwards. `boot_s`: until an instance that autoscale starts has
         joined. `tenant_shares`: of an overloaded cluster, relative to 1. `tenant_caches`: most of
         each instance's cache. `objects` are policies themselves, by config key. `on_end` gets the
-        record of each request that has ended. Raises ConfigError for unknown instance names.
+        record of each request that has ended. `most_programs`: that run at a time. Raises
+        ConfigError for unknown instance names.
         """
         self.config = config
         self.hardware = hardware
@@ -120,17 +123,15 @@ class Simulation:
         self.boot_s = boot_s
         self.timeline = Timeline(POOL_SERIES, sample_s)
         self._perturbation = Perturbation(noise, slow, recorded)
-        self._layer_wise = layer_wise
-        self._capped = capped
+        self._layer_wise, self._capped = layer_wise, capped
         self._latency_s = hardware.control_latency_s
         self._rng = Random(seed)
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._links: dict[InstanceId, NodeLinks] = {}
         self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
         self._num_prompt_tokens: dict[str, int] = {}
-        self._arrivals: Iterator[Arrival] = iter(())
-        self._num_arrived = 0
-        self._more, self._ticking = True, False
+        self._ticking = False
+        self.clients = self._clients(most_programs)
         self._add_nodes()
         self._check_names([*(slow or {}), *(drains or {}), *(restarts or {})])
         count = config.cluster
@@ -140,10 +141,13 @@ class Simulation:
         self._plan_drains([*(drains or {}).items(), *(restarts or {}).items()])
         self.node_timeline = Timeline(tuple(list(self.nodes)[:node_series]), sample_s)
 
+    def _clients(self, most_programs: int | None) -> Clients:
+        block_tokens = self.hardware.layout.block_tokens
+        return Clients(self.clock, self._arrive, block_tokens, most_programs)
+
     def run(self, arrivals: Iterable[Arrival]) -> None:
         """Simulates until all requests have ended. Arrivals must be in order of time."""
-        self._arrivals = iter(arrivals)
-        self._schedule_next()
+        self.clients.start(iter(arrivals))
         self.clock.after(0.0, Priority.TICK, self._sample)
         self.clock.run()
         for name, node in self.nodes.items():
@@ -331,18 +335,8 @@ class Simulation:
 
     # Requests
 
-    def _schedule_next(self) -> None:
-        arrival = next(self._arrivals, None)
-        if arrival is None:
-            self._more = False
-            return
-        at_s = max(arrival.arrived_s, self.clock.now)
-        self.clock.at(at_s, Priority.ARRIVAL, self._arrive, arrival)
-
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, request_id: RequestId, arrival: Arrival) -> None:
         now = self.clock.now
-        request_id = RequestId(str(self._num_arrived))
-        self._num_arrived += 1
         self.last_arrival_s = now
         self._num_output_tokens[request_id] = arrival.output_tokens
         self._num_prompt_tokens[request_id] = arrival.input_tokens
@@ -358,6 +352,7 @@ class Simulation:
             keys=arrival.keys,
             tenant=arrival.tenant,
             priority=arrival.priority,
+            program=arrival.program,
         )
         if self.hardware.front_s:
             self.clock.after(
@@ -366,7 +361,6 @@ class Simulation:
         else:
             self._post(RequestArrived(request))
         self._keep_ticking()
-        self._schedule_next()
 
     def _output_of(self, attempt_id: AttemptId) -> int:
         """The true length of an attempt's answer; 1 if its request has ended."""
@@ -401,6 +395,9 @@ class Simulation:
                     if action.reason == POLICY_ERROR:
                         raise ConfigError(self.announced[-1][1])
                     self.collector.note_refused(action.request_id, action.status, action.reason)
+                    self.clients.note_refused(
+                        action.request_id, action.status, action.retry_after_s
+                    )
                 case RequestEnded():
                     self._end(action)
                 case Announce():
@@ -414,6 +411,9 @@ class Simulation:
         self.last_end_s = self.clock.now
         del self._num_output_tokens[record.request_id]
         del self._num_prompt_tokens[record.request_id]
+        if not self.clients.end(record):
+            self.collector.forget(record.request_id)
+            return
         self.collector.note_ended(record)
         if self._on_end is not None:
             self._on_end(record)
@@ -422,15 +422,16 @@ class Simulation:
 
     @property
     def _working(self) -> bool:
-        return self._more or bool(self._num_output_tokens)
+        clients = self.clients
+        return clients.has_more or clients.in_pause or bool(self._num_output_tokens)
 
     def _keep_ticking(self) -> None:
         """Ticks only while requests or drains are pending: a trace may pause for years."""
         if self._ticking:
             return
         drains = any(state.drain for state in self.conductor.instances.values())
-        scales = self.config.conductor.autoscale and self._more
-        if self._num_output_tokens or drains or scales:
+        scales = self.config.conductor.autoscale and self.clients.has_more
+        if self._num_output_tokens or self.clients.in_pause or drains or scales:
             self._ticking = True
             next_s = (self.clock.now // TICK_S + 1.0) * TICK_S
             self.clock.at(next_s, Priority.TICK, self._tick)
@@ -461,7 +462,7 @@ class Simulation:
                 queued,
                 running,
                 held * self.hardware.layout.block_tokens,
-                self._num_arrived,
+                self.clients.num_sent,
                 sum(collector.rejected.values()),
                 collector.num_completed,
                 collector.num_effective,

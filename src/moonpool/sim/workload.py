@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moonpool.trace.blocks import private_keys, prompt_keys
 from moonpool.trace.row import TraceError, TraceRow
-from moonpool.types import BlockKey
+from moonpool.types import BlockKey, ProgramContext
 
 LATEST_S = 1e9
 """Latest arrival. Beyond it, a float cannot resolve microseconds."""
@@ -23,6 +23,19 @@ class Arrival:
     keys: tuple[BlockKey, ...]
     tenant: str = ""
     priority: int = 0
+    call: str = ""  # this and the following as in `TraceRow`
+    after: tuple[str, ...] = ()
+    delay_s: float = 0.0
+    session: str = ""
+    parent: str = ""
+    tool: str = ""
+
+    @property
+    def program(self) -> ProgramContext | None:
+        """What its client says of its program; None: it is a call by itself."""
+        if not self.call or not self.session:
+            return None
+        return ProgramContext(program_id=self.session, parent_id=self.parent, tool=self.tool)
 
 
 def make_arrivals(
@@ -56,4 +69,16 @@ def make_arrivals(
         else:
             keys = private_keys(number, row.input_tokens, block_tokens)
         shape = row.input_tokens, row.output_tokens
-        yield Arrival(row.arrived_s, *shape, keys, row.tenant, row.priority)
+        yield Arrival(
+            row.arrived_s,
+            *shape,
+            keys,
+            row.tenant,
+            row.priority,
+            row.call,
+            row.after,
+            row.delay_s,
+            row.session,
+            row.parent,
+            row.tool,
+        )

@@ -6,8 +6,9 @@ published, so their distributions are assumptions. The profiles with fixed lengt
 in Table 2 of the arXiv paper. Rates that no paper gives are assumptions.
 
 "agents" are sessions that grow for about twenty turns, with the gaps between turns published for
-coding agents: 2 s in the median, 11 min at P99. "jobs" are sessions that call short tools, or wait
-two minutes for a job. "hot-set" is single questions about popular
+coding agents: 2 s in the median, 11 min at P99. "coding-agents" has the statistics of Weka's corpus
+of conversations: 47 calls in the median, prompts that grow to 115,000 tokens. "jobs" are sessions
+that call short tools, or wait two minutes for a job. "hot-set" is single questions about popular
 documents. "scan" is agents among documents that are read once.
 """
 
@@ -177,6 +178,7 @@ BUILT_IN = {
 
 AGENTS = GeneratorProfile(
     name="agents",
+    closed_loop=True,
     rate_rps=4.0,
     first_tokens=_through((0, 500), (0.5, 3_000), (0.9, 20_000), (1, 60_000)),
     output_tokens=_through((0, 10), (0.5, 317), (0.9, 1_500), (1, 8_000)),
@@ -188,6 +190,38 @@ AGENTS = GeneratorProfile(
     continue_share=(0.95,),
     gap_s=_through((0, 0.3), (0.5, 2), (0.75, 6), (0.9, 40), (0.97, 240), (0.99, 660), (1, 2_400)),
     message_tokens=_through((0, 50), (0.5, 800), (0.9, 4_000), (1, 20_000)),
+)
+# The statistics that Weka publishes of 642 conversations of coding agents: prompts at the begin and
+# at the end, and calls; answers and pauses as in the corpus itself, whose longest pauses (people
+# who come back the next day) are cut at an hour.
+CODING_AGENTS = GeneratorProfile(
+    name="coding-agents",
+    closed_loop=True,
+    rate_rps=4.0,
+    first_tokens=_through((0, 300), (0.5, 4_500), (0.7, 12_000), (0.9, 60_000), (1, 100_000)),
+    output_tokens=_through((0, 1), (0.25, 138), (0.5, 217), (0.75, 419), (0.95, 1_445), (1, 8_000)),
+    max_input_tokens=190_000,
+    shared=SharedPrompts(
+        share=1.0, count=8, skew=1.0, tokens=_through((0, 12_288), (0.5, 15_360), (1, 18_432))
+    ),
+    first_continue_share=(0.98,) * NUM_CLASSES,
+    continue_share=(0.98,),
+    gap_s=_through((0, 10), (0.25, 37), (0.5, 115), (0.75, 398), (0.9, 1_255), (1, 3_600)),
+    message_tokens=_through((0, 10), (0.5, 200), (0.9, 1_500), (1, 10_000)),
+    tools=ToolCalls(
+        share=0.85,
+        gap_s=_through(
+            *((0, 0.5), (0.1, 4), (0.25, 5), (0.5, 8), (0.75, 18), (0.9, 69), (0.95, 147)),
+            *((0.99, 610), (1, 1_800)),
+        ),
+        output_tokens=_through(
+            (0, 1), (0.25, 138), (0.5, 217), (0.75, 419), (0.95, 1_445), (1, 8_000)
+        ),
+        result_tokens=_through(
+            *((0, 0), (0.1, 1), (0.25, 48), (0.5, 297), (0.75, 951), (0.9, 2_885)),
+            *((0.95, 6_034), (0.99, 16_322), (1, 60_000)),
+        ),
+    ),
 )
 JOBS = GeneratorProfile(
     name="jobs",
@@ -259,6 +293,6 @@ SCAN = Mix(
         for profile in (AGENTS, DOCUMENTS)
     ),
 )
-BUILT_IN |= {profile.name: profile for profile in (AGENTS, JOBS, HOT_SET)}
+BUILT_IN |= {profile.name: profile for profile in (AGENTS, CODING_AGENTS, JOBS, HOT_SET)}
 BUILT_IN_MIXES = {SHIFTING_DAY.name: SHIFTING_DAY, SCAN.name: SCAN}
 """By name."""

@@ -45,15 +45,20 @@ def generate(
     duration_s: float | None = None,
     seed: int = 0,
     rate_rps: float | None = None,
+    closed_loop: bool = False,
 ) -> Iterator[TraceRow]:
     """Yields rows until either limit is reached. `rate_rps` replaces the rate of the profile.
 
-    Raises TraceError.
+    `closed_loop`: sessions are programs, and each turn waits for the one before it: the gap is that
+    from its end. Only sessions that begin within the trace are rows of it. Raises TraceError.
     """
     check_profile(profile)
     _check_limits(num_requests, duration_s, rate_rps)
     rate = (rate_rps or profile.rate_rps) / expected_turns(profile)
-    return _rows(_Sessions(profile, rate, random.Random(seed)), num_requests, duration_s)
+    sessions = _Sessions(profile, rate, random.Random(seed))
+    if closed_loop:
+        return _programs(sessions, num_requests, duration_s)
+    return _rows(sessions, num_requests, duration_s)
 
 
 def _check_limits(
@@ -102,6 +107,41 @@ def _rows(
             )
             num_rows += 1
         sessions.schedule(session, even_s)
+
+
+def _programs(
+    sessions: _Sessions, num_requests: int | None, duration_s: float | None
+) -> Iterator[TraceRow]:
+    """The rows of whole programs, those of one after another, in the order of their begins."""
+    num_rows = 0
+    clock = BurstClock(sessions.profile, sessions.rng)
+    while num_requests is None or num_rows < num_requests:
+        even_s, session = sessions.next_start()
+        if even_s < 0:
+            continue
+        arrived_s = round(clock.real_s(even_s) * 1000) / 1000
+        if duration_s is not None and arrived_s > duration_s:
+            return
+        name, before = f"program-{sessions.num_started}", ""
+        delay_s: float | None = 0.0
+        while delay_s is not None:
+            call = f"{name}#{session.turn}"
+            yield TraceRow(
+                arrived_s,
+                session.input_tokens,
+                session.output_tokens,
+                sessions.hash_ids(session) if sessions.profile.has_hashes else (),
+                name,
+                call=call,
+                after=(before,) if before else (),
+                delay_s=round(delay_s, 3),
+                tool="tool" if session.calls_tool else "",
+            )
+            num_rows += 1
+            before = call
+            if num_rows == num_requests:
+                return
+            delay_s = sessions.go_on(session)
 
 
 class _Session:
@@ -162,6 +202,7 @@ class _Sessions:
         self._prompts = SharedPromptPool(shared, BLOCK_TOKENS, rng) if shared else None
         self._waiting: list[tuple[float, int, _Session]] = []
         self._num_scheduled = 0
+        self.num_started = 0
         self._next_id = 0
         self._next_start_s = -_WARM_UP_S + rng.expovariate(rate_per_s)
 
@@ -170,7 +211,12 @@ class _Sessions:
         if self._waiting and self._waiting[0][0] < self._next_start_s:
             even_s, _, session = heapq.heappop(self._waiting)
             return even_s, session
+        return self.next_start()
+
+    def next_start(self) -> tuple[float, _Session]:
+        """A new session, and when it starts in even time."""
         even_s = self._next_start_s
+        self.num_started += 1
         self._next_start_s += self.rng.expovariate(self._rate_per_s)
         return even_s, self._start()
 
@@ -208,6 +254,13 @@ class _Sessions:
 
     def schedule(self, session: _Session, now_s: float) -> None:
         """Schedules the next turn of the session, if it has one."""
+        gap_s = self.go_on(session)
+        if gap_s is not None:
+            heapq.heappush(self._waiting, (now_s + gap_s, self._num_scheduled, session))
+            self._num_scheduled += 1
+
+    def go_on(self, session: _Session) -> float | None:
+        """Moves the session to its next turn; returns the gap before it, None if it has none."""
         if session.turn == 1:
             share = self.profile.first_continue_share[session.length_class]
         else:
@@ -221,14 +274,13 @@ class _Sessions:
             gap_s = self._gap()
             tokens = self._follow_up(session)
         else:
-            return
+            return None
         if tokens > self.profile.max_input_tokens:
-            return
+            return None
         session.input_tokens = tokens
         session.turn += 1
         self._answer(session)
-        heapq.heappush(self._waiting, (now_s + gap_s, self._num_scheduled, session))
-        self._num_scheduled += 1
+        return gap_s
 
     def _follow_up(self, session: _Session) -> int:
         """The length of the next prompt. Cuts `session.ids` to the blocks that it keeps."""

@@ -135,7 +135,13 @@ class JsonLogParser:
         total_s = fields.get("total_s")
         if "outcome" in fields and isinstance(total_s, int | float):
             time -= round(total_s * AZURE_UNITS_PER_S)  # our own log is written at the end
-        return ParsedRow(time, num_input, num_output, (), _session(fields), _tenant(fields))
+        shape = time, num_input, num_output, (), _session(fields), _tenant(fields)
+        program = fields.get("program")
+        if not isinstance(program, str) or not program or not isinstance(total_s, int | float):
+            return ParsedRow(*shape)
+        # A call of a program in our own log: the next one waits for its end.
+        ended = time + round(total_s * AZURE_UNITS_PER_S)
+        return ParsedRow(*shape, ended=ended)._replace(session=program)
 
     def _time(self, value: Any, place: _Place) -> int:
         """Returns units of 100 ns. Raises LineError."""

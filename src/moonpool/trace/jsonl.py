@@ -5,6 +5,11 @@ times have fractions, as some tools write them, is in seconds. Blocks of a Moonc
 tokens unless its first rows show another size. Rows of both may name a `tenant`, whose blocks
 nobody else shares, and a `priority`, of which a lower one is served first. Unknown fields are
 ignored, misspelt ones are errors. `write_trace` writes Mooncake's format.
+
+Rows of agents are in aiperf's or in Dynamo's form of Mooncake's: `session_id` and `delay`, or
+`request_id`, `wait_for`, `delay` and `tool_wait_ms`, all times in milliseconds. Such a row starts
+when those before it have ended. Without `hash_ids`, a row of a session has the part that it adds to
+its prompt; `text_input` in place of `input_length` is the text itself.
 """
 
 from __future__ import annotations
@@ -17,8 +22,17 @@ from typing import Annotated, Any
 
 import msgspec
 
+from moonpool.trace.corpora import SpansParser, WekaParser, is_spans, is_weka
 from moonpool.trace.json_log import JsonLogParser, json_object
-from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, TraceRow, damage
+from moonpool.trace.programs import SESSION_BLOCK_TOKENS, block_id, text_blocks
+from moonpool.trace.row import (
+    MAX_LENGTH_TOKENS,
+    UNTIMED,
+    LineError,
+    ParsedRow,
+    TraceRow,
+    damage,
+)
 from moonpool.types import MALFORMED
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -26,6 +40,7 @@ BAILIAN_BLOCK_TOKENS = 16
 
 _Time = Annotated[float, msgspec.Meta(ge=0)]
 _Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH_TOKENS)]
+_RealLength = Annotated[float, msgspec.Meta(ge=0, le=MAX_LENGTH_TOKENS)]
 _HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
@@ -36,6 +51,23 @@ class _MooncakeLine(msgspec.Struct, gc=False):
     output_length: _Length
     hash_ids: tuple[_HashId, ...] | None = None
     session_id: str | int = ""
+    tenant: str = ""
+    priority: _Priority = 0
+
+
+class _AgentLine(msgspec.Struct, gc=False):
+    input_length: _RealLength | None = None
+    output_length: _RealLength | None = None
+    text_input: str | None = None
+    timestamp: _Time | None = None
+    hash_ids: tuple[_HashId, ...] | None = None
+    session_id: str | int | None = None
+    request_id: str | int | None = None
+    parent_session_id: str | int | None = None
+    wait_for: tuple[str | int, ...] | None = None
+    delay: _Time | None = None
+    tool_wait_ms: _Time | None = None
+    tool: str = ""
     tenant: str = ""
     priority: _Priority = 0
 
@@ -54,7 +86,11 @@ _REQUIRED = {
     "mooncake": ("timestamp", "input_length", "output_length"),
     "bailian": ("timestamp", "input_length", "output_length", "hash_ids"),
 }
-_EXPECTED = frozenset({"parent_chat_id", "type", "turn", "delay", "messages", "payload"})
+_AGENT_FIELDS = frozenset({"delay", "wait_for", "request_id", "tool_wait_ms", "text_input"})
+"""A file with one of them in its first rows is of agents."""
+_EXPECTED = frozenset({"parent_chat_id", "type", "turn", "delay", "messages", "payload"}) | {
+    *("branches", "prefix_reset", "tool_events"),
+}
 """Fields of these formats that the parsers do not use."""
 
 
@@ -104,6 +140,89 @@ class JsonlParser:
         )
 
 
+class AgentParser:
+    """Mooncake's rows of agents, in aiperf's form or in Dynamo's. Times are milliseconds."""
+
+    format = "mooncake"
+    header_lines = 0
+    units_per_s = 1000.0
+
+    def __init__(self, block_tokens: int, ignored: tuple[str, ...]) -> None:
+        """`block_tokens` is the block size, 0 for a file without hashes."""
+        self._has_hashes = block_tokens > 0
+        self.block_tokens = block_tokens or SESSION_BLOCK_TOKENS
+        self.ignored = ignored
+        self._decode = msgspec.json.Decoder(_AgentLine).decode
+
+    def parse(self, line: bytes) -> ParsedRow | None:
+        """Raises LineError for a line that does not fit the format."""
+        try:
+            row = self._decode(line)
+        except MALFORMED as error:
+            raise LineError(_explain(line, _AgentLine, "agent", error)) from None
+        num_input, ids = self._prompt(row)
+        output_length = 1.0 if row.output_length is None else row.output_length
+        num_output = _whole("output_length", output_length)
+        if num_input == 0 or num_output == 0:
+            return None
+        waits = row.delay is not None or row.tool_wait_ms is not None
+        delay_s = ((row.delay or 0.0) + (row.tool_wait_ms or 0.0)) / 1000.0
+        return ParsedRow(
+            UNTIMED if row.timestamp is None else row.timestamp,
+            num_input,
+            num_output,
+            ids,
+            _name(row.session_id),
+            row.tenant,
+            row.priority,
+            call=_name(row.request_id),
+            after=tuple(_name(call) for call in row.wait_for or ()),
+            delay_s=delay_s if waits else None,
+            parent=_name(row.parent_session_id),
+            tool=row.tool,
+            adds=not self._has_hashes,
+        )
+
+    def _prompt(self, row: _AgentLine) -> tuple[int, tuple[int, ...]]:
+        """The tokens of the prompt, and the ids of its blocks as far as they are known."""
+        ids, text = row.hash_ids or (), row.text_input
+        if self._has_hashes:
+            if row.hash_ids is None or row.input_length is None:
+                raise LineError(
+                    "this row has no hash_ids or no input_length, the first rows have both"
+                )
+            num_input = _whole("input_length", row.input_length)
+            if len(ids) != -(-num_input // self.block_tokens):
+                raise LineError(_wrong_ids(len(ids), num_input, self.block_tokens))
+            return num_input, ids
+        if ids:
+            raise LineError("this row has hash_ids, the first rows have none")
+        if row.input_length is not None:
+            num_input = _whole("input_length", row.input_length)
+            own = f"{_name(row.session_id)}/{_name(row.request_id)}"
+            if not row.session_id:  # else the session names them
+                ids = tuple(
+                    block_id(f"{own}/{i}".encode())
+                    for i in range(-(-num_input // SESSION_BLOCK_TOKENS))
+                )
+            return num_input, ids
+        if text is None:
+            raise LineError("this row has neither input_length nor text_input")
+        ids, num_input = text_blocks(text)
+        return num_input, ids
+
+
+def _name(value: str | int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _whole(field: str, value: float) -> int:
+    """Raises LineError for a length that is no whole number."""
+    if not value.is_integer():
+        raise LineError(f"{field} is {value!r}; it must be an integer")
+    return int(value)
+
+
 class BailianParser:
     """Alibaba Bailian's format: seconds, blocks of 16 tokens, chat ids."""
 
@@ -142,15 +261,22 @@ class BailianParser:
 
 def jsonl_parser(
     first_lines: list[bytes], name: str
-) -> JsonlParser | BailianParser | JsonLogParser:
+) -> JsonlParser | AgentParser | BailianParser | JsonLogParser | WekaParser | SpansParser:
     """The parser for a file with these first lines. `name` is "mooncake", "bailian", "log" or
     "auto"."""
     rows = [json_object(line) or {} for line in first_lines]
     first = next(filter(None, rows), {})
+    if name == "auto" and is_weka(first):
+        return WekaParser(first)
+    if name == "auto" and is_spans(first):
+        return SpansParser()
     if name == "log" or (name == "auto" and not _is_published(first)):
         return JsonLogParser(first_lines)
     if name == "bailian" or (name == "auto" and "chat_id" in rows[0]):
         return BailianParser(_ignored(_BailianLine, rows[0]))
+    if any(_AGENT_FIELDS & row.keys() for row in rows) or _has_untimed_session(rows):
+        hashed = any(row.get("hash_ids") is not None for row in rows)
+        return AgentParser(_block_tokens(rows) if hashed else 0, _ignored(_AgentLine, rows[0]))
     times = [row.get("timestamp") for row in rows]
     in_seconds = any(isinstance(time, float) and not time.is_integer() for time in times)
     block_tokens = 0 if rows[0].get("hash_ids") is None else _block_tokens(rows)
@@ -165,6 +291,10 @@ def _is_published(row: dict[str, Any]) -> bool:
     return not row or any(
         field in own or difflib.get_close_matches(field, own[:2], n=1, cutoff=0.8) for field in row
     )
+
+
+def _has_untimed_session(rows: list[dict[str, Any]]) -> bool:
+    return any("session_id" in row and row.get("timestamp") is None for row in rows)
 
 
 def _ignored(shape: type, first: dict[str, Any]) -> tuple[str, ...]:
@@ -185,6 +315,8 @@ def _block_tokens(rows: list[dict[str, Any]]) -> int:
     least, most = 1, MAX_LENGTH_TOKENS
     for row in rows:
         tokens, ids = row.get("input_length"), row.get("hash_ids")
+        if isinstance(tokens, float) and tokens.is_integer():
+            tokens = int(tokens)
         if isinstance(tokens, int) and tokens > 0 and isinstance(ids, list) and ids:
             least = max(least, -(-tokens // len(ids)))
             most = min(most, (tokens - 1) // (len(ids) - 1) if len(ids) > 1 else most)
@@ -213,46 +345,35 @@ def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
         return f"this line is not one JSON object ({error}){more}"
     known = msgspec.structs.fields(shape)
     names = [field.encode_name for field in known]
-    missing = [field for field in _REQUIRED[name] if field not in fields]
+    missing = [field for field in _REQUIRED.get(name, ()) if field not in fields]
     for field in fields:
         near = difflib.get_close_matches(field, missing, n=1) if field not in names else ()
         if near:
             return f"unknown field {field!r}; did you mean {near[0]}? rename it"
-    if "text_input" in fields and "input_length" in missing:
-        return (
-            "this row has text_input in place of input_length; moonpool knows no tokenizer for it:"
-            " count its tokens, and give them as input_length"
-        )
-    if "delay" in fields and "timestamp" in missing:
-        return (
-            "this row has a delay in place of a timestamp: it comes so long after the answer before"
-            " it, which is known only when that answer ends; requests are replayed at fixed times,"
-            " so give each row its timestamp, such as those of a run"
-        )
     if missing:
         them = "it" if len(missing) == 1 else "them"
         lacks = " and no ".join(missing)
         return f"this row has no {lacks}; every row of a {name} trace needs {them}"
-    for field in (
-        "timestamp",
-        "input_length",
-        "output_length",
-        *({"tenant", "priority"} & set(fields)),
-    ):
+    checked: tuple[str, ...] = ("timestamp", "input_length", "output_length")
+    if name == "agent":
+        checked = tuple(
+            field for field in (*checked, "delay", "tool_wait_ms") if fields.get(field) is not None
+        )
+    for field in (*checked, *({"tenant", "priority"} & set(fields))):
         problem = _problem(field, fields[field])
         if problem is not None:
             return problem
-    if not isinstance(fields.get("hash_ids"), list):
+    if not isinstance(fields.get("hash_ids", []), list):
         return "hash_ids is not a list; it must be a list of integers"
     return f"hash_ids or another field has a wrong value: {error}"
 
 
 def _problem(field: str, value: Any) -> str | None:
     shown = repr(value)[:40]
-    if field == "timestamp":
+    if field in ("timestamp", "delay", "tool_wait_ms"):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
-            return f"timestamp is {shown}; it must be a finite number, 0 or more"
+            return f"{field} is {shown}; it must be a finite number, 0 or more"
     elif field == "tenant":
         return None if isinstance(value, str) else f"tenant is {shown}; it must be a name"
     elif not isinstance(value, int) or isinstance(value, bool):
@@ -266,12 +387,18 @@ def _problem(field: str, value: Any) -> str | None:
 
 
 class _WrittenLine(msgspec.Struct, omit_defaults=True, gc=False):
-    timestamp: int
     input_length: int
     output_length: int
+    timestamp: int | None = None
     hash_ids: tuple[int, ...] | None = None
     tenant: str = ""
     priority: int = 0
+    session_id: str = ""
+    request_id: str = ""
+    parent_session_id: str = ""
+    wait_for: tuple[str, ...] = ()
+    delay: float | None = None
+    tool: str = ""
 
 
 def write_trace(rows: Iterable[TraceRow], path: Path) -> int:
@@ -286,18 +413,29 @@ def write_trace(rows: Iterable[TraceRow], path: Path) -> int:
     try:
         with partial.open("wb") as file:
             for row in rows:
-                line = _WrittenLine(
-                    round(row.arrived_s * 1000),
-                    row.input_tokens,
-                    row.output_tokens,
-                    row.hash_ids or None,
-                    row.tenant,
-                    row.priority,
-                )
-                file.write(encode(line))
+                file.write(encode(_written(row)))
                 file.write(b"\n")
                 num_rows += 1
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     return num_rows
+
+
+def _written(row: TraceRow) -> _WrittenLine:
+    """A row as a line. One that waits for others has a delay in place of a time."""
+    is_call = bool(row.call)
+    return _WrittenLine(
+        row.input_tokens,
+        row.output_tokens,
+        None if row.after else round(row.arrived_s * 1000),
+        row.hash_ids or None,
+        row.tenant,
+        row.priority,
+        row.session if is_call else "",
+        row.call,
+        row.parent,
+        row.after,
+        round(row.delay_s * 1000, 3) if row.after else None,
+        row.tool,
+    )

@@ -67,7 +67,8 @@ class GeneratorProfile(Struct, frozen=True):
     one with the probability `first_continue_share` of its length class, the k-th later turn with
     `continue_share[k - 1]`; the last value holds for all later turns. `message_tokens` is the
     length that a follow-up adds to the previous prompt and answer. `repeat_share` is the share of
-    follow-ups that repeat the previous prompt.
+    follow-ups that repeat the previous prompt. `closed_loop`: its sessions are programs, whose next
+    turn waits for the answer of the one before it.
     """
 
     name: str
@@ -86,6 +87,7 @@ class GeneratorProfile(Struct, frozen=True):
     repeat_share: float = 0.0
     branches: Branches | None = None
     tools: ToolCalls | None = None
+    closed_loop: bool = False
 
 
 class MixComponent(Struct, frozen=True):

@@ -15,7 +15,7 @@ import hashlib
 import stat
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -27,11 +27,13 @@ from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.jsonl import jsonl_parser
 from moonpool.trace.own_format import KEY as OWN_FORMAT
 from moonpool.trace.own_format import OwnParser
+from moonpool.trace.programs import CallOrder
 from moonpool.trace.row import (
     OTHER_LINE,
     LineError,
     ParsedRow,
     Parser,
+    ProgramParser,
     TraceError,
     TraceInfo,
     TraceRow,
@@ -92,6 +94,7 @@ class _Scan:
         self.last_time = 0.0
         self.index: _Index | None = None
         self.head_times = array("d")
+        self.has_programs = False
 
 
 def open_trace(
@@ -115,7 +118,7 @@ def open_trace(
         raise TraceError(f"speed {speed} is not a positive number; use for example 2")
     if limit is not None and limit < 1:
         raise TraceError(f"a limit of {limit} rows leaves none; use 1 or more")
-    parser = own_parser(format) or _parser_for(path, format)
+    parser: Parser | ProgramParser = own_parser(format) or _parser_for(path, format)
     scan = _scan(path, parser, keep_index=False) or _scan(path, parser, keep_index=True)
     assert scan is not None
     if scan.num_rows == 0:
@@ -123,7 +126,7 @@ def open_trace(
         if isinstance(parser, LOG_PARSERS) and not scan.skipped_rows:
             skipped = f": {parser.why_none()}"
         raise TraceError(f"{path} has no requests{skipped if _left_out(scan) else ''}")
-    tick = find_tick(scan.head_times)
+    tick = 0.0 if scan.has_programs else find_tick(scan.head_times)
     info = TraceInfo(
         path=str(path),
         format=parser.format,
@@ -135,8 +138,9 @@ def open_trace(
         is_sorted=scan.index is None,
         ignored=parser.ignored,
         other_lines=scan.other_lines,
+        has_programs=scan.has_programs,
     )
-    parsed = _parsed_rows(path, parser, scan.index)
+    parsed = _parsed_rows(path, parser, scan)
     if spread_ticks and tick > 0:
         parsed = spread(parsed, tick)
     rows = _rows(parsed, scan.first_time, parser.units_per_s * speed)
@@ -158,7 +162,7 @@ def own_parser(format: str) -> Parser | None:
     return OwnParser(name)
 
 
-def _parser_for(path: Path, format: str) -> Parser:
+def _parser_for(path: Path, format: str) -> Parser | ProgramParser:
     with open_file(path) as file:
         lines = numbered_lines(file, path)
         head = list(islice(lines, 1))
@@ -195,16 +199,26 @@ def _parser_for(path: Path, format: str) -> Parser:
             raise error_at(path, number, f"{problem}{cut_off(first)}") from None
 
 
-def _parse(parser: Parser, path: Path, number: int, line: bytes) -> ParsedRow | None:
+def _parse(
+    parser: Parser | ProgramParser, order: CallOrder | None, path: Path, number: int, line: bytes
+) -> Sequence[ParsedRow | None]:
+    """The rows of a line, in their places in the order of calls."""
     try:
-        return parser.parse(line)
+        if isinstance(parser, Parser):
+            found: Sequence[ParsedRow | None] = (parser.parse(line),)
+        else:
+            found = parser.parse_program(line) or (None,)
+        if order is None:
+            return found
+        return [row if row is None or row is OTHER_LINE else order.place(row) for row in found]
     except LineError as problem:
         raise error_at(path, number, f"{problem}{cut_off(line)}") from None
 
 
-def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
+def _scan(path: Path, parser: Parser | ProgramParser, keep_index: bool) -> _Scan | None:
     """The first pass. None: the file is not sorted, and the pass must keep an index."""
     scan = _Scan()
+    order = CallOrder(parser.units_per_s)
     times, offsets, numbers = array("d"), array("q"), array("q")
     origin: float | None = None
     last = float("-inf")
@@ -212,16 +226,17 @@ def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
         for number, offset, line in numbered_lines(file, path):
             if number <= parser.header_lines:
                 continue
-            row = _parse(parser, path, number, line)
-            if row is None:
+            rows = [row for row in _parse(parser, order, path, number, line) if row is not None]
+            if not rows:
                 scan.skipped_rows += 1
                 continue
+            row = rows[0]
             if row is OTHER_LINE:
                 scan.other_lines += 1
                 if scan.other_lines > MAX_OTHER_LINES + OTHER_LINES_PER_ROW * scan.num_rows:
                     raise error_at(path, number, _not_a_log(parser, scan))
                 continue
-            scan.num_rows += 1
+            scan.num_rows += len(rows)
             if origin is None:
                 origin = row.time
             if keep_index:
@@ -234,6 +249,7 @@ def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
             last = row.time
             if scan.num_rows <= SAMPLE_ROWS:
                 scan.head_times.append(row.time - origin)
+    scan.has_programs = order.has_programs
     scan.first_time, scan.last_time = origin or 0.0, last
     if keep_index and origin is not None:
         scan.index = _Index(times, offsets, numbers)
@@ -245,26 +261,29 @@ def _scan(path: Path, parser: Parser, keep_index: bool) -> _Scan | None:
     return scan
 
 
-def _not_a_log(parser: Parser, scan: _Scan) -> str:
+def _not_a_log(parser: Parser | ProgramParser, scan: _Scan) -> str:
     counts = f"{scan.other_lines:,} lines so far are no requests, and {scan.num_rows:,} are"
     why = parser.why_none() if isinstance(parser, LOG_PARSERS) and not scan.num_rows else ""
     return f"{counts}; {why or 'keep the lines of requests only'}"
 
 
-def _parsed_rows(path: Path, parser: Parser, index: _Index | None) -> Iterator[ParsedRow]:
+def _parsed_rows(path: Path, parser: Parser | ProgramParser, scan: _Scan) -> Iterator[ParsedRow]:
+    index = scan.index
+    order = CallOrder(parser.units_per_s) if scan.has_programs else None
     with open_file(path) as file:
         if index is None:
             for number, _, line in numbered_lines(file, path):
                 if number > parser.header_lines:
-                    row = _parse(parser, path, number, line)
-                    if row is not None and row is not OTHER_LINE:
-                        yield row
+                    for row in _parse(parser, order, path, number, line):
+                        if row is not None and row is not OTHER_LINE:
+                            yield row
             return
         for offset, number in zip(index.offsets, index.numbers, strict=True):
             file.seek(offset)
-            row = _parse(parser, path, int(number), read_line(file, path, int(number)))
-            if row is not None:
-                yield row
+            line = read_line(file, path, int(number))
+            for row in _parse(parser, order, path, int(number), line):
+                if row is not None:
+                    yield row
 
 
 def _rows(parsed: Iterator[ParsedRow], first_time: float, units_per_s: float) -> Iterator[TraceRow]:
@@ -280,6 +299,11 @@ def _rows(parsed: Iterator[ParsedRow], first_time: float, units_per_s: float) ->
             row.session,
             row.tenant,
             row.priority,
+            row.call,
+            row.after,
+            row.delay_s or 0.0,
+            row.parent,
+            row.tool,
         )
 
 

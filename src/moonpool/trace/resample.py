@@ -18,6 +18,8 @@ from itertools import count
 from random import Random
 from typing import NamedTuple
 
+import msgspec
+
 from moonpool.trace.row import TraceRow
 from moonpool.trace.transform import common_blocks
 
@@ -75,6 +77,11 @@ def _reuses(rows: Sequence[TraceRow]) -> Iterator[_Reuse]:
             last_s[block] = row.arrived_s
 
 
+def _named(name: str, slot: int) -> str:
+    """The name of a session or call in this slot: a draw may have it several times."""
+    return f"{name}/{slot}" if name else ""
+
+
 class _Draw:
     """The rows of a draw so far, and the names of their blocks."""
 
@@ -91,9 +98,17 @@ class _Draw:
     def add(self, number: int, row: TraceRow, at_s: float, slot: int, reuse: _Reuse) -> None:
         """Adds row `number` of the trace."""
         ids = self._renamed(number, row.hash_ids, at_s, slot, reuse)
-        session = f"{row.session}/{slot}" if row.session else ""
-        shape = row.input_tokens, row.output_tokens
-        self.rows.append(TraceRow(at_s, *shape, ids, session, row.tenant, row.priority))
+        self.rows.append(
+            msgspec.structs.replace(
+                row,
+                arrived_s=at_s,
+                hash_ids=ids,
+                session=_named(row.session, slot),
+                call=_named(row.call, slot),
+                after=tuple(_named(call, slot) for call in row.after),
+                parent=_named(row.parent, slot),
+            )
+        )
         self._times.append(at_s)
         self._drawn.add(number)
         for block, name in zip(row.hash_ids, ids, strict=True):

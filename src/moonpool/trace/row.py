@@ -6,7 +6,10 @@ not tell how a request was served.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import msgspec
 
 from moonpool.types import Struct
 
@@ -24,6 +27,11 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     `hash_ids` are the ids of the prompt's blocks, in the block size of the trace; the last block is
     usually partial. Equal ids mean equal whole prefixes. Without hashes the tuple is empty. Tenants
     share no prefixes, so their ids differ. `priority`: a lower one is served first, as in the API.
+
+    A call of a program (an agent) has a name, `call`, and waits for the calls in `after`: it starts
+    `delay_s` after the last of them has ended, which is how long its tools ran. `arrived_s` is then
+    no time of its own but that of its program. `session` names its agent, and `parent` the agent
+    that waits for that one; "": none does. `tool`: what runs when it has ended.
     """
 
     arrived_s: float
@@ -33,18 +41,16 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     session: str = ""
     tenant: str = ""
     priority: int = 0
+    call: str = ""
+    after: tuple[str, ...] = ()
+    delay_s: float = 0.0
+    parent: str = ""
+    tool: str = ""
 
     def faster(self, speed: float) -> TraceRow:
-        """The same request in a trace that arrives `speed` times as fast."""
-        return TraceRow(
-            self.arrived_s / speed,
-            self.input_tokens,
-            self.output_tokens,
-            self.hash_ids,
-            self.session,
-            self.tenant,
-            self.priority,
-        )
+        """The same request in a trace that arrives `speed` times as fast. Tools run as long as
+        they did."""
+        return msgspec.structs.replace(self, arrived_s=self.arrived_s / speed)
 
 
 class TraceInfo(Struct, frozen=True):
@@ -53,7 +59,7 @@ class TraceInfo(Struct, frozen=True):
     `block_tokens` is the block size of the trace (0: no hashes). `tick_s` is the step to which its
     times were rounded (0: not rounded, or not noticeably). `skipped_rows` had no prompt or no
     answer, and `other_lines` of a log were no requests; neither are part of `num_rows`. `ignored`
-    are fields that the parser does not use.
+    are fields that the parser does not use. `has_programs`: some rows start when others have ended.
     """
 
     path: str
@@ -66,10 +72,21 @@ class TraceInfo(Struct, frozen=True):
     is_sorted: bool
     ignored: tuple[str, ...] = ()
     other_lines: int = 0
+    has_programs: bool = False
+
+
+UNTIMED = float("-inf")
+"""The time of a row that has none."""
 
 
 class ParsedRow(NamedTuple):
-    """One row of a file. `time` is in the parser's units since an origin of the file's own."""
+    """One row of a file. `time` is in the parser's units since an origin of the file's own.
+
+    `delay_s`: it starts so long after the rows named in `after`, or after the row before it of its
+    `session`; None: at its time. `ended`: when its answer ended, in the units of `time`: the row
+    after it of its session then starts so long after its end as it did in the file. `adds`: its
+    prompt is `input_tokens` longer than the prompt and the answer before it in its session.
+    """
 
     time: float
     input_tokens: int
@@ -78,6 +95,13 @@ class ParsedRow(NamedTuple):
     session: str = ""
     tenant: str = ""
     priority: int = 0
+    call: str = ""
+    after: tuple[str, ...] = ()
+    delay_s: float | None = None
+    parent: str = ""
+    tool: str = ""
+    ended: float | None = None
+    adds: bool = False
 
 
 OTHER_LINE = ParsedRow(-1.0, 0, 0)
@@ -88,6 +112,7 @@ class LineError(ValueError):
     """A line cannot be used. The reader adds the file name and the line number."""
 
 
+@runtime_checkable
 class Parser(Protocol):
     """Parses single lines. `parse` raises `LineError`; None is a row to skip and count, and
     OTHER_LINE a line that is no row at all."""
@@ -102,6 +127,23 @@ class Parser(Protocol):
 
     def parse(self, line: bytes) -> ParsedRow | None:
         """Parses one line, with its newline. Raises LineError."""
+        ...
+
+
+class ProgramParser(Protocol):
+    """Parses lines of which each has a whole program. As `Parser` otherwise."""
+
+    format: str
+    block_tokens: int
+    header_lines: int
+    ignored: tuple[str, ...]
+
+    @property
+    def units_per_s(self) -> float: ...
+
+    def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
+        """The calls of the line's program, each after those that it waits for; none: it is left
+        out. Raises LineError."""
         ...
 
 

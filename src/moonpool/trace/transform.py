@@ -52,14 +52,10 @@ def scale_rows(rows: Iterable[TraceRow], share: Fraction) -> Iterator[TraceRow]:
     """Scales lengths. Prompts are rounded up, which keeps their blocks; answers to the nearest."""
     up, down = share.numerator, share.denominator
     for row in rows:
-        yield TraceRow(
-            row.arrived_s,
-            -(-row.input_tokens * up // down),
-            max((2 * row.output_tokens * up + down) // (2 * down), 1),
-            row.hash_ids,
-            row.session,
-            row.tenant,
-            row.priority,
+        yield msgspec.structs.replace(
+            row,
+            input_tokens=-(-row.input_tokens * up // down),
+            output_tokens=max((2 * row.output_tokens * up + down) // (2 * down), 1),
         )
 
 

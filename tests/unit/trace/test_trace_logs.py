@@ -228,15 +228,6 @@ def test_times_of_two_kinds_and_damaged_lines_are_named(tmp_path: Path) -> None:
     assert "`jq -c . FILE`" in error_of(tmp_path, "{", '"timestamp": 1', "}")
 
 
-def test_rows_of_sessions_and_of_text_are_refused_with_the_reason(tmp_path: Path) -> None:
-    row = {"session_id": "a", "input_length": 30, "output_length": 4}
-    assert next(log(tmp_path, row | {"timestamp": 700.0})).input_tokens == 30
-    text = error_of(tmp_path, row | {"timestamp": 700.0}, row | {"delay": 1500})
-    assert ":2: this row has a delay in place of a timestamp" in text and "fixed times" in text
-    text = error_of(tmp_path, {"timestamp": 1, "text_input": "a b", "output_length": 4})
-    assert "text_input in place of input_length" in text and "count its tokens" in text
-
-
 # vLLM
 
 ASKED = "Received request %s: prompt: %r, params: SamplingParams(n=1), prompt_token_ids: %s, x."

@@ -1,5 +1,8 @@
 """Plays a trace to a live server in an open loop: at the trace's times, however slow the answers.
 
+Calls of programs (agents) are the exception: each is sent when those before it have ended and its
+tools have run, and again if it is refused.
+
 Times count from a request's arrival in the trace. A client that cannot keep up therefore makes its
 own figures worse and reports it (`late_s`, `num_delayed`); it does not hide the server's queue.
 """
@@ -10,12 +13,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 from time import monotonic
 
 import msgspec
 
 from moonpool.request_record import RequestRecord
 from moonpool.sim.metrics import Collector, Histogram
+from moonpool.sim.programs import ProgramFigures
+from moonpool.trace.closed_loop import ClosedLoop, retry_after_s
 from moonpool.trace.row import TraceRow
 from moonpool.types import RequestId, Slo
 from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
@@ -68,6 +74,9 @@ class Player:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
         self._hopeless: str | None = None
+        self.programs = ProgramFigures(prompts.block_tokens)
+        self._calls: ClosedLoop[TraceRow] = ClosedLoop()
+        self._numbers: dict[str, int] = {}  # of the calls that wait for others
         self._head = _body_head(options.model)
         self._headers = _slo_headers(options.slo) if options.send_slo else b""
 
@@ -78,6 +87,11 @@ class Player:
         """
         began_s = monotonic()
         for number, row in enumerate(rows):
+            if row.call:
+                self.programs.read(row, monotonic())
+                if not self._calls.add(row):
+                    self._numbers[row.call] = number
+                    continue
             body = self._body(row, number)
             if await self._stopped_before(began_s + row.arrived_s):
                 break
@@ -86,7 +100,7 @@ class Player:
             await self._gate.acquire()
             if self._stopped.is_set():
                 break
-            self._send(number, body, row, began_s, on_end)
+            self._send(number, body, row, began_s, began_s + row.arrived_s, on_end)
             self.last_arrival_s = row.arrived_s
         stopping = asyncio.create_task(self._stopped.wait())
         while self._tasks and not self._stopped.is_set():
@@ -122,14 +136,12 @@ class Player:
         body: bytes,
         row: TraceRow,
         began_s: float,
+        due_s: float,
         on_end: Callable[[], None],
     ) -> None:
-        now_s = monotonic()
-        self.late_s.add(max(now_s - began_s - row.arrived_s, 0.0))
-        record = RequestRecord(
-            RequestId(str(number)), row.input_tokens, self._options.slo, began_s + row.arrived_s
-        )
-        task = self._loop.create_task(self._one(record, body))
+        self.late_s.add(max(monotonic() - due_s, 0.0))
+        record = RequestRecord(RequestId(str(number)), row.input_tokens, self._options.slo, due_s)
+        task = self._loop.create_task(self._one(record, body, row, began_s, on_end))
         self._tasks.add(task)
         self.peak_in_flight = max(self.peak_in_flight, len(self._tasks))
 
@@ -143,27 +155,79 @@ class Player:
 
         task.add_done_callback(end)
 
-    async def _one(self, record: RequestRecord, body: bytes) -> None:
-        options = self._options
-        for attempt in range(options.retries + 1):
+    async def _one(
+        self,
+        record: RequestRecord,
+        body: bytes,
+        row: TraceRow,
+        began_s: float,
+        on_end: Callable[[], None],
+    ) -> None:
+        headers = self._headers
+        if row.call:
+            self.programs.begin(row, record.arrived_s)
+            headers += _program_header(row)
+        for attempt in count(1):
             receiver = CompletionReceiver(record)
-            status, reason = await self._request(receiver, body)
-            if status not in WORTH_RETRYING or attempt == options.retries or record.gap_runs:
+            status, reason = await self._request(receiver, body, headers)
+            wait_s = None if record.gap_runs else self._wait_s(row, status, attempt, receiver)
+            if wait_s is None:
                 break
             self.num_resent += 1
-            await asyncio.sleep(receiver.retry_after_s or 1.0)
+            await asyncio.sleep(wait_s)
         record.finished_s = monotonic()
         record.outcome = reason
         if status in HOPELESS and not self.collector.num_completed:
             self._hopeless = f"the server answers {status}: {receiver.error_message or reason}"
             self._stopped.set()
         self._note(record, receiver, status, reason)
+        if row.call:
+            self._end_call(row, record, began_s, on_end)
 
-    async def _request(self, receiver: CompletionReceiver, body: bytes) -> tuple[int, str]:
+    def _wait_s(
+        self, row: TraceRow, status: int, num_tries: int, receiver: CompletionReceiver
+    ) -> float | None:
+        """How long to wait before a refused request is sent again; None: it is not."""
+        if row.call:
+            self.programs.num_retries += 1
+            wait_s = retry_after_s(status, num_tries, receiver.retry_after_s)
+            self.programs.num_retries -= wait_s is None
+            return wait_s
+        if status not in WORTH_RETRYING or num_tries > self._options.retries:
+            return None
+        return receiver.retry_after_s or 1.0
+
+    def _end_call(
+        self, row: TraceRow, record: RequestRecord, began_s: float, on_end: Callable[[], None]
+    ) -> None:
+        """A call of a program has ended: those that waited for it alone follow."""
+        dropped = self._calls.num_dropped
+        if record.outcome in ("stop", "length"):
+            for following in self._calls.end(row.call):
+                task = self._loop.create_task(self._follow(following, began_s, on_end))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        else:
+            self._calls.give_up(row.call)
+        dropped = self._calls.num_dropped - dropped
+        self.programs.end(row, record, row.hash_ids, monotonic(), dropped)
+
+    async def _follow(self, row: TraceRow, began_s: float, on_end: Callable[[], None]) -> None:
+        """Sends a call when its tools have run."""
+        number = self._numbers.pop(row.call)
+        due_s = monotonic() + row.delay_s
+        body = self._body(row, number)
+        await asyncio.sleep(max(due_s - monotonic(), 0.0))
+        await self._gate.acquire()
+        self._send(number, body, row, began_s, due_s, on_end)
+
+    async def _request(
+        self, receiver: CompletionReceiver, body: bytes, headers: bytes
+    ) -> tuple[int, str]:
         """Returns the HTTP status and the finish reason, or the error code where there is none."""
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                await self._client.post("/v1/completions", body, receiver, self._headers)
+                await self._client.post("/v1/completions", body, receiver, headers)
         except TimeoutError:
             receiver.error_message = f"no complete answer within {self._options.timeout_s:g} s"
             return 0, "timeout"
@@ -201,6 +265,12 @@ class Player:
         prompt = self._prompts.json(row, number)
         priority = b',"priority":%d' % row.priority if row.priority else b""
         return b'%b%b,"max_tokens":%d%b}' % (self._head, prompt, row.output_tokens, priority)
+
+
+def _program_header(row: TraceRow) -> bytes:
+    """The program of a call, as all servers that know programs read it."""
+    name = "".join(c if c.isascii() and c.isprintable() else "_" for c in row.session)[:256]
+    return b"X-Session-Id: %b\r\n" % name.encode()
 
 
 def _body_head(model: str) -> bytes:

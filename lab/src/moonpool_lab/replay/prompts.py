@@ -34,7 +34,7 @@ class PromptMaker:
         self, block_tokens: int, vocab_size: int, seed: int = 0, as_text: bool = False
     ) -> None:
         assert vocab_size >= 2
-        self._block_tokens = block_tokens or PRIVATE_BLOCK_TOKENS
+        self.block_tokens = block_tokens or PRIVATE_BLOCK_TOKENS
         self._vocab_size = vocab_size
         self._seed = seed
         self._as_text = as_text
@@ -42,7 +42,7 @@ class PromptMaker:
 
     def json(self, row: TraceRow, number: int) -> bytes:
         """Returns the prompt of the `number`-th request as a JSON value."""
-        size = self._block_tokens
+        size = self.block_tokens
         full, rest = divmod(row.input_tokens, size)
         names = self._names(row, number, full + bool(rest))
         parts = [self._encoded(name) for name in names[:full]]
@@ -54,7 +54,7 @@ class PromptMaker:
 
     def token_ids(self, row: TraceRow, number: int) -> list[int]:
         """Returns the same prompt as a list of token ids."""
-        size = self._block_tokens
+        size = self.block_tokens
         names = self._names(row, number, -(-row.input_tokens // size))
         return [t for name in names for t in self._tokens(name)][: row.input_tokens]
 
@@ -66,7 +66,7 @@ class PromptMaker:
 
     def _tokens(self, name: bytes) -> list[int]:
         salted = b"%d %b" % (self._seed, name)
-        drawn = memoryview(hashlib.shake_128(salted).digest(4 * self._block_tokens)).cast("I")
+        drawn = memoryview(hashlib.shake_128(salted).digest(4 * self.block_tokens)).cast("I")
         if self._as_text:
             return [value % len(WORDS) for value in drawn]
         return [value % self._vocab_size for value in drawn]

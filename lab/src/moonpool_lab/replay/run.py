@@ -137,6 +137,8 @@ def summarise(
     replayed_s = max(player.last_end_s, 1e-9)
     found = player.collector
     figures = request_figures(found, player.last_arrival_s or replayed_s)
+    if len(player.programs):
+        figures["programs"] = player.programs.summary()
     figures |= {
         "unfinished": player.num_unfinished,
         "interrupted": player.interrupted,

@@ -101,6 +101,15 @@ GAUGES = (
         ("capacity", "deferred"),
     ),
     _gauge(
+        "moonpool:programs",
+        "Programs (agents): 'running' have a call under way, the tools of 'paused' ones run,"
+        " 'parked' ones pause for so long that their blocks leave DRAM first, 'waiting' ones are"
+        " new and wait for others, and 'ended' counts.",
+        "the state now",
+        "state",
+        ("running", "paused", "parked", "waiting", "ended"),
+    ),
+    _gauge(
         "vllm:kv_cache_usage_perc",
         "KVCache blocks that requests hold, as a share of all blocks (1 means full).",
         "the last load reports",

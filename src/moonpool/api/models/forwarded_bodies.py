@@ -68,6 +68,9 @@ class ForwardedBody(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    prompt_cache_key: Any = None
+    vllm_xargs: Any = None
+    agent_hint: Any = None
     n: int | None = None
 
     @property

@@ -33,6 +33,7 @@ from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.messages import error_payload
 from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody, may_hold_media
 from moonpool.api.preparation import PreparedCall
+from moonpool.api.program_identity import program_of
 from moonpool.api.rate_limits import RateLimits
 from moonpool.api.resume.event_ids import HEADER as EVENT_ID
 from moonpool.api.resume.resumed_events import HEADER as NUM_TOKENS
@@ -232,6 +233,12 @@ class Forwarder:
             priority=self._rates.priority(context.tenant, call.body.priority, context.is_admin),
             trace=read_traceparent(header, self._options.exports_traces),
             forwarded=True,
+            program=program_of(
+                context.headers,
+                call.body.vllm_xargs,
+                call.body.agent_hint,
+                call.body.prompt_cache_key,
+            ),
         )
 
     async def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:

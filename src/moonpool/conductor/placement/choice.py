@@ -138,6 +138,10 @@ LONG_QUEUE = "long_queue"
 """The reason of a rejection because the prompts before a request take long."""
 
 
+PROGRAMS_WAIT = "programs_wait"
+"""The reason of a rejection because programs that began before a new one go first."""
+
+
 class Rejection(msgspec.Struct, frozen=True):
     """Why a request is not served."""
 

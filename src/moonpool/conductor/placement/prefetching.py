@@ -91,7 +91,9 @@ class Prefetching:
         leaf, num_turns = keys[-1], tracked.num_turns + 1
         if leaf in self._waiting:
             self._forget(leaf)
-        session = _Session(keys, now, num_turns, session_class(num_turns, tracked.pause_s))
+        program = tracked.program
+        of = session_class(num_turns, tracked.pause_s) if program is None else program.pause_class
+        session = _Session(keys, now, num_turns, of)
         self._waiting[leaf] = session
         self._by_age[0].append(session)
         self._num_blocks += len(keys)

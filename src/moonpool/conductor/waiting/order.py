@@ -1,7 +1,8 @@
 """The order in which requests that wait at the Conductor are placed.
 
 The lowest priority value first; within a priority, the tenant that was given least (`fair_share`);
-within a tenant, the one that has waited longest. After half of its time a request counts as one of
+within a tenant, the one that has waited longest, and a call of a program as if it had waited since
+its program came. After half of its time a request counts as one of
 the best priority that is there.
 
 A request enters and leaves in logarithmic time, and only those that are looked at are sorted: at
@@ -14,13 +15,13 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import count
 
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.types import Request, payer_of
 
-_Queue = list[tuple[int, TrackedRequest]]  # by number
+_Place = tuple[int, int]  # of its program or itself in the order of arrival, and its number
+_Queue = list[tuple[_Place, TrackedRequest]]
 _Queues = dict[str, _Queue]  # by tenant
 LOOK_AHEAD = 256
 """Requests of a tenant and class that one look considers."""
@@ -29,7 +30,7 @@ LOOK_AHEAD = 256
 class WaitingOrder:
     def __init__(self, shares: FairShare) -> None:
         self._shares = shares
-        self._numbers = count()
+        self.num_entered = 0
         self._entered: dict[int, TrackedRequest] = {}
         self._classes: dict[int, _Queues] = {}  # by priority
         self._aged: _Queues = {}
@@ -39,7 +40,8 @@ class WaitingOrder:
 
     def enter(self, tracked: TrackedRequest, not_before_s: float) -> int:
         """Adds a request; returns its number, by which it leaves."""
-        number = next(self._numbers)
+        number = self.num_entered
+        self.num_entered += 1
         self._entered[number] = tracked
         self._delayed[number] = not_before_s
         return number
@@ -49,12 +51,13 @@ class WaitingOrder:
         if self._delayed.pop(number, None) is not None:
             return
         priority, tenant = tracked.request.priority, payer_of(tracked.request.tenant)
-        if _take(self._aged, tenant, number):
+        place = _place(tracked, number)
+        if _take(self._aged, tenant, place):
             self._aged_priorities[priority] -= 1
             if not self._aged_priorities[priority]:
                 del self._aged_priorities[priority]
         else:
-            assert _take(self._classes[priority], tenant, number)
+            assert _take(self._classes[priority], tenant, place)
             if not self._classes[priority]:
                 del self._classes[priority]
 
@@ -91,10 +94,11 @@ class WaitingOrder:
             heapq.heapify(self._aging)
 
     def _insert(self, queues: _Queues, number: int, tracked: TrackedRequest) -> None:
-        insort(queues.setdefault(payer_of(tracked.request.tenant), []), (number, tracked))
+        entry = (_place(tracked, number), tracked)
+        insort(queues.setdefault(payer_of(tracked.request.tenant), []), entry)
 
     def _by_tenant(self, parts: Sequence[_Queues], now: float) -> Iterator[TrackedRequest]:
-        queues: dict[str, Iterator[tuple[int, TrackedRequest]]] = {}
+        queues: dict[str, Iterator[tuple[_Place, TrackedRequest]]] = {}
         for tenant in dict.fromkeys(name for part in parts for name in part):
             first = [part[tenant][:LOOK_AHEAD] for part in parts if tenant in part]
             queues[tenant] = heapq.merge(*first) if len(first) > 1 else iter(first[0])
@@ -107,15 +111,19 @@ class WaitingOrder:
                 yield following[1]
 
 
-def _take(queues: _Queues, tenant: str, number: int) -> bool:
-    """Removes the request of this number from the queues, if it is there."""
+def _place(tracked: TrackedRequest, number: int) -> _Place:
+    return (number if tracked.program is None else tracked.program.line), number
+
+
+def _take(queues: _Queues, tenant: str, place: _Place) -> bool:
+    """Removes the request of this place from the queues, if it is there."""
     queue = queues.get(tenant)
     if queue is None:
         return False
-    place = bisect_left(queue, number, key=lambda one: one[0])
-    if place == len(queue) or queue[place][0] != number:
+    at = bisect_left(queue, place, key=lambda one: one[0])
+    if at == len(queue) or queue[at][0] != place:
         return False
-    del queue[place]
+    del queue[at]
     if not queue:
         del queues[tenant]
     return True

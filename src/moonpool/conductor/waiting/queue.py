@@ -75,6 +75,11 @@ class WaitingRequests:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._waits
 
+    @property
+    def line(self) -> int:
+        """The place of one that comes now, in the order of those that wait."""
+        return self._order.num_entered
+
     def expect(self, roles: Mapping[InstanceId, Role]) -> None:
         """An earlier Conductor had these instances."""
         self.lost.update(roles)

@@ -5,6 +5,8 @@
 * A request that was admitted before waits for room.
 * A new one waits for room, or for the prompts before it, if its first token can still come in time:
   within its SLO of TTFT, or before its deadline if nobody has stated one.
+* A new program waits for those that began before it, until its deadline.
+* A call of a program that has begun waits: users of agents wait for the last call.
 * A choice waits for other choices of its call: their room becomes free, whatever its TTFT is.
 * A new request that is refused for the load waits if its tenant is owed a place (`fair_share`), for
   at most half of its SLO of TTFT.
@@ -20,7 +22,7 @@ from math import inf
 import msgspec
 
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.conductor.placement.choice import LONG_QUEUE, NO_ROOM, Rejection
+from moonpool.conductor.placement.choice import LONG_QUEUE, NO_ROOM, PROGRAMS_WAIT, Rejection
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.fair_share import PATIENT_SHARE, FairShare
@@ -32,7 +34,7 @@ HOPELESS = 422
 """Status of a rejection that an idle cluster would make, too."""
 FAIR_SHARE = "fair_share"
 """The reason of a rejection in favour of other tenants' waiting requests."""
-TIME_HELPS = frozenset({NO_ROOM, LONG_QUEUE, FAIR_SHARE})
+TIME_HELPS = frozenset({NO_ROOM, LONG_QUEUE, FAIR_SHARE, PROGRAMS_WAIT})
 """Reasons that go away while a request waits, without making it late."""
 POLICY = "admission_policy"
 """The reason of a rejection by the operator's own admission policy, which time alone does not
@@ -128,7 +130,8 @@ class WaitRules:
         if not waiting.has_place(tracked):
             return False
         is_owed, latest_s = False, None
-        if waiting.awaits(rejection.reason) or self._waits_for_room(tracked, rejection):
+        is_whole = rejection.reason == PROGRAMS_WAIT  # refused, it would only come again later
+        if is_whole or waiting.awaits(rejection.reason) or self._waits_for_room(tracked, rejection):
             tracked.has_waited = True
         elif rejection.status not in (429, 503) or rejection.reason not in LOAD_REASONS:
             return False
@@ -159,10 +162,13 @@ class WaitRules:
 
     def _waits_for_room(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
         """Whether the request waits until its deadline for others that hold the room: it was
-        admitted before, or another choice of its call was, or nothing is refused for its SLO."""
+        admitted before, or another choice of its call or call of its program was, or nothing is
+        refused for its SLO."""
         if rejection.status == HOPELESS or rejection.reason not in LOAD_REASONS:
             return False
         tracked.call_has_begun |= self._calls[tracked.request.call] > 0
+        program = tracked.program
+        tracked.call_has_begun |= program is not None and program.goes_on
         lacks_room = rejection.reason == NO_ROOM
         is_admitted = tracked.num_attempts > 0 or not self._refuses_for_slo
         return tracked.call_has_begun or (lacks_room and is_admitted)

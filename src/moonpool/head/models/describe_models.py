@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from moonpool.head.models.served_model import ServedModel
 
 _OF_MODEL = ("role_balance", "predictions", "longest_gaps_over_mean", "late_ttft_over_predicted")
 """What is about one model's instances."""
-_OF_EACH = ("lack", "requests_under_way", "requests_waiting")
+_OF_EACH = ("lack", "requests_under_way", "requests_waiting", "programs")
 _SUMS = ("answers_paused", "requests_under_way", "requests_waiting", "indexed_blocks")
 
 
@@ -22,6 +23,10 @@ def describe_models(models: Sequence[ServedModel], now: float) -> dict[str, Any]
     described["drains"] = {
         name: sum(one["drains"][name] for one in each) for name in ("left", "handed_over_blocks")
     }
+    programs: Counter[str] = Counter()
+    for one in each:
+        programs.update(one["programs"])  # keeps those of 0
+    described["programs"] = dict(programs)
     described |= {name: each[0][name] for name in _OF_MODEL} if each else {}
     described["models"] = [
         {"name": model.card.model_id, "root": model.card.root}

@@ -152,6 +152,7 @@ def _describe(record: RequestRecord, seconds: float) -> dict[str, Any]:
     return {
         "id": request_id.removeprefix(f"{tenant}/") if tenant else request_id,
         "tenant": tenant,
+        "program": record.program,
         "prefill": record.prefill_instance,
         "decode": record.decode_instance,
         "seconds": round(seconds, 4),

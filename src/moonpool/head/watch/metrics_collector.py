@@ -14,6 +14,7 @@ from moonpool.api.metrics.server_metrics import ServerMetrics
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.forecast.cost_estimator import learned_factors
 from moonpool.conductor.state import AttemptStage, InstanceState
+from moonpool.head.explain import describe_programs
 from moonpool.protocol.instance_counters import ATTEMPT_PREEMPTIONS, STEP_TOKENS
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, TransferDone
 from moonpool.request_record import RequestRecord
@@ -239,6 +240,7 @@ class MetricsCollector:
         deferred = conductor.num_waiting
         metrics.set("vllm:num_requests_running", len(attempts) - queued)
         metrics.set("vllm:num_requests_waiting", queued + deferred)
+        metrics.set_all("moonpool:programs", describe_programs(conductor))
         metrics.set_all(
             "vllm:num_requests_waiting_by_reason", {"capacity": queued, "deferred": deferred}
         )

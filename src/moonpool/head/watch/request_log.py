@@ -41,6 +41,8 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
     }
     if record.tenant:
         fields["tenant"] = record.tenant
+    if record.program:
+        fields["program"] = record.program
     if record.finished_s is not None:
         fields["total_s"] = record.finished_s - record.arrived_s
     return {

@@ -226,6 +226,8 @@ def _request_attributes(record: RequestRecord) -> dict[str, Any]:
         "moonpool.tbt_top10_mean": record.tbt_top10_mean_s,
         "moonpool.within_slos": record.effective,
         "moonpool.tenant": record.tenant or None,
+        "gen_ai.conversation.id": record.program or None,
+        "moonpool.program": record.program or None,
     }
     return {name: value for name, value in found.items() if value is not None}
 

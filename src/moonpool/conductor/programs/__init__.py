@@ -1,0 +1,1 @@
+"""Programs (agents): their calls, their pauses, and which whole programs wait."""

@@ -1,0 +1,70 @@
+"""What the Conductor knows of one program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moonpool.types import BlockKey, InstanceId
+
+MAX_AT_ONCE = 16
+"""Calls of one program, sub-agents not counted, that are not refused for the load."""
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """An agent: calls with tools between them. A sub-agent is a program with a parent; the first of
+    them all, the root, stands for all of them where whole programs wait or are served in order."""
+
+    program_id: str
+    tenant: str
+    line: int  # its place in the order of those that wait, that of its root
+    number: int  # in the order of arrival
+    began_s: float
+    parent: Program | None = None
+    kind: str = ""
+    blocks_parent: bool = True
+    is_named: bool = True  # by its client; else it was recognised by its prefix
+    has_begun: bool = False  # a call of it, or of its root, was placed
+    num_running: int = 0
+    num_calls: int = 0
+    context_tokens: int = 0  # prompt and answer of its last call
+    shared_tokens: int = 0  # that others had computed before its first call
+    served_tokens: int = 0
+    recomputed_tokens: int = 0  # of its own context, that no instance had any more
+    waited_s: float = 0.0  # from arrivals to placements
+    keys: Sequence[BlockKey] = ()  # of its last prompt
+    instance: InstanceId | None = None  # where its last call decodes
+    tool: str = ""  # that runs now
+    keep_until_s: float = 0.0  # as its client asked
+    # Its pause.
+    since_s: float | None = None
+    pause_s: float | None = None  # the last one
+    pause_class: tuple[int, int] = (0, -1)
+    num_ranges: int = 0  # of ages that were noted
+    parked: bool = False  # its blocks are to be evicted first
+    children: list[Program] = field(default_factory=list)  # that it waits for
+
+    @property
+    def root(self) -> Program:
+        """Itself, if no other has started it."""
+        program = self
+        while program.parent is not None:
+            program = program.parent
+        return program
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its calls wait where new requests would be refused. Many calls at once are no
+        agent's, but those of clients that share one name."""
+        return self.root.has_begun and self.num_running <= MAX_AT_ONCE
+
+    @property
+    def own_tokens(self) -> int:
+        """KVCache that only this program needs."""
+        return max(self.context_tokens - self.shared_tokens, 0)
+
+    @property
+    def awaits_children(self) -> bool:
+        """Whether it goes on when its sub-agents have ended."""
+        return any(child.num_running or child.since_s is not None for child in self.children)

@@ -1,0 +1,228 @@
+"""The programs that are under way: their calls, what they hold, and when they go on.
+
+The identity of a program is what its client says (`ProgramContext`); programs of different tenants
+are never the same. With `programs="all"`, a prompt that goes on after an earlier one is a call of
+the same program, too (`placement.prefetching` finds the session).
+
+What a program holds is kept through a pause as long as the learned length of the pause makes it
+worth its room. The worth of a program's own blocks is the chance that its next call comes before
+the room would serve others, `HORIZON_S`. Below `PARK_CHANCE` the program is *parked*: its blocks
+are the first to leave DRAM, for the SSD if there is one, and `placement.prefetching` brings them
+back before the next call is due. A parked program no longer counts where new ones wait (`door`).
+A program ends when its client says so, or after a pause longer than all that are told apart.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from moonpool.conductor.forecast.estimators import RunningMean
+from moonpool.conductor.programs.pauses import Pauses
+from moonpool.conductor.programs.program import Program
+from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.waiting.queue import WaitingRequests
+from moonpool.types import BlockKey, InstanceId, ProgramContext, payer_of
+
+MAX_PROGRAMS = 65_536
+"""Programs that are remembered; those that have paused for longest are forgotten first."""
+HORIZON_S = 30.0
+"""A pause that should be shorter is waited for with the blocks in place."""
+PARK_CHANCE = 0.1
+MAX_PARKED_PER_TICK = 64
+MAX_DEPTH = 16
+"""Sub-agents of sub-agents; deeper ones count as children of the deepest."""
+
+Key = tuple[str, str]
+"""Tenant and id."""
+
+
+class Programs:
+    """All programs that have begun or wait to, and have not ended."""
+
+    def __init__(self, waiting: WaitingRequests) -> None:
+        """`waiting` gives places in the order of those that wait."""
+        self.pauses = Pauses()
+        self.num_ended = 0
+        self.usual_tokens = RunningMean(0.0)  # that a program needs for itself after a call
+        self._programs: OrderedDict[Key, Program] = OrderedDict()  # the last one acted last
+        self._by_leaf: dict[BlockKey, Program] = {}  # of those that were recognised
+        self._num_programs = self._num_recognised = 0
+        self._waiting = waiting
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __iter__(self) -> Iterator[Program]:
+        return iter(self._programs.values())
+
+    @property
+    def num_running(self) -> int:
+        """Programs of which a call is under way."""
+        return sum(program.num_running > 0 for program in self._programs.values())
+
+    @property
+    def num_parked(self) -> int:
+        return sum(program.parked for program in self._programs.values())
+
+    def get(self, tenant: str, program_id: str) -> Program | None:
+        return self._programs.get((payer_of(tenant), program_id))
+
+    # Calls
+
+    def arrive(self, tracked: TrackedRequest, now: float) -> Program | None:
+        """A call has arrived (mutates); None: it is a request by itself."""
+        context = tracked.request.program
+        if context is None:
+            return None
+        program = self._named(payer_of(tracked.request.tenant), context, now)
+        self.pauses.end(program, now)
+        program.num_running += 1
+        program.num_calls += 1
+        program.tool = context.tool
+        if context.keep_s is not None:
+            program.keep_until_s = now + context.keep_s
+        return program
+
+    def recognise(self, tracked: TrackedRequest, now: float) -> Program | None:
+        """The program of a request without a name whose blocks are known (mutates): the one whose
+        last prompt it goes on after, else a new one."""
+        for key in reversed(tracked.keys):
+            program = self._by_leaf.get(key)
+            if program is not None and not program.num_running:
+                break
+        else:
+            program = self._new(payer_of(tracked.request.tenant), f"~{self._num_recognised}", now)
+            self._num_recognised += 1
+            program.is_named = False
+        self._programs.move_to_end((program.tenant, program.program_id))
+        self.pauses.end(program, now)
+        program.num_running += 1
+        program.num_calls += 1
+        return program
+
+    def _named(self, tenant: str, context: ProgramContext, now: float) -> Program:
+        program = self._programs.get((tenant, context.program_id))
+        if program is None:
+            parent = None
+            parent_id = context.parent_id or context.root_id
+            if parent_id and parent_id != context.program_id:
+                parent = self._programs.get((tenant, parent_id))
+            program = self._new(tenant, context.program_id, now, parent)
+            program.blocks_parent = context.blocks_parent
+        self._programs.move_to_end((tenant, program.program_id))
+        program.kind = context.kind or program.kind
+        return program
+
+    def _new(
+        self, tenant: str, program_id: str, now: float, parent: Program | None = None
+    ) -> Program:
+        depth, above = 0, parent
+        while above is not None and depth <= MAX_DEPTH:
+            depth, above = depth + 1, above.parent
+        if depth > MAX_DEPTH and parent is not None:
+            parent = parent.parent
+        line = self._waiting.line if parent is None else parent.root.line
+        self._num_programs += 1
+        program = Program(program_id, tenant, line, self._num_programs, now, parent)
+        if parent is not None:
+            program.has_begun = parent.root.has_begun
+            parent.children.append(program)
+        self._programs[tenant, program_id] = program
+        if len(self._programs) > MAX_PROGRAMS:
+            oldest = next((p for p in self if not p.num_running), None)
+            if oldest is not None:
+                self._forget(oldest)
+        return program
+
+    def place(
+        self, tracked: TrackedRequest, decoder: InstanceId, hit_tokens: int, now: float
+    ) -> None:
+        """A call will be decoded there; so many tokens of its prompt are where it is prefilled
+        (mutates)."""
+        program = tracked.program
+        assert program is not None
+        if not program.context_tokens:
+            program.shared_tokens = hit_tokens
+        known = min(program.context_tokens, tracked.request.num_prompt_tokens)
+        program.recomputed_tokens += max(known - hit_tokens, 0) if not tracked.num_attempts else 0
+        program.waited_s += max(now - tracked.request.arrived_s, 0.0)
+        program.context_tokens = max(program.context_tokens, tracked.request.num_prompt_tokens)
+        program.has_begun = program.root.has_begun = True
+        program.instance = decoder
+
+    def end_call(self, tracked: TrackedRequest, answered: bool, now: float) -> Program | None:
+        """A call has ended (mutates). Returns its program if that has ended, too."""
+        program = tracked.program
+        if program is None:
+            return None
+        program.num_running -= 1
+        record, context = tracked.record, tracked.request.program
+        if answered:
+            size = record.num_prompt_tokens + record.answer_tokens
+            program.context_tokens = size
+            self.usual_tokens.add(program.own_tokens)
+            program.served_tokens += size - min(record.cached_tokens, record.num_prompt_tokens)
+            if program.keys:
+                self._by_leaf.pop(program.keys[-1], None)
+            program.keys = tracked.keys
+            if not program.is_named and program.keys:
+                self._by_leaf[program.keys[-1]] = program
+        if program.num_running:
+            return None
+        if context is not None and context.ends and answered:
+            self._forget(program)
+            return program
+        self.pauses.begin(program, "" if context is None else context.tool, now)
+        return None
+
+    def _forget(self, program: Program) -> None:
+        self._programs.pop((program.tenant, program.program_id), None)
+        if program.keys:
+            self._by_leaf.pop(program.keys[-1], None)
+        if program.parent is not None and program in program.parent.children:
+            program.parent.children.remove(program)
+        program.since_s = None
+        self.num_ended += 1
+
+    # Time
+
+    def tick(self, now: float) -> list[Program]:
+        """Programs whose blocks should be the first to leave from now on (mutates); those that have
+        paused for longer than all others did are forgotten, and are among them."""
+        leaving: list[Program] = []
+        for program in list(self._programs.values()):
+            if program.since_s is None or program.num_running:
+                continue
+            if self.pauses.age(program, now):
+                self._forget(program)
+                leaving += [] if program.parked else [program]
+            elif (
+                not program.parked
+                and len(leaving) < MAX_PARKED_PER_TICK
+                and self._chance(program, now) < PARK_CHANCE
+            ):
+                program.parked = True
+                leaving.append(program)
+        return leaving
+
+    def _chance(self, program: Program, now: float) -> float:
+        """Of its next call within the horizon."""
+        if now < program.keep_until_s or program.awaits_children:
+            return 1.0
+        return self.pauses.chance(program, HORIZON_S, now)
+
+    def held_tokens(self, now: float) -> dict[InstanceId | None, float]:
+        """KVCache that the programs which have begun need for themselves, by the instance where
+        their blocks are (None: they have none yet): all of those that run, and of the others as
+        much as is likely to be needed soon. If most are still short, they will grow to the usual
+        size."""
+        held: dict[InstanceId | None, float] = {}
+        present: dict[InstanceId | None, float] = {}
+        for program in self._programs.values():
+            if program.has_begun and not program.parked:
+                chance, at = self._chance(program, now), program.instance
+                held[at] = held.get(at, 0.0) + program.own_tokens * chance
+                present[at] = present.get(at, 0.0) + chance
+        usual = self.usual_tokens.value
+        return {at: max(tokens, present[at] * usual) for at, tokens in held.items()}

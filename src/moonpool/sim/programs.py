@@ -1,0 +1,156 @@
+"""The figures of programs: how long each took, what it lost, and what was computed twice for it.
+
+A program is an agent with its sub-agents. It takes from its first call's arrival to its last call's
+end, tools included. It loses the time in which a call of it waits: between two tries of a refused
+call, at the Conductor, in an instance's queue, and for room in a decode batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool.request_record import RequestRecord
+from moonpool.sim.metrics import Histogram, rounded
+from moonpool.trace.closed_loop import LoopCall
+
+ANSWERED = ("stop", "length")
+
+
+@dataclass(slots=True, eq=False)
+class _Program:
+    began_s: float
+    ended_s: float
+    lost_s: float = 0.0
+    num_open: int = 0  # calls that were read and have not ended
+    num_calls: int = 0
+    failed: bool = False
+    input_tokens: int = 0
+    recomputed_tokens: int = 0
+    keys: set[Any] = field(default_factory=set)  # blocks that were computed for it
+    sessions: list[str] = field(default_factory=list)
+
+
+class ProgramFigures:
+    """Figures of the programs that have ended; memory holds those under way."""
+
+    def __init__(self, block_tokens: int) -> None:
+        """`block_tokens`: of the keys that calls have."""
+        self.makespan_s, self.lost_s = Histogram(), Histogram()
+        self.num_failed = self.num_calls = self.num_retries = 0
+        self.input_tokens = self.recomputed_tokens = 0
+        self._block_tokens = block_tokens
+        self._programs: dict[str, _Program] = {}  # by the session of its first agent
+        self._roots: dict[str, str] = {}  # by session
+
+    @property
+    def num_under_way(self) -> int:
+        """Programs that have begun and have not ended."""
+        return len(self._programs)
+
+    def __len__(self) -> int:
+        return int(self.makespan_s.count) + self.num_failed
+
+    def read(self, call: LoopCall, now: float) -> None:
+        """A call was read from the trace; it may start later (mutates)."""
+        program = self._program(call, now)
+        program.num_open += 1
+
+    def begin(self, call: LoopCall, now: float) -> None:
+        """A call is sent for the first time (mutates)."""
+        program = self._program(call, now)
+        if not program.num_calls:
+            program.began_s = now
+        program.num_calls += 1
+
+    def end(
+        self,
+        call: LoopCall,
+        record: RequestRecord,
+        keys: Sequence[Any],
+        now: float,
+        num_dropped: int = 0,
+    ) -> None:
+        """A call has ended for good, and with it so many that wait for it (mutates)."""
+        program = self._program(call, now)
+        program.ended_s = now
+        if record.outcome in ANSWERED:
+            known = 0
+            for key in keys:
+                if key not in program.keys:
+                    break
+                known += 1
+            program.input_tokens += record.num_prompt_tokens
+            twice = known * self._block_tokens - record.cached_tokens
+            program.recomputed_tokens += max(twice, 0)
+            program.keys.update(keys)
+            program.lost_s += lost_s(record)
+        else:
+            program.failed = True
+        program.num_open -= 1 + num_dropped
+        if program.num_open > 0:
+            return
+        root = self._root(call)
+        del self._programs[root]
+        for name in program.sessions:
+            del self._roots[name]
+        self.num_calls += program.num_calls
+        if program.failed:
+            self.num_failed += 1
+            return
+        self.makespan_s.add(max(program.ended_s - program.began_s, 0.0))
+        self.lost_s.add(max(program.lost_s, 0.0))
+        self.input_tokens += program.input_tokens
+        self.recomputed_tokens += program.recomputed_tokens
+
+    def _root(self, call: LoopCall) -> str:
+        session = call.session or call.call
+        known = self._roots.get(session)
+        if known is None:
+            known = self._roots.get(call.parent, call.parent) if call.parent else session
+        return known
+
+    def _program(self, call: LoopCall, now: float) -> _Program:
+        root = self._root(call)
+        program = self._programs.get(root)
+        if program is None:
+            program = self._programs[root] = _Program(now, now)
+        session = call.session or call.call
+        if session not in self._roots:
+            self._roots[session] = root
+            program.sessions.append(session)
+        return program
+
+    def _with_failed(self) -> dict[str, float]:
+        """P50 and P90 over all programs, where one that was given up takes as long as the longest
+        of the others."""
+        longest_s, found = self.makespan_s.largest, {}
+        total = len(self)
+        for name, share in (("p50", 0.5), ("p90", 0.9)):
+            of_others = share * total / max(self.makespan_s.count, 1)
+            found[name] = rounded(
+                longest_s if of_others > 1.0 else self.makespan_s.quantile(of_others)
+            )
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """For `simulate --json` and `replay --json`."""
+        return {
+            "count": len(self),
+            "failed": self.num_failed,
+            "unfinished": len(self._programs),
+            "calls": self.num_calls,
+            "retries": self.num_retries,
+            "makespan_s": self.makespan_s.summary(),
+            "makespan_with_failed_s": self._with_failed(),
+            "lost_s": self.lost_s.summary(),
+            "input_tokens": self.input_tokens,
+            "recomputed_tokens": self.recomputed_tokens,
+        }
+
+
+def lost_s(record: RequestRecord) -> float:
+    """The time in which the call waited."""
+    stages = record.stages_s()
+    return sum(stages.get(name, 0.0) for name in ("placement", "queue_and_fetch", "handover"))

@@ -1,0 +1,94 @@
+"""Plays programs in a closed loop: a call starts when those before it have ended and its tools ran.
+
+Pure: the driver tells what ended, and gets what starts then and after how long. The simulator and
+`replay` share it, and so what a client does that is refused (`retry_after_s`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+MAX_TRIES = 12
+"""A client gives its program up when a call was refused so often, as coding agents do."""
+LONGEST_WAIT_S = 60.0
+"""A client waits no longer between two tries, whatever the server says."""
+
+
+class LoopCall(Protocol):
+    """What the loop needs of a request; see `TraceRow`."""
+
+    @property
+    def call(self) -> str: ...
+    @property
+    def after(self) -> tuple[str, ...]: ...
+    @property
+    def delay_s(self) -> float: ...
+    @property
+    def session(self) -> str: ...
+    @property
+    def parent(self) -> str: ...
+
+
+T = TypeVar("T", bound=LoopCall)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[T]):
+    call: T
+    num_missing: int
+
+
+class ClosedLoop(Generic[T]):
+    """The calls that were read and have not ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[_Waiting[T]]] = {}  # by call: those that wait for it
+        self.num_dropped = 0  # calls of programs that were given up
+        self.num_waiting = 0
+
+    def add(self, call: T) -> bool:
+        """A call was read (mutates). Whether it starts at its own time."""
+        if not call.call:
+            return True
+        missing = [name for name in call.after if name in self._open]
+        self._open[call.call] = []
+        if call.after and not missing:
+            return True  # those before it ended before it was read
+        waiting = _Waiting(call, len(missing))
+        for name in missing:
+            self._open[name].append(waiting)
+        self.num_waiting += bool(missing)
+        return not missing
+
+    def end(self, call: str) -> Iterator[T]:
+        """A call was answered (mutates): yields the calls that start so long after it as their
+        `delay_s` says."""
+        for waiting in self._open.pop(call, ()):
+            waiting.num_missing -= 1
+            if not waiting.num_missing:
+                self.num_waiting -= 1
+                yield waiting.call
+
+    def give_up(self, call: str) -> None:
+        """A call has failed for good, and so have all that wait for it (mutates)."""
+        failed = deque([call])
+        while failed:
+            for waiting in self._open.pop(failed.popleft(), ()):
+                if waiting.num_missing > 0:
+                    waiting.num_missing = -1  # never
+                    self.num_waiting -= 1
+                    self.num_dropped += 1
+                    failed.append(waiting.call.call)
+
+
+def retry_after_s(status: int, num_tries: int, told_s: float | None) -> float | None:
+    """How long a client waits before it tries a call again that was refused; None: it gives up.
+    `told_s`: the server's Retry-After. `num_tries`: so far."""
+    if (status != 429 and status < 500) or num_tries >= MAX_TRIES:
+        return None
+    if told_s is not None:
+        return min(max(told_s, 0.0), LONGEST_WAIT_S)
+    return min(0.5 * 2.0 ** (num_tries - 1), 8.0)

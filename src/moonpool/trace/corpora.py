@@ -1,0 +1,294 @@
+"""Public corpora of agents, of which each line is a whole program.
+
+* Weka's coding agents (github.com/callanjfox/kv-cache-tester): one conversation with its requests,
+  their blocks and pauses, and sub-agents within it. `jq -c . traces/*.json > corpus.jsonl` puts a
+  folder of them into one file. They have no times of their own: all begin at once, unless a run is
+  told how many run at a time.
+* Sessions of OpenTelemetry spans, as llm-d's and LMCache's agentic traces are: the spans that have
+  tokens are calls, and a call waits for those that had ended when it began.
+
+Blocks of one conversation are its own, but for the definitions of tools: Weka's conversations whose
+definitions are equally long share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from math import isfinite
+from typing import Any
+
+import msgspec
+
+from moonpool.trace.programs import SESSION_BLOCK_TOKENS, block_id, text_blocks
+from moonpool.trace.row import MAX_LENGTH_TOKENS, UNTIMED, LineError, ParsedRow, damage
+from moonpool.types import MALFORMED
+
+MAX_NESTED = 8
+"""Sub-agents within sub-agents."""
+_INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
+_OUTPUT = (
+    *("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens"),
+    "llm.token_count.completion",
+)
+_BEGIN = ("start_time", "startTimeUnixNano", "start_time_unix_nano", "start")
+_END = ("end_time", "endTimeUnixNano", "end_time_unix_nano", "end")
+_TEXTS = ("gen_ai.input.messages", "gen_ai.prompt", "input.value", "llm.input_messages")
+
+
+def is_weka(first: dict[str, Any]) -> bool:
+    """Whether a file's first object is one of Weka's conversations."""
+    return isinstance(first.get("requests"), list) and "block_size" in first
+
+
+def is_spans(first: dict[str, Any]) -> bool:
+    """Whether a file's first object is a session of spans."""
+    return isinstance(first.get("spans"), list)
+
+
+class WekaParser:
+    """One conversation per line."""
+
+    format = "weka"
+    header_lines = 0
+    units_per_s = 1.0
+    ignored: tuple[str, ...] = ()
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        """Raises LineError for a block size that is none."""
+        self.block_tokens = _count(first, "block_size")
+        if not self.block_tokens:
+            raise LineError("block_size is 0; it must be the number of tokens of a block")
+
+    def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
+        """Raises LineError."""
+        whole = _object(line)
+        if whole.get("block_size") != self.block_tokens:
+            raise LineError(
+                f"block_size is {whole.get('block_size')!r:.40}, in the first line it is"
+                f" {self.block_tokens}"
+            )
+        name = str(whole.get("id") or block_id(line))
+        num_shared = _count(whole, "tool_tokens", 0) // self.block_tokens
+        rows: list[ParsedRow] = []
+        self._add(rows, _list(whole, "requests"), name, "", (), num_shared, 0)
+        return rows
+
+    def _add(
+        self,
+        rows: list[ParsedRow],
+        requests: list[Any],
+        session: str,
+        parent: str,
+        after: tuple[str, ...],
+        num_shared: int,
+        depth: int,
+    ) -> str:
+        """Adds the calls of an agent, the first one after those named; returns its last call."""
+        if depth > MAX_NESTED:
+            raise LineError(f"sub-agents are nested deeper than {MAX_NESTED}")
+        last, last_end_s = "", 0.0
+        waits_for = after
+        for number, request in enumerate(requests):
+            if not isinstance(request, dict):
+                raise LineError(f"request {number + 1} of {session} is no object")
+            if request.get("type") == "subagent":
+                inner = _list(request, "requests")
+                child = f"{session}/{request.get('agent_id') or number}.{number}"
+                begun = (last,) if last else after
+                ended = self._add(rows, inner, child, session, begun, num_shared, depth + 1)
+                if ended:
+                    waits_for = (*waits_for, ended)
+                continue
+            num_input, num_output = _count(request, "in"), _count(request, "out")
+            begin_s = _seconds(request, "t") or 0.0
+            if not num_input or not num_output:
+                continue
+            think_s = _seconds(request, "think_time")
+            if think_s is None:
+                think_s = max(begin_s - last_end_s, 0.0) if last else 0.0
+            call = f"{session}#{number}"
+            rows.append(
+                ParsedRow(
+                    UNTIMED,
+                    num_input,
+                    num_output,
+                    self._blocks(request, num_input, session, num_shared),
+                    session,
+                    call=call,
+                    after=waits_for,
+                    delay_s=think_s,
+                    parent=parent,
+                )
+            )
+            last, waits_for = call, (call,)
+            last_end_s = begin_s + (_seconds(request, "api_time") or 0.0)
+        return last
+
+    def _blocks(
+        self, request: dict[str, Any], num_tokens: int, session: str, num_shared: int
+    ) -> tuple[int, ...]:
+        """The ids of a prompt's blocks, in the whole corpus."""
+        ids = request.get("hash_ids")
+        if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+            raise LineError(f"hash_ids of a request of {session} is not a list of integers")
+        num_blocks = -(-num_tokens // self.block_tokens)
+        if len(ids) < num_tokens // self.block_tokens or len(ids) > num_blocks:
+            raise LineError(
+                f"{len(ids)} hash_ids for {num_tokens} tokens in blocks of {self.block_tokens}"
+            )
+        root = session.partition("/")[0]
+        found = [block_id(f"tools/{num_shared}/{one}".encode()) for one in ids[:num_shared]]
+        found += [block_id(f"{root}/{one}".encode()) for one in ids[num_shared:]]
+        if len(found) < num_blocks:  # of the last, partial block
+            found.append(block_id(f"{session}/{num_tokens}/{ids[-1] if ids else 0}/end".encode()))
+        return tuple(found)
+
+
+class SpansParser:
+    """One session of OpenTelemetry spans per line, or its `turns`."""
+
+    format = "spans"
+    header_lines = 0
+    units_per_s = 1.0
+    block_tokens = SESSION_BLOCK_TOKENS
+    ignored: tuple[str, ...] = ()
+
+    def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
+        """Raises LineError."""
+        whole = _object(line)
+        name = str(whole.get("trace_id") or whole.get("session_id") or block_id(line))
+        calls = sorted(_calls(_list(whole, "spans")), key=lambda call: call[:2])
+        rows: list[ParsedRow] = []
+        ends: list[float] = []
+        for number, (begin_s, end_s, span, attributes) in enumerate(calls):
+            before = [place for place, other_s in enumerate(ends) if other_s <= begin_s]
+            # Only those that nothing else waited for: the others ended before them.
+            latest = max((ends[place] for place in before), default=begin_s)
+            waits_for = [place for place in before if not _is_waited_for(rows, place, before)]
+            num_input, num_output = _tokens(attributes, _INPUT), _tokens(attributes, _OUTPUT)
+            rows.append(
+                ParsedRow(
+                    UNTIMED,
+                    num_input,
+                    num_output,
+                    self._blocks(name, attributes, num_input),
+                    name,
+                    call=f"{name}#{number}",
+                    after=tuple(f"{name}#{place}" for place in waits_for),
+                    delay_s=begin_s - latest,
+                    tool=str(span.get("tool", "")),
+                )
+            )
+            ends.append(end_s)
+        return rows
+
+    def _blocks(self, name: str, attributes: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
+        """By the text of the prompt if the span has it; else each prompt goes on after the one
+        before it."""
+        num_blocks = -(-num_tokens // SESSION_BLOCK_TOKENS)
+        found = next((attributes[key] for key in _TEXTS if key in attributes), None)
+        if found is None:
+            return tuple(block_id(f"{name}/{i}".encode()) for i in range(num_blocks))
+        text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
+        ids = text_blocks(text)[0] or (block_id(name.encode()),)
+        # The text is as long as the tokens say, whatever a token has of it.
+        per_block = len(ids) / num_blocks
+        return tuple(
+            block_id(b"%d/%d" % (ids[min(int((i + 1) * per_block), len(ids)) - 1], i))
+            if (i + 1) * per_block >= 1
+            else block_id(f"{name}/{i}".encode())
+            for i in range(num_blocks)
+        )
+
+
+def _is_waited_for(rows: list[ParsedRow], place: int, among: list[int]) -> bool:
+    call = rows[place].call
+    return any(call in rows[other].after for other in among if other != place)
+
+
+def _calls(spans: list[Any]) -> Iterator[tuple[float, float, dict[str, Any], dict[str, Any]]]:
+    """Begin, end, span and attributes of the spans that have tokens."""
+    for span in spans:
+        if not isinstance(span, dict):
+            raise LineError("a span is no object")
+        attributes = span.get("attributes") or {}
+        if isinstance(attributes, list):  # as OTLP writes them
+            attributes = {
+                one.get("key"): _plain(one.get("value"))
+                for one in attributes
+                if isinstance(one, dict)
+            }
+        attributes = {**span, **attributes}
+        if not _tokens(attributes, _INPUT) or not _tokens(attributes, _OUTPUT):
+            continue
+        begin_s, end_s = _instant(span, _BEGIN), _instant(span, _END)
+        yield begin_s, max(end_s, begin_s), span, attributes
+
+
+def _plain(value: Any) -> Any:
+    """The value in one of OTLP's wrappers."""
+    return next(iter(value.values()), None) if isinstance(value, dict) else value
+
+
+def _tokens(attributes: dict[str, Any], names: Sequence[str]) -> int:
+    value = next((attributes[name] for name in names if attributes.get(name) is not None), 0)
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise LineError(f"{names[0]} is {value!r:.40}; it must be an integer") from None
+    if not 0 <= number <= MAX_LENGTH_TOKENS:
+        raise LineError(f"{names[0]} is {number}; it must be between 0 and {MAX_LENGTH_TOKENS}")
+    return number
+
+
+def _instant(span: dict[str, Any], names: Sequence[str]) -> float:
+    """Seconds since 1970 or since the start of the trace."""
+    value = next((span[name] for name in names if span.get(name) is not None), None)
+    try:
+        if isinstance(value, str) and not value.replace(".", "", 1).isdigit():
+            return datetime.fromisoformat(value).timestamp()
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise LineError(f"{names[0]} of a span is {value!r:.40}; it must be a time") from None
+    if not isfinite(number) or number < 0:
+        raise LineError(f"{names[0]} of a span is {value!r:.40}; it must be a time")
+    for unit in (1e17, 1e14, 1e11):  # nanoseconds, microseconds, milliseconds since 1970
+        if number >= unit:
+            return number / (unit / 1e8)
+    return number
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except MALFORMED as error:
+        raise LineError(
+            damage(line)
+            or f"this line is not one JSON object ({error}); put each on one line by `jq -c . FILE`"
+        ) from None
+
+
+def _list(fields: dict[str, Any], name: str) -> list[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise LineError(f"{name} is {value!r:.40}; it must be a list")
+    return value
+
+
+def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = fields.get(name, default)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not 0 <= value <= MAX_LENGTH_TOKENS:
+        raise LineError(f"{name} is {value!r:.40}; it must be an integer, 0 or more")
+    return value
+
+
+def _seconds(fields: dict[str, Any], name: str) -> float | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        raise LineError(f"{name} is {value!r:.40}; it must be seconds, 0 or more")
+    return float(value)

@@ -1,0 +1,153 @@
+"""Programs (agents) in the Conductor: who waits, and what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conductor_desk import Desk
+from conductor_desk import of as of_kind
+
+from moonpool.conductor.actions import ConductorAction, Refuse, RequestEnded, Send, Tick
+from moonpool.conductor.programs.programs import HORIZON_S
+from moonpool.protocol.messages import (
+    BlocksChanged,
+    BlocksSnapshot,
+    MarkReplicas,
+    PrefillStarted,
+    StartPrefill,
+)
+from moonpool.types import FinishReason, ProgramContext
+
+
+def of(kind: type[Any], actions: list[ConductorAction]) -> list[Any]:
+    """The commands of a kind."""
+    sent = of_kind(actions, Send)
+    return [one.command for one in sent if isinstance(one.command, kind)]
+
+
+class Agents:
+    """A mixed instance, and clients that name their programs."""
+
+    def __init__(self, num_blocks: int = 1000, **config: object) -> None:
+        self.desk = Desk("m0", num_blocks=num_blocks, **{"admission": "none", **config})
+        self.num_stored = 0
+        self.desk.report("m0", BlocksSnapshot(next_sequence=0, keys=()))
+
+    def call(self, name: str, agent: str, **known: Any) -> list[ConductorAction]:
+        context = ProgramContext(program_id=agent, **known.pop("program", {}))
+        tokens = tuple(range(known.pop("num_tokens", 40)))
+        tokens = (ord(agent[0]), *tokens[1:])
+        return self.desk.ask(name, token_ids=tokens, program=context, **known)
+
+    def answer(self, actions: list[ConductorAction]) -> list[ConductorAction]:
+        """Answers the call that was started."""
+        (start,) = of(StartPrefill, actions)
+        work, request = start.work.attempt_id, start.work.attempt_id.partition("/")[0]
+        tracked = self.desk.conductor.requests[request]  # type: ignore[index]
+        self.desk.report("m0", PrefillStarted(attempt_id=work, cached_tokens=0, fetched_tokens=0))
+        stored = BlocksChanged(sequence=self.num_stored, stored=tuple(tracked.keys), removed=())
+        self.num_stored += 1
+        self.desk.report("m0", stored)
+        return self.desk.tokens("m0", 5, 6, finish=FinishReason.STOP, work=work)
+
+    @property
+    def waiting(self) -> int:
+        return self.desk.conductor.num_programs_waiting
+
+
+def ended(actions: list[ConductorAction]) -> RequestEnded:
+    (one,) = [action for action in actions if isinstance(action, RequestEnded)]
+    return one
+
+
+def test_new_programs_wait_while_others_need_the_memory() -> None:
+    agents = Agents(num_blocks=30)  # 120 tokens
+    first = agents.call("a1", "a", num_tokens=80)
+    assert not of(StartPrefill, agents.call("b1", "b", num_tokens=80))
+    assert agents.waiting == 1
+    assert not of(StartPrefill, agents.call("c1", "c", num_tokens=8)), "not past one before it"
+    done = agents.answer(first)
+    assert not of(StartPrefill, done), "its tool runs, and its blocks are needed soon"
+    second = agents.call("a2", "a", num_tokens=84, program={"ends": True})
+    assert of(StartPrefill, second), "a program that has begun goes on"
+    began = agents.answer(second)
+    assert [one.work.attempt_id.partition("/")[0] for one in of(StartPrefill, began)] == ["b1"]
+    assert agents.waiting == 1 and len(agents.desk.conductor.programs) == 2
+
+
+def test_a_request_by_itself_does_not_wait_for_programs() -> None:
+    agents = Agents(num_blocks=30)
+    agents.call("a1", "a", num_tokens=80)
+    agents.call("b1", "b", num_tokens=80)
+    assert of(StartPrefill, agents.desk.ask("r", token_ids=tuple(range(500, 510))))
+
+
+def test_without_the_rules_nobody_waits_for_a_program() -> None:
+    agents = Agents(num_blocks=60, programs="off")
+    agents.call("a1", "a", num_tokens=80)
+    assert of(StartPrefill, agents.call("b1", "b", num_tokens=80))
+    assert not len(agents.desk.conductor.programs)
+
+
+@pytest.mark.parametrize("rules", ["named", "off"])
+def test_only_later_calls_of_a_program_wait_where_others_are_refused(rules: str) -> None:
+    agents = Agents(num_blocks=100_000, programs=rules, admission="early")
+    agents.answer(agents.call("a1", "a"))
+    for number in range(40):  # prompts of 1 s each before it
+        agents.desk.ask(f"r{number}", token_ids=tuple(range(number * 2000, number * 2000 + 1000)))
+    new = agents.call("n1", "n", num_tokens=2000, ttft_s=4.0, tbt_s=9.0)
+    later = agents.call("a2", "a", num_tokens=2000, ttft_s=4.0, tbt_s=9.0)
+    refused = {one.request_id for one in later + new if isinstance(one, Refuse)}
+    assert ("a2" in refused) is (rules == "off")
+
+
+def test_blocks_of_an_ended_program_leave_first() -> None:
+    agents = Agents()
+    actions = agents.answer(agents.call("a1", "a", program={"ends": True}))
+    (mark,) = of(MarkReplicas, actions)
+    assert len(mark.spare) == 10 and not mark.last
+    assert not len(agents.desk.conductor.programs)
+
+
+def test_a_long_pause_parks_a_program_until_it_comes_back() -> None:
+    agents = Agents()
+    desk = agents.desk
+    for number in range(60):  # programs pause for 100 s
+        agents.answer(agents.call(f"a{number}", "a"))
+        desk.now += 100.0
+    agents.answer(agents.call("last", "a"))
+    desk.now += 1.0
+    marks = of(MarkReplicas, desk.handle(Tick()))
+    assert [len(one.spare) for one in marks] == [10]
+    assert desk.conductor.programs.num_parked == 1 and HORIZON_S < 99.0
+    assert [len(one.last) for one in of(MarkReplicas, agents.call("again", "a"))] == [10]
+
+
+def test_an_explanation_names_the_program() -> None:
+    agents = Agents()
+    agents.answer(agents.call("a1", "a"))
+    agents.desk.now += 3.0
+    actions = agents.answer(agents.call("k1", "k", program={"parent_id": "a"}))
+    assert ended(actions).record.program == "k"
+    assert ended(actions).explanation.lines()[0] == "call 1 of program k, of a"
+    actions = agents.answer(agents.call("a2", "a"))
+    assert "call 2 of program a; it paused for 3.0 s" in ended(actions).explanation.lines()[0]
+
+
+def test_tenants_do_not_share_programs() -> None:
+    agents = Agents()
+    agents.call("a1", "a", tenant="x")
+    agents.call("a2", "a", tenant="y")
+    assert len(agents.desk.conductor.programs) == 2
+
+
+def test_a_growing_prompt_is_recognised_if_asked_for() -> None:
+    agents = Agents(programs="all")
+    agents.answer(agents.desk.ask("r1", token_ids=tuple(range(40))))
+    agents.desk.now += 2.0
+    actions = agents.answer(agents.desk.ask("r2", token_ids=tuple(range(60))))
+    assert (
+        "(recognised by its prompt); it paused for 2.0 s" in ended(actions).explanation.lines()[0]
+    )
+    assert len(agents.desk.conductor.programs) == 1

@@ -1,0 +1,52 @@
+"""A call starts when all that it waits for have ended, and only then."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.trace.closed_loop import MAX_TRIES, ClosedLoop, retry_after_s
+from moonpool.trace.row import TraceRow
+
+
+def call(number: int, after: tuple[int, ...]) -> TraceRow:
+    names = tuple(str(one) for one in after)
+    return TraceRow(0.0, 1, 1, session="s", call=str(number), after=names)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> list[TraceRow]:
+    size = draw(st.integers(1, 12))
+    return [
+        call(n, tuple(draw(st.sets(st.integers(0, n - 1), max_size=3)) if n else ()))
+        for n in range(size)
+    ]
+
+
+@given(graphs(), st.randoms(use_true_random=False), st.sets(st.integers(0, 11)))
+def test_every_call_starts_once_or_is_given_up(calls, rng, failing) -> None:
+    loop: ClosedLoop[TraceRow] = ClosedLoop()
+    running = [one for one in calls if loop.add(one)]
+    ended: set[str] = set()
+    started = [one.call for one in running]
+    while running:
+        one = running.pop(rng.randrange(len(running)))
+        if int(one.call) in failing:
+            loop.give_up(one.call)
+            continue
+        ended.add(one.call)
+        for following in loop.end(one.call):
+            assert ended >= set(following.after)
+            started.append(following.call)
+            running.append(following)
+    assert len(started) == len(set(started))
+    assert len(started) + loop.num_dropped == len(calls)
+    assert loop.num_waiting == 0
+
+
+def test_clients_follow_retry_after_and_give_up_at_last() -> None:
+    assert retry_after_s(429, 1, 7.5) == 7.5
+    assert retry_after_s(429, 1, 500.0) == 60.0
+    assert [retry_after_s(503, n, None) for n in (1, 2, 9)] == [0.5, 1.0, 8.0]
+    assert retry_after_s(422, 1, 1.0) is None
+    assert retry_after_s(429, MAX_TRIES, 1.0) is None
