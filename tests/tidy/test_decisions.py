@@ -10,7 +10,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "decisions"
 INDEX = FOLDER / "README.md"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path != INDEX)
-MAX_PAGES = 45
+MAX_PAGES = 50
 MAX_LINES = 60
 MAX_WORDS = 45
 HEADINGS = ["Decided", "Limits", "Not covered", "Dropped"]
