@@ -85,7 +85,7 @@ def test_a_decode_instances_own_check_learns_too() -> None:
     for learning in (True, False):
         settings = config(
             cluster={"prefill": 4, "decode": 1},
-            conductor={"admission": "baseline", "learning": learning},
+            conductor={"admission": "baseline", "decode_wait": False, "learning": learning},
             slo={"ttft_s": 30.0, "tbt_s": 0.05},
         )
         found[learning] = run(settings, arrivals(300, 0.2), slow={"decode-0": 1.8})[1]
