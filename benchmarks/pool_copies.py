@@ -47,6 +47,7 @@ from moonpool.host_pool.messages import (
 )
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool_engine.vllm.block_copier import HostCopier
+from moonpool_engine.vllm.block_kinds import kinds_of
 from moonpool_engine.vllm.cache_layout import CacheLayout
 from moonpool_engine.vllm.pool_link import PoolLink
 from moonpool_engine.vllm.slice_mover import open_mover
@@ -86,7 +87,7 @@ class Cache:
 def copies(num_bytes: int, rounds: int) -> dict[str, float]:
     """Bytes a second of loads and stores, as medians, and what of a plain copy's that is."""
     cache = Cache(num_bytes)
-    copier = HostCopier(cache.layout, open_mover())
+    copier = HostCopier(cache.layout, kinds_of(cache.layout)[0], open_mover())
     memory = np.ones(cache.num_blocks * cache.block_bytes + 64, np.uint8)
     start = memory.ctypes.data + -memory.ctypes.data % 64
     ids = np.random.default_rng(0).permutation(cache.num_blocks).astype(np.int64)
@@ -100,7 +101,7 @@ def copies(num_bytes: int, rounds: int) -> dict[str, float]:
     acts: dict[str, Callable[[], object]] = {
         "plain_copy": lambda: np.copyto(target, source),
         "load": load,
-        "store": lambda: copier.store(ids, places),
+        "store": lambda: copier.store([ids], places),
     }
     times: dict[str, list[float]] = {name: [] for name in acts}
     for number in range(rounds + 1):
@@ -138,7 +139,7 @@ class PoolClient:
             layout=layout,
         )
         self._cache = cache
-        self._copier = HostCopier(cache.layout, open_mover())
+        self._copier = HostCopier(cache.layout, kinds_of(cache.layout)[0], open_mover())
         self._answers: list[Any] = []
         self._has_news = threading.Condition()
         self._link = PoolLink(path, attach, self._take, lambda: None)
@@ -158,7 +159,7 @@ class PoolClient:
         memory = self._link.memory
         assert memory is not None
         sums = self._copier.store(
-            chosen.astype(np.int64), memory.address + places[chosen] * self._cache.block_bytes
+            [chosen.astype(np.int64)], memory.address + places[chosen] * self._cache.block_bytes
         )
         self._link.send(Commit(number=number, checksums=sums.astype("<u8").tobytes()))
 

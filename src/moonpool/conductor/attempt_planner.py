@@ -14,10 +14,8 @@ import msgspec
 import numpy as np
 
 from moonpool.conductor.admission.context import AdmissionContext, SloBudget
-from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction, admit
-from moonpool.conductor.forecast.cost_estimator import CostEstimator
-from moonpool.conductor.forecast.output_predictor import OutputPredictor
+from moonpool.conductor.forecast.learners import Learners
 from moonpool.conductor.instance_table import to_ns
 from moonpool.conductor.placement.choice import (
     LONG_QUEUE,
@@ -29,7 +27,6 @@ from moonpool.conductor.placement.choice import (
 )
 from moonpool.conductor.placement.policies import PolicyError, RequestFootprint
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
 from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
@@ -71,10 +68,7 @@ class AttemptPlanner:
         config: ConductorConfig,
         policies: Policies,
         reservations: Reservations,
-        output_predictor: OutputPredictor,
-        cost_estimator: CostEstimator,
-        goodput: GoodputModel,
-        roles: RoleSwitching,
+        learners: Learners,
         life: str,
         default_slo: Slo,
     ) -> None:
@@ -84,10 +78,9 @@ class AttemptPlanner:
         self._policies = policies
         self._reservations = reservations
         self._table, self._instances = reservations.instance_table, reservations.instances
-        self._output_predictor = output_predictor
-        self._cost_estimator = cost_estimator
-        self._goodput = goodput
-        self._roles = roles
+        self._output_predictor = learners.output_predictor
+        self._cost_estimator = learners.cost_estimator
+        self._goodput, self._roles = learners.goodput, learners.roles
         self._life = f"{life}." if life else ""
         self._default_slo = default_slo
         self._numbers = count(1)  # a client may reuse its request id

@@ -36,6 +36,7 @@ from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.attempt_planner import AttemptPlanner, Policies
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.forecast.cost_estimator import CostEstimator
+from moonpool.conductor.forecast.learners import Learners
 from moonpool.conductor.forecast.output_predictor import OutputPredictor
 from moonpool.conductor.placement.prefetching import Prefetching
 from moonpool.conductor.placement.replication import Replication
@@ -117,33 +118,31 @@ class Conductor:
         self.goodput = GoodputModel(config.learning, config.decode_wait)
         self._prefetching = Prefetching(self.reservations) if config.prefetch else None
         self.replication = Replication(self.reservations) if config.replicate else None
+        learners = Learners(
+            self.output_predictor,
+            self.cost_estimator,
+            self.goodput,
+            self.roles,
+            self._prefetching,
+            self.replication,
+        )
         self._actions: list[ConductorAction] = []
         self._planner = AttemptPlanner(
             config,
             policies,
             self.reservations,
-            self.output_predictor,
-            self.cost_estimator,
-            self.goodput,
-            self.roles,
+            learners,
             life,
             default_slo,
         )
         self._lifecycle = RequestLifecycle(
             self._planner,
             self.reservations,
-            self.output_predictor,
-            self.cost_estimator,
-            self.goodput,
-            self.roles,
-            config.max_attempts,
+            learners,
+            config,
             self._actions,
             tenant_weights or {},
             dict(tenant_caches or {}),
-            self._prefetching,
-            self.replication,
-            config.programs,
-            refuses_for_slo=config.admission != "none",
         )
         self._marks_replicas = config.spare_copies_first
         self._launched: set[InstanceId] = set()

@@ -22,19 +22,14 @@ from moonpool.conductor.actions import (
     RequestEnded,
     Send,
 )
-from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
 from moonpool.conductor.crashes.suspects import Suspects, culprit_rejection
 from moonpool.conductor.forecast.answer_learning import AnswerLearning
-from moonpool.conductor.forecast.cost_estimator import CostEstimator
 from moonpool.conductor.forecast.estimators import RunningMean
-from moonpool.conductor.forecast.output_predictor import OutputPredictor
+from moonpool.conductor.forecast.learners import Learners
 from moonpool.conductor.placement.choice import NO_ROOM, Rejection
-from moonpool.conductor.placement.prefetching import Prefetching
-from moonpool.conductor.placement.replication import Replication
 from moonpool.conductor.programs.keeper import ProgramKeeper
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.conductor.waiting.deadlines import Deadlines
 from moonpool.conductor.waiting.fair_share import FairShare
@@ -42,7 +37,7 @@ from moonpool.conductor.waiting.preemption import Preemption
 from moonpool.conductor.waiting.queue import RETRY_DELAYS_S, WaitingRequests, WaitNeed
 from moonpool.conductor.waiting.retry_schedule import RetrySchedule
 from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
-from moonpool.config.tables import ProgramRules
+from moonpool.config.tables import ConductorConfig
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -93,26 +88,19 @@ class RequestLifecycle:
         self,
         planner: AttemptPlanner,
         reservations: Reservations,
-        output_predictor: OutputPredictor,
-        cost_estimator: CostEstimator,
-        goodput: GoodputModel,
-        roles: RoleSwitching,
-        max_attempts: int,
+        learners: Learners,
+        config: ConductorConfig,
         actions: list[ConductorAction],
         tenant_weights: Mapping[str, float],
         tenant_caches: Mapping[str, float],
-        prefetching: Prefetching | None = None,
-        replication: Replication | None = None,
-        programs: ProgramRules = "named",
-        refuses_for_slo: bool = True,
     ) -> None:
-        """`refuses_for_slo`: whether the admission policy refuses what would miss its SLO."""
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.shares = FairShare(tenant_weights)
         self._tenant_caches = tenant_caches
         self.waiting = WaitingRequests(self.shares)
-        self.wait_rules = WaitRules(reservations, self.shares, self.waiting, refuses_for_slo)
-        self.keeper = ProgramKeeper(programs, reservations, self.waiting, actions)
+        refuses = config.admission != "none"  # what would miss its SLO
+        self.wait_rules = WaitRules(reservations, self.shares, self.waiting, refuses)
+        self.keeper = ProgramKeeper(config.programs, reservations, self.waiting, actions)
         self._preemption = Preemption(reservations, self.shares)
         self.num_pauses = 0  # of answers that gave way to another tenant's
         self._has_room = False  # an answer has ended since the last look at waiting requests
@@ -123,14 +111,13 @@ class RequestLifecycle:
         self._planner = planner
         self._reservations = reservations
         self._table, self._instances = reservations.instance_table, reservations.instances
-        self._output_predictor = output_predictor
-        self._cost_estimator = cost_estimator
-        self._max_attempts = max_attempts
+        self._output_predictor = learners.output_predictor
+        self._cost_estimator = learners.cost_estimator
+        self._max_attempts = config.max_attempts
         self._actions = actions
-        self._prefetching, self._replication = prefetching, replication
+        self._copiers = [each for each in (learners.prefetching, learners.replication) if each]
         self._suspects = Suspects(self.requests)
-        learners = output_predictor, cost_estimator, goodput, roles, self.wait_rules.rooms
-        self._learning = AnswerLearning(self._instances, *learners, prefetching)
+        self._learning = AnswerLearning(self._instances, learners, self.wait_rules.rooms)
 
     # Arrival and placement
 
@@ -168,8 +155,8 @@ class RequestLifecycle:
             self._wait_or_reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
         else:
             self._place(tracked, now)
-        for copier in (self._prefetching, self._replication):
-            if copier is not None and request.request_id in self.requests:
+        for copier in self._copiers:
+            if request.request_id in self.requests:
                 copier.arrive(tracked, now)
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moonpool.conductor.admission.goodput import GoodputModel
-from moonpool.conductor.forecast.cost_estimator import CostEstimator
-from moonpool.conductor.forecast.output_predictor import OutputPredictor
-from moonpool.conductor.placement.prefetching import Prefetching
-from moonpool.conductor.roles.role_switching import RoleSwitching
+from moonpool.conductor.forecast.learners import Learners
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.room_forecast import RoomForecast
 from moonpool.types import InstanceId, Role
@@ -20,20 +16,16 @@ class AnswerLearning:
     def __init__(
         self,
         instances: Mapping[InstanceId, InstanceState],
-        output_predictor: OutputPredictor,
-        cost_estimator: CostEstimator,
-        goodput: GoodputModel,
-        roles: RoleSwitching,
+        learners: Learners,
         rooms: RoomForecast,
-        prefetching: Prefetching | None,
     ) -> None:
         self._instances = instances
-        self._output_predictor = output_predictor
-        self._cost_estimator = cost_estimator
-        self._goodput = goodput
-        self._roles = roles
+        self._output_predictor = learners.output_predictor
+        self._cost_estimator = learners.cost_estimator
+        self._goodput = learners.goodput
+        self._roles = learners.roles
+        self._prefetching = learners.prefetching
         self._rooms = rooms
-        self._prefetching = prefetching
 
     def learn_first(self, tracked: TrackedRequest) -> None:
         """A request has its first token."""
