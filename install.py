@@ -31,6 +31,8 @@ RUNS, CUDA = "requirements.lock", "requirements-cuda.lock"
 MORE = {"lab": "requirements-lab.lock", "dev": "requirements-dev.lock"}
 OWN = ("-e", ".", "-e", "engine", "-e", "lab")
 BUILD = "engine/src/moonpool_engine/engine/native/build.py"
+LAST = "opentelemetry-proto"
+"""xds-protos has older files of this package: which of the two were there would be chance."""
 MIN_PYTHON = (3, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """torch's own index of builds for CPUs, whose file requirements.lock names by its hash."""
@@ -79,6 +81,8 @@ def install(parts: Sequence[str]) -> None:
             if uv is None or not _packages_by_uv(uv, locks):
                 uv = None
                 _packages_by_pip(locks)
+        if "dev" in parts:
+            _put_last(uv, LAST)
         with _step("kernels (compiled meanwhile)"):
             said = kernels.communicate()[0]
         print(f"  {said.strip()}")
@@ -141,6 +145,19 @@ def _packages_by_pip(locks: Sequence[str]) -> None:
     if not _finds_cpu_torch() and not _takes_cpu_torch(install):
         _run((*install, "--no-deps", "-r", CUDA))
     _run((*install, *(word for lock in locks for word in ("-r", lock))))
+
+
+def _put_last(uv: str | None, package: str) -> None:
+    """Installs a package of the development lock once more, over the files of others."""
+    pins = (ROOT / MORE["dev"]).read_text()
+    found = re.search(rf"^{package}==(?:.*\\\n)*.*\n", pins, re.MULTILINE)
+    if found is None:
+        raise InstallError(f"{MORE['dev']} has no {package}")
+    pin = VENV / "last.lock"
+    pin.write_text(found.group())
+    words = ("-q", "--no-deps", "--require-hashes", "-r", pin)
+    if uv is None or not _uv(uv, ("--reinstall", *_places_of_pip(), *words)):
+        _run((*_pip(), "install", "--no-compile", "--force-reinstall", *words))
 
 
 def _takes_cpu_torch(install: Command) -> bool:

@@ -19,9 +19,14 @@ def samples_of(kind: Any, seed: int, count: int = 40) -> list[bytes]:
     return found
 
 
+MAX_DEPTH = 5
+"""Of structs within each other."""
+
+
 class _Draw:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self._depth = 0
 
     def value(self, info: inspect.Type) -> Any:
         rng = self._rng
@@ -48,7 +53,13 @@ class _Draw:
         return self._rng.randrange(4) + (info.min_length or 0)
 
     def _struct(self, info: inspect.StructType) -> Any:
-        fields = {field.encode_name: self.value(field.type) for field in info.fields}
+        self._depth += 1
+        fields = {
+            field.encode_name: self.value(field.type)
+            for field in info.fields
+            if field.required or self._depth < MAX_DEPTH  # a struct may hold its own kind
+        }
+        self._depth -= 1
         if info.array_like:
             return ([info.tag] if info.tag is not None else []) + list(fields.values())
         return ({info.tag_field: info.tag} if info.tag_field else {}) | fields

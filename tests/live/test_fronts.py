@@ -279,26 +279,27 @@ def test_calls_go_to_both_fronts(stub: VllmStub) -> None:
             ) as answer:
                 texts.append("".join(answer.iter_text()))
 
-        threads = [threading.Thread(target=read) for _ in range(24)]
-        for thread in threads:
-            thread.start()
-
         def shares() -> list[int]:
             cluster = fresh.get(f"{server.url}/cluster", timeout=WAIT_S).json()
             return [front["requests_under_way"] for front in cluster["fronts"]]
 
+        threads: list[threading.Thread] = []
+        found = [0, 0]
         until_s = time.monotonic() + WAIT_S
-        while sum(shares()) < 24 and time.monotonic() < until_s:
-            time.sleep(0.05)
-        found = shares()
+        # On a busy machine one front may not run while 24 calls arrive.
+        while not all(found) and len(threads) < 10 * 24:
+            for _ in range(24):
+                threads.append(threading.Thread(target=read))
+                threads[-1].start()
+            while sum(found := shares()) < len(threads) and time.monotonic() < until_s:
+                time.sleep(0.05)
         stub.may_speak.set()
         for thread in threads:
             thread.join()
-        assert sum(found) == 24
+        assert sum(found) == len(threads)
         assert all(found)
-        data = {
-            json.dumps([line for line in text.splitlines() if "text" in line]) for text in texts
-        }
-        assert len(texts) == 24
-        assert len({text.count("data: ") for text in texts}) == 1, data
+        lines = [[line[6:] for line in text.splitlines() if '"text":' in line] for text in texts]
+        said = {"".join(json.loads(line)["choices"][0]["text"] for line in each) for each in lines}
+        assert len(texts) == len(threads)
+        assert len(said) == 1, said  # in as many events as tokens happened to arrive together
         assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200

@@ -41,13 +41,13 @@ from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
-from moonpool.api.html_page import HtmlPage
 from moonpool.api.http_context import HttpContext, request_id_of
-from moonpool.api.live_page import LivePage
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.models.model_apis import ModelApis
 from moonpool.api.models.model_calls import ModelCalls
 from moonpool.api.openapi import openapi_document
+from moonpool.api.page.html_page import HtmlPage
+from moonpool.api.page.live_page import LivePage
 from moonpool.api.sharing.body_memory import BodyMemory
 from moonpool.protocol.model_offer import POOLING_PATHS
 

@@ -203,10 +203,6 @@ def simulate(
     The Conductor and the instances are those that serve; only time and computation are simulated.
     Without options the cluster has 8 prefill and 8 decode nodes of 8 x A800 with LLaMA3-70B, and
     the SLOs are TTFT <= 30 s and TBT <= 0.1 s.
-
-    A trace may have millions of requests. A request that has ended leaves only its part of sums and
-    distributions, and the keys of its blocks while an instance or the Conductor knows them, both of
-    bounded number. For a row per request use `moonpool.simulate` in Python.
     """
     from moonpool.cli.figures import print_figures
     from moonpool.studies.run import RunSettings, run_simulation

@@ -17,7 +17,11 @@ Without help, it is a command that processes start, and not users."""
 EXTRA_OF_COMMAND = {
     **dict.fromkeys(("pool verify", "pool clear", "pool serve"), "engine"),
     **dict.fromkeys(
-        ("demo", "replay", "compare", "trial", "oracle", "reproduce", "profile", "bench"), "lab"
+        (
+            *("demo", "replay", "compare", "trial", "forecast", "oracle", "reproduce", "profile"),
+            "bench",
+        ),
+        "lab",
     ),
 }
 """The extra that brings a command which is not there."""

@@ -8,13 +8,17 @@ now and then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
 from moonpool.types import BlockId, BlockKey, InstanceId, Struct
 
 
-class PeerAddress(Struct, frozen=True):
-    """Where an instance's messenger listens. Instances with equal `host_id` can use shared
-    memory. `others`: of a pool that keeps a block in several spaces, where those of the further
-    ranks are, in their order."""
+class SpaceAddress(Struct, frozen=True):
+    """Where the messenger of one space of blocks listens. Those with equal `host_id` can use shared
+    memory."""
 
     instance_id: InstanceId
     host_id: str
@@ -22,7 +26,28 @@ class PeerAddress(Struct, frozen=True):
     tcp_host: str
     tcp_port: int
     nixl_port: int = 0  # where its NIXL agent listens; 0: it has no NIXL
-    others: tuple[PeerAddress, ...] = ()
+
+
+class PeerAddress(SpaceAddress, frozen=True):
+    """Where an instance's messenger listens. `others`: of a pool that keeps a block in several
+    spaces, where those of the further ranks are, in their order."""
+
+    others: tuple[SpaceAddress, ...] = ()
+
+    @property
+    def spaces(self) -> tuple[PeerAddress, ...]:
+        """The spaces of all ranks, as peers to fetch from."""
+        return tuple(PeerAddress(*_fields(each)) for each in (self, *self.others))
+
+    @classmethod
+    def of_spaces(cls, spaces: Sequence[PeerAddress]) -> PeerAddress:
+        """The address of a pool with these spaces, by rank."""
+        others = tuple(SpaceAddress(*_fields(each)) for each in spaces[1:])
+        return replace(spaces[0], others=others)
+
+
+def _fields(space: SpaceAddress) -> list[Any]:
+    return [getattr(space, name) for name in SpaceAddress.__struct_fields__]
 
 
 class FetchEnded(Struct, frozen=True, tag=True):

@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from moonpool.host_pool.framing import framed, is_own_user, read_message
 from moonpool.host_pool.messages import (
     FROM_POOL,
@@ -211,11 +209,10 @@ class PoolWatch:
             return 0
         self._number += 1
         if wait.source is not None and wait.source != _address_of(group):
-            first = msgspec.structs.replace(wait.source, others=())
             fetch = FetchToPool(
                 number=self._number,
                 group=group.group,
-                sources=(first, *wait.source.others),
+                sources=wait.source.spaces,
                 keys=wait.keys,
                 timeout_s=FETCH_S,
             )
@@ -244,5 +241,4 @@ class PoolWatch:
 def _address_of(group: GroupState) -> PeerAddress:
     """Where others read the group's blocks: that of the first rank's space, with all further
     ones."""
-    first, *others = (space.address for space in group.spaces)
-    return msgspec.structs.replace(first, others=tuple(others))
+    return PeerAddress.of_spaces([space.address for space in group.spaces])

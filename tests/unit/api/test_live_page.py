@@ -16,7 +16,7 @@ from moonpool.api.cluster_view import OwnClusterView
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions
 from moonpool.api.http_context import HttpContext
-from moonpool.api.live_page import MAX_VIEWERS, LivePage
+from moonpool.api.page.live_page import MAX_VIEWERS, LivePage
 
 OPTIONS = ApiOptions(
     api_keys={"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}, admins=frozenset({"admin"})

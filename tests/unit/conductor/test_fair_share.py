@@ -20,8 +20,8 @@ class Market:
     """An instance with room for 4 requests. Each tenant sends without pause; one request ends at
     each step."""
 
-    def __init__(self, **weights: float) -> None:
-        self.desk = Desk("m0", num_blocks=24, weights=weights, admission="none")
+    def __init__(self, admission: str = "none", **weights: float) -> None:
+        self.desk = Desk("m0", num_blocks=24, weights=weights, admission=admission)
         self.running: list[str] = []
         self.placed: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
@@ -76,7 +76,7 @@ def test_tenants_that_all_flood_get_shares_by_weight(
 
 
 def test_a_tenant_alone_waits_for_room_and_is_refused_what_would_be_late() -> None:
-    market = Market()
+    market = Market("baseline")
     for _ in range(60):
         for _ in range(10):
             market.send("only")
@@ -84,6 +84,16 @@ def test_a_tenant_alone_waits_for_room_and_is_refused_what_would_be_late() -> No
     assert market.placed["only"] > 40, "it uses all there is"
     assert market.refused["only"] > 300
     assert 0 < market.desk.conductor.num_waiting < 200
+
+
+def test_without_admission_a_tenant_alone_waits_for_room_and_is_refused_nothing() -> None:
+    market = Market()
+    for _ in range(30):
+        for _ in range(10):
+            market.send("only")
+        market.step()
+    assert market.placed["only"] > 20 and not market.refused
+    assert market.desk.conductor.num_waiting == 300 - market.placed["only"]
 
 
 def test_shares_know_who_competes_and_who_is_owed() -> None:

@@ -195,8 +195,10 @@ class WorkerSide:
                 continue
             for space in self._spaces:
                 space.tell_damaged(keys)
-            text = "%d blocks of the KVCache pool have changed since they were stored: %s"
-            log.warning(text, len(keys), "they are computed")
+            log.warning(
+                "%d blocks of the KVCache pool have changed since they were stored: computed again",
+                len(keys),
+            )
 
     def _end(self, spec: LoadSpec, bad: Places) -> None:
         self.counts["loaded"] += len(spec.keys) - len(bad)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.options import (
     POSITIVE,
     json_option,
@@ -27,7 +28,21 @@ if TYPE_CHECKING:
 LOADS = (0.5, 0.8, 1.0, 1.5)
 
 
-@click.command()
+@click.command(
+    cls=ScreenHelp,
+    screen=(
+        "--trace",
+        "--table",
+        "--title",
+        "--measure-s",
+        "--run-s",
+        "--load",
+        "--requests",
+        "--slo-ttft",
+        "--slo-tbt",
+        "--json",
+    ),
+)
 @trace_option
 @trace_format_option
 @asks_server(keys=KEYS_FOR_ANYBODY)

@@ -1,4 +1,4 @@
-"""Frames of a cluster's live page, read from its server-sent events (`api/live_page.py`)."""
+"""Frames of a cluster's live page, read from its server-sent events (`api/page/live_page.py`)."""
 
 from __future__ import annotations
 

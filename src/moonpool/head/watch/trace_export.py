@@ -61,10 +61,14 @@ def open_exporter(endpoint: str) -> TraceExporter | None:
         raise ConfigError(f"{text} http://127.0.0.1:4318/v1/traces")
     try:
         return TraceExporter(_make_exporter(endpoint))
-    except ImportError:
+    except ImportError as error:
+        text = "--otlp-traces-endpoint needs OpenTelemetry, which is not installed"
+        if isinstance(error, ModuleNotFoundError):
+            raise ConfigError(f"{text}: {install_command('otel')}") from None
+        # xds-protos (the extra epp) has older files of a package of OpenTelemetry's.
         raise ConfigError(
-            "--otlp-traces-endpoint needs OpenTelemetry, which is not installed:"
-            f" {install_command('otel')}"
+            "--otlp-traces-endpoint needs files of OpenTelemetry that another package has replaced:"
+            " pip install --force-reinstall --no-deps opentelemetry-proto"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Pages of the package: each is one file that asks nobody but this server."""
+"""Pages of this folder: each is one file that asks nobody but this server."""
 
 from __future__ import annotations
 
