@@ -133,7 +133,7 @@ class RequestRecord:
         return [gap_s for gap_s, number in self.gap_runs for _ in range(number)]
 
     def forget_gaps(self) -> None:
-        """Keeps only the figure derived from the gaps (mutates): records may be kept for long."""
+        """Keeps only the figure derived from the gaps: records may be kept for long."""
         self.kept_tbt_top10_mean_s = self.tbt_top10_mean_s
         self.gap_runs = []
 
@@ -155,7 +155,7 @@ class RequestRecord:
         num_tokens: int,
         num_bytes: int,
     ) -> None:
-        """Keeps a part of a traced request, which ends now, or counts it as lost (mutates)."""
+        """Keeps a part of a traced request, which ends now, or counts it as lost."""
         if len(self.spans) < MAX_SPANS:
             begin_s = max(now - seconds, self.arrived_s)
             span = RecordedSpan(name, instance_id, begin_s, now, num_tokens, num_bytes)
@@ -164,7 +164,7 @@ class RequestRecord:
             self.num_lost_spans += 1
 
     def begin_attempt(self, now: float) -> None:
-        """The request is placed, perhaps again (mutates). The stages before the first token are
+        """Notes that the request is placed, perhaps again. The stages before the first token are
         those of the attempt that brings it; earlier ones count as placement."""
         if self.first_token_s is not None:
             return
@@ -174,12 +174,12 @@ class RequestRecord:
         self.cached_tokens = self.fetched_tokens = self.loaded_tokens = 0
 
     def end_prefill(self, now: float) -> None:
-        """A prefill has succeeded (mutates)."""
+        """Notes that a prefill has succeeded."""
         if self.first_token_s is None:
             self.prefill_done_s = now
 
     def note_prefill(self, took_s: float, wasted: bool) -> None:
-        """The attempt of a prefill that took so long has ended (mutates). `wasted`: without a
+        """Notes that the attempt of a prefill that took so long has ended. `wasted`: without a
         whole answer."""
         self.prefills_took_s += took_s
         if wasted:
@@ -187,13 +187,13 @@ class RequestRecord:
             self.num_wasted_prefills += 1
 
     def note_embedding(self, now: float) -> None:
-        """An embedding became visible in place of tokens (mutates)."""
+        """Notes that an embedding became visible in place of tokens."""
         self.first_token_s = self.last_token_s = now
 
     def note_tokens(
         self, count: int, now: float, gap_s: float = 0.0, longest_gap_s: float = 0.0
     ) -> None:
-        """Adds `count` tokens that became visible `gap_s` apart, the last one at `now` (mutates).
+        """Adds `count` tokens that became visible `gap_s` apart, the last one at `now`.
         `gap_s` 0: of a step that did not only decode; or, with a `longest_gap_s`, of several."""
         if count <= 0:
             return
@@ -224,7 +224,7 @@ class RequestRecord:
         self.num_generated_tokens += count
 
     def end_at(self, num_tokens: int) -> None:
-        """The answer ends after this number of tokens: those after them are not of it (mutates)."""
+        """Ends the answer after this number of tokens: those behind them are not of it."""
         count = self.tokens_before + self.num_generated_tokens - num_tokens
         count = min(count, self.num_generated_tokens - 1)
         if count <= 0 or self.last_token_s is None:

@@ -95,7 +95,7 @@ class AttemptPlanner:
         self.layout, self._token_bytes = layout, layout.token_bytes
 
     def plan(self, tracked: TrackedRequest, now: float) -> PlannedAttempt | Rejection:
-        """Decides on the request's next attempt (mutates `tracked`: keys, predicted length)."""
+        """Decides on the request's next attempt."""
         request, layout = tracked.request, self.layout
         if not self._instances or layout is None:
             return Rejection(503, "no_instance", "no instance is up", 5.0)
@@ -307,7 +307,7 @@ def _long_queue(context: AdmissionContext) -> Rejection | None:
 
 
 def name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLayout) -> None:
-    """Names the blocks of its prompt and its answer so far (mutates `tracked`)."""
+    """Names the blocks of its prompt and its answer so far."""
     request = tracked.request
     if not request.use_cache or tracked.num_named_tokens == len(tokens):
         return

@@ -146,7 +146,7 @@ class Draining:
         ]
 
     def to_move(self, now: float) -> list[TrackedRequest]:
-        """Requests that are to be placed elsewhere now (mutates): each once, also if both of its
+        """Takes the requests that are to be placed elsewhere now: each once, even if both of its
         instances leave."""
         found: dict[RequestId, TrackedRequest] = {}
         for departure in self._departures.values():

@@ -51,7 +51,7 @@ class Reservations:
         return state
 
     def book(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
-        """Books the whole attempt on all its instances (mutates)."""
+        """Books the whole attempt on all its instances."""
         attempt_id, table = attempt.attempt_id, self.instance_table
         prefill, decoder = self.instances[attempt.prefill], self.instances[attempt.decoder]
         prefill.prefills[attempt_id] = tracked

@@ -42,7 +42,7 @@ def parse_config(
 
 def _settle_vllms(tables: dict[str, Any]) -> None:
     """Sets the numbers of instances to those of the named vLLM servers, and their models as the
-    ones to serve unless one is named (mutates)."""
+    ones to serve unless one is named."""
     named = tables.get("vllm")
     roles = ("prefill", "decode", "mixed")
     names_any = isinstance(named, dict) and any(named.get(key) for key in (*roles, "endpoints"))

@@ -99,8 +99,8 @@ class LearnedFactor:
         return tuple(sorted(ratio for ratio, _ in self._recent))
 
     def observe(self, seconds: float, expected_s: float) -> bool:
-        """Enters an observation: `seconds` for work of which the profile predicts `expected_s`
-        (mutates). 0 seconds: it ended together with the observation before it. Returns True if the
+        """Enters an observation: `seconds` for work of which the profile predicts `expected_s`.
+        0 seconds: it ended together with the observation before it. Returns True if the
         factor changed. Invalid times (negative, infinite, NaN) are ignored."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 < expected_s < MAX_SECONDS):
             return False
@@ -116,7 +116,7 @@ class LearnedFactor:
         return changed
 
     def inherit(self, value: float) -> bool:
-        """Begins with the factor of others (mutates). Returns True if that changed it."""
+        """Begins with the factor of others. Returns True if that changed it."""
         if self.has_steps:
             return False
         changed = value != self.value
@@ -124,7 +124,7 @@ class LearnedFactor:
         return changed
 
     def begin(self, seconds: float = 0.0, expected_s: float = 0.0) -> bool:
-        """Takes the first steps as they are, before they make enough samples (mutates). `seconds`:
+        """Takes the first steps as they are, before they make enough samples. `seconds`:
         since the step under way began, if there is one, of which the profile predicts `expected_s`
         in all: it takes at least so long. Returns True if the factor changed."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 <= expected_s < MAX_SECONDS):
@@ -219,7 +219,7 @@ class FactorsBySize:
         return sorted(ratios)[min(int(self._share * len(ratios)), len(ratios) - 1)]
 
     def observe(self, size: int, seconds: float, expected_s: float) -> None:
-        """Enters a step (mutates). Invalid times (negative, infinite, NaN) are ignored."""
+        """Enters a step. Invalid times (negative, infinite, NaN) are ignored."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 < expected_s < MAX_SECONDS):
             return
         ratio = min(max(seconds / expected_s, 1.0 / MAX_FACTOR), MAX_FACTOR)

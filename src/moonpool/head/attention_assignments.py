@@ -19,7 +19,7 @@ class AttentionAssignments:
         self._present: dict[str, PeerAddress] = {}
 
     def join(self, address: PeerAddress) -> tuple[InstanceId, int] | None:
-        """Adds an attention worker (mutates). Returns the instance and place that it takes, which
+        """Adds an attention worker. Returns the instance and place that it takes, which
         must be notified: its former place, or a vacant one. Returns None if it is spare."""
         name = address.instance_id
         self._present[name] = address
@@ -31,7 +31,7 @@ class AttentionAssignments:
         return place
 
     def lose(self, name: str) -> tuple[InstanceId, int, PeerAddress] | None:
-        """Removes an attention worker (mutates). Returns instance, place and address of the spare
+        """Removes an attention worker. Returns instance, place and address of the spare
         worker that replaces it, or None if none does."""
         self._present.pop(name, None)
         place = self._place_of(name)
@@ -43,14 +43,14 @@ class AttentionAssignments:
         return owner, index, self._present[spare]
 
     def remember(self, owner: InstanceId, names: tuple[str, ...]) -> None:
-        """Enters the group that a running instance reports to a restarted head (mutates)."""
+        """Enters the group that a running instance reports to a restarted head."""
         for other, places in self._places.items():
             if other != owner:
                 self._places[other] = ["" if name in names else name for name in places]
         self._places[owner] = list(names)
 
     def group_of(self, owner: InstanceId) -> tuple[PeerAddress, ...] | None:
-        """The group of an instance that starts, with spare workers in its vacant places (mutates).
+        """Makes the group of an instance that starts, with spare workers in its vacant places.
         Returns None while there are too few workers."""
         if owner not in self._places:
             spare = self._spare()

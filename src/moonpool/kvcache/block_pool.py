@@ -153,14 +153,14 @@ class BlockPool:
         return self._num_uses[block_id]
 
     def count_uses(self, block_id: BlockId, num_uses: int) -> None:
-        """Adds uses that a held block had on another instance (mutates)."""
+        """Adds uses that a held block had on another instance."""
         self._num_uses[block_id] += num_uses
 
     # Holds
 
     def allocate(self, owner: str, num_blocks: int) -> list[BlockId] | None:
-        """Holds `num_blocks` blocks without keys, evicting cached ones where too few are free
-        (mutates). Returns None, changing nothing, if too few are available."""
+        """Holds `num_blocks` blocks without keys, evicting cached ones where too few are free.
+        Returns None, changing nothing, if too few are available."""
         assert num_blocks >= 0
         if num_blocks > self.num_available:
             return None
@@ -178,8 +178,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, owner: str, block_ids: Iterable[BlockId]) -> None:
-        """Adds a hold on each of these cached blocks, given in the order of their prompt
-        (mutates)."""
+        """Adds a hold on each of these cached blocks, given in the order of their prompt."""
         blocks = list(block_ids)
         if not blocks:
             return
@@ -200,7 +199,7 @@ class BlockPool:
 
     def share(self, owner: str, block_ids: Sequence[BlockId]) -> None:
         """Adds a hold on each of these held blocks without keys; their first owner may still be
-        filling them (mutates)."""
+        filling them."""
         for block_id in block_ids:
             assert self._num_holds[block_id] > 0 and self._key_of[block_id] is None
             self._num_holds[block_id] += 1
@@ -208,8 +207,7 @@ class BlockPool:
             self._held_by.setdefault(owner, []).extend(block_ids)
 
     def guard(self, owner: str, block_ids: Sequence[BlockId]) -> None:
-        """Adds a hold on each of these held, cached blocks that does not count as a use
-        (mutates)."""
+        """Adds a hold on each of these held, cached blocks that does not count as a use."""
         for block_id in block_ids:
             assert self._num_holds[block_id] > 0 and self._key_of[block_id] is not None
             self._num_holds[block_id] += 1
@@ -221,8 +219,8 @@ class BlockPool:
         return self._num_holds[block_id] > 0
 
     def withdraw(self, owner: str, num_blocks: int) -> list[BlockId]:
-        """Holds up to `num_blocks` of the blocks that would be evicted next, in that order
-        (mutates). They lose their keys when the hold ends, unless another owner acquires them."""
+        """Holds up to `num_blocks` of the blocks that would be evicted next, in that order.
+        They lose their keys when the hold ends, unless another owner acquires them."""
         blocks = self._pop(min(num_blocks, self._num_evictable))
         for block_id in blocks:
             self._num_holds[block_id] = 1
@@ -232,21 +230,21 @@ class BlockPool:
         return blocks
 
     def hand_over(self, owner: str, heir: str) -> None:
-        """Moves all holds of `owner`, if any, to `heir`, which must have none yet (mutates)."""
+        """Moves all holds of `owner`, if any, to `heir`, which must have none yet."""
         assert heir not in self._held_by
         blocks = self._held_by.pop(owner, None)
         if blocks is not None:
             self._held_by[heir] = blocks
 
     def release(self, owner: str) -> None:
-        """Ends all holds of `owner`, if any (mutates). Later blocks of a prefix become evictable
+        """Ends all holds of `owner`, if any. Later blocks of a prefix become evictable
         first, because a block is useless without its predecessor."""
         blocks = self._held_by.pop(owner, None)
         if blocks is not None:
             self._end_holds(blocks)
 
     def release_some(self, owner: str, block_ids: Sequence[BlockId]) -> None:
-        """Ends the owner's holds on these blocks, of which it has one each (mutates)."""
+        """Ends the owner's holds on these blocks, of which it has one each."""
         if not block_ids:
             return
         gone = set(block_ids)
@@ -261,7 +259,7 @@ class BlockPool:
     # Keys
 
     def cache_block(self, block_id: BlockId, key: BlockKey, depth: int = 0) -> bool:
-        """Gives a full, held block the key of its content (mutates); `depth` is its index in its
+        """Gives a full, held block the key of its content; `depth` is its index in its
         prompt. Returns False if another block has that key already: this one then stays without a
         key and becomes free when released."""
         assert self._num_holds[block_id] > 0 and self._key_of[block_id] is None
@@ -273,8 +271,7 @@ class BlockPool:
         return True
 
     def cache_run(self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depth: int) -> None:
-        """`cache_block` for consecutive blocks of a prompt, the first at index `depth`
-        (mutates)."""
+        """`cache_block` for consecutive blocks of a prompt, the first at index `depth`."""
         if len(keys) == 1:
             self.cache_block(block_ids[0], keys[0], depth)
             return
@@ -291,7 +288,7 @@ class BlockPool:
         self._set_keys(block_ids, keys, range(depth, depth + len(keys)))
 
     def uncache(self, block_ids: Iterable[BlockId]) -> None:
-        """Takes the keys of blocks whose content is void; held blocks stay held (mutates). Blocks
+        """Takes the keys of blocks whose content is void; held blocks stay held. Blocks
         without keys are ignored."""
         for block_id in block_ids:
             if self._key_of[block_id] is None:
@@ -306,8 +303,8 @@ class BlockPool:
                 self._free.append(block_id)
 
     def adopt(self, cached: Iterable[tuple[BlockId, BlockKey]]) -> list[BlockId]:
-        """Enters blocks that were full before this pool was made, the least recently used first
-        (mutates). The pool must be unused. Returns the blocks it refuses: outside the pool, or
+        """Enters blocks that were full before this pool was made, the least recently used first.
+        The pool must be unused. Returns the blocks it refuses: outside the pool, or
         with a block or key given twice."""
         assert not self._num_holds
         offered = list(cached)
@@ -330,7 +327,7 @@ class BlockPool:
         return bool(self._stored or self._removed or self._evicted)
 
     def take_changes(self) -> PoolChanges:
-        """Returns the net changes of keys since the last call, and clears them (mutates)."""
+        """Returns the net changes of keys since the last call, and clears them."""
         changes = PoolChanges(list(self._stored), list(self._removed), self._evicted)
         self._stored.clear()
         self._removed.clear()
@@ -338,12 +335,12 @@ class BlockPool:
         return changes
 
     def watch_keys(self) -> None:
-        """From now on, `take_rekeyed` returns changes (mutates)."""
+        """From now on, `take_rekeyed` returns changes."""
         self._rekeyed = {}
 
     def take_rekeyed(self) -> list[tuple[BlockId, BlockKey | None]]:
         """Returns the blocks that got or lost a key since the last call, with their present keys,
-        and clears them (mutates). Unlike `take_changes`, it tells of a block that lost a key and
+        and clears them. Unlike `take_changes`, it tells of a block that lost a key and
         got it again."""
         if not self._rekeyed:
             return []

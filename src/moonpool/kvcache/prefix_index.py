@@ -91,7 +91,7 @@ class PrefixIndex:
         return len(self._bits)
 
     def add_instance(self, instance_id: InstanceId, incarnation: int, num_blocks: int = 1) -> int:
-        """Adds an instance, or a new incarnation of one, without blocks (mutates). Events count
+        """Adds an instance, or a new incarnation of one, without blocks. Events count
         only after a snapshot. `num_blocks` is the size of its DRAM pool. Returns its row."""
         self.remove_instance(instance_id)
         if self._free_rows:
@@ -103,7 +103,7 @@ class PrefixIndex:
         return row
 
     def remove_instance(self, instance_id: InstanceId) -> None:
-        """Removes an instance, if known, with its blocks (mutates). None may be expected of it."""
+        """Removes an instance, if known, with its blocks. None may be expected of it."""
         announced = self._instances.pop(instance_id, None)
         if announced is None:
             return
@@ -119,7 +119,7 @@ class PrefixIndex:
         removed: Iterable[BlockKey],
         demoted: Iterable[BlockKey] = (),
     ) -> bool:
-        """Applies one event: blocks that are now in DRAM, nowhere, and on the SSD only (mutates).
+        """Applies one event: blocks that are now in DRAM, nowhere, and on the SSD only.
         Returns False if a snapshot is needed (a gap, another incarnation, or none seen yet); the
         instance's blocks are then dropped until it arrives."""
         announced = self._instances.get(instance_id)
@@ -146,7 +146,7 @@ class PrefixIndex:
         keys: Iterable[BlockKey],
         demoted: Iterable[BlockKey] = (),
     ) -> bool:
-        """Replaces all that is known of the instance (mutates). Returns False for another
+        """Replaces all that is known of the instance. Returns False for another
         incarnation."""
         announced = self._instances.get(instance_id)
         if announced is None or announced.incarnation != incarnation:
@@ -162,14 +162,14 @@ class PrefixIndex:
 
     def take_replica_changes(self, num_keys: int) -> list[tuple[InstanceId, ReplicaChanges]]:
         """What to send to each instance about replicas, from the oldest changes of up to `num_keys`
-        blocks (mutates)."""
+        blocks."""
         instances = self._instances.items()
         capacities = {one.bit: one.num_blocks for _, one in instances}
         changes = self._replicas.take_changes(self._holders, self._demoted, num_keys, capacities)
         return [(name, changes[one.bit]) for name, one in instances if one.bit in changes]
 
     def expect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
-        """These blocks will be computed on the instance (mutates). Each call needs its `unexpect`
+        """Notes that these blocks will be computed on the instance. Each call needs its `unexpect`
         before the instance is removed."""
         announced = self._instances[instance_id]
         expecting, bit = self._expecting, announced.bit
@@ -183,7 +183,7 @@ class PrefixIndex:
                 expecting[key] = others | bit
 
     def unexpect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
-        """Takes back one `expect` of these blocks (mutates)."""
+        """Takes back one `expect` of these blocks."""
         announced = self._instances[instance_id]
         expecting, bit, again = self._expecting, announced.bit, announced.again
         for key in keys:

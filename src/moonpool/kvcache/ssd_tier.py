@@ -57,17 +57,16 @@ class SsdTier:
         return self.slots.find(key)
 
     def hold(self, owner: str, slots: Iterable[BlockId]) -> None:
-        """Protects slots from eviction while they are read; counts as a use (mutates)."""
+        """Protects slots from eviction while they are read; counts as a use."""
         self.slots.acquire(owner, slots)
 
     def touch(self, slots: Sequence[BlockId]) -> None:
-        """Counts a use of slots whose blocks would be written now if they were not here
-        (mutates)."""
+        """Counts a use of slots whose blocks would be written now if they were not here."""
         self.slots.acquire("touch", slots)
         self.slots.release("touch")
 
     def admits(self, key: BlockKey, reused: bool) -> bool:
-        """Whether a block that leaves DRAM is worth a write; if not, remembers its key (mutates).
+        """Whether a block that leaves DRAM is worth a write; if not, remembers its key.
         `reused`: it was used in DRAM after it was computed."""
         if self.would_admit(key, reused):
             return True
@@ -79,7 +78,7 @@ class SsdTier:
         return self._admits_all or reused or key in self._ghosts
 
     def note_dropped(self, keys: Iterable[BlockKey]) -> None:
-        """Remembers the keys of blocks that left DRAM and are not in this tier (mutates)."""
+        """Remembers the keys of blocks that left DRAM and are not in this tier."""
         ghosts = self._ghosts
         for key in keys:
             ghosts[key] = None
@@ -88,7 +87,7 @@ class SsdTier:
             ghosts.popitem(last=False)
 
     def reserve(self, owner: str, num_slots: int) -> tuple[list[BlockId], list[BlockId]]:
-        """Holds up to `num_slots` slots without keys, evicting cached ones if need be (mutates).
+        """Holds up to `num_slots` slots without keys, evicting cached ones if need be.
         Returns the slots, and the evicted ones, whose content is void now."""
         num_slots = min(num_slots, self.slots.num_available)
         voided: list[BlockId] = []
@@ -102,7 +101,7 @@ class SsdTier:
 
     def learn(self, keys: Sequence[BlockKey], first_depth: int) -> list[BlockId]:
         """Enters blocks that other instances put into a shared store: consecutive blocks of a
-        prompt, the first at index `first_depth` (mutates). Returns the slots whose content this
+        prompt, the first at index `first_depth`. Returns the slots whose content this
         makes void."""
         new = [(depth, key) for depth, key in enumerate(keys, first_depth) if not self.knows(key)]
         slots, voided = self.reserve("learn", len(new))
@@ -122,7 +121,7 @@ class SsdTier:
         depth: int,
         owner: tuple[str, float] | None = None,
     ) -> bool:
-        """Gives a written slot the key of its block (mutates). `owner`: as `owner_of` of an
+        """Gives a written slot the key of its block. `owner`: as `owner_of` of an
         eviction policy has it. Returns False if the tier is lost, or if another slot got the same
         block meanwhile."""
         self._ghosts.pop(key, None)
@@ -132,7 +131,7 @@ class SsdTier:
         return filled
 
     def lose(self, error: str) -> None:
-        """The disk's content is gone: takes all keys (mutates). Holds end as usual."""
+        """Notes that the disk's content is gone: takes all keys. Holds end as usual."""
         self.error = error or "the disk is gone"
         self.slots.withdraw("lost", self.slots.num_evictable)
         self.slots.release("lost")

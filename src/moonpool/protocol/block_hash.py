@@ -33,7 +33,7 @@ def root_key(layout_fingerprint: bytes, tenant: str, adapter: str = "") -> Block
 def extend_keys(
     keys: list[BlockKey], token_ids: Sequence[int], block_tokens: int, root: BlockKey
 ) -> None:
-    """Appends to `keys` the keys of the full blocks of `token_ids` that it lacks (mutates)."""
+    """Appends to `keys` the keys of the full blocks of `token_ids` that it lacks."""
     start = len(keys) * block_tokens
     num_full = len(token_ids) // block_tokens
     if num_full <= len(keys):

@@ -135,7 +135,7 @@ class KVCacheManager:
         return self._prefix_caching and request.attempt.use_cache
 
     def hash_prompt(self, request: RequestState) -> None:
-        """Computes the keys of the request's full blocks (mutates `request.keys`)."""
+        """Computes the keys of the request's full blocks."""
         if not self.caches(request):
             return
         if request.attempt.keys is not None:
@@ -282,7 +282,7 @@ class KVCacheManager:
             self.spares.mark(self.pool.find_all(keys), spare)
 
     def drop_cached(self) -> list[BlockId]:
-        """Forgets all cached blocks that nobody holds (mutates). Returns the SSD slots that are
+        """Forgets all cached blocks that nobody holds. Returns the SSD slots that are
         void now."""
         voided: list[BlockId] = []
         if self.continuations is not None:

@@ -103,12 +103,12 @@ class Clients:
         self._send(request_id, sent.arrival)
 
     def note_refused(self, request_id: str, status: int, told_s: float | None) -> None:
-        """A request was refused, and will end (mutates)."""
+        """Notes that a request was refused, and will end."""
         if request_id in self._sent:
             self._refused[request_id] = status, told_s
 
     def end(self, record: RequestRecord) -> bool:
-        """A request has ended (mutates). Whether that is its end for its client, too; its record
+        """Notes that a request has ended. Whether that is its end for its client, too; its record
         then counts from the first try."""
         sent = self._sent.pop(record.request_id, None)
         if sent is None:

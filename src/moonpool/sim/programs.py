@@ -53,12 +53,12 @@ class ProgramFigures:
         return int(self.makespan_s.count) + self.num_failed
 
     def read(self, call: LoopCall, now: float) -> None:
-        """A call was read from the trace; it may start later (mutates)."""
+        """Notes that a call was read from the trace; it may start later."""
         program = self._program(call, now)
         program.num_open += 1
 
     def begin(self, call: LoopCall, now: float) -> None:
-        """A call is sent for the first time (mutates)."""
+        """Notes that a call is sent for the first time."""
         program = self._program(call, now)
         if not program.num_calls:
             program.began_s = now
@@ -72,7 +72,7 @@ class ProgramFigures:
         now: float,
         num_dropped: int = 0,
     ) -> None:
-        """A call has ended for good, and with it so many that wait for it (mutates)."""
+        """Notes that a call has ended for good, and with it so many that wait for it."""
         program = self._program(call, now)
         program.ended_s = now
         if record.outcome in ANSWERED:

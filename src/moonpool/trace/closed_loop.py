@@ -50,7 +50,7 @@ class ClosedLoop(Generic[T]):
         self.num_waiting = 0
 
     def add(self, call: T) -> bool:
-        """A call was read (mutates). Whether it starts at its own time."""
+        """Notes that a call was read. Whether it starts at its own time."""
         if not call.call:
             return True
         missing = [name for name in call.after if name in self._open]
@@ -64,7 +64,7 @@ class ClosedLoop(Generic[T]):
         return not missing
 
     def end(self, call: str) -> Iterator[T]:
-        """A call was answered (mutates): yields the calls that start so long after it as their
+        """Notes that a call was answered: yields the calls that start so long after it as their
         `delay_s` says."""
         for waiting in self._open.pop(call, ()):
             waiting.num_missing -= 1
@@ -73,7 +73,7 @@ class ClosedLoop(Generic[T]):
                 yield waiting.call
 
     def give_up(self, call: str) -> None:
-        """A call has failed for good, and so have all that wait for it (mutates)."""
+        """Notes that a call has failed for good, and so have all that wait for it."""
         failed = deque([call])
         while failed:
             for waiting in self._open.pop(failed.popleft(), ()):

@@ -55,13 +55,13 @@ class FanIn:
         return () if part is None else part.indices
 
     def count(self, num_bytes: int, seconds: float, corrupt_slices: int = 0) -> None:
-        """Adds what one part moved (mutates). Parts run at the same time, so the longest counts."""
+        """Adds what one part moved. Parts run at the same time, so the longest counts."""
         self.num_bytes += num_bytes
         self.seconds = max(self.seconds, seconds)
         self.corrupt_slices += corrupt_slices
 
     def end(self, name: str, missing: Iterable[int], error: str) -> bool:
-        """Ends a part (mutates). Returns True if it was the last; an unknown part changes
+        """Ends a part. Returns True if it was the last; an unknown part changes
         nothing."""
         if self.parts.pop(name, None) is None:
             return False
@@ -70,7 +70,7 @@ class FanIn:
         return not self.parts
 
     def lose(self, worker: int) -> bool:
-        """Ends all parts of a lost worker (mutates). Returns True if they were the last."""
+        """Ends all parts of a lost worker. Returns True if they were the last."""
         ended = False
         for name, part in list(self.parts.items()):
             if part.worker == worker:

@@ -31,7 +31,7 @@ async def ask(
     on_text: Callable[[str], None] | None = None,
     request_id: str = "",
 ) -> AnsweredTurn:
-    """Sends one turn, and adds the question and the answer to the conversation (mutates)."""
+    """Sends one turn, and adds the question and the answer to the conversation."""
     tokens = len(turn.expected) if turn.stop is None else 48
     stop = {} if turn.stop is None else {"stop": turn.stop}
     prompt = talk.text + turn.question

@@ -94,7 +94,7 @@ class _Search:
         self._report = report
 
     def judge(self, rate: float) -> Verdict:
-        """Measures until the verdict is clear, or all seeds of the rate are used up (mutates).
+        """Measures until the verdict is clear, or all seeds of the rate are used up.
         Raises _SpentError if the search may make no more runs before."""
         if rate in self.points:
             return self.points[rate].verdict

@@ -181,7 +181,7 @@ def _named(counters: Counters, name: str) -> dict[str, float]:
 def _add_server(
     figures: dict[str, Any], new: Counters, after: Counters, facts: ServerFacts, replayed_s: float
 ) -> None:
-    """Adds figures that only the server counts (mutates)."""
+    """Adds figures that only the server counts."""
     figures["wasted_prefill_s"] = rounded(new.get("moonpool:wasted_prefill_seconds_total", 0.0))
     figures["wasted_prefills"] = int(new.get("moonpool:wasted_prefills_total", 0))
     figures["prefill_s"] = rounded(new.get("moonpool:prefill_seconds_total", 0.0))

@@ -121,7 +121,7 @@ class GoodputModel:
     ) -> ExpectedGoodput:
         """Must be asked before the request is booked. `load`: of its decode instance; the placement
         does not contain its wait yet. `keys`: of the prompt's blocks. `first`: the request has just
-        arrived, so it counts as demand (mutates)."""
+        arrived, so it counts as demand."""
         budget, placement = context.budget, context.placement
         ttft_stated, tbt_stated = budget.slo.ttft_s < inf, budget.slo.tbt_s < inf
         left_s = budget.slo.ttft_s - budget.waited_s

@@ -77,7 +77,7 @@ class _Recent:
         return self._end - self._begin
 
     def add(self, *row: float) -> None:
-        """Appends a row; the oldest one may leave (mutates)."""
+        """Appends a row; the oldest one may leave."""
         if self._end == self._rows.shape[1]:
             kept = np.zeros(self._rows.shape)  # who has columns may keep them
             kept[:, : len(self)] = self.columns
@@ -87,7 +87,7 @@ class _Recent:
         self._begin = max(self._begin, self._end - MAX_ARRIVALS)
 
     def drop_before(self, at_s: float) -> None:
-        """Drops the oldest rows with a smaller number in their first column (mutates)."""
+        """Drops the oldest rows with a smaller number in their first column."""
         while self._begin < self._end and self._rows.item(0, self._begin) < at_s:
             self._begin += 1
 

@@ -47,7 +47,7 @@ class SharingForecast:
         self._expired_s = float("-inf")  # of the last block that expired
 
     def note_arrival(self, keys: Sequence[BlockKey], block_tokens: int, now: float) -> int:
-        """Counts the blocks of a prompt (mutates). Returns how many of the first ones, to a sample,
+        """Counts the blocks of a prompt. Returns how many of the first ones, to a sample,
         were asked for before: all that a cache could have held."""
         self._expire(now)
         known = 0

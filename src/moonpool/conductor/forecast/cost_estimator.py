@@ -67,7 +67,7 @@ class CostEstimator:
         attempt: Attempt,
         report: PrefillStarted,
     ) -> None:
-        """The first chunk is computed now, and a fetch has ended (mutates `attempt`)."""
+        """Notes that the first chunk is computed now, and a fetch has ended."""
         cost = state.info.cost
         attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
         if report.early or attempt.in_chunks or self._table.decodes_remain(state.row):

@@ -78,11 +78,11 @@ class Forecast(Protocol):
         ...
 
     def begin(self, interval: DecodeInterval, duration_s: float, now: float) -> None:
-        """The request's decode begins now (mutates the interval)."""
+        """Notes that the request's decode begins now."""
         ...
 
     def prolong(self, interval: DecodeInterval, duration_s: float, now: float) -> None:
-        """The decode lasts at least `duration_s` longer (mutates the interval)."""
+        """Notes that the decode lasts at least `duration_s` longer."""
         ...
 
     def leave(self, interval: DecodeInterval, now: float) -> None:
@@ -155,7 +155,7 @@ class _Ring:
             self._tokens[bucket % NUM_INTERVAL_BUCKETS] += tokens
 
     def advance(self, first: int) -> None:
-        """Moves the buckets before `first` to the past (mutates)."""
+        """Moves the buckets before `first` to the past."""
         for bucket in range(self.first, min(first, self.first + NUM_INTERVAL_BUCKETS)):
             place = bucket % NUM_INTERVAL_BUCKETS
             count, tokens = self._counts[place], self._tokens[place]

@@ -32,7 +32,7 @@ class OutputPredictor:
         return FIRST_ANSWER_S if self.forecast.mean_s is None else self.forecast.mean_s
 
     def predict(self, tracked: TrackedRequest, num_shared: int) -> None:
-        """Predicts the length of the answer (mutates `tracked`). `num_shared`: how many of its
+        """Predicts the length of the answer. `num_shared`: how many of its
         first blocks are indexed."""
         if self._by_length:
             tracked.predicted_output_tokens = self.lengths.predict(
@@ -49,7 +49,7 @@ class OutputPredictor:
         context_tokens: int,
         now: float,
     ) -> None:
-        """Adds a request that will decode from `begins_s` on (mutates `attempt`)."""
+        """Adds a request that will decode from `begins_s` on."""
         lasts_s = self._decode_s(tracked, attempt)
         attempt.interval = self.forecast.enter(begins_s, lasts_s, context_tokens, now)
 

@@ -57,11 +57,11 @@ class TurnForecast:
         self._classes: dict[SessionClass, _Curve] = {}
 
     def note_returned(self, of: SessionClass, age_s: float) -> None:
-        """A session's next turn came at this age (mutates)."""
+        """Notes that a session's next turn came at this age."""
         self._add(of, bisect_right(AGE_LIMITS_S, age_s), True)
 
     def note_passed(self, of: SessionClass, number: int) -> None:
-        """A session reached the end of this range of ages without a next turn (mutates)."""
+        """Notes that a session reached the end of this range of ages without a next turn."""
         self._add(of, number, False)
 
     def _add(self, of: SessionClass, number: int, returned: bool) -> None:

@@ -325,7 +325,7 @@ def _consider_fetch(
     prefill_s: Floats,
     sources: Rows,
 ) -> None:
-    """Improves the last three (mutates) where a fetch from this source shortens the TTFT. Returns
+    """Improves the last three where a fetch from this source shortens the TTFT. Returns
     early if no such fetch could change the best instance."""
     table, footprint = context.table, context.footprint
     depth = float(context.usable_tokens(context.match.held.item(source)))

@@ -70,7 +70,7 @@ class Prefetching:
         self._demoted_age_s = RunningMean(0.0)
 
     def arrive(self, tracked: TrackedRequest, now: float) -> None:
-        """A prompt arrived: a session that it continues waits no more (mutates both)."""
+        """Notes that a prompt arrived: a session that it continues waits no more."""
         keys = tracked.keys
         if not keys or self._waiting.keys().isdisjoint(keys):
             return
@@ -84,7 +84,7 @@ class Prefetching:
                 return
 
     def end(self, tracked: TrackedRequest, now: float) -> None:
-        """A request was answered: its session waits from now on (mutates)."""
+        """Notes that a request was answered: its session waits from now on."""
         keys = tracked.keys
         if not keys:
             return
@@ -101,7 +101,7 @@ class Prefetching:
             self._forget(next(iter(self._waiting)))
 
     def on_demoted(self, keys: Iterable[BlockKey], now: float) -> None:
-        """These blocks left the DRAM of an instance for its SSD (mutates)."""
+        """Notes that these blocks left the DRAM of an instance for its SSD."""
         waiting = self._waiting
         for key in keys:
             session = waiting.get(key)
@@ -112,7 +112,7 @@ class Prefetching:
                 session.demoted = True
 
     def tick(self, now: float) -> Iterator[tuple[InstanceId, PrefetchBlocks]]:
-        """Yields the commands for sessions that are due (mutates)."""
+        """Yields the commands for sessions that are due."""
         self._age(now)
         for _ in range(min(len(self._to_examine), MAX_EXAMINED)):
             session = self._to_examine.popleft()

@@ -56,7 +56,7 @@ class Replication:
         self._last_number = 0
 
     def arrive(self, tracked: TrackedRequest, now: float) -> None:
-        """A request was placed (mutates). Only the first turn of a session counts: later turns
+        """Notes that a request was placed. Only the first turn of a session counts: later turns
         follow the session's own blocks."""
         attempt = tracked.attempt
         if attempt is None or tracked.num_turns:
@@ -79,7 +79,7 @@ class Replication:
             self._busy[leaf] = None
 
     def tick(self, now: float) -> Iterator[tuple[InstanceId, TakeOverPrefix]]:
-        """Yields the commands for prefixes whose holders have too much work (mutates)."""
+        """Yields the commands for prefixes whose holders have too much work."""
         for number, (_, until_s) in list(self._fetches.items()):
             if now > until_s:
                 del self._fetches[number]
@@ -105,7 +105,7 @@ class Replication:
         self._busy.clear()
 
     def on_taken(self, report: PrefixTakenOver) -> None:
-        """A copy has ended, or it is one of a departure (mutates)."""
+        """Notes that a copy has ended, or it is one of a departure."""
         if self._fetches.pop(report.number, None) is not None:
             self.num_blocks += report.num_blocks
 

@@ -47,7 +47,7 @@ class Door:
         return sum(len(waiting) for waiting in self._outside.values())
 
     def why_wait(self, tracked: TrackedRequest, now: float) -> Rejection | None:
-        """Why a call waits because of its program; None: it need not (mutates)."""
+        """Why a call waits because of its program; None: it need not."""
         program = tracked.program
         if program is None or program.root.has_begun:
             return None
@@ -59,20 +59,20 @@ class Door:
         return Rejection(429, PROGRAMS_WAIT, f"programs that began before it go first: {why}", 0.0)
 
     def leave(self, program: Program) -> None:
-        """It has begun, or has ended (mutates)."""
+        """It has begun, or has ended."""
         waiting = self._outside.get(program.tenant, {})
         waiting.pop(program.root.number, None)
         if not waiting:
             self._outside.pop(program.tenant, None)
 
     def note_begun(self, program: Program, num_tokens: float) -> None:
-        """A program goes on, and needs so many tokens more (mutates)."""
+        """Notes that a program goes on, and needs so many tokens more."""
         self.leave(program)
         at = program.instance
         self._held[at] = self._held.get(at, 0.0) + num_tokens
 
     def note_ended(self) -> None:
-        """A program has ended: what it held is free (mutates)."""
+        """Notes that a program has ended: what it held is free."""
         self._updated_s = -inf
 
     def _held_now(self, now: float) -> dict[InstanceId | None, float]:

@@ -39,7 +39,7 @@ class ProgramKeeper:
         self._actions = actions
 
     def arrive(self, tracked: TrackedRequest, layout: BlockLayout | None, now: float) -> None:
-        """A call has arrived (mutates). `layout`: of blocks, once an instance has joined."""
+        """Notes that a call has arrived. `layout`: of blocks, once an instance has joined."""
         if not self._is_on:
             return
         program = self.programs.arrive(tracked, now)
@@ -56,7 +56,7 @@ class ProgramKeeper:
             self._mark(program, leaves_first=False)
 
     def why_wait(self, tracked: TrackedRequest, now: float) -> Rejection | None:
-        """Why the call waits because of its program; None: it need not (mutates)."""
+        """Why the call waits because of its program; None: it need not."""
         if tracked.program is None:
             return None
         why = self.door.why_wait(tracked, now)
@@ -67,7 +67,7 @@ class ProgramKeeper:
     def place(
         self, tracked: TrackedRequest, decoder: InstanceId, hit_tokens: int, now: float
     ) -> None:
-        """As `Programs.place` (mutates)."""
+        """As `Programs.place`."""
         program = tracked.program
         if program is not None:
             self.programs.place(tracked, decoder, hit_tokens, now)
@@ -76,7 +76,7 @@ class ProgramKeeper:
             self.door.note_begun(program, max(program.own_tokens, usual) if is_new else 0.0)
 
     def end(self, tracked: TrackedRequest, answered: bool, now: float) -> None:
-        """A call has ended (mutates)."""
+        """Notes that a call has ended."""
         program = tracked.program
         if program is None:
             return
@@ -88,7 +88,7 @@ class ProgramKeeper:
             self._mark(ended, leaves_first=True)
 
     def tick(self, now: float) -> None:
-        """Time has passed: blocks of programs that pause for long leave first (mutates)."""
+        """Time has passed: blocks of programs that pause for long leave first."""
         for program in self.programs.tick(now):
             self._mark(program, leaves_first=True)
 

@@ -29,7 +29,7 @@ class Pauses:
         self._named: dict[tuple[str, str], int] = {}
 
     def begin(self, program: Program, tool: str, now: float) -> None:
-        """The program's last call has ended (mutates)."""
+        """Notes that the program's last call has ended."""
         program.since_s, program.num_ranges = now, 0
         name = (program.kind, tool)
         number = self._named.get(name)
@@ -44,7 +44,7 @@ class Pauses:
         return number * 8 + num_turns, pause
 
     def end(self, program: Program, now: float) -> None:
-        """The program's next call has arrived (mutates)."""
+        """Notes that the program's next call has arrived."""
         if program.since_s is None:
             return
         self.age(program, now)
@@ -53,7 +53,7 @@ class Pauses:
         program.since_s = None
 
     def age(self, program: Program, now: float) -> bool:
-        """Notes the ages that the pause has reached (mutates). Whether it is over all ranges."""
+        """Notes the ages that the pause has reached. Whether it is over all ranges."""
         assert program.since_s is not None
         age_s = now - program.since_s
         limits = AGE_LIMITS_S

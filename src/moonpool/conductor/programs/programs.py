@@ -71,7 +71,7 @@ class Programs:
     # Calls
 
     def arrive(self, tracked: TrackedRequest, now: float) -> Program | None:
-        """A call has arrived (mutates); None: it is a request by itself."""
+        """Notes that a call has arrived; None: it is a request by itself."""
         context = tracked.request.program
         if context is None:
             return None
@@ -85,7 +85,7 @@ class Programs:
         return program
 
     def recognise(self, tracked: TrackedRequest, now: float) -> Program | None:
-        """The program of a request without a name whose blocks are known (mutates): the one whose
+        """Finds the program of a request without a name whose blocks are known: the one whose
         last prompt it goes on after, else a new one."""
         for key in reversed(tracked.keys):
             program = self._by_leaf.get(key)
@@ -138,8 +138,8 @@ class Programs:
     def place(
         self, tracked: TrackedRequest, decoder: InstanceId, hit_tokens: int, now: float
     ) -> None:
-        """A call will be decoded there; so many tokens of its prompt are where it is prefilled
-        (mutates)."""
+        """Notes that a call will be decoded there. `hit_tokens` of its prompt are where it is
+        prefilled."""
         program = tracked.program
         assert program is not None
         if not program.context_tokens:
@@ -152,7 +152,7 @@ class Programs:
         program.instance = decoder
 
     def end_call(self, tracked: TrackedRequest, answered: bool, now: float) -> Program | None:
-        """A call has ended (mutates). Returns its program if that has ended, too."""
+        """Notes that a call has ended. Returns its program if that has ended, too."""
         program = tracked.program
         if program is None:
             return None
@@ -188,7 +188,7 @@ class Programs:
     # Time
 
     def tick(self, now: float) -> list[Program]:
-        """Programs whose blocks should be the first to leave from now on (mutates); those that have
+        """Takes the programs whose blocks should be the first to leave from now on; those that have
         paused for longer than all others did are forgotten, and are among them."""
         leaving: list[Program] = []
         for program in list(self._programs.values()):

@@ -59,7 +59,7 @@ class _Pool:
         self._asked: deque[tuple[float, int]] = deque()
 
     def most(self, count: int, now: float) -> int:
-        """Adds a number; returns the highest one of the window (mutates)."""
+        """Adds a number; returns the highest one of the window."""
         asked = self._asked
         while asked and asked[-1][1] <= count:
             asked.pop()

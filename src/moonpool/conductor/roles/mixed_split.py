@@ -30,9 +30,9 @@ a step may take. The built-in A800 node has 19 ms of it, which means a TBT SLO b
 def assign_roles(
     table: InstanceTable, mixed: Sequence[InstanceState], num_switching: int, tbt_slo_s: float
 ) -> bool:
-    """Sets the roles of the instances that are mixed by themselves (mutates their states and the
-    table). Draining ones must not be among them; `num_switching` of these are to get another role.
-    Returns whether mixed instances have separate roles."""
+    """Sets the roles of the instances that are mixed by themselves, none of which drains.
+    `num_switching` of these are to get another role. Returns whether mixed instances have separate
+    roles."""
     enough = len(mixed) + num_switching >= 2
     if not mixed or not enough or not all(_is_tight(state.info, tbt_slo_s) for state in mixed):
         for state in mixed:

@@ -132,7 +132,7 @@ class LoadSums:
         self.sums = [0.0] * 7
 
     def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float) -> None:
-        """Adds a request (mutates)."""
+        """Adds a request."""
         context_tokens = new_tokens + cached_tokens + answer_tokens / 2
         added = (
             1.0,
@@ -185,12 +185,12 @@ class OfferedLoad:
         self._step: int | None = None
 
     def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float, now: float) -> None:
-        """Adds a request (mutates)."""
+        """Adds a request."""
         self.advance(now)
         self.load.add(new_tokens, cached_tokens, answer_tokens)
 
     def advance(self, now: float) -> None:
-        """Fades the sums (mutates). Multiplies only, because every machine rounds that alike."""
+        """Fades the sums. Multiplies only, because every machine rounds that alike."""
         step = int(now / self._step_s)
         if self._step is None:
             self._step = step
@@ -233,7 +233,7 @@ class PresentLoad:
         self._part: int | None = None
 
     def add(self, new_tokens: int, cached_tokens: int, most_tokens: float, now: float) -> None:
-        """Adds a request, whose answer has at most so many tokens after the first (mutates)."""
+        """Adds a request, whose answer has at most so many tokens after the first."""
         self.advance(now)
         part, load = self._newest, LoadSums()
         kind = kind_of(new_tokens + cached_tokens, cached_tokens)
@@ -246,7 +246,7 @@ class PresentLoad:
             part.prompts[kind] = part.prompts.get(kind, 0.0) + prompt
 
     def advance(self, now: float) -> None:
-        """Forgets what is too old, or was before a change (mutates)."""
+        """Forgets what is too old, or was before a change."""
         part = int(now / self._part_s)
         if self._part is None:
             self._part, self.since_s = part, now
@@ -544,13 +544,13 @@ class _PoolCapacities:
         )
 
     def move(self, row: int, role: Role) -> None:
-        """Moves an instance to the pool of this role (mutates)."""
+        """Moves an instance to the pool of this role."""
         sign = 1.0 if role is Role.PREFILL else -1.0
         self._prefill_capacity += sign / self._prefill_s[row]
         self._decode_capacity -= sign / self._decode_s[row]
 
     def move_back(self, row: int, role: Role) -> None:
-        """Takes a move to this role back (mutates)."""
+        """Takes a move to this role back."""
         self.move(row, Role.DECODE if role is Role.PREFILL else Role.PREFILL)
 
     def donors(self, role: Role, losses: Sequence[tuple[int, int]]) -> list[int]:

@@ -57,7 +57,7 @@ class RunningLengths:
             lengths.note(num_tokens)
 
     def look(self, running: Iterable[tuple[int, int]]) -> None:
-        """Kind and tokens so far of all answers under way (mutates)."""
+        """Takes the kind and the tokens so far of all answers under way."""
         by_kind: dict[int, list[int]] = {}
         for kind, num_tokens in running:
             by_kind.setdefault(kind, [0] * NUM_BINS)[_bin(num_tokens)] += 1

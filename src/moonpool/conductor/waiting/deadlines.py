@@ -37,7 +37,7 @@ class Deadlines:
             heapq.heapify(self._ends)
 
     def late(self, now: float, answer_s: float) -> Iterator[tuple[TrackedRequest, Rejection]]:
-        """Yields the requests that are to be rejected now (mutates). `answer_s`: how long an
+        """Yields the requests that are to be rejected now. `answer_s`: how long an
         answer takes, after which there may be room."""
         while self._joining and self._joining[0][0] <= now:
             tracked = self._requests.get(heapq.heappop(self._joining)[1])

@@ -75,7 +75,7 @@ class WaitingOrder:
             yield from self._by_tenant([self._classes[priority]], now)
 
     def _look(self, now: float) -> None:
-        """Lets requests in whose delay is over, and notes those that have aged (mutates)."""
+        """Lets requests in whose delay is over, and notes those that have aged."""
         for number in [n for n, not_before_s in self._delayed.items() if not_before_s <= now]:
             del self._delayed[number]
             tracked = self._entered[number]

@@ -183,7 +183,7 @@ class WaitingRequests:
             self._shares.end_wait(tenant)
 
     def over(self, now: float) -> Iterator[TrackedRequest]:
-        """Yields the requests that have waited for as long as they may (mutates)."""
+        """Yields the requests that have waited for as long as they may."""
         while self._limits and self._limits[0][0] <= now:
             wait = self._waits.get(heapq.heappop(self._limits)[1])
             if wait is not None:

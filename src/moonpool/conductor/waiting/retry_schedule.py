@@ -22,11 +22,11 @@ class RetrySchedule:
         self._next_s = float("-inf")  # no rejected request is due after it
 
     def note_completed(self, now: float) -> None:
-        """Notes a completed request (mutates)."""
+        """Notes a completed request."""
         self._completed_s.append(now)
 
     def retry_after_s(self, least_s: float, now: float) -> float:
-        """Returns the seconds after which the next rejected request should return (mutates).
+        """Returns the seconds after which the next rejected request should return.
 
         At least `least_s`, and at least 1 s; one mean time between two completed requests after the
         rejected request before it; at most MAX_RETRY_AFTER_S.

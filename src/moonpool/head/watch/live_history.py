@@ -95,7 +95,7 @@ class _Samples:
         self._number = 0  # of the open sample: its begin over `BIN_S`
 
     def at(self, now: float) -> _Sample:
-        """Returns the open sample (mutates: closes an earlier one with the present loads)."""
+        """Returns the open sample."""
         number = int(now // BIN_S)
         if self._open is None:
             self._open, self._number = _Sample(), number

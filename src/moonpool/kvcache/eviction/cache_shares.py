@@ -46,7 +46,7 @@ class CacheShareEviction(WrappedEviction):
         self._owner_of: dict[BlockId, tuple[str, float]] = {}  # until the block is stored again
 
     def assign(self, block_ids: Iterable[BlockId], tenant: str, share: float) -> None:
-        """These held, cached blocks are the tenant's, whose share of the pool is this (mutates)."""
+        """Gives these held, cached blocks to the tenant, whose share of the pool is `share`."""
         part = self._parts.get(tenant)
         if part is None:
             part = self._parts[tenant] = _Part(0)

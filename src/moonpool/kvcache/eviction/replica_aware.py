@@ -42,7 +42,7 @@ class ReplicaAwareEviction(WrappedEviction):
         self._num_tight: list[int] = []  # blocks that continue it here and are tight
 
     def mark(self, block_ids: Iterable[BlockId], spare: bool) -> None:
-        """Marks cached blocks as spare, or takes the mark, as the Conductor reports (mutates)."""
+        """Marks cached blocks as spare, or takes the mark, as the Conductor reports."""
         marked, num_tight = self._spare, self._num_tight
         change = marked.add if spare else marked.discard
         for block_id in block_ids:
@@ -52,11 +52,11 @@ class ReplicaAwareEviction(WrappedEviction):
                     self._turn(block_id, spare)
 
     def forget_marks(self) -> None:
-        """Takes all marks (mutates)."""
+        """Takes all marks."""
         self.mark(sorted(self._spare), spare=False)
 
     def assign(self, block_ids: Sequence[BlockId], tenant: str, share: float) -> None:
-        """`CacheShareEviction.assign`, if such a policy is beneath (mutates)."""
+        """`CacheShareEviction.assign`, if such a policy is beneath."""
         if isinstance(self._policy, CacheShareEviction):
             self._policy.assign(block_ids, tenant, share)
 

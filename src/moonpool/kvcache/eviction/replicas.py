@@ -78,11 +78,11 @@ class ReplicaTracker:
         self._notified: dict[BlockKey, int] = {}  # instances that know that the block is spare
 
     def note(self, keys: Iterable[BlockKey]) -> None:
-        """The holders of these blocks changed, and are or were more than one (mutates)."""
+        """Notes that the holders of these blocks changed, and are or were more than one."""
         self._changed.update(dict.fromkeys(keys))
 
     def note_dropped(self, keys: Iterable[BlockKey], bit: int) -> None:
-        """One of several holders lost these blocks, and with them its marks (mutates)."""
+        """Notes that one of several holders lost these blocks, and with them its marks."""
         notified_of = self._notified
         for key in keys:
             self._changed[key] = None
@@ -91,7 +91,7 @@ class ReplicaTracker:
                 notified_of[key] = notified ^ bit
 
     def note_all_dropped(self, key: BlockKey, bit: int) -> None:
-        """As `note_dropped`, for a block that may never have been spare (mutates)."""
+        """As `note_dropped`, for a block that may never have been spare."""
         if self._notified.get(key, 0) & bit:
             self.note_dropped((key,), bit)
 
@@ -102,8 +102,8 @@ class ReplicaTracker:
         num_keys: int,
         capacities: Mapping[int, int],
     ) -> dict[int, ReplicaChanges]:
-        """Returns, by instance, what follows from the oldest changes of up to `num_keys` blocks
-        (mutates). `holders` and `demoted` are those of `PrefixIndex`; `capacities` is the number of
+        """Returns, by instance, what follows from the oldest changes of up to `num_keys` blocks.
+        `holders` and `demoted` are those of `PrefixIndex`; `capacities` is the number of
         blocks that each instance can hold."""
         owners = ReplicaOwners(capacities)
         spare: defaultdict[int, list[BlockKey]] = defaultdict(list)

@@ -80,22 +80,22 @@ class ReuseModel:
         self._reused: Floats = np.zeros((0, NUM_AGES - 1))
 
     def add_class(self, family: int) -> int:
-        """Adds a class of a family and returns its number (mutates)."""
+        """Adds a class of a family and returns its number."""
         self._families.append(family)
         self._released_now.append([0] * self._period)
         self._reused_now.append([0] * NUM_AGES)
         return len(self._families) - 1
 
     def note_release(self, class_id: int, num_blocks: int) -> None:
-        """Blocks of the class were released in this epoch (mutates)."""
+        """Notes that blocks of the class were released in this epoch."""
         self._released_now[class_id][self._epoch] += num_blocks
 
     def note_reuse(self, class_id: int, age_range: int, num_blocks: int) -> None:
-        """Blocks of the class were used again at this age (mutates)."""
+        """Notes that blocks of the class were used again at this age."""
         self._reused_now[class_id][age_range] += num_blocks
 
     def end_epoch(self) -> bool:
-        """Ends an epoch (mutates). Returns True if `worths` has changed."""
+        """Ends an epoch. Returns True if `worths` has changed."""
         self._epoch += 1
         if self._epoch < self._period:
             return False

@@ -44,7 +44,7 @@ class ArenaTracker(Generic[UserT]):
         self._parked: list[UserT] = []
 
     def lose(self, arena: int) -> bool:
-        """Takes the keys of all blocks in the arena (mutates). Returns False if it was lost
+        """Takes the keys of all blocks in the arena. Returns False if it was lost
         already."""
         self._returning.pop(arena, None)
         if self._pool is None or self._pool.is_lost(arena):
@@ -53,14 +53,14 @@ class ArenaTracker(Generic[UserT]):
         return True
 
     def bring_back(self, arena: int, cached: Sequence[tuple[BlockId, BlockKey]]) -> None:
-        """The arena is reachable again and still has these full blocks (mutates)."""
+        """Notes that the arena is reachable again and still has these full blocks."""
         if self._pool is not None:
             if not self._pool.is_lost(arena):
                 self._pool.lose(arena)  # the loss was never reported: another arena took its place
             self._returning[arena] = cached
 
     def run(self) -> None:
-        """Restores what can be restored (mutates). Call it after each event: holds may have
+        """Restores what can be restored. Call it after each event: holds may have
         ended."""
         pool = self._pool
         if pool is None:
@@ -70,7 +70,7 @@ class ArenaTracker(Generic[UserT]):
                 del self._returning[arena]
 
     def park(self, user: UserT) -> bool:
-        """Lets the request wait until no arena is lost (mutates). Returns False if none is."""
+        """Lets the request wait until no arena is lost. Returns False if none is."""
         pool = self._pool
         if pool is None or not pool.any_lost:
             return False
@@ -78,7 +78,7 @@ class ArenaTracker(Generic[UserT]):
         return True
 
     def unpark(self) -> list[UserT]:
-        """Returns the parked requests once no arena is lost (mutates)."""
+        """Returns the parked requests once no arena is lost."""
         if not self._parked or (self._pool is not None and self._pool.any_lost):
             return []
         parked, self._parked = self._parked, []

@@ -61,14 +61,14 @@ class PartitionedPool(BlockPool):
         return bisect_right(self._starts, block_id) - 1
 
     def lose(self, arena: int) -> None:
-        """The arena is gone with all its content: takes all keys (mutates). The owners of its
+        """Notes that the arena is gone with all its content: takes all keys. The owners of its
         blocks must release them."""
         pool = self._pools[arena]
         pool.uncache(pool.cached_blocks())
         self._lost[arena] = True
 
     def restore(self, arena: int, cached: CachedBlocks) -> bool:
-        """The arena is back and still has these full blocks (mutates). Returns False, changing
+        """Notes that the arena is back and still has these full blocks. Returns False, changing
         nothing, while blocks of the lost arena are held."""
         pool = self._pools[arena]
         assert self._lost[arena]

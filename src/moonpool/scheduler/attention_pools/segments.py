@@ -96,7 +96,7 @@ class SegmentedPool(PartitionedPool):
         self, sequence: Sequence[BlockId], num_blocks: int, room: list[_Room]
     ) -> list[tuple[int, int]] | None:
         """Arena and number of blocks for each segment that the new blocks begin or continue, in
-        order; subtracts them from `room` (mutates it). Returns None if they do not fit."""
+        order; subtracts them from `room`. Returns None if they do not fit."""
         begun = min(num_blocks, self._left_of_segment(sequence))
         whole, rest = divmod(num_blocks - begun, self.segment_blocks)
         wanted = [(self.arena_of(sequence[-1]), begun)] if begun else []

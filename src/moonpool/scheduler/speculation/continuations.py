@@ -26,7 +26,7 @@ class Continuations:
         return len(self._next)
 
     def note(self, keys: Sequence[BlockKey], tokens: Tokens, start: int, end: int) -> None:
-        """Remembers blocks `start` to `end` - 1 of a request's text (mutates)."""
+        """Remembers blocks `start` to `end` - 1 of a request's text."""
         size = self._block_tokens
         for index in range(max(start, 1), end):
             text = tuple(tokens.between(index * size, (index + 1) * size))
