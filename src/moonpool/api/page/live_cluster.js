@@ -129,12 +129,15 @@ function showTotals(f) {
   const r = Object.entries(f.totals.not_answered);
   $("refusals").replaceChildren(...(r.length ? r.map(([why, n]) => el("div", "row", el("span", "", why.replaceAll("_", " ")), el("span", "", num(n)))) : [el("p", "soft", "None in the last ten minutes.")]));
 }
-function showPayers(f) {
-  const payers = f.payers || []; $("payers-part").hidden = payers.length < 2;
-  $("payers").replaceChildren(...payers.map(p => {
-    const name = el("th", "", p.tenant || "without a key"); name.scope = "row"; const k = p.tokens, all = k.dram + k.fetched + k.ssd + k.computed;
-    return el("tr", "", name, ...[num(p.under_way), num(p.answered), pct(p.effective, p.answered), num(p.ended - p.answered), num(all), pct(all - k.computed, all), num(p.generated_tokens), ms(p.ttft_s && p.ttft_s.p50)].map(text => el("td", "", text)));
-  }));
+function groupRow(p, unnamed) {
+  const name = el("th", "", p.name || unnamed); name.scope = "row"; const k = p.tokens, all = k.dram + k.fetched + k.ssd + k.computed;
+  return el("tr", "", name, ...[num(p.under_way), num(p.answered), pct(p.effective, p.answered), num(p.ended - p.answered), num(all), pct(all - k.computed, all), num(p.generated_tokens), ms(p.ttft_s && p.ttft_s.p50)].map(text => el("td", "", text)));
+}
+function showGroups(f) {
+  const payers = f.payers || [], programs = f.programs.filter(p => p.name);
+  $("payers-part").hidden = payers.length < 2; $("programs-part").hidden = !programs.length;
+  $("payers").replaceChildren(...payers.map(p => groupRow(p, "without a key")));
+  $("programs").replaceChildren(...programs.map(p => groupRow(p, "")));
 }
 function stageBar(r) { const s = r.stages_s, w = STAGES.reduce((a, [n]) => a + (s[n] || 0), 0); return bar(STAGES.map(([n, c]) => [s[n] || 0, c]), w, STAGES.map(([n]) => n.replaceAll("_", " ") + " " + ms(s[n])).join(", ")); }
 function showRequests(f) {
@@ -163,7 +166,7 @@ async function explain(id, tenant) {
 const timesOf = r => `TTFT ${ms(r.observed.ttft_s)} (predicted ${ms(r.predicted.ttft_s)}), TBT ${ms(r.observed.tbt_top10_mean_s)} (predicted ${ms(r.predicted.tbt_s)})`;
 $("close").onclick = () => $("why").close();
 
-function show(f) { for (const part of [showState, showTiles, showEvents, showInstances, showFlow, showCharts, showPool, showTotals, showPayers, showRequests]) part(f); }
+function show(f) { for (const part of [showState, showTiles, showEvents, showInstances, showFlow, showCharts, showPool, showTotals, showGroups, showRequests]) part(f); }
 async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader(); let text = "";
   for (;;) {

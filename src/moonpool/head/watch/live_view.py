@@ -24,8 +24,8 @@ from moonpool.types import Slo, payer_of
 RECENT_S = 600.0
 NUM_LISTED = 40
 """Most requests that a frame lists, those under way included."""
-MAX_PAYERS = 20
-"""Most tenants that a frame lists."""
+MAX_GROUPS = 20
+"""Most tenants, and most programs, that a frame lists."""
 PERCENTILES = (0.5, 0.9, 0.99)
 
 
@@ -98,7 +98,11 @@ def describe_live(
         "stages": dict(Counter(_stage_of(tracked) for tracked in own)),
         "totals": _totals(recent),
         "requests": running + ended,
-    } | ({} if tenant is not None else {"payers": _describe_payers(own, recent)})
+        "programs": _describe_groups(own, recent, lambda record: record.program),
+        "payers": None
+        if tenant is not None
+        else _describe_groups(own, recent, lambda record: payer_of(record.tenant)),
+    }
 
 
 def _recent(newest: Iterable[RequestRecord], now: float, tenant: str | None) -> list[RequestRecord]:
@@ -200,23 +204,26 @@ def _totals(records: Sequence[RequestRecord]) -> dict[str, Any]:
     }
 
 
-def _describe_payers(
-    running: Sequence[TrackedRequest], ended: Sequence[RequestRecord]
+def _describe_groups(
+    running: Sequence[TrackedRequest],
+    ended: Sequence[RequestRecord],
+    name_of: Callable[[RequestRecord], str],
 ) -> list[dict[str, Any]]:
-    """Returns what each tenant had in the last ten minutes, those with most prompt tokens first."""
-    by_payer: dict[str, list[RequestRecord]] = {}
+    """Returns what each tenant, or each program, had in the last ten minutes, those with most
+    prompt tokens first. Requests without a name are a group, too."""
+    groups: dict[str, list[RequestRecord]] = {}
     for record in ended:
-        by_payer.setdefault(payer_of(record.tenant), []).append(record)
-    under_way = Counter(payer_of(tracked.request.tenant) for tracked in running)
-    most = Counter(
+        groups.setdefault(name_of(record), []).append(record)
+    under_way = Counter(name_of(tracked.record) for tracked in running)
+    tokens = Counter(
         {
-            name: sum(r.num_prompt_tokens for r in by_payer.get(name, ()))
-            for name in {*by_payer, *under_way}
+            name: sum(record.num_prompt_tokens for record in groups.get(name, ()))
+            for name in {*groups, *under_way}
         }
     )
     return [
-        {"tenant": name, "under_way": under_way[name], **_totals(by_payer.get(name, ()))}
-        for name, _ in most.most_common(MAX_PAYERS)
+        {"name": name, "under_way": under_way[name], **_totals(groups.get(name, ()))}
+        for name, _ in tokens.most_common(MAX_GROUPS)
     ]
 
 
