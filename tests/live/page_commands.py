@@ -33,6 +33,11 @@ NOT_RUN = {
     "moonpool trial http://127.0.0.1:8000 --may-reset-cache --restart-command": "needs a service "
     "manager; tests/live/test_trial.py restarts a server",
     "moonpool replay http://127.0.0.1:9000": "needs another server; tests/live/test_replay.py",
+    "moonpool run": "chats until it is ended; tests/live/test_run.py has a terminal and models",
+    "moonpool epp": "needs a gateway; tests/live/test_epp.py has an Envoy and servers",
+    "moonpool pool serve": "serves until it is ended; tests/live/test_host_pool.py has clients",
+    "moonpool serve random:m150 --launcher ray": "needs Ray; tests/live/test_ray.py",
+    "moonpool forecast": "measures for minutes; tests/unit/forecast has servers of known times",
     "moonpool reproduce --list": "",
 }
 """Beginnings of commands that no test here runs, and why. The longest that fits counts; an empty
