@@ -43,6 +43,10 @@ NOT_RUN = {
 """Beginnings of commands that no test here runs, and why. The longest that fits counts; an empty
 reason says that the command runs after all."""
 
+OTHER_SERVERS = ("//10.0.0.1:8000", "//127.0.0.1:8080", "//127.0.0.1:9090")
+"""Of calls that tests of their own make: two hosts in test_two_hosts.py, a gateway in
+test_epp.py."""
+
 SMALLER = {
     "serve": ("--port", "0", "--kv-tokens", "4096", "--block-size", "16"),
     "trial": ("--requests", "24", "--families", "1", "--repeats", "2", "--fill-words", "200"),
@@ -109,7 +113,8 @@ def moonpool_lines() -> list[Line]:
 
 def curl_lines() -> list[Line]:
     found = [Line(page.name, line) for page in PAGES for line in shell_lines(page)]
-    return [line for line in found if line.text.startswith("curl ")]
+    elsewhere = re.compile("|".join(map(re.escape, OTHER_SERVERS)))
+    return [x for x in found if x.text.startswith("curl ") and not elsewhere.search(x.text)]
 
 
 def words_here(line: Line, url: str, folder: Path) -> list[str]:

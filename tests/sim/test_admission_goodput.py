@@ -55,10 +55,10 @@ def test_without_overload_nothing_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_long_answers_fill_the_steps_up_to_their_slo(tmp_path: Path) -> None:
-    """Agents answer at length: their steps are short when they begin, and full later. Who takes
-    that for slow steps leaves an eighth of each step empty."""
-    path = trace(tmp_path, "agents", 400, 4711)
-    flags = ("--prefill", "4", "--decode", "4", "--slo-tbt", "0.05")
+    """Where answers are long, steps are short when they begin, and full later. Who takes that for
+    slow steps leaves an eighth of each step empty."""
+    path = trace(tmp_path, "conversation", 400, 4711)
+    flags = ("--speed", "4", "--prefill", "4", "--decode", "4", "--slo-tbt", "0.05")
     ours, best = compare(path, *flags, policies=("baseline",))
     assert ours > 0.9 * best
     assert ours > 1.05 * effective(path, "baseline", *flags, "--no-decode-wait")

@@ -69,7 +69,8 @@ def test_a_straggler_is_avoided() -> None:
     given = simulation.nodes[name].engine.figures.prefill_tokens
     assert given < 0.8 * other.nodes[name].engine.figures.prefill_tokens
     assert figures["ttft_s"]["p90"] < 0.9 * stubborn["ttft_s"]["p90"]
-    assert simulation.conductor.instances[name].prefill_factor.value == pytest.approx(3.0, rel=0.02)
+    # Its first prompt tells enough: it gets no more while the others have room.
+    assert 1.9 < simulation.conductor.instances[name].prefill_factor.value < 3.1
 
 
 def test_a_belief_that_is_right_stays() -> None:
