@@ -167,6 +167,7 @@ def forecast(
 def _run(plan: ForecastPlan) -> dict[str, Any]:
     import uvloop
 
+    from moonpool.api.connection.tls import TlsError
     from moonpool.config.tables import ConfigError
     from moonpool.trace.row import TraceError
     from moonpool_lab.forecast.forecast_table import TableError
@@ -185,6 +186,7 @@ def _run(plan: ForecastPlan) -> dict[str, Any]:
         ConnectionFailedError,
         HopelessError,
         ConfigError,
+        TlsError,
         TraceError,
     ) as error:
         fail(str(error))
