@@ -9,6 +9,7 @@ from conductor_desk import Desk
 from conductor_desk import of as of_kind
 
 from moonpool.conductor.actions import ConductorAction, Refuse, RequestEnded, Send, Tick
+from moonpool.conductor.programs import programs
 from moonpool.conductor.programs.programs import HORIZON_S
 from moonpool.protocol.messages import (
     BlocksChanged,
@@ -151,3 +152,32 @@ def test_a_growing_prompt_is_recognised_if_asked_for() -> None:
         "(recognised by its prompt); it paused for 2.0 s" in ended(actions).explanation.lines()[0]
     )
     assert len(agents.desk.conductor.programs) == 1
+
+
+def test_a_client_that_invents_names_costs_a_bounded_look_and_nobody_elses_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 20)
+    monkeypatch.setattr(programs, "MAX_LOOKS_PER_TICK", 8)
+    agents = Agents()
+    agents.answer(agents.call("kept", "x", tenant="small"))
+    for number in range(50):
+        agents.answer(agents.call(f"c{number}", f"p{number}", tenant="flood"))
+    known = agents.desk.conductor.programs
+    assert len(known) == 20
+    assert known.get("small", "x") is not None, "the oldest of the one with most went"
+    assert known.get("flood", "p0") is None and known.get("flood", "p49") is not None
+    looked = 0
+    chance = known.pauses.chance
+
+    def counted(*arguments: Any) -> float:
+        nonlocal looked
+        looked += 1
+        return chance(*arguments)
+
+    monkeypatch.setattr(known.pauses, "chance", counted)
+    for turn in range(1, 4):
+        agents.desk.now += 0.1
+        agents.desk.handle(Tick())
+        assert looked <= 8 * turn
+    assert looked > 16, "and the others have their turn"

@@ -77,7 +77,7 @@ class Door:
 
     def _held_now(self, now: float) -> dict[InstanceId | None, float]:
         if not 0.0 <= now - self._updated_s < UPDATE_EVERY_S:
-            self._held, self._updated_s = self._programs.held_tokens(now), now
+            self._held, self._updated_s = self._programs.held_tokens(), now
         return self._held
 
     def crowded(self, tracked: TrackedRequest, now: float) -> list[int]:

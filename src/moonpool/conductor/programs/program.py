@@ -42,6 +42,7 @@ class Program:
     pause_s: float | None = None  # the last one
     pause_class: tuple[int, int] = (0, -1)
     num_ranges: int = 0  # of ages that were noted
+    chance: float = 1.0  # of its next call soon, at the last look
     parked: bool = False  # its blocks are to be evicted first
     children: list[Program] = field(default_factory=list)  # that it waits for
 

@@ -14,7 +14,7 @@ A program ends when its client says so, or after a pause longer than all that ar
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from moonpool.conductor.forecast.estimators import RunningMean
@@ -24,12 +24,15 @@ from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.types import BlockKey, InstanceId, ProgramContext, payer_of
 
-MAX_PROGRAMS = 65_536
-"""Programs that are remembered; those that have paused for longest are forgotten first."""
+MAX_PROGRAMS = 4096
+"""Programs that are remembered; of the tenant with most, those that have paused for longest are
+forgotten first."""
 HORIZON_S = 30.0
 """A pause that should be shorter is waited for with the blocks in place."""
 PARK_CHANCE = 0.1
 MAX_PARKED_PER_TICK = 64
+MAX_LOOKS_PER_TICK = 256
+"""Programs that a tick looks at, in turns: a client that invents names costs no more."""
 MAX_DEPTH = 16
 """Sub-agents of sub-agents; deeper ones count as children of the deepest."""
 
@@ -46,8 +49,9 @@ class Programs:
         self.num_ended = 0
         self.usual_tokens = RunningMean(0.0)  # that a program needs for itself after a call
         self._programs: OrderedDict[Key, Program] = OrderedDict()  # the last one acted last
+        self._num_of: Counter[str] = Counter()  # by tenant
         self._by_leaf: dict[BlockKey, Program] = {}  # of those that were recognised
-        self._num_programs = self._num_recognised = 0
+        self._num_programs = self._num_recognised = self._looked_at = 0
         self._waiting = waiting
 
     def __len__(self) -> int:
@@ -79,6 +83,7 @@ class Programs:
         self.pauses.end(program, now)
         program.num_running += 1
         program.num_calls += 1
+        program.chance = 1.0
         program.tool = context.tool
         if context.keep_s is not None:
             program.keep_until_s = now + context.keep_s
@@ -99,6 +104,7 @@ class Programs:
         self.pauses.end(program, now)
         program.num_running += 1
         program.num_calls += 1
+        program.chance = 1.0
         return program
 
     def _named(self, tenant: str, context: ProgramContext, now: float) -> Program:
@@ -129,8 +135,10 @@ class Programs:
             program.has_begun = parent.root.has_begun
             parent.children.append(program)
         self._programs[tenant, program_id] = program
+        self._num_of[tenant] += 1
         if len(self._programs) > MAX_PROGRAMS:
-            oldest = next((p for p in self if not p.num_running), None)
+            ((most, _),) = self._num_of.most_common(1)
+            oldest = next((p for p in self if p.tenant == most and not p.num_running), None)
             if oldest is not None:
                 self._forget(oldest)
         return program
@@ -177,7 +185,10 @@ class Programs:
         return None
 
     def _forget(self, program: Program) -> None:
-        self._programs.pop((program.tenant, program.program_id), None)
+        if self._programs.pop((program.tenant, program.program_id), None) is not None:
+            self._num_of[program.tenant] -= 1
+            if not self._num_of[program.tenant]:
+                del self._num_of[program.tenant]
         if program.keys:
             self._by_leaf.pop(program.keys[-1], None)
         if program.parent is not None and program in program.parent.children:
@@ -191,20 +202,27 @@ class Programs:
         """Takes the programs whose blocks should be the first to leave from now on; those that have
         paused for longer than all others did are forgotten, and are among them."""
         leaving: list[Program] = []
-        for program in list(self._programs.values()):
+        for program in self._next_to_look_at():
             if program.since_s is None or program.num_running:
                 continue
             if self.pauses.age(program, now):
                 self._forget(program)
                 leaving += [] if program.parked else [program]
-            elif (
-                not program.parked
-                and len(leaving) < MAX_PARKED_PER_TICK
-                and self._chance(program, now) < PARK_CHANCE
-            ):
-                program.parked = True
-                leaving.append(program)
+            elif not program.parked:
+                program.chance = self._chance(program, now)
+                if program.chance < PARK_CHANCE and len(leaving) < MAX_PARKED_PER_TICK:
+                    program.parked = True
+                    leaving.append(program)
         return leaving
+
+    def _next_to_look_at(self) -> list[Program]:
+        """All of them, or as many as a tick may look at, from where the last one ended."""
+        programs = list(self._programs.values())
+        if len(programs) <= MAX_LOOKS_PER_TICK:
+            return programs
+        start = self._looked_at % len(programs)
+        self._looked_at = start + MAX_LOOKS_PER_TICK
+        return (programs[start:] + programs[:start])[:MAX_LOOKS_PER_TICK]
 
     def _chance(self, program: Program, now: float) -> float:
         """Of its next call within the horizon."""
@@ -212,7 +230,7 @@ class Programs:
             return 1.0
         return self.pauses.chance(program, HORIZON_S, now)
 
-    def held_tokens(self, now: float) -> dict[InstanceId | None, float]:
+    def held_tokens(self) -> dict[InstanceId | None, float]:
         """KVCache that the programs which have begun need for themselves, by the instance where
         their blocks are (None: they have none yet): all of those that run, and of the others as
         much as is likely to be needed soon. If most are still short, they will grow to the usual
@@ -221,7 +239,8 @@ class Programs:
         present: dict[InstanceId | None, float] = {}
         for program in self._programs.values():
             if program.has_begun and not program.parked:
-                chance, at = self._chance(program, now), program.instance
+                chance = 1.0 if program.num_running else program.chance
+                at = program.instance
                 held[at] = held.get(at, 0.0) + program.own_tokens * chance
                 present[at] = present.get(at, 0.0) + chance
         usual = self.usual_tokens.value
