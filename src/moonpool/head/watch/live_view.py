@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import ceil, isfinite
 from typing import Any
 
@@ -98,7 +99,7 @@ def describe_live(
         "stages": dict(Counter(_stage_of(tracked) for tracked in own)),
         "totals": _totals(recent),
         "requests": running + ended,
-        "programs": _describe_groups(own, recent, lambda record: record.program),
+        "programs": _describe_groups(own, recent, partial(_program_of, tenant)),
         "payers": None
         if tenant is not None
         else _describe_groups(own, recent, lambda record: payer_of(record.tenant)),
@@ -202,6 +203,12 @@ def _totals(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "tokens": _tokens_by_tier(records),
         "not_answered": dict(ended_early.most_common()),
     }
+
+
+def _program_of(viewer: str | None, record: RequestRecord) -> str:
+    """The name of its program; who sees all tenants sees whose it is."""
+    payer = payer_of(record.tenant) if viewer is None else ""
+    return f"{payer}: {record.program}" if payer and record.program else record.program
 
 
 def _describe_groups(
