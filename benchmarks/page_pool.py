@@ -54,12 +54,14 @@ def pool_section(found: dict[str, Any]) -> str:
 def _workload(name: str, one: dict[str, Any]) -> str:
     prefixes = one["prefixes"]
     possible = prefixes["known_tokens"] / prefixes["prompt_tokens"]
+    rounds = len(one["rows"]["none"]["rounds"])
+    measured = "One round." if rounds == 1 else f"Medians of {rounds} rounds."
     lines = [
         (
             f"{name.capitalize()}: {one['sessions']} sessions of {one['turns']} turns,"
             f" {prefixes['prompt_tokens']:,} prompt tokens. {prefixes['distinct_tokens']:,} of them"
             f" are distinct, and each vLLM's memory holds {one['kv_tokens']:,}. {possible:.0%} of"
-            " the prompt tokens could be hits."
+            f" the prompt tokens could be hits. {measured}"
         ),
         "",
         *(f"| {' | '.join(line)} |" for line in (HEADER, ("---",) * len(HEADER))),

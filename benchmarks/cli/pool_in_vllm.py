@@ -9,6 +9,7 @@ import click
 from benchmarks.cli.annotated import PeerPython, Rounds, Seed, options
 from benchmarks.cli.output import measure
 from moonpool.cli.options import json_option
+from moonpool.cli.output import origin, write_json
 
 POOL_CHOICES = ("none", "offload", "offload-host", "lmcache", "mooncake", "moonpool")
 WORKLOAD_CHOICES = ("conversations", "agents")
@@ -63,4 +64,8 @@ def pool_in_vllm(
         timeout_s=timeout_s,
         seed=seed,
     )
-    measure(lambda: bench_pools(plan, click.echo), json_file)
+
+    def keep(found: dict[str, Any]) -> None:
+        write_json(json_file, found | {"origin": origin()})
+
+    measure(lambda: bench_pools(plan, click.echo, keep), json_file)

@@ -49,6 +49,7 @@ TOKENS_PER_WORD = 4
 SETTLE_S = 20.0
 """Between the load and a kill, so that what is written behind reaches the disk."""
 Say = Callable[[str], None]
+Keep = Callable[[dict[str, Any]], None]
 
 
 class PoolBenchPlan(Struct, frozen=True):
@@ -87,29 +88,37 @@ class Row(msgspec.Struct):
     absent: str = ""
 
 
-def bench_pools(plan: PoolBenchPlan, say: Say) -> dict[str, Any]:
-    """Rows by workload and pool. A pool that cannot run is left out, and why is told.
+def bench_pools(plan: PoolBenchPlan, say: Say, keep: Keep) -> dict[str, Any]:
+    """Rows by workload and pool. A pool that cannot run is left out, and why is told. `keep` gets
+    what there is after each round of each pool: a run of all takes hours.
 
     Raises ServerError if no vLLM starts without a pool, httpx.HTTPError.
     """
-    found: dict[str, Any] = {}
+    asked = msgspec.to_builtins(plan) | {"model": Path(plan.model).name}
+    del asked["pythons"]
+    workloads: dict[str, Any] = {}
+    found = {"workloads": workloads, "plan": asked}
     for name in plan.workloads:
         prepared = _prepare(plan, name, say)
+        found["versions"] = versions_of(plan.pythons)
         rows: dict[PoolName, Row] = {pool: Row() for pool in plan.pythons}
         for number in range(plan.rounds):
             for pool, row in rows.items():
                 if not row.absent:
                     _play_round(plan, prepared, pool, row, number, say)
-        found[name] = {
-            "prefixes": msgspec.to_builtins(prepared.prefixes),
-            "kv_tokens": prepared.shape.kv_tokens,
-            "sessions": prepared.workload.shape.sessions,
-            "turns": prepared.workload.shape.turns,
-            "rows": _figures(rows),
-        }
-    asked = msgspec.to_builtins(plan) | {"model": Path(plan.model).name}
-    del asked["pythons"]
-    return {"workloads": found, "versions": versions_of(plan.pythons), "plan": asked}
+                    workloads[name] = _workload_figures(prepared, rows)
+                    keep(found)
+    return found
+
+
+def _workload_figures(prepared: JudgedWorkload, rows: Mapping[PoolName, Row]) -> dict[str, Any]:
+    return {
+        "prefixes": msgspec.to_builtins(prepared.prefixes),
+        "kv_tokens": prepared.shape.kv_tokens,
+        "sessions": prepared.workload.shape.sessions,
+        "turns": prepared.workload.shape.turns,
+        "rows": _figures(rows),
+    }
 
 
 def _prepare(plan: PoolBenchPlan, name: str, say: Say) -> JudgedWorkload:

@@ -250,7 +250,7 @@ def test_a_peer_that_is_not_installed_is_told_in_one_line(tmp_path: Path) -> Non
 def test_without_a_vllm_the_command_ends_with_what_is_missing(tmp_path: Path) -> None:
     plan = PoolBenchPlan(model=str(tmp_path), pythons={"none": str(tmp_path / "python")})
     with pytest.raises(ServerError, match="--peer-python"):
-        bench_pools(plan, lambda text: None)
+        bench_pools(plan, lambda text: None, lambda found: None)
 
 
 def test_versions_are_those_of_each_python() -> None:
@@ -284,6 +284,7 @@ def _row(absent: str = "", more_differing: float = 1.0, **phases: Phase) -> dict
     return {
         "absent": absent,
         "median": FIGURES,
+        "rounds": [FIGURES],
         "p_more_differing_than_twin": more_differing,
         **counted,
     }
