@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from moonpool.cost.model import CostModel
 from moonpool.cost.online import LearnedFactor
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.messages import AttemptId, PrefixSource
 from moonpool.protocol.transfer_events import (
     FetchEnded,
@@ -303,5 +304,5 @@ class PrefixLoader:
         self._effects.perform(GrantRead(read_id, blocks))
 
 
-def _reader(read_id: str) -> str:
-    return f"read:{read_id}"
+def _reader(read_id: str) -> BlockOwner:
+    return BlockOwner("read", read_id)

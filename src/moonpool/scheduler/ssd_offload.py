@@ -23,7 +23,7 @@ A load belongs to the instance, not to the request that caused it. Any request o
 block under load waits for that load; a request that ends leaves its loads to the others. A failed
 load is a miss: the missing blocks are computed, and a block that could not be read is forgotten. If
 the disk hangs, the load also ends as a miss. The blocks and slots that the disk may still touch
-stay held by "hung:load:<id>" or "hung:store:<id>" until the disk returns.
+stay held by an owner of kind "hung:load" or "hung:store" until the disk returns.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.kvcache.ssd_tier import SsdTier
 from moonpool.protocol.transfer_events import LoadEnded, LoadReturned, StoreEnded, StoreReturned
 from moonpool.scheduler.actions import Effects, ForgetStored, LoadBlocks, StoreBlocks
@@ -61,7 +62,7 @@ class _Store:
 
 
 class Demotion:
-    """The writes in progress. Their owners are "demote:<id>" in both pools."""
+    """The writes in progress. Their owners are of kind "demote" in both pools."""
 
     def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
         self._kv_cache = kv_cache
@@ -78,7 +79,7 @@ class Demotion:
         self._limit = reserved_blocks(self._pool.num_blocks, kv_cache.num_slots)
 
     @property
-    def owners(self) -> set[str]:
+    def owners(self) -> set[BlockOwner]:
         """All owners of holds for writes."""
         return {
             *map(_demote_owner, self._stores),
@@ -151,12 +152,12 @@ class Demotion:
         self._effects.count("written_ahead_blocks", len(blocks))
         self._write(tier, owner, blocks, ahead=True)
 
-    def _take_ahead(self, num_blocks: int, heir: str = "") -> list[BlockId]:
+    def _take_ahead(self, num_blocks: int, heir: BlockOwner | None = None) -> list[BlockId]:
         """Ends the holds of the first blocks that wait; `heir` holds those that are still cached,
         which are returned."""
         taken = list(islice(self._ahead.items(), num_blocks))
         cached = [block_id for key, block_id in taken if self._pool.key_of(block_id) == key]
-        if heir:
+        if heir is not None:
             self._pool.guard(heir, cached)
         for key, _ in taken:
             del self._ahead[key]
@@ -188,11 +189,13 @@ class Demotion:
         self._write(tier, owner, written)
         return len(victims)
 
-    def _next_owner(self) -> str:
+    def _next_owner(self) -> BlockOwner:
         self._num_stores += 1
         return _demote_owner(str(self._num_stores))
 
-    def _write(self, tier: SsdTier, owner: str, blocks: list[BlockId], ahead: bool = False) -> None:
+    def _write(
+        self, tier: SsdTier, owner: BlockOwner, blocks: list[BlockId], ahead: bool = False
+    ) -> None:
         """Writes as many of the owner's blocks as there are slots for; releases the others."""
         pool = self._pool
         slots, voided = tier.reserve(owner, len(blocks))
@@ -272,7 +275,7 @@ class _Load:
 
 
 class Promotion:
-    """The loads in progress. Their owners are "load:<id>" in both pools."""
+    """The loads in progress. Their owners are of kind "load" in both pools."""
 
     def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
         self._kv_cache = kv_cache
@@ -284,7 +287,7 @@ class Promotion:
         self._num_loads = 0
 
     @property
-    def owners(self) -> set[str]:
+    def owners(self) -> set[BlockOwner]:
         """All owners of holds for loads."""
         return {_load_owner(load_id) for load_id in self._loads} | set(
             map(_hung_load_owner, self._hung)
@@ -415,24 +418,24 @@ class Promotion:
         tier.slots.release(owner)
 
 
-def _demote_owner(store_id: str) -> str:
-    return f"demote:{store_id}"
+def _demote_owner(store_id: str) -> BlockOwner:
+    return BlockOwner("demote", store_id)
 
 
-def _ahead_owner(key: BlockKey) -> str:
-    return f"ahead:{key.hex()}"
+def _ahead_owner(key: BlockKey) -> BlockOwner:
+    return BlockOwner("ahead", key.hex())
 
 
-def _hung_store_owner(store_id: str) -> str:
-    return f"hung:store:{store_id}"
+def _hung_store_owner(store_id: str) -> BlockOwner:
+    return BlockOwner("hung:store", store_id)
 
 
-def _load_owner(load_id: str) -> str:
-    return f"load:{load_id}"
+def _load_owner(load_id: str) -> BlockOwner:
+    return BlockOwner("load", load_id)
 
 
-def _hung_load_owner(load_id: str) -> str:
-    return f"hung:load:{load_id}"
+def _hung_load_owner(load_id: str) -> BlockOwner:
+    return BlockOwner("hung:load", load_id)
 
 
 def _known(key: BlockKey | None) -> BlockKey:

@@ -114,7 +114,7 @@ def test_blocks_for_all_repetitions_are_held_before_they_begin() -> None:
     bench.start("a", 20, max_tokens=1000)
     bench.end()
     repeats = bench.steps[0].max_repeats
-    held = bench.instance.pool.owners()["work:a"]
+    held = bench.instance.pool.named_owners()["work:a"]
     assert repeats > 1 and LAYOUT.blocks_for(21 + repeats - 1) <= held <= 4
 
 
@@ -136,7 +136,7 @@ def test_an_aborted_request_stops_the_repetition_and_keeps_its_blocks() -> None:
     bench.end()
     actions = bench.handle(Abort(attempt_id=AttemptId("a")))
     assert any(isinstance(a, StopRepeating) for a in actions)
-    assert bench.instance.pool.owners()["work:a"] > 0
+    assert bench.instance.pool.named_owners()["work:a"] > 0
     bench.end_repeated([7])
     assert bench.instance.pool.owners() == {} and not bench.steps
 
