@@ -20,7 +20,7 @@ from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.sim.engine import EOS_TOKEN_ID
 from moonpool.sim.hardware.model_shapes import ModelShape
 from moonpool.sim.metrics import Histogram
-from moonpool.sim.solo import SoloInstance, solo_attempt
+from moonpool.sim.solo import SoloRun, solo_attempt
 from moonpool.types import Role, SamplingParams
 
 BLOCK_TOKENS = 16
@@ -125,7 +125,7 @@ class _Solo:
             (EOS_TOKEN_ID,),
         )
         attempts = [(job.arrived_s, _attempt(number, job)) for number, job in enumerate(jobs)]
-        self._solo = SoloInstance(instance, attempts, self._note)
+        self._solo = SoloRun(instance, attempts, self._note)
         self._engine = self._solo.simulated_engine(cost)
         self._served = SoloResult([-1.0] * len(jobs), [-1.0] * len(jobs))
         self._last_token_s = [0.0] * len(jobs)

@@ -30,7 +30,7 @@ from moonpool.scheduler.actions import RunStep, SendReport, StepEnded
 from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
-from moonpool.sim.solo import SoloInstance, solo_attempt
+from moonpool.sim.solo import SoloRun, solo_attempt
 from moonpool.types import Role, SamplingParams
 from moonpool_engine.engine.builtin import DTYPES, open_model
 from moonpool_engine.engine.cuda.host_sync import make_host_sync
@@ -188,7 +188,7 @@ def simulate(
 ) -> PipelinedResult:
     """The same jobs and state machine; steps take what `cost` says."""
     gathered = _Gathered(len(jobs))
-    solo = SoloInstance(
+    solo = SoloRun(
         make_instance(cost.num_stages, layout, num_blocks, config),
         [(0.0, _attempt(number, job)) for number, job in enumerate(jobs)],
         gathered.take_tokens,

@@ -19,7 +19,7 @@ from moonpool.scheduler.actions import RunStep, StepEnded, WorkerEvent
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.sim.clock import Priority
-from moonpool.sim.solo import SoloInstance, solo_attempt
+from moonpool.sim.solo import SoloRun, solo_attempt
 from moonpool.types import Role, SamplingParams
 from moonpool_engine.engine.runner import Engine
 
@@ -58,7 +58,7 @@ def serve(
     return _Run(instance, jobs).timed(cost, engine)
 
 
-class _Run(SoloInstance):
+class _Run(SoloRun):
     def __init__(self, instance: Instance, jobs: Sequence[TimedJob]) -> None:
         attempts = [(job.arrived_s, _attempt(number, job)) for number, job in enumerate(jobs)]
         super().__init__(instance, attempts, self._note)

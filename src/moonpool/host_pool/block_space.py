@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from moonpool.kvcache.block_owner import BlockOwner
+from moonpool.kvcache.block_owner import BlockOwner, owners_of
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import BlocksChanged, BlocksSnapshot
 from moonpool.protocol.transfer_events import (
@@ -196,16 +196,16 @@ class BlockSpace:
         def tell(blocks: list[BlockId], num_loaded: int) -> None:
             self._found.append(BlocksFound(owner, tuple(blocks), min(num_loaded, len(blocks))))
 
-        self._search(_find(owner), _Search(keys, tell))
+        self._search(BlockOwner("find", str(owner)), _Search(keys, tell))
 
     def release(self, owner: Finder) -> None:
         """Ends a find and its holds; ignored if there is none."""
-        self._searches.pop(_find(owner), None)
-        self.pool.release(_find(owner))
+        self._searches.pop(BlockOwner("find", str(owner)), None)
+        self.pool.release(BlockOwner("find", str(owner)))
 
     def shorten(self, owner: Finder, num_blocks: int, block_ids: Sequence[BlockId]) -> None:
         """Ends the holds of a find beyond its first `num_blocks`."""
-        self.pool.release_some(_find(owner), list(block_ids[num_blocks:]))
+        self.pool.release_some(BlockOwner("find", str(owner)), list(block_ids[num_blocks:]))
 
     def _search(self, owner: BlockOwner, search: _Search) -> None:
         self._searches.pop(owner, None)
@@ -256,7 +256,7 @@ class BlockSpace:
         self.effects.count("stores_refused_blocks", len(lacking) - room)
         self.effects.count("stores_spared_blocks", len(keys) - len(lacking))
         taken = lacking[:room]
-        blocks = self.pool.allocate(_store(number), len(taken))
+        blocks = self.pool.allocate(BlockOwner("store", str(number)), len(taken))
         assert blocks is not None
         wanted = tuple(key for key, _ in taken)
         depths = tuple(depth for _, depth in taken)
@@ -278,7 +278,7 @@ class BlockSpace:
         for block_id, key, depth in items:
             self.pool.cache_block(block_id, key, depth)
         self._write_ahead(reservation.keys)  # while they are held
-        self.pool.release(_store(number))
+        self.pool.release(BlockOwner("store", str(number)))
         self.effects.count("stored_in_dram_blocks", len(reservation.keys))
 
     def abandon(self, number: int) -> None:
@@ -286,7 +286,7 @@ class BlockSpace:
         reservation = self._reservations.pop(number, None)
         if reservation is not None:
             self._reserved_keys.difference_update(reservation.keys)
-            self.pool.release(_store(number))
+            self.pool.release(BlockOwner("store", str(number)))
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         """These blocks are damaged: nobody finds them in DRAM from now on."""
@@ -308,7 +308,7 @@ class BlockSpace:
         first in its prompt. Ends with `BlocksFetched`."""
         num_local = len(self.pool.match(keys))
         missing = tuple(keys[num_local:])
-        owner = _fetch(fetch_id)
+        owner = BlockOwner("fetch", fetch_id)
         self.pool.acquire(owner, self.pool.match(keys[:num_local]))
         room = min(len(missing), max(self.pool.num_available - 1, 0))
         blocks = self.pool.allocate(owner, room)
@@ -328,7 +328,7 @@ class BlockSpace:
         for index, block_id in enumerate(arrived):
             depth = fetch.first_depth + fetch.num_local + index
             self.pool.cache_block(block_id, fetch.keys[index], depth)
-        self.pool.release(_fetch(event.fetch_id))
+        self.pool.release(BlockOwner("fetch", event.fetch_id))
         self.effects.count("fetched_blocks", event.num_blocks)
         self.effects.count("fetched_bytes", event.num_bytes)
         self.effects.count("failed_fetches", 1 if event.error else 0)
@@ -340,13 +340,13 @@ class BlockSpace:
         def tell(blocks: list[BlockId], num_loaded: int) -> None:
             self.effects.perform(GrantRead(event.read_id, blocks))
 
-        self._search(_read(event.read_id), _Search(event.keys, tell))
+        self._search(BlockOwner("read", event.read_id), _Search(event.keys, tell))
 
     def _on_read_ended(self, event: ReadEnded) -> None:
-        self._searches.pop(_read(event.read_id), None)
+        self._searches.pop(BlockOwner("read", event.read_id), None)
         self.pool.uncache(event.corrupt)
         self.effects.count("damaged_blocks", len(event.corrupt))
-        self.pool.release(_read(event.read_id))
+        self.pool.release(BlockOwner("read", event.read_id))
 
     # The SSD
 
@@ -367,8 +367,8 @@ class BlockSpace:
         self.pool.validate()
         if self.kv_cache.tier is not None:
             self.kv_cache.tier.validate()
-        known = {_store(number) for number in self._reservations}
-        known |= {_fetch(fetch_id) for fetch_id in self._fetches}
+        known = owners_of("store", map(str, self._reservations))
+        known |= owners_of("fetch", self._fetches)
         known |= self._demotion.owners | self._promotion.owners
         others = {o for o in self.pool.owners() if o.kind not in ("read", "find")}
         assert others <= known, others - known
@@ -377,19 +377,3 @@ class BlockSpace:
 
 def _ignore(event: MessengerEvent) -> None:
     """Nobody waits for single layers."""
-
-
-def _find(finder: Finder) -> BlockOwner:
-    return BlockOwner("find", str(finder))
-
-
-def _read(read_id: str) -> BlockOwner:
-    return BlockOwner("read", read_id)
-
-
-def _store(number: int) -> BlockOwner:
-    return BlockOwner("store", str(number))
-
-
-def _fetch(fetch_id: str) -> BlockOwner:
-    return BlockOwner("fetch", fetch_id)

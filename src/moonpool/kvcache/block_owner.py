@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 OwnerKind = Literal[
@@ -38,3 +39,8 @@ class BlockOwner(NamedTuple):
 
 EVICTION = BlockOwner("evict")
 """Withdraws blocks in order to drop them."""
+
+
+def owners_of(kind: OwnerKind, jobs: Iterable[str]) -> set[BlockOwner]:
+    """The owners of one kind that are these jobs."""
+    return {BlockOwner(kind, job) for job in jobs}

@@ -6,6 +6,7 @@ It gets its attempts as they arrive and alone decides how they are batched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from moonpool.cost.model import StepCost
 from moonpool.protocol.messages import (
@@ -20,7 +21,7 @@ from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.engine import SimEngine
-from moonpool.types import BlockKey, SamplingParams, Slo
+from moonpool.types import SamplingParams, Slo
 
 NEVER_LATE_S = 1e9
 
@@ -31,25 +32,22 @@ def solo_attempt(
     sampling: SamplingParams,
     *,
     tbt_s: float = NEVER_LATE_S,
-    timeout_s: float = NEVER_LATE_S,
-    use_cache: bool = True,
-    keys: tuple[BlockKey, ...] | None = None,
+    **more: Any,
 ) -> AttemptSpec:
-    """The first attempt at a prompt of no tenant, which is never late unless `tbt_s` says so."""
+    """The first attempt at a prompt of no tenant, which is never late unless `tbt_s` says so.
+    `more`: other fields of the attempt."""
+    usual = {"tenant": "", "use_cache": True, "timeout_s": NEVER_LATE_S}
     return AttemptSpec(
         attempt_id=AttemptId(name),
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         sampling=sampling,
         slo=Slo(ttft_s=NEVER_LATE_S, tbt_s=tbt_s),
-        tenant="",
-        use_cache=use_cache,
-        timeout_s=timeout_s,
-        keys=keys,
+        **usual | more,
     )
 
 
-class SoloInstance:
+class SoloRun:
     """A mixed instance in virtual time. `hear` gets the tokens that its steps draw."""
 
     def __init__(
