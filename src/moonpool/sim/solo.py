@@ -36,7 +36,7 @@ def solo_attempt(
 ) -> AttemptSpec:
     """The first attempt at a prompt of no tenant, which is never late unless `tbt_s` says so.
     `more`: other fields of the attempt."""
-    usual = {"tenant": "", "use_cache": True, "timeout_s": NEVER_LATE_S}
+    usual: dict[str, Any] = {"tenant": "", "use_cache": True, "timeout_s": NEVER_LATE_S}
     return AttemptSpec(
         attempt_id=AttemptId(name),
         token_ids=token_ids,
