@@ -13,21 +13,15 @@ from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.protocol.messages import (
-    AttemptFailed,
-    AttemptId,
-    AttemptSpec,
-    StartPrefill,
-    StepTokens,
-)
-from moonpool.scheduler.actions import RunStep, SendReport, StopRepeating, WorkerEvent
+from moonpool.protocol.messages import AttemptId, AttemptSpec, StepTokens
+from moonpool.scheduler.actions import RunStep
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.sim.clock import Clock, Priority
-from moonpool.sim.engine import EOS_TOKEN_ID, SimEngine
+from moonpool.sim.engine import EOS_TOKEN_ID
 from moonpool.sim.hardware.model_shapes import ModelShape
 from moonpool.sim.metrics import Histogram
-from moonpool.types import Role, SamplingParams, Slo
+from moonpool.sim.solo import SoloRun, solo_attempt
+from moonpool.types import Role, SamplingParams
 
 BLOCK_TOKENS = 16
 MAX_REPEATS = 256
@@ -105,7 +99,6 @@ class _Solo:
         on_done: Callable[[int], None] | None,
     ) -> None:
         self._jobs = jobs
-        self._clock = Clock()
         layout = BlockLayout(
             model_fingerprint=shape.name,
             dtype="bfloat16",
@@ -115,7 +108,7 @@ class _Solo:
             head_dim=shape.head_dim,
             arithmetic="simulated",
         )
-        self._instance = Instance(
+        instance = Instance(
             InstanceConfig(
                 chunk_tokens=config.chunk_tokens,
                 max_sequences=config.max_sequences,
@@ -131,59 +124,17 @@ class _Solo:
             _NO_BELIEF,
             (EOS_TOKEN_ID,),
         )
-        self._engine = SimEngine(
-            self._clock,
-            cost,
-            self._output_of,
-            self._prompt_of,
-            self._post,
-            lambda has_chunks, begins: 1.0,
-            lambda attempt_id, s: None,
-        )
+        attempts = [(job.arrived_s, _attempt(number, job)) for number, job in enumerate(jobs)]
+        self._solo = SoloRun(instance, attempts, self._note)
+        self._engine = self._solo.simulated_engine(cost)
         self._served = SoloResult([-1.0] * len(jobs), [-1.0] * len(jobs))
         self._last_token_s = [0.0] * len(jobs)
         self._num_done = 0
         self._on_done = on_done
 
     def run(self) -> SoloResult:
-        for number, job in enumerate(self._jobs):
-            self._clock.at(job.arrived_s, Priority.ARRIVAL, self._arrive, number)
-        self._clock.run()
-        assert self._num_done == len(self._jobs), "the instance left requests unserved"
+        self._solo.run(self._run_step, self._engine.stop_repeating)
         return self._served
-
-    def _arrive(self, number: int) -> None:
-        job = self._jobs[number]
-        work = AttemptSpec(
-            attempt_id=AttemptId(str(number)),
-            token_ids=range(job.prompt_tokens),
-            num_prompt_tokens=job.prompt_tokens,
-            sampling=SamplingParams(temperature=0.0, max_tokens=job.output_tokens),
-            slo=Slo(ttft_s=1e9, tbt_s=1e9),
-            tenant="",
-            use_cache=False,
-            timeout_s=1e9,
-            keys=(),
-        )
-        self._post(StartPrefill(work=work))
-
-    def _output_of(self, attempt_id: AttemptId) -> int:
-        return self._jobs[int(attempt_id)].output_tokens
-
-    def _prompt_of(self, attempt_id: AttemptId) -> int:
-        return self._jobs[int(attempt_id)].prompt_tokens
-
-    def _post(self, event: WorkerEvent) -> None:
-        for action in self._instance.handle(event, self._clock.now):
-            match action:
-                case RunStep():
-                    self._run_step(action)
-                case StopRepeating():
-                    self._engine.stop_repeating()
-                case SendReport(report=StepTokens() as report):
-                    self._note(report)
-                case SendReport(report=AttemptFailed() as report):
-                    raise AssertionError(report.message)
 
     def _run_step(self, step: RunStep) -> None:
         busy_s = self._engine.figures.busy_s
@@ -204,7 +155,7 @@ class _Solo:
         )
 
     def _note(self, report: StepTokens) -> None:
-        now, served = self._clock.now, self._served
+        now, served = self._solo.clock.now, self._served
         for work in report.works:
             number = int(work.attempt_id)
             count = len(work.tokens)
@@ -220,3 +171,8 @@ class _Solo:
                 self._num_done += 1
                 if self._on_done is not None:
                     self._on_done(self._num_done)
+
+
+def _attempt(number: int, job: SoloRequest) -> AttemptSpec:
+    sampling = SamplingParams(temperature=0.0, max_tokens=job.output_tokens)
+    return solo_attempt(str(number), range(job.prompt_tokens), sampling, use_cache=False, keys=())

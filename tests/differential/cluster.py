@@ -29,6 +29,7 @@ from moonpool.protocol.messages import (
     TransferDone,
 )
 from moonpool.scheduler.actions import ExpectStream, FetchBlocks, RunStep, SendReport, StepEnded
+from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.speculation.draft_model import DraftModelPlace
@@ -47,8 +48,8 @@ from moonpool_engine.worker.transfers import (
     LayerGates,
     LayerWaits,
     begin_writing,
-    perform_transfer,
     send_layer,
+    transfers_by,
 )
 
 SECRET = b"differential tests"
@@ -94,6 +95,8 @@ class Leaver:
 
 class Node:
     """One instance."""
+
+    driver: InstanceDriver
 
     def __init__(
         self, name: str, role: Role, dtype: str, ops: Ops, options: dict[str, Any], inbox: Any
@@ -163,6 +166,8 @@ class MiniCluster:
         self.nodes = {
             name: Node(name, role, dtype, ops, options, self.inbox) for name, role in roles.items()
         }
+        for node in self.nodes.values():
+            node.driver = self._drive(node)
         self.outcomes: dict[str, Outcome] = {}
         self.corrupt_slices = 0  # of streams
         self.missed_steps = 0
@@ -195,8 +200,7 @@ class MiniCluster:
                 node, event = self.inbox.get(timeout=0.05)
             except queue.Empty:
                 continue
-            for action in node.instance.handle(event, 0.0):
-                self._perform(node, action)
+            node.driver.post(event)
             node.gates.note(event)
             node.instance.validate()
             if isinstance(event, StepEnded):
@@ -212,18 +216,22 @@ class MiniCluster:
     def _busy(self) -> bool:
         return any(n.instance.requests or n.instance.pool.num_held for n in self.nodes.values())
 
-    def _perform(self, node: Node, action: Any) -> None:
-        match action:
-            case RunStep():
-                self.inbox.put((node, self._step(node, action)))
-            case SendReport():
-                self._hear(action.report)
-            case _:
-                if node.engine.host_sync is not None and isinstance(
-                    action, FetchBlocks | ExpectStream
-                ):
-                    node.engine.host_sync.arriving(action.block_ids)
-                perform_transfer(node.messenger, node.layout.num_layers, action, node.gates)
+    def _drive(self, node: Node) -> InstanceDriver:
+        transfers = transfers_by(node.messenger, node.layout.num_layers, node.gates)
+
+        def arriving(action: FetchBlocks | ExpectStream) -> None:
+            if node.engine.host_sync is not None:
+                node.engine.host_sync.arriving(action.block_ids)
+            transfers[type(action)](action)
+
+        performers: Performers = {
+            **transfers,
+            FetchBlocks: arriving,
+            ExpectStream: arriving,
+            RunStep: lambda step: self.inbox.put((node, self._step(node, step))),
+            SendReport: lambda action: self._hear(action.report),
+        }
+        return InstanceDriver(node.instance, lambda: 0.0, performers)
 
     def _step(self, node: Node, step: RunStep) -> StepEnded:
         step, drafted, _ = Drafting(node.drafter).run(step)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.protocol.messages import AttemptId, AttemptSpec
-from moonpool.types import Role, SamplingParams, Slo
+from moonpool.protocol.messages import AttemptSpec
+from moonpool.sim.solo import solo_attempt
+from moonpool.types import Role, SamplingParams
 from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster, Outcome
 from tests.differential.plans import make_ops
@@ -20,16 +21,8 @@ WINDOW_BLOCKS = 3  # 20 tokens of 16 in a block, and the block that is being wri
 
 
 def work(number: int, prompt: list[int], num_tokens: int = NUM_TOKENS) -> AttemptSpec:
-    return AttemptSpec(
-        attempt_id=AttemptId(f"w{number}"),
-        token_ids=tuple(prompt),
-        num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(temperature=0.8, seed=5, max_tokens=num_tokens, ignore_eos=True),
-        slo=Slo(ttft_s=1e9, tbt_s=1e9),
-        tenant="",
-        use_cache=True,
-        timeout_s=300.0,
-    )
+    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=num_tokens, ignore_eos=True)
+    return solo_attempt(f"w{number}", tuple(prompt), sampling)
 
 
 class Ways:

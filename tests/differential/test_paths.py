@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from moonpool.cost.fitted import FittedCost
-from moonpool.protocol.messages import AttemptId, AttemptSpec
-from moonpool.types import Role, SamplingParams, Slo
+from moonpool.protocol.messages import AttemptSpec
+from moonpool.sim.solo import solo_attempt
+from moonpool.types import Role, SamplingParams
 from moonpool_engine.engine import native
 from moonpool_engine.engine.ops import Ops
 from moonpool_engine.engine.reference import ReferenceOps
@@ -55,16 +56,7 @@ def make_prompts(count: int) -> list[list[int]]:
 
 def work(name: str, prompt: list[int]) -> AttemptSpec:
     sampling = SamplingParams(temperature=0.8, seed=len(prompt), max_tokens=NUM_TOKENS)
-    return AttemptSpec(
-        attempt_id=AttemptId(name),
-        token_ids=tuple(prompt),
-        num_prompt_tokens=len(prompt),
-        sampling=sampling,
-        slo=Slo(ttft_s=1e9, tbt_s=1e9),
-        tenant="",
-        use_cache=True,
-        timeout_s=300.0,
-    )
+    return solo_attempt(name, tuple(prompt), sampling)
 
 
 @dataclass

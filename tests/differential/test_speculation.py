@@ -15,7 +15,8 @@ import torch
 from moonpool.config.tables import SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptId, AttemptSpec
-from moonpool.types import BadWord, Role, SamplingParams, Slo
+from moonpool.sim.solo import solo_attempt
+from moonpool.types import BadWord, Role, SamplingParams
 from tests.differential.cluster import MODEL, MiniCluster
 from tests.differential.test_paths import make_ops
 
@@ -44,18 +45,7 @@ def works() -> list[AttemptSpec]:
         words = [rng.randrange(300) for _ in range(rng.randrange(1, 9))]
         prompt = words * rng.randrange(1, 12)
         sampling = SamplingParams(max_tokens=rng.randrange(20, 60), **KINDS[number % len(KINDS)])
-        made.append(
-            AttemptSpec(
-                attempt_id=AttemptId(str(number)),
-                token_ids=tuple(prompt),
-                num_prompt_tokens=len(prompt),
-                sampling=sampling,
-                slo=Slo(ttft_s=1e9, tbt_s=1e9),
-                tenant="",
-                use_cache=True,
-                timeout_s=300.0,
-            )
-        )
+        made.append(solo_attempt(str(number), tuple(prompt), sampling))
     return made
 
 

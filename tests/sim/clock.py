@@ -1,30 +1,33 @@
-"""Virtual time: a total order of (time, sequence), and links that deliver in order."""
+"""Virtual time with randomness, and links that deliver in order."""
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable
 
-Callback = Callable[[], None]
+from moonpool.sim.clock import Clock as VirtualClock
+from moonpool.sim.clock import Priority
+
+Callback = Callable[[], object]
 
 
 class Clock:
-    """Runs callbacks in order of time. All randomness of a run comes from `rng`."""
+    """The simulator's clock without priorities: what comes at the same time runs in the order in
+    which it was scheduled. All randomness of a run comes from `rng`."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.now = 0.0
-        self.num_events = 0
-        self._heap: list[tuple[float, int, Callback]] = []
-        self._sequence = 0
+        self._clock = VirtualClock()
+
+    @property
+    def now(self) -> float:
+        return self._clock.now
 
     def after(self, delay_s: float, callback: Callback) -> None:
-        self.at(self.now + delay_s, callback)
+        self._clock.after(delay_s, Priority.MESSAGE, callback)
 
     def at(self, time_s: float, callback: Callback) -> None:
-        self._sequence += 1
-        heapq.heappush(self._heap, (time_s, self._sequence, callback))
+        self._clock.at(time_s, Priority.MESSAGE, callback)
 
     def soon(self, slow_delay_s: float, callback: Callback) -> None:
         """Runs the callback after a random delay, mostly short and sometimes long."""
@@ -36,13 +39,8 @@ class Clock:
 
     def run(self, max_events: int) -> None:
         """Runs until no event is left. Raises AssertionError after too many events."""
-        while self._heap:
-            time, _, callback = heapq.heappop(self._heap)
-            assert time >= self.now
-            self.now = time
-            self.num_events += 1
-            assert self.num_events <= max_events, "the run does not end"
-            callback()
+        while self._clock.step():
+            assert self._clock.num_run <= max_events, "the run does not end"
 
 
 class Link:

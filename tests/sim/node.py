@@ -27,6 +27,7 @@ from moonpool.scheduler.actions import (
     WorkerAction,
 )
 from moonpool.scheduler.attention_pools.partitions import PartitionedPool
+from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.request_state import PendingTransfer
 from moonpool.types import BlockId, BlockKey, InstanceId, Role
@@ -71,6 +72,7 @@ class Life(Member):
         self.receives: dict[str, Arrivals] = {}
         self.early_streams: dict[str, StreamOperation] = {}
         self.engine = FakeEngine(self)
+        self.driver = InstanceDriver(self.instance, lambda: self.clock.now, self._performers())
         self.num_damaged = 0  # slices that arrived wrong, as faults of the run
 
     @property
@@ -120,53 +122,51 @@ class Life(Member):
     def _perform(self, actions: list[WorkerAction]) -> None:
         for action in actions:
             self.world.note(self.instance_id, action)
-            match action:
-                case SendReport():
-                    self._report(action.report)
-                case RunStep():
-                    self.engine.run(action)
-                case StopRepeating():
-                    pass  # a driver may ignore this action
-                case FetchBlocks():
-                    source, fetch_id = action.source, action.fetch_id
-                    self.fetches[fetch_id] = FetchOperation(
-                        self, fetch_id, source, action.keys, action.block_ids, action.timeout_s
-                    )
-                case GrantRead():
-                    # The reader may have timed out during the load from the disk.
-                    if action.read_id in self.reads:
-                        self.reads[action.read_id].on_granted(action.block_ids)
-                case StartStream():
-                    StreamOperation(self, action.stream_id, action.target, action.timeout_s)
-                case SendBlocks():
-                    for index, block_id in action.blocks:
-                        self._send(action.stream_id, index, block_id)
-                case FinishStream():
-                    if action.stream_id in self.sends:
-                        self.sends[action.stream_id].put(None)
-                case AbortStream():
-                    if action.stream_id in self.sends:
-                        self.sends[action.stream_id].abort()
-                case ExpectStream():
-                    self._expect(action)
-                case StoreBlocks():
-                    self.disk.store(action)
-                case LoadBlocks():
-                    self.disk.load(action)
-                case LookUpBlocks():
-                    self.disk.look_up(action)
-                case ForgetStored():
-                    self.disk.forget(action)
-                case ExitProcess():
-                    self.die()
-                case CancelStream():
-                    stream_id = action.stream_id
-                    self.later(lambda s=stream_id: self.end_receive(s, "cancelled"))
+            self.driver.perform((action,))
 
-    def _send(self, stream_id: str, index: int, block_id: BlockId) -> None:
-        if stream_id in self.sends:
-            layers = range(self.num_layers)
-            self.sends[stream_id].put(*((index, layer, block_id) for layer in layers))
+    def _performers(self) -> Performers:
+        return {
+            SendReport: lambda a: self._report(a.report),
+            RunStep: self.engine.run,
+            StopRepeating: lambda a: None,  # a driver may ignore this action
+            FetchBlocks: self._fetch,
+            GrantRead: self._grant,
+            StartStream: lambda a: StreamOperation(self, a.stream_id, a.target, a.timeout_s),
+            SendBlocks: self._send,
+            FinishStream: self._finish,
+            AbortStream: self._abort,
+            ExpectStream: self._expect,
+            CancelStream: lambda a: self.later(lambda: self.end_receive(a.stream_id, "cancelled")),
+            StoreBlocks: self.disk.store,
+            LoadBlocks: self.disk.load,
+            LookUpBlocks: self.disk.look_up,
+            ForgetStored: self.disk.forget,
+            ExitProcess: lambda a: self.die(),
+        }
+
+    def _fetch(self, action: FetchBlocks) -> None:
+        self.fetches[action.fetch_id] = FetchOperation(
+            self, action.fetch_id, action.source, action.keys, action.block_ids, action.timeout_s
+        )
+
+    def _grant(self, action: GrantRead) -> None:
+        # The reader may have timed out during the load from the disk.
+        if action.read_id in self.reads:
+            self.reads[action.read_id].on_granted(action.block_ids)
+
+    def _send(self, action: SendBlocks) -> None:
+        if action.stream_id in self.sends:
+            for index, block_id in action.blocks:
+                slices = ((index, layer, block_id) for layer in range(self.num_layers))
+                self.sends[action.stream_id].put(*slices)
+
+    def _finish(self, action: FinishStream) -> None:
+        if action.stream_id in self.sends:
+            self.sends[action.stream_id].put(None)
+
+    def _abort(self, action: AbortStream) -> None:
+        if action.stream_id in self.sends:
+            self.sends[action.stream_id].abort()
 
     def _expect(self, action: ExpectStream) -> None:
         stream_id = action.stream_id

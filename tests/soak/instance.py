@@ -29,11 +29,10 @@ from moonpool.scheduler.actions import (
     LoadBlocks,
     RunStep,
     SendReport,
-    StopRepeating,
     StoreBlocks,
-    WorkerAction,
     WorkerEvent,
 )
+from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.types import BlockId, BlockKey, InstanceId, Role
@@ -45,7 +44,7 @@ from moonpool_engine.storage.store import BlockStore, open_store
 from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.checksums import checksum_slice
 from moonpool_engine.transfer.messenger import Messenger
-from moonpool_engine.worker.transfers import perform_storage, perform_transfer
+from moonpool_engine.worker.transfers import storage_by, transfers_by
 from tests.soak import orders
 from tests.soak.content import LAYOUT, slice_bytes
 from tests.soak.disk import FaultyDisk
@@ -105,6 +104,7 @@ class SoakInstance:
         stored = self._store.stored
         self._instance = Instance(config, LAYOUT, plan.num_blocks, Role.MIXED, cost, (), stored)
         self._engine = FillingEngine(self._arena, self._messenger, plan.seed, post, self.wrong)
+        self._driver = self._drive()
         self._flipped = set(plan.flipped)
         self._overwriting: set[int] = set()  # slots that held a flip when their write began
         self._loads: dict[str, tuple[int, ...]] = {}
@@ -151,36 +151,41 @@ class SoakInstance:
             self._judge_store(event)
         elif isinstance(event, ReadRequested):
             self._counts["reads"] += 1
-        actions = self._instance.handle(event, time.monotonic())
+        self._driver.post(event)
         self._num_events += 1
         if self._num_events % VALIDATED == 0:
             self._instance.validate()
-        for action in actions:
-            self._perform(action)
 
-    def _perform(self, action: WorkerAction) -> None:
-        match action:
-            case SendReport():
-                if isinstance(action.report, BlocksChanged):
-                    self._counts["left"] += len(action.report.removed)
-                self.tell(action.report)
-            case StopRepeating():
-                pass
-            case RunStep():
-                requests = self._instance.requests
-                known = [
-                    Known(
-                        list(requests[e.attempt_id].tokens[: e.start + len(e.new_token_ids)]),
-                        requests[e.attempt_id].attempt.tenant,
-                    )
-                    for e in action.entries
-                ]
-                self._engine.submit(action, known)
-            case StoreBlocks() | LoadBlocks() | ForgetStored():
-                self._note_storage(action)
-                perform_storage(self._store, action)
-            case _:
-                perform_transfer(self._messenger, LAYOUT.num_layers, action)
+    def _drive(self) -> InstanceDriver:
+        store = storage_by(self._store)
+
+        def noted(action: StoreBlocks | LoadBlocks | ForgetStored) -> None:
+            self._note_storage(action)
+            store[type(action)](action)
+
+        performers: Performers = {
+            **transfers_by(self._messenger, LAYOUT.num_layers),
+            **dict.fromkeys(store, noted),
+            RunStep: self._run_step,
+            SendReport: self._report,
+        }
+        return InstanceDriver(self._instance, time.monotonic, performers)
+
+    def _report(self, action: SendReport) -> None:
+        if isinstance(action.report, BlocksChanged):
+            self._counts["left"] += len(action.report.removed)
+        self.tell(action.report)
+
+    def _run_step(self, step: RunStep) -> None:
+        requests = self._instance.requests
+        known = [
+            Known(
+                list(requests[e.attempt_id].tokens[: e.start + len(e.new_token_ids)]),
+                requests[e.attempt_id].attempt.tenant,
+            )
+            for e in step.entries
+        ]
+        self._engine.submit(step, known)
 
     # Flips on the disk: a read must find each of them
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.suite.engine.timed_instance import TimedJob, by_cost, serve
+from benchmarks.suite.engine.timed_instance import TimedJob, serve
 from benchmarks.suite.pool.layers import LayerwisePair
 from moonpool.config.parse import parse_config
 from moonpool.cost.fitted import FittedCost
@@ -112,7 +112,7 @@ def _inlined(far: LayerwisePair, prompt_tokens: int, tbt_s: float, cost: FittedC
     jobs = [TimedJob(0.0, *lengths) for lengths in DECODES]
     began_s = 2.0 * cost.prefill_s(sum(prompt for prompt, _ in DECODES), 0)
     jobs.append(TimedJob(began_s, prompt_tokens, 1))
-    timed = serve(jobs, config, layout, far.near.num_blocks, cost, by_cost(cost))
+    timed = serve(jobs, config, layout, far.near.num_blocks, cost)
     return timed.held_block_s[-1] * layout.block_bytes
 
 

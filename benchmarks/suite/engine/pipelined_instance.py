@@ -7,31 +7,31 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from benchmarks.suite.engine.single_instance import FREE
 from moonpool.cost.model import StepCost
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
     AttemptFailed,
-    AttemptId,
     AttemptSpec,
     PrefillStarted,
     StartPrefill,
     StepTokens,
 )
-from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, WorkerAction
+from moonpool.scheduler.actions import RunStep, SendReport, StepEnded
+from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
-from moonpool.sim.clock import Clock
-from moonpool.sim.engine import SimEngine
-from moonpool.types import Role, SamplingParams, Slo
+from moonpool.sim.solo import SoloRun, solo_attempt
+from moonpool.types import Role, SamplingParams
 from moonpool_engine.engine.builtin import DTYPES, open_model
 from moonpool_engine.engine.cuda.host_sync import make_host_sync
 from moonpool_engine.engine.ops import KvCache
@@ -135,18 +135,17 @@ class PipelinedInstance:
         thread.start()
         began_s = time.perf_counter()
         gathered = _Gathered(len(jobs))
-        num_open = 0
+        performers: Performers = {RunStep: steps.put, SendReport: gathered.take}
+        driver = InstanceDriver(instance, lambda: 0.0, performers)
         for number, job in enumerate(jobs):
-            num_open += gathered.take(instance.handle(start(number, job), 0.0), steps.put)
-        while num_open:
+            driver.post(StartPrefill(work=_attempt(number, job)))
+        while instance.requests:
             outcome = outcomes.get()
-            num_open -= 1
             if isinstance(outcome, Exception):
                 steps.put(None)
                 raise outcome
             steps_s.append(outcome.seconds)
-            event = StepEnded(outcome.tokens, outcome.seconds)
-            num_open += gathered.take(instance.handle(event, 0.0), steps.put)
+            driver.post(StepEnded(outcome.tokens, outcome.seconds))
         seconds = time.perf_counter() - began_s
         steps.put(None)
         thread.join()
@@ -188,26 +187,16 @@ def simulate(
     **config: Any,
 ) -> PipelinedResult:
     """The same jobs and state machine; steps take what `cost` says."""
-    clock = Clock()
-    instance = make_instance(cost.num_stages, layout, num_blocks, config)
     gathered = _Gathered(len(jobs))
-
-    def post(event: Any) -> None:
-        gathered.take(instance.handle(event, clock.now), engine.submit)
-
-    engine = SimEngine(
-        clock,
-        cost,
-        lambda attempt_id: jobs[int(attempt_id)].output_tokens,
-        lambda attempt_id: len(jobs[int(attempt_id)].token_ids),
-        post,
-        lambda prefills, first: 1.0,
-        lambda attempt_id, seconds: None,
+    solo = SoloRun(
+        make_instance(cost.num_stages, layout, num_blocks, config),
+        [(0.0, _attempt(number, job)) for number, job in enumerate(jobs)],
+        gathered.take_tokens,
     )
-    for number, job in enumerate(jobs):
-        post(start(number, job))
-    clock.run()
-    return PipelinedResult(clock.now, [engine.figures.busy_s] * cost.num_stages, gathered.tokens)
+    engine = solo.simulated_engine(cost)
+    solo.run(engine.submit)
+    busy_s = [engine.figures.busy_s] * cost.num_stages
+    return PipelinedResult(solo.clock.now, busy_s, gathered.tokens)
 
 
 def make_instance(
@@ -218,48 +207,30 @@ def make_instance(
     return Instance(settings, layout, num_blocks, Role.MIXED, FREE, ())
 
 
-def start(number: int, job: PipelinedJob) -> StartPrefill:
-    work = AttemptSpec(
-        attempt_id=AttemptId(str(number)),
-        token_ids=tuple(job.token_ids),
-        num_prompt_tokens=len(job.token_ids),
-        sampling=SamplingParams(
-            temperature=job.sampling.temperature,
-            seed=job.sampling.seed,
-            max_tokens=job.output_tokens,
-            ignore_eos=True,
-        ),
-        slo=Slo(ttft_s=1e9, tbt_s=1e9),
-        tenant="",
-        use_cache=True,
-        timeout_s=1e9,
-    )
-    return StartPrefill(work=work)
+def _attempt(number: int, job: PipelinedJob) -> AttemptSpec:
+    sampling = replace(job.sampling, max_tokens=job.output_tokens, ignore_eos=True)
+    return solo_attempt(str(number), tuple(job.token_ids), sampling)
 
 
 class _Gathered:
-    """Passes steps on, and keeps what the instance tells."""
+    """Keeps what the instance tells."""
 
     def __init__(self, num_jobs: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(num_jobs)]
         self.cached_tokens = 0
 
-    def take(self, actions: Sequence[WorkerAction], submit: Callable[[RunStep], object]) -> int:
-        """Returns how many steps were begun."""
-        num_steps = 0
-        for action in actions:
-            match action:
-                case RunStep():
-                    num_steps += 1
-                    submit(action)
-                case SendReport(report=StepTokens() as report):
-                    for item in report.works:
-                        self.tokens[int(item.attempt_id)] += [t.token_id for t in item.tokens]
-                case SendReport(report=PrefillStarted() as report):
-                    self.cached_tokens += report.cached_tokens
-                case SendReport(report=AttemptFailed() as report):
-                    raise RuntimeError(report.message)
-        return num_steps
+    def take_tokens(self, report: StepTokens) -> None:
+        for item in report.works:
+            self.tokens[int(item.attempt_id)] += [t.token_id for t in item.tokens]
+
+    def take(self, action: SendReport) -> None:
+        match action.report:
+            case StepTokens() as report:
+                self.take_tokens(report)
+            case PrefillStarted() as report:
+                self.cached_tokens += report.cached_tokens
+            case AttemptFailed() as report:
+                raise RuntimeError(report.message)
 
 
 def cpu_seconds(pid: int) -> float:

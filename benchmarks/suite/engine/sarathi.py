@@ -16,14 +16,7 @@ import msgspec
 import torch
 
 from benchmarks.suite.engine.busy_memory import bench_occupation
-from benchmarks.suite.engine.timed_instance import (
-    UNLIMITED,
-    TimedJob,
-    TimedResult,
-    by_cost,
-    by_engine,
-    serve,
-)
+from benchmarks.suite.engine.timed_instance import UNLIMITED, TimedJob, TimedResult, serve
 from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk
@@ -64,9 +57,8 @@ class _Bench:
     say: Say
 
     def serve(self, jobs: list[TimedJob], config: InstanceConfig, measured: bool) -> TimedResult:
-        perform = by_engine(self.engine) if measured else by_cost(self.cost)
         layout, blocks = self.engine.layout, self.engine.num_blocks
-        return serve(jobs, config, layout, blocks, self.cost, perform)
+        return serve(jobs, config, layout, blocks, self.cost, self.engine if measured else None)
 
 
 def bench_sarathi(model: str, repeats: int, seed: int, say: Say) -> dict[str, Any]:

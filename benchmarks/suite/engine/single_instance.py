@@ -16,18 +16,14 @@ import msgspec
 
 from moonpool.config.tables import Quantization, SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.protocol.messages import (
-    AttemptId,
-    AttemptSpec,
-    PrefillStarted,
-    StartPrefill,
-    StepTokens,
-)
-from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, WorkerAction
+from moonpool.protocol.messages import AttemptId, PrefillStarted, StartPrefill, StepTokens
+from moonpool.scheduler.actions import RunStep, SendReport, StepEnded
+from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.speculation.draft_model import DraftModelPlace
-from moonpool.types import Role, SamplingParams, Slo, Token
+from moonpool.sim.solo import solo_attempt
+from moonpool.types import Role, SamplingParams, Token
 from moonpool_engine.engine.builtin import LoadedModel, open_model
 from moonpool_engine.engine.drafting.drafter import Drafter
 from moonpool_engine.engine.ops import empty_cache
@@ -109,7 +105,9 @@ class SoloInstance:
         """As `generate`, with draws; each prompt has a seed of its own."""
         generation = Generation()
         began_s = time.perf_counter()
-        actions: list[WorkerAction] = []
+        steps: list[RunStep] = []
+        performers: Performers = {RunStep: steps.append, SendReport: generation.hear}
+        driver = InstanceDriver(self._instance, lambda: 0.0, performers)
         for number, (prompt, num_tokens) in enumerate(zip(prompts, lengths, strict=True)):
             sampling = SamplingParams(
                 temperature=temperature,
@@ -117,27 +115,13 @@ class SoloInstance:
                 ignore_eos=True,
                 seed=1000 * seed + number,
             )
-            work = AttemptSpec(
-                attempt_id=AttemptId(str(next(self._ids))),
-                token_ids=tuple(prompt),
-                num_prompt_tokens=len(prompt),
-                sampling=sampling,
-                slo=Slo(ttft_s=1e9, tbt_s=1e9),
-                tenant="",
-                use_cache=True,
-                timeout_s=1e9,
-            )
-            generation.tokens[work.attempt_id] = []
-            actions += self._instance.handle(StartPrefill(work=work), 0.0)
-        last_s = began_s
-        while True:
-            step = next((a for a in actions if isinstance(a, RunStep)), None)
-            now_s = time.perf_counter()
-            self._note(actions, generation, now_s - last_s)
-            last_s = now_s
-            if step is None:
-                break
-            actions = self._instance.handle(self._run(step), 0.0)
+            attempt = solo_attempt(str(next(self._ids)), tuple(prompt), sampling)
+            generation.tokens[attempt.attempt_id] = []
+            driver.post(StartPrefill(work=attempt))
+        while steps:
+            step_began_s = time.perf_counter()
+            driver.post(self._run(steps.pop()))
+            generation.note_step(time.perf_counter() - step_began_s)
         generation.seconds = time.perf_counter() - began_s
         return generation
 
@@ -150,20 +134,6 @@ class SoloInstance:
         seconds = result.seconds + drafting_s
         return StepEnded(result.tokens, seconds, further=result.further, drafted=drafted)
 
-    def _note(
-        self, actions: Sequence[WorkerAction], generation: Generation, seconds: float
-    ) -> None:
-        for action in actions:
-            if not isinstance(action, SendReport):
-                continue
-            if isinstance(action.report, StepTokens):
-                for item in action.report.works:
-                    generation.tokens[item.attempt_id].extend(item.tokens)
-                drawn = sum(len(item.tokens) for item in action.report.works)
-                generation.steps.append((seconds, drawn))
-            elif isinstance(action.report, PrefillStarted):
-                generation.cached_tokens += action.report.cached_tokens
-
 
 class Generation:
     """What `generate` made; of each step that drew tokens, its seconds and how many they were."""
@@ -173,6 +143,21 @@ class Generation:
         self.steps: list[tuple[float, int]] = []
         self.cached_tokens = 0
         self.seconds = 0.0
+        self._drawn = 0  # in this step
+
+    def hear(self, action: SendReport) -> None:
+        report = action.report
+        if isinstance(report, StepTokens):
+            for item in report.works:
+                self.tokens[item.attempt_id].extend(item.tokens)
+                self._drawn += len(item.tokens)
+        elif isinstance(report, PrefillStarted):
+            self.cached_tokens += report.cached_tokens
+
+    def note_step(self, seconds: float) -> None:
+        if self._drawn:
+            self.steps.append((seconds, self._drawn))
+        self._drawn = 0
 
     @property
     def token_ids(self) -> list[list[int]]:

@@ -8,21 +8,21 @@ else, and waiting for the next arrival costs no time.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.model import Chunk
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.protocol.messages import AttemptId, AttemptSpec, StartPrefill, StepTokens
-from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, WorkerAction
+from moonpool.protocol.messages import AttemptSpec, StepTokens
+from moonpool.scheduler.actions import RunStep, StepEnded, WorkerEvent
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.types import Role, SamplingParams, Slo, Token
+from moonpool.sim.clock import Priority
+from moonpool.sim.solo import SoloRun, solo_attempt
+from moonpool.types import Role, SamplingParams
 from moonpool_engine.engine.runner import Engine
 
-Perform = Callable[[RunStep], StepEnded]
 UNLIMITED = float("inf")
 _MANY_TOKENS = 251
 
@@ -44,110 +44,63 @@ class TimedResult:
     makespan_s: float = 0.0
 
 
-def by_engine(engine: Engine) -> Perform:
-    def perform(step: RunStep) -> StepEnded:
-        began_s = time.perf_counter()
-        result = engine.step(step.entries)
-        return StepEnded(result.tokens, time.perf_counter() - began_s)
-
-    return perform
-
-
-def by_cost(cost: FittedCost) -> Perform:
-    """Prompts are not cached: their computing begins at 0."""
-
-    def perform(step: RunStep) -> StepEnded:
-        chunks = [
-            Chunk(len(e.new_token_ids), e.start, 0, e.draw is not None)
-            for e in step.entries
-            if not e.generated
-        ]
-        contexts = [e.start + 1 for e in step.entries if e.generated]
-        tokens = [None if e.draw is None else Token(0) for e in step.entries]
-        return StepEnded(tokens, cost.step_s(chunks, len(contexts), sum(contexts)))
-
-    return perform
-
-
 def serve(
     jobs: Sequence[TimedJob],
     config: InstanceConfig,
     layout: BlockLayout,
     num_blocks: int,
     cost: FittedCost,
-    perform: Perform,
+    engine: Engine | None = None,
 ) -> TimedResult:
-    """All jobs, which come in order of time, to their end."""
-    return _Run(jobs, config, layout, num_blocks, cost, perform).run()
+    """All jobs, which come in order of time, to their end. Steps take what `engine` takes, or else
+    what `cost` says."""
+    instance = Instance(config, layout, num_blocks, Role.MIXED, cost, ())
+    return _Run(instance, jobs).timed(cost, engine)
 
 
-class _Run:
-    def __init__(
-        self,
-        jobs: Sequence[TimedJob],
-        config: InstanceConfig,
-        layout: BlockLayout,
-        num_blocks: int,
-        cost: FittedCost,
-        perform: Perform,
-    ) -> None:
-        self._jobs, self._perform = jobs, perform
-        self._instance = Instance(config, layout, num_blocks, Role.MIXED, cost, ())
-        self._now = 0.0
-        self._step: RunStep | None = None
+class _Run(SoloRun):
+    def __init__(self, instance: Instance, jobs: Sequence[TimedJob]) -> None:
+        attempts = [(job.arrived_s, _attempt(number, job)) for number, job in enumerate(jobs)]
+        super().__init__(instance, attempts, self._note)
+        self._jobs = jobs
+        self._charged_s = 0.0
         self._last_s = [0.0] * len(jobs)
         self._timed = TimedResult([-1.0] * len(jobs), held_block_s=[0.0] * len(jobs))
 
-    def run(self) -> TimedResult:
-        coming = deque(enumerate(self._jobs))
-        while coming or self._step is not None:
-            if self._step is None:
-                self._now = max(self._now, coming[0][1].arrived_s)
-            while coming and coming[0][1].arrived_s <= self._now:
-                number, job = coming.popleft()
-                self._take(self._instance.handle(StartPrefill(work=_work(number, job)), self._now))
-            if self._step is None:
-                continue
-            step, self._step = self._step, None
-            ended = self._perform(step)
-            self._charge(ended.seconds)
-            self._now += ended.seconds
-            self._take(self._instance.handle(ended, self._now))
-        self._timed.makespan_s = self._now
+    def timed(self, cost: FittedCost, engine: Engine | None) -> TimedResult:
+        def measured(step: RunStep) -> None:
+            assert engine is not None
+            began_s = time.perf_counter()
+            tokens = engine.step(step.entries).tokens
+            ended = StepEnded(tokens, time.perf_counter() - began_s)
+            self.clock.after(ended.seconds, Priority.STEP_END, self.post, ended)
+
+        self.run(self.simulated_engine(cost).submit if engine is None else measured)
+        self._timed.makespan_s = self.clock.now
         return self._timed
 
-    def _charge(self, seconds: float) -> None:
-        """Blocks held by prompts that have not given their first token."""
-        held = self._instance.pool.owners()
+    def post(self, event: WorkerEvent) -> None:
+        """Charges blocks held by prompts that have not given their first token."""
+        seconds, self._charged_s = self.clock.now - self._charged_s, self.clock.now
+        held = self.instance.pool.owners()
         for number, ttft_s in enumerate(self._timed.ttft_s):
             if ttft_s < 0:
-                self._timed.held_block_s[number] += seconds * held.get(f"work:{number}", 0)
+                num_held = held.get(BlockOwner("work", str(number)), 0)
+                self._timed.held_block_s[number] += seconds * num_held
+        super().post(event)
 
-    def _take(self, actions: Sequence[WorkerAction]) -> None:
-        for action in actions:
-            if isinstance(action, RunStep):
-                self._step = action
-            elif isinstance(action, SendReport) and isinstance(action.report, StepTokens):
-                for item in action.report.works:
-                    self._note(int(item.attempt_id))
-
-    def _note(self, number: int) -> None:
-        timed = self._timed
-        if timed.ttft_s[number] < 0:
-            timed.ttft_s[number] = self._now - self._jobs[number].arrived_s
-        else:
-            timed.gaps_s.append(self._now - self._last_s[number])
-        self._last_s[number] = self._now
+    def _note(self, report: StepTokens) -> None:
+        timed, now_s = self._timed, self.clock.now
+        for number in (int(item.attempt_id) for item in report.works):
+            if timed.ttft_s[number] < 0:
+                timed.ttft_s[number] = now_s - self._jobs[number].arrived_s
+            else:
+                timed.gaps_s.append(now_s - self._last_s[number])
+            self._last_s[number] = now_s
 
 
-def _work(number: int, job: TimedJob) -> AttemptSpec:
-    return AttemptSpec(
-        attempt_id=AttemptId(str(number)),
-        token_ids=tuple((number + 7 * t) % _MANY_TOKENS for t in range(job.prompt_tokens)),
-        num_prompt_tokens=job.prompt_tokens,
-        sampling=SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True),
-        slo=Slo(ttft_s=UNLIMITED, tbt_s=UNLIMITED),  # the instance's own counts
-        tenant="",
-        use_cache=False,
-        timeout_s=1e9,
-    )
+def _attempt(number: int, job: TimedJob) -> AttemptSpec:
+    tokens = tuple((number + 7 * t) % _MANY_TOKENS for t in range(job.prompt_tokens))
+    sampling = SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True)
+    # No limit to the gaps: the instance's own TBT SLO counts.
+    return solo_attempt(str(number), tokens, sampling, tbt_s=UNLIMITED, use_cache=False)

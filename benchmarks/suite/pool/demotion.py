@@ -41,7 +41,6 @@ from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.frames import Setup
 from moonpool.protocol.messages import (
     Abort,
-    AttemptId,
     AttemptSpec,
     ReserveDecode,
     StartPrefill,
@@ -56,23 +55,22 @@ from moonpool.protocol.transfer_events import (
 )
 from moonpool.scheduler.actions import (
     ExpectStream,
-    ForgetStored,
     GrantRead,
-    LoadBlocks,
     RunStep,
     SendReport,
     StepEnded,
-    StoreBlocks,
-    WorkerAction,
     WorkerEvent,
 )
-from moonpool.types import InstanceId, Role, SamplingParams, Slo
+from moonpool.scheduler.driver import InstanceDriver, Performers
+from moonpool.sim.solo import solo_attempt
+from moonpool.types import InstanceId, Role, SamplingParams
 from moonpool_engine.engine.device import resolve_dtype
 from moonpool_engine.engine.runner import Engine
+from moonpool_engine.storage.tier_store import TierStore
 from moonpool_engine.worker.engine_boot import BootError, InstancePlace
 from moonpool_engine.worker.engine_thread import EngineThread
 from moonpool_engine.worker.instance_boot import BootedInstance, boot_instance
-from moonpool_engine.worker.transfers import perform_storage
+from moonpool_engine.worker.transfers import storage_by
 
 LIMIT = 1.10
 """P99 under load over P99 in quiet."""
@@ -89,7 +87,6 @@ MIN_STEPS = 100
 SETTLE_S = 0.3
 """At the begin of a phase, not measured: what the one before began ends meanwhile."""
 _ENDLESS = 1 << 20
-_FREE = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
 
 
 def bench_demotion(
@@ -229,6 +226,7 @@ class _Bench:
         assert isinstance(booted.engine, Engine)
         self._engine = EngineThread(booted.engine, booted.messenger, booted.threads, post)
         self._engine.start()
+        self._driver = self._drive(booted.store)
         self._rng = random.Random(0)
         self._num_works = 0
         self._num_reads = 0
@@ -290,25 +288,29 @@ class _Bench:
     def _handle(self, event: WorkerEvent) -> None:
         if isinstance(event, StepEnded):
             self._seen.engine_s.append(event.seconds)
-        for action in self._booted.instance.handle(event, time.monotonic()):
-            self._perform(action)
+        self._driver.post(event)
 
-    def _perform(self, action: WorkerAction) -> None:
-        store = self._booted.store
-        assert store is not None
-        match action:
-            case RunStep():
-                self._engine.submit(action)
-            case StoreBlocks() | LoadBlocks() | ForgetStored():
-                perform_storage(store, action)
-            case ExpectStream():  # all of it is here at once
-                self._events.put(ReceiveEnded(stream_id=action.stream_id))
-            case GrantRead():  # the peer takes no time
-                self._events.put(ReadEnded(read_id=action.read_id))
-            case SendReport() if isinstance(action.report, StepTokens):
-                now_s = time.monotonic()
-                self._seen.gaps_s.append(now_s - self._last_s)
-                self._last_s = now_s
+    def _drive(self, store: TierStore) -> InstanceDriver:
+        def arrived(action: ExpectStream) -> None:  # all of it is here at once
+            self._events.put(ReceiveEnded(stream_id=action.stream_id))
+
+        def read(action: GrantRead) -> None:  # the peer takes no time
+            self._events.put(ReadEnded(read_id=action.read_id))
+
+        performers: Performers = {
+            **storage_by(store),
+            RunStep: self._engine.submit,
+            ExpectStream: arrived,
+            GrantRead: read,
+            SendReport: self._hear,
+        }
+        return InstanceDriver(self._booted.instance, time.monotonic, performers)
+
+    def _hear(self, action: SendReport) -> None:
+        if isinstance(action.report, StepTokens):
+            now_s = time.monotonic()
+            self._seen.gaps_s.append(now_s - self._last_s)
+            self._last_s = now_s
 
     # Load
 
@@ -334,13 +336,5 @@ class _Bench:
 
     def _work(self, tokens: tuple[int, ...], num_tokens: int) -> AttemptSpec:
         self._num_works += 1
-        return AttemptSpec(
-            attempt_id=AttemptId(f"w{self._num_works}"),
-            token_ids=tokens,
-            num_prompt_tokens=len(tokens),
-            sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-            slo=_FREE,
-            tenant="",
-            use_cache=True,
-            timeout_s=60.0,
-        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        return solo_attempt(f"w{self._num_works}", tokens, sampling, timeout_s=60.0)

@@ -15,30 +15,28 @@ from msgspec.structs import replace as replace_struct
 from benchmarks.errors import BenchError
 from benchmarks.suite.pool.layers_remote import SECRET, TIMEOUT_S, fill_with_floats
 from moonpool.gc_tuning import settle_memory
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.messages import (
     AttemptId,
     AttemptSpec,
     PrefillDone,
-    Report,
     StartPrefill,
     StepTokens,
 )
 from moonpool.protocol.transfer_events import FetchEnded, LoadEnded, SendEnded, StoreEnded
 from moonpool.scheduler.actions import (
     FinishStream,
-    ForgetStored,
-    LoadBlocks,
-    LookUpBlocks,
     RunStep,
+    SendBlocks,
     SendReport,
     StepFailed,
-    StoreBlocks,
-    WorkerAction,
 )
+from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams, Slo
+from moonpool.sim.solo import solo_attempt
+from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams
 from moonpool_engine.engine.builtin import open_model
 from moonpool_engine.engine.calibrate import fit_samples, measure_samples
 from moonpool_engine.engine.device import resolve_dtype
@@ -50,7 +48,7 @@ from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.messenger import Messenger
 from moonpool_engine.worker.engine_thread import EngineThread
 from moonpool_engine.worker.profile_store import best_of
-from moonpool_engine.worker.transfers import LayerGates, perform_storage, perform_transfer
+from moonpool_engine.worker.transfers import LayerGates, storage_by, transfers_by
 
 MEASUREMENTS = 3
 """When a prefill begins depends on what it should take; an instance keeps the best of all its
@@ -79,7 +77,8 @@ class _Run:
     noted_s: float = field(default_factory=time.perf_counter)
     answering: set[AttemptId] = field(default_factory=set)
 
-    def note(self, report: Report) -> None:
+    def note(self, action: SendReport) -> None:
+        report = action.report
         if isinstance(report, StepTokens):
             self.answering |= {item.attempt_id for item in report.works}
         done = isinstance(report, PrefillDone) or self.attempt_id in self.answering
@@ -115,7 +114,6 @@ class LayerwiseInstance:
         self._layer_wise_store = True
         self._store: TierStore | None = None
         self._stored: tuple[tuple[int, BlockKey], ...] = ()
-        self._instance = self._new_instance(False)
         self._messenger = Messenger(
             self.arena,
             self.layout,
@@ -129,6 +127,7 @@ class LayerwiseInstance:
         self._messenger.start()
         self._thread = EngineThread(engine, self._messenger, THREADS, self._inbox.put)
         self._thread.start()
+        self.begin(False)
         settle_memory()
 
     def close(self) -> None:
@@ -168,15 +167,16 @@ class LayerwiseInstance:
     def begin(self, layer_wise_load: bool, layer_wise_store: bool = True) -> None:
         """An instance that holds nothing."""
         self._instance = self._new_instance(layer_wise_load)
+        self._driver = InstanceDriver(self._instance, lambda: 0.0, self._performers())
         self._layer_wise_store = layer_wise_store
 
     def prefill(self, tokens: Sequence[int], expect_load: bool, **where: Any) -> LayerwiseTimes:
         """Until the first token is drawn and, with a target, all is stored there."""
         work = self._work(tokens, 2 if where.get("target") else 1, 1e9)
-        run = _Run(work.attempt_id)
+        self._seen = run = _Run(work.attempt_id)
         self._inbox.put(StartPrefill(work=work, **where))
         while self._instance.requests or not run.took.prefill_s:
-            self._turn(run)
+            self._turn()
         took = run.took
         took.early = bool(self._instance.counters.get("early_prefills"))
         if expect_load and not took.load_s:
@@ -191,34 +191,28 @@ class LayerwiseInstance:
         beside = [self._work(self.tokens(prompt), most, tbt_s) for prompt, most in decodes]
         for work in beside:
             self._inbox.put(StartPrefill(work=work))
-        waiting = _Run(AttemptId(""))
+        self._seen = waiting = _Run(AttemptId(""))
         while not waiting.answering >= {work.attempt_id for work in beside}:
-            self._turn(waiting)
+            self._turn()
         work = self._work(tokens, 1, 1e9)
-        run = _Run(work.attempt_id)
+        self._seen = run = _Run(work.attempt_id)
         self._inbox.put(StartPrefill(work=work))
         while self._instance.requests or not run.took.prefill_s:
-            self._turn(run)
+            self._turn()
         return run.took
 
     def _work(self, tokens: Sequence[int], max_tokens: int, tbt_s: float) -> AttemptSpec:
         self._number += 1
-        return AttemptSpec(
-            attempt_id=AttemptId(str(self._number)),
-            token_ids=tuple(tokens),
-            num_prompt_tokens=len(tokens),
-            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-            slo=Slo(ttft_s=1e9, tbt_s=tbt_s),
-            tenant="",
-            use_cache=True,
-            timeout_s=TIMEOUT_S,
-        )
+        name, tokens = str(self._number), tuple(tokens)
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return solo_attempt(name, tokens, sampling, tbt_s=tbt_s, timeout_s=TIMEOUT_S)
 
-    def _turn(self, run: _Run) -> None:
+    def _turn(self) -> None:
         """The next event, and what comes of it."""
+        run = self._seen
         event = self._inbox.get(timeout=TIMEOUT_S)
         now_s = time.perf_counter()
-        held = self._instance.pool.owners().get(f"work:{run.attempt_id}", 0)
+        held = self._instance.pool.owners().get(BlockOwner("work", run.attempt_id), 0)
         run.took.held_block_s += held * (now_s - run.noted_s)
         run.noted_s = now_s
         if isinstance(event, StepFailed):
@@ -227,10 +221,7 @@ class LayerwiseInstance:
             run.took.load_s = event.seconds
         elif isinstance(event, SendEnded):
             run.took.stored_s = now_s - run.began_s
-        for action in self._instance.handle(event, 0.0):
-            self._perform(action)
-            if isinstance(action, SendReport):
-                run.note(action.report)
+        self._driver.post(event)
         self._gates.note(event)
 
     def _new_instance(self, layer_wise_load: bool) -> Instance:
@@ -243,23 +234,21 @@ class LayerwiseInstance:
         layout, cost = self.layout, self.cost
         return Instance(config, layout, self.num_blocks, Role.MIXED, cost, (), self._stored)
 
-    def _perform(self, action: WorkerAction) -> None:
-        match action:
-            case SendReport():
-                pass
-            case RunStep():
-                self._run(action)
-            case StoreBlocks() | LoadBlocks() | LookUpBlocks() | ForgetStored():
-                assert self._store is not None
-                perform_storage(self._store, action, self._gates)
-            case FinishStream() if self._late:
-                layers = range(self.layout.num_layers)
-                slices = [(i, block, layer) for layer in layers for i, block in self._late]
-                self._late = []
-                self._messenger.send(action.stream_id, slices)
-                self._messenger.finish_stream(action.stream_id)
-            case _:
-                perform_transfer(self._messenger, self.layout.num_layers, action, self._gates)  # type: ignore[arg-type]
+    def _performers(self) -> Performers:
+        transfers = transfers_by(self._messenger, self.layout.num_layers, self._gates)
+
+        def finish(action: FinishStream) -> None:
+            transfers[SendBlocks](SendBlocks(action.stream_id, tuple(self._late)))
+            self._late = []
+            transfers[FinishStream](action)
+
+        return {
+            **transfers,
+            **({} if self._store is None else storage_by(self._store, self._gates)),
+            RunStep: self._run,
+            FinishStream: finish,
+            SendReport: lambda action: self._seen.note(action),
+        }
 
     def _run(self, step: RunStep) -> None:
         """Storing after the end: what a step completes is kept until the prompt is done."""

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from moonpool.kvcache.block_owner import BlockOwner
+
+_OF_ATTEMPTS = BlockOwner("work").name
+
 
 def audit_cluster(cluster: dict[str, Any]) -> list[str]:
     """Returns one line per problem."""
@@ -20,7 +24,7 @@ def audit_cluster(cluster: dict[str, Any]) -> list[str]:
         if instance.get("ssd"):
             problems += _audit_tier(f"{name} {tier_name(instance)}", instance["ssd"])
         idle = not instance.get("running") and not instance.get("waiting")
-        strays = sorted(o for o in instance["pool"]["owners"] if o.startswith("work:"))
+        strays = sorted(o for o in instance["pool"]["owners"] if o.startswith(_OF_ATTEMPTS))
         if idle and strays:
             problems.append(f"{name}: no request is running, but blocks are held for {strays[0]}")
     return problems

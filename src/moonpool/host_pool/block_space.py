@@ -13,9 +13,10 @@ and loads what it misses. So here a block has these owners, besides those of `KV
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from moonpool.kvcache.block_owner import BlockOwner, owners_of
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import BlocksChanged, BlocksSnapshot
 from moonpool.protocol.transfer_events import (
@@ -51,11 +52,21 @@ STORE_SHARE = 4
 """One block in this many may be reserved for stores that are under way."""
 
 
+class Finder(NamedTuple):
+    """Who looks for blocks: a client of the pool, and the client's own name for the search."""
+
+    client: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.client}/{self.name}"
+
+
 @dataclass(frozen=True, slots=True)
 class BlocksFound:
     """A find has ended: these blocks are held. `num_loaded` of them came from the SSD."""
 
-    owner: str
+    owner: Finder
     block_ids: tuple[BlockId, ...]
     num_loaded: int
 
@@ -78,10 +89,12 @@ SpaceAction = (
 
 @dataclass(slots=True)
 class _Search:
-    """A find or a peer's read, which may wait for loads."""
+    """A find or a peer's read, which may wait for loads. `tell` gets the blocks found, and how many
+    blocks were loaded for it."""
 
     keys: Sequence[BlockKey]
-    load_ids: set[str]
+    tell: Callable[[list[BlockId], int], None]
+    load_ids: set[str] = field(default_factory=set)
     num_loaded: int = 0
 
 
@@ -122,7 +135,7 @@ class BlockSpace:
         self.pool = self.kv_cache.pool
         self._promotion = Promotion(self.kv_cache, self.effects)
         self._demotion = Demotion(self.kv_cache, self.effects)
-        self._searches: dict[str, _Search] = {}
+        self._searches: dict[BlockOwner, _Search] = {}
         self._reservations: dict[int, _Reservation] = {}
         self._reserved_keys: set[BlockKey] = set()
         self._fetches: dict[str, _Fetch] = {}
@@ -176,45 +189,44 @@ class BlockSpace:
         """Whether each block is here, in DRAM or on the SSD."""
         return self._promotion.present(keys)
 
-    def find(self, owner: str, keys: Sequence[BlockKey]) -> None:
+    def find(self, owner: Finder, keys: Sequence[BlockKey]) -> None:
         """Holds the longest prefix of `keys` that is here, after loading what is on the SSD only.
         Ends with `BlocksFound`."""
-        self._search(_finder(owner), keys)
 
-    def release(self, owner: str) -> None:
+        def tell(blocks: list[BlockId], num_loaded: int) -> None:
+            self._found.append(BlocksFound(owner, tuple(blocks), min(num_loaded, len(blocks))))
+
+        self._search(BlockOwner("find", str(owner)), _Search(keys, tell))
+
+    def release(self, owner: Finder) -> None:
         """Ends a find and its holds; ignored if there is none."""
-        self._searches.pop(_finder(owner), None)
-        self.pool.release(_finder(owner))
+        self._searches.pop(BlockOwner("find", str(owner)), None)
+        self.pool.release(BlockOwner("find", str(owner)))
 
-    def shorten(self, owner: str, num_blocks: int, block_ids: Sequence[BlockId]) -> None:
+    def shorten(self, owner: Finder, num_blocks: int, block_ids: Sequence[BlockId]) -> None:
         """Ends the holds of a find beyond its first `num_blocks`."""
-        self.pool.release_some(_finder(owner), list(block_ids[num_blocks:]))
+        self.pool.release_some(BlockOwner("find", str(owner)), list(block_ids[num_blocks:]))
 
-    def _search(self, owner: str, keys: Sequence[BlockKey]) -> None:
+    def _search(self, owner: BlockOwner, search: _Search) -> None:
         self._searches.pop(owner, None)
         self.pool.release(owner)
-        num_local, absent = self._promotion.reach(keys)
+        num_local, absent = self._promotion.reach(search.keys)
         if absent and self.kv_cache.num_slots:
             # Hold the blocks in DRAM, so that loading the others does not evict them.
-            found = (self.pool.find(key) for key in keys[:num_local])
+            found = (self.pool.find(key) for key in search.keys[:num_local])
             self.pool.acquire(owner, [block for block in found if block is not None])
-            load_ids = self._promotion.load(absent)
-            if load_ids:
-                self._searches[owner] = _Search(keys, load_ids, len(absent))
+            search.load_ids = self._promotion.load(absent) or set()
+            if search.load_ids:
+                search.num_loaded = len(absent)
+                self._searches[owner] = search
                 return
-        self._end_search(owner, _Search(keys, set()))
+        self._end_search(owner, search)
 
-    def _end_search(self, owner: str, search: _Search) -> None:
+    def _end_search(self, owner: BlockOwner, search: _Search) -> None:
         blocks = self.pool.match(search.keys)
         self.pool.release(owner)
         self.pool.acquire(owner, blocks)
-        kind, _, name = owner.partition(":")
-        if kind == "read":
-            self.effects.perform(GrantRead(name, blocks))
-        else:
-            self._found.append(
-                BlocksFound(name, tuple(blocks), min(search.num_loaded, len(blocks)))
-            )
+        search.tell(blocks, search.num_loaded)
 
     def _on_load_ended(self, event: LoadEnded) -> None:
         self._promotion.on_ended(event)
@@ -244,7 +256,7 @@ class BlockSpace:
         self.effects.count("stores_refused_blocks", len(lacking) - room)
         self.effects.count("stores_spared_blocks", len(keys) - len(lacking))
         taken = lacking[:room]
-        blocks = self.pool.allocate(_storer(number), len(taken))
+        blocks = self.pool.allocate(BlockOwner("store", str(number)), len(taken))
         assert blocks is not None
         wanted = tuple(key for key, _ in taken)
         depths = tuple(depth for _, depth in taken)
@@ -266,7 +278,7 @@ class BlockSpace:
         for block_id, key, depth in items:
             self.pool.cache_block(block_id, key, depth)
         self._write_ahead(reservation.keys)  # while they are held
-        self.pool.release(_storer(number))
+        self.pool.release(BlockOwner("store", str(number)))
         self.effects.count("stored_in_dram_blocks", len(reservation.keys))
 
     def abandon(self, number: int) -> None:
@@ -274,7 +286,7 @@ class BlockSpace:
         reservation = self._reservations.pop(number, None)
         if reservation is not None:
             self._reserved_keys.difference_update(reservation.keys)
-            self.pool.release(_storer(number))
+            self.pool.release(BlockOwner("store", str(number)))
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         """These blocks are damaged: nobody finds them in DRAM from now on."""
@@ -296,7 +308,7 @@ class BlockSpace:
         first in its prompt. Ends with `BlocksFetched`."""
         num_local = len(self.pool.match(keys))
         missing = tuple(keys[num_local:])
-        owner = _fetcher(fetch_id)
+        owner = BlockOwner("fetch", fetch_id)
         self.pool.acquire(owner, self.pool.match(keys[:num_local]))
         room = min(len(missing), max(self.pool.num_available - 1, 0))
         blocks = self.pool.allocate(owner, room)
@@ -316,7 +328,7 @@ class BlockSpace:
         for index, block_id in enumerate(arrived):
             depth = fetch.first_depth + fetch.num_local + index
             self.pool.cache_block(block_id, fetch.keys[index], depth)
-        self.pool.release(_fetcher(event.fetch_id))
+        self.pool.release(BlockOwner("fetch", event.fetch_id))
         self.effects.count("fetched_blocks", event.num_blocks)
         self.effects.count("fetched_bytes", event.num_bytes)
         self.effects.count("failed_fetches", 1 if event.error else 0)
@@ -325,13 +337,16 @@ class BlockSpace:
         self._found.append(ended)
 
     def _on_read_requested(self, event: ReadRequested) -> None:
-        self._search(_reader(event.read_id), event.keys)
+        def tell(blocks: list[BlockId], num_loaded: int) -> None:
+            self.effects.perform(GrantRead(event.read_id, blocks))
+
+        self._search(BlockOwner("read", event.read_id), _Search(event.keys, tell))
 
     def _on_read_ended(self, event: ReadEnded) -> None:
-        self._searches.pop(_reader(event.read_id), None)
+        self._searches.pop(BlockOwner("read", event.read_id), None)
         self.pool.uncache(event.corrupt)
         self.effects.count("damaged_blocks", len(event.corrupt))
-        self.pool.release(_reader(event.read_id))
+        self.pool.release(BlockOwner("read", event.read_id))
 
     # The SSD
 
@@ -352,29 +367,13 @@ class BlockSpace:
         self.pool.validate()
         if self.kv_cache.tier is not None:
             self.kv_cache.tier.validate()
-        known = {_storer(number) for number in self._reservations}
-        known |= {_fetcher(fetch_id) for fetch_id in self._fetches}
+        known = owners_of("store", map(str, self._reservations))
+        known |= owners_of("fetch", self._fetches)
         known |= self._demotion.owners | self._promotion.owners
-        others = {o for o in self.pool.owners() if not o.startswith(("read:", "find:"))}
+        others = {o for o in self.pool.owners() if o.kind not in ("read", "find")}
         assert others <= known, others - known
         assert self._reserved_keys == {k for r in self._reservations.values() for k in r.keys}
 
 
 def _ignore(event: MessengerEvent) -> None:
     """Nobody waits for single layers."""
-
-
-def _finder(owner: str) -> str:
-    return f"find:{owner}"
-
-
-def _reader(read_id: str) -> str:
-    return f"read:{read_id}"
-
-
-def _storer(number: int) -> str:
-    return f"store:{number}"
-
-
-def _fetcher(fetch_id: str) -> str:
-    return f"fetch:{fetch_id}"

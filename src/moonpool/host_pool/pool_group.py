@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.host_pool.block_space import BlocksFound, BlockSpace
+from moonpool.host_pool.block_space import BlocksFound, BlockSpace, Finder
 from moonpool.types import BlockId, BlockKey
 
 
@@ -21,7 +21,7 @@ class GroupFound:
     """A find has ended: `block_ids` of each rank, for all blocks of the prefix, or for its last
     ones where the space has a window."""
 
-    owner: str
+    owner: Finder
     num_blocks: int
     num_loaded: int
     block_ids: tuple[tuple[BlockId, ...], ...]
@@ -44,7 +44,7 @@ class BlockGroup:
         self.spaces: dict[int, BlockSpace] = {}
         self.windows: dict[int, int] = {}
         """Of the spaces that have one: in blocks."""
-        self._finds: dict[str, _Find] = {}
+        self._finds: dict[Finder, _Find] = {}
         self._ended: list[GroupFound] = []
 
     @property
@@ -62,7 +62,7 @@ class BlockGroup:
         """Finds that have not ended."""
         return len(self._finds)
 
-    def is_finding(self, owner: str) -> bool:
+    def is_finding(self, owner: Finder) -> bool:
         """Whether the owner has a find that has not ended."""
         return owner in self._finds
 
@@ -71,7 +71,7 @@ class BlockGroup:
         ended, self._ended = self._ended, []
         return ended
 
-    def find(self, owner: str, keys: Sequence[BlockKey], until_s: float) -> None:
+    def find(self, owner: Finder, keys: Sequence[BlockKey], until_s: float) -> None:
         """Ends with `GroupFound`. Another find of the same owner is given up."""
         self.release(owner)
         if not self.is_whole:
@@ -79,7 +79,7 @@ class BlockGroup:
             return
         self._begin(owner, _Find(keys, until_s))
 
-    def release(self, owner: str) -> None:
+    def release(self, owner: Finder) -> None:
         """Ends a find, and its holds in all spaces."""
         self._finds.pop(owner, None)
         for space in self.spaces.values():
@@ -127,7 +127,7 @@ class BlockGroup:
             if find.is_waiting and now >= find.until_s:
                 self._end(owner, find)
 
-    def _begin(self, owner: str, find: _Find, most: int | None = None) -> None:
+    def _begin(self, owner: Finder, find: _Find, most: int | None = None) -> None:
         """Looks for a prefix of at most `most` blocks."""
         self._finds[owner] = find
         keys = find.keys if most is None else find.keys[:most]
@@ -151,7 +151,7 @@ class BlockGroup:
                 found = min(found, find.num_tried - 1)
         return found
 
-    def _end(self, owner: str, find: _Find) -> None:
+    def _end(self, owner: Finder, find: _Find) -> None:
         del self._finds[owner]
         num_blocks = self._num_found(find)
         parts = [find.by_rank[number] for number in range(self.num_ranks)]

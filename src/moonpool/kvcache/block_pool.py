@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.kvcache.eviction.policies import EvictionPolicy, LruEviction
 from moonpool.types import BlockId, BlockKey
 
@@ -62,7 +63,7 @@ class BlockPool:
         self._withdrawn: set[BlockId] = set()
         self._block_of: dict[BlockKey, BlockId] = {}
         self._twin_key: dict[BlockId, BlockKey] = {}  # held blocks whose key another block has
-        self._held_by: dict[str, list[BlockId]] = {}
+        self._held_by: dict[BlockOwner, list[BlockId]] = {}
         # Keys since the last report, in order. A key that came and went is not reported.
         self._stored: dict[BlockKey, None] = {}
         self._removed: dict[BlockKey, None] = {}
@@ -101,9 +102,13 @@ class BlockPool:
         """Blocks with a key, held or not."""
         return len(self._block_of)
 
-    def owners(self) -> dict[str, int]:
+    def owners(self) -> dict[BlockOwner, int]:
         """Number of holds of each owner."""
         return {owner: len(blocks) for owner, blocks in self._held_by.items()}
+
+    def named_owners(self) -> dict[str, int]:
+        """`owners` as a report has them."""
+        return {owner.name: num_holds for owner, num_holds in self.owners().items()}
 
     # Cached blocks. The result of a lookup is safe until the next call that allocates: acquire it
     # at once.
@@ -158,7 +163,7 @@ class BlockPool:
 
     # Holds
 
-    def allocate(self, owner: str, num_blocks: int) -> list[BlockId] | None:
+    def allocate(self, owner: BlockOwner, num_blocks: int) -> list[BlockId] | None:
         """Holds `num_blocks` blocks without keys, evicting cached ones where too few are free.
         Returns None, changing nothing, if too few are available."""
         assert num_blocks >= 0
@@ -177,7 +182,7 @@ class BlockPool:
             self._held_by.setdefault(owner, []).extend(blocks)
         return blocks
 
-    def acquire(self, owner: str, block_ids: Iterable[BlockId]) -> None:
+    def acquire(self, owner: BlockOwner, block_ids: Iterable[BlockId]) -> None:
         """Adds a hold on each of these cached blocks, given in the order of their prompt."""
         blocks = list(block_ids)
         if not blocks:
@@ -197,7 +202,7 @@ class BlockPool:
         self._evictable.touch(blocks)
         self._held_by.setdefault(owner, []).extend(blocks)
 
-    def share(self, owner: str, block_ids: Sequence[BlockId]) -> None:
+    def share(self, owner: BlockOwner, block_ids: Sequence[BlockId]) -> None:
         """Adds a hold on each of these held blocks without keys; their first owner may still be
         filling them."""
         for block_id in block_ids:
@@ -206,7 +211,7 @@ class BlockPool:
         if block_ids:
             self._held_by.setdefault(owner, []).extend(block_ids)
 
-    def guard(self, owner: str, block_ids: Sequence[BlockId]) -> None:
+    def guard(self, owner: BlockOwner, block_ids: Sequence[BlockId]) -> None:
         """Adds a hold on each of these held, cached blocks that does not count as a use."""
         for block_id in block_ids:
             assert self._num_holds[block_id] > 0 and self._key_of[block_id] is not None
@@ -218,7 +223,7 @@ class BlockPool:
         """Whether a cached block has an owner."""
         return self._num_holds[block_id] > 0
 
-    def withdraw(self, owner: str, num_blocks: int) -> list[BlockId]:
+    def withdraw(self, owner: BlockOwner, num_blocks: int) -> list[BlockId]:
         """Holds up to `num_blocks` of the blocks that would be evicted next, in that order.
         They lose their keys when the hold ends, unless another owner acquires them."""
         blocks = self._pop(min(num_blocks, self._num_evictable))
@@ -229,21 +234,21 @@ class BlockPool:
             self._held_by.setdefault(owner, []).extend(blocks)
         return blocks
 
-    def hand_over(self, owner: str, heir: str) -> None:
+    def hand_over(self, owner: BlockOwner, heir: BlockOwner) -> None:
         """Moves all holds of `owner`, if any, to `heir`, which must have none yet."""
         assert heir not in self._held_by
         blocks = self._held_by.pop(owner, None)
         if blocks is not None:
             self._held_by[heir] = blocks
 
-    def release(self, owner: str) -> None:
+    def release(self, owner: BlockOwner) -> None:
         """Ends all holds of `owner`, if any. Later blocks of a prefix become evictable
         first, because a block is useless without its predecessor."""
         blocks = self._held_by.pop(owner, None)
         if blocks is not None:
             self._end_holds(blocks)
 
-    def release_some(self, owner: str, block_ids: Sequence[BlockId]) -> None:
+    def release_some(self, owner: BlockOwner, block_ids: Sequence[BlockId]) -> None:
         """Ends the owner's holds on these blocks, of which it has one each."""
         if not block_ids:
             return

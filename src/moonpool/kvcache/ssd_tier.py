@@ -19,10 +19,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from moonpool.config.tables import SsdAdmission
+from moonpool.kvcache.block_owner import EVICTION, BlockOwner
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.eviction.cache_shares import CacheShareEviction
 from moonpool.kvcache.eviction.policies import make_eviction
 from moonpool.types import BlockId, BlockKey
+
+_TOUCH, _LEARN = BlockOwner("touch"), BlockOwner("learn")
 
 GHOSTS_PER_BLOCK = 2
 """Keys of dropped blocks that are remembered, per block of both tiers."""
@@ -56,14 +59,14 @@ class SsdTier:
         """The slot of the block, or None. Safe until the next `reserve`: hold it at once."""
         return self.slots.find(key)
 
-    def hold(self, owner: str, slots: Iterable[BlockId]) -> None:
+    def hold(self, owner: BlockOwner, slots: Iterable[BlockId]) -> None:
         """Protects slots from eviction while they are read; counts as a use."""
         self.slots.acquire(owner, slots)
 
     def touch(self, slots: Sequence[BlockId]) -> None:
         """Counts a use of slots whose blocks would be written now if they were not here."""
-        self.slots.acquire("touch", slots)
-        self.slots.release("touch")
+        self.slots.acquire(_TOUCH, slots)
+        self.slots.release(_TOUCH)
 
     def admits(self, key: BlockKey, reused: bool) -> bool:
         """Whether a block that leaves DRAM is worth a write; if not, remembers its key.
@@ -86,15 +89,15 @@ class SsdTier:
         while len(ghosts) > self._max_ghosts:
             ghosts.popitem(last=False)
 
-    def reserve(self, owner: str, num_slots: int) -> tuple[list[BlockId], list[BlockId]]:
+    def reserve(self, owner: BlockOwner, num_slots: int) -> tuple[list[BlockId], list[BlockId]]:
         """Holds up to `num_slots` slots without keys, evicting cached ones if need be.
         Returns the slots, and the evicted ones, whose content is void now."""
         num_slots = min(num_slots, self.slots.num_available)
         voided: list[BlockId] = []
         lacking = num_slots - self.slots.num_free
         if lacking > 0:
-            voided = self.slots.withdraw("evict", lacking)
-            self.slots.release("evict")
+            voided = self.slots.withdraw(EVICTION, lacking)
+            self.slots.release(EVICTION)
         reserved = self.slots.allocate(owner, num_slots)
         assert reserved is not None
         return reserved, voided
@@ -104,10 +107,10 @@ class SsdTier:
         prompt, the first at index `first_depth`. Returns the slots whose content this
         makes void."""
         new = [(depth, key) for depth, key in enumerate(keys, first_depth) if not self.knows(key)]
-        slots, voided = self.reserve("learn", len(new))
+        slots, voided = self.reserve(_LEARN, len(new))
         for slot, (depth, key) in zip(slots, new, strict=False):
             self.fill(slot, key, depth)
-        self.slots.release("learn")
+        self.slots.release(_LEARN)
         return voided
 
     def knows(self, key: BlockKey) -> bool:
@@ -133,8 +136,8 @@ class SsdTier:
     def lose(self, error: str) -> None:
         """Notes that the disk's content is gone: takes all keys. Holds end as usual."""
         self.error = error or "the disk is gone"
-        self.slots.withdraw("lost", self.slots.num_evictable)
-        self.slots.release("lost")
+        self.slots.withdraw(EVICTION, self.slots.num_evictable)
+        self.slots.release(EVICTION)
         self.slots.uncache(self.slots.cached_blocks())  # those that are being read
         self._ghosts.clear()
 

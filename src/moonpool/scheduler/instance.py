@@ -312,7 +312,7 @@ class Instance:
         self._effects.perform(ExitProcess())
 
     def _on_fetch_ended(self, event: FetchEnded) -> None:
-        if event.fetch_id in self._handover.owners:
+        if self._handover.has(event.fetch_id):
             self._handover.on_fetch_ended(event)
         else:
             self._attempts.on_fetch_ended(event)
@@ -427,7 +427,7 @@ class Instance:
             held_blocks=self.pool.num_held,
             cached_blocks=self.pool.num_cached,
             free_blocks=self.pool.num_available,
-            owners=self.pool.owners(),
+            owners=self.pool.named_owners(),
             counters=dict(self.counters),
             num_blocks=self.pool.num_blocks,
             ssd=self._kv_cache.tier_load(),
@@ -441,7 +441,7 @@ class Instance:
         requests, scheduler = self.requests.values(), self._scheduler
         known = {r.owner for r in requests} | {r.fetch_owner for r in requests}
         known |= self._demotion.owners | self._promotion.owners | self._handover.owners
-        assert {o for o in self.pool.owners() if not o.startswith("read:")} <= known
+        assert {o for o in self.pool.owners() if o.kind != "read"} <= known
         if self.tier is not None:
             self.tier.validate()
             assert set(self.tier.slots.owners()) <= known

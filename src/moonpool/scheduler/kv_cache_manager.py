@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moonpool.kvcache.block_owner import EVICTION
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.eviction.cache_shares import CacheShareEviction
 from moonpool.kvcache.eviction.policies import make_eviction
@@ -126,7 +127,7 @@ class KVCacheManager:
             held=slots.num_held,
             available=slots.num_available,
             cached=slots.num_cached,
-            owners=slots.owners(),
+            owners=slots.named_owners(),
             error=self.tier.error or self.tier.paused,
         )
 
@@ -289,10 +290,10 @@ class KVCacheManager:
             self.continuations.forget()
         if self.tier is not None and not self.tier.lost:
             slots = self.tier.slots
-            voided = slots.withdraw("drop", slots.num_evictable)
-            slots.release("drop")
-        self.pool.withdraw("drop", self.pool.num_evictable)
-        self.pool.release("drop")
+            voided = slots.withdraw(EVICTION, slots.num_evictable)
+            slots.release(EVICTION)
+        self.pool.withdraw(EVICTION, self.pool.num_evictable)
+        self.pool.release(EVICTION)
         return voided
 
     def take_changes(self) -> BlocksChanged | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from moonpool.cost.model import CostModel
 from moonpool.cost.online import LearnedFactor
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.messages import AttemptId, PrefixSource
 from moonpool.protocol.transfer_events import (
     FetchEnded,
@@ -283,7 +284,9 @@ class PrefixLoader:
         if absent and self._kv_cache.num_slots:
             # Hold the blocks in DRAM until the others have been loaded.
             found = map(self._pool.find, event.keys[:num_local])
-            self._pool.acquire(_reader(event.read_id), [b for b in found if b is not None])
+            self._pool.acquire(
+                BlockOwner("read", event.read_id), [b for b in found if b is not None]
+            )
             load_ids = self.promotion.load(absent)
             if load_ids:
                 self._reads[event.read_id] = _Read(event.keys, load_ids)
@@ -294,14 +297,10 @@ class PrefixLoader:
         """Ends the holds of a peer's read, and drops blocks whose content proved corrupt."""
         self._reads.pop(event.read_id, None)
         self._pool.uncache(event.corrupt)
-        self._pool.release(_reader(event.read_id))
+        self._pool.release(BlockOwner("read", event.read_id))
 
     def _grant(self, read_id: str, keys: Sequence[BlockKey]) -> None:
         blocks = self._pool.match(keys)
-        self._pool.release(_reader(read_id))
-        self._pool.acquire(_reader(read_id), blocks)
+        self._pool.release(BlockOwner("read", read_id))
+        self._pool.acquire(BlockOwner("read", read_id), blocks)
         self._effects.perform(GrantRead(read_id, blocks))
-
-
-def _reader(read_id: str) -> str:
-    return f"read:{read_id}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.messages import AttemptId, AttemptSpan, AttemptSpec, PrefillStarted
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.scheduler.actions import DraftTask, Effects
@@ -117,14 +118,14 @@ class RequestState:
         return self.attempt.attempt_id
 
     @property
-    def owner(self) -> str:
+    def owner(self) -> BlockOwner:
         """The owner in the block pool of the blocks in its block table."""
-        return f"work:{self.attempt.attempt_id}"
+        return BlockOwner("work", self.attempt.attempt_id)
 
     @property
-    def fetch_owner(self) -> str:
+    def fetch_owner(self) -> BlockOwner:
         """The owner in the block pool of the prefix blocks it holds while it waits."""
-        return f"fetch:{self.attempt.attempt_id}"
+        return BlockOwner("fetch", self.attempt.attempt_id)
 
     @property
     def fetching(self) -> bool:

@@ -23,7 +23,7 @@ A load belongs to the instance, not to the request that caused it. Any request o
 block under load waits for that load; a request that ends leaves its loads to the others. A failed
 load is a miss: the missing blocks are computed, and a block that could not be read is forgotten. If
 the disk hangs, the load also ends as a miss. The blocks and slots that the disk may still touch
-stay held by "hung:load:<id>" or "hung:store:<id>" until the disk returns.
+stay held by an owner of kind "hung:load" or "hung:store" until the disk returns.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from moonpool.kvcache.block_owner import BlockOwner, owners_of
 from moonpool.kvcache.ssd_tier import SsdTier
 from moonpool.protocol.transfer_events import LoadEnded, LoadReturned, StoreEnded, StoreReturned
 from moonpool.scheduler.actions import Effects, ForgetStored, LoadBlocks, StoreBlocks
@@ -61,7 +62,7 @@ class _Store:
 
 
 class Demotion:
-    """The writes in progress. Their owners are "demote:<id>" in both pools."""
+    """The writes in progress. Their owners are of kind "demote" in both pools."""
 
     def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
         self._kv_cache = kv_cache
@@ -78,13 +79,10 @@ class Demotion:
         self._limit = reserved_blocks(self._pool.num_blocks, kv_cache.num_slots)
 
     @property
-    def owners(self) -> set[str]:
+    def owners(self) -> set[BlockOwner]:
         """All owners of holds for writes."""
-        return {
-            *map(_demote_owner, self._stores),
-            *map(_hung_store_owner, self._hung),
-            *map(_ahead_owner, self._ahead),
-        }
+        ahead = {_ahead(key) for key in self._ahead}
+        return owners_of("demote", self._stores) | owners_of("hung:store", self._hung) | ahead
 
     def publish(self, keys: Iterable[BlockKey]) -> None:
         """Writes newly cached blocks to a shared store; does nothing if there is none."""
@@ -141,7 +139,7 @@ class Demotion:
         if key in self._ahead or key in self._writing or not self._room:
             return
         if tier.would_admit(key, pool.num_uses(block_id) > 0):
-            pool.guard(_ahead_owner(key), (block_id,))
+            pool.guard(_ahead(key), (block_id,))
             self._ahead[key] = block_id
 
     def _write_held(self, tier: SsdTier) -> None:
@@ -151,16 +149,16 @@ class Demotion:
         self._effects.count("written_ahead_blocks", len(blocks))
         self._write(tier, owner, blocks, ahead=True)
 
-    def _take_ahead(self, num_blocks: int, heir: str = "") -> list[BlockId]:
+    def _take_ahead(self, num_blocks: int, heir: BlockOwner | None = None) -> list[BlockId]:
         """Ends the holds of the first blocks that wait; `heir` holds those that are still cached,
         which are returned."""
         taken = list(islice(self._ahead.items(), num_blocks))
         cached = [block_id for key, block_id in taken if self._pool.key_of(block_id) == key]
-        if heir:
+        if heir is not None:
             self._pool.guard(heir, cached)
         for key, _ in taken:
             del self._ahead[key]
-            self._pool.release(_ahead_owner(key))
+            self._pool.release(_ahead(key))
         return cached
 
     def _publish(self, tier: SsdTier) -> None:
@@ -188,11 +186,13 @@ class Demotion:
         self._write(tier, owner, written)
         return len(victims)
 
-    def _next_owner(self) -> str:
+    def _next_owner(self) -> BlockOwner:
         self._num_stores += 1
-        return _demote_owner(str(self._num_stores))
+        return BlockOwner("demote", str(self._num_stores))
 
-    def _write(self, tier: SsdTier, owner: str, blocks: list[BlockId], ahead: bool = False) -> None:
+    def _write(
+        self, tier: SsdTier, owner: BlockOwner, blocks: list[BlockId], ahead: bool = False
+    ) -> None:
         """Writes as many of the owner's blocks as there are slots for; releases the others."""
         pool = self._pool
         slots, voided = tier.reserve(owner, len(blocks))
@@ -233,7 +233,7 @@ class Demotion:
         self._writing.difference_update(store.keys)
         self._num_storing -= len(store.keys)
         self._num_copying -= len(store.keys) if store.ahead else 0
-        owner = _demote_owner(event.store_id)
+        owner = BlockOwner("demote", event.store_id)
         num_stored = 0 if tier.lost else event.num_blocks
         void = [] if event.hung else list(store.slots[num_stored:])
         for index in range(num_stored):
@@ -242,7 +242,7 @@ class Demotion:
                 void.append(slot)
         if event.hung:  # the disk could still overwrite what is written to these slots next
             tier.slots.release_some(owner, store.slots[:num_stored])
-            tier.slots.hand_over(owner, _hung_store_owner(event.store_id))
+            tier.slots.hand_over(owner, BlockOwner("hung:store", event.store_id))
             self._hung[event.store_id] = store.slots[num_stored:]
             self._effects.count("hung_stores")
         tier.slots.release(owner)
@@ -258,7 +258,7 @@ class Demotion:
         tier = self._kv_cache.tier
         assert tier is not None
         slots = self._hung.pop(event.store_id)
-        tier.slots.release(_hung_store_owner(event.store_id))
+        tier.slots.release(BlockOwner("hung:store", event.store_id))
         if slots and not tier.lost:
             self._effects.perform(ForgetStored(slots))
 
@@ -272,7 +272,7 @@ class _Load:
 
 
 class Promotion:
-    """The loads in progress. Their owners are "load:<id>" in both pools."""
+    """The loads in progress. Their owners are of kind "load" in both pools."""
 
     def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
         self._kv_cache = kv_cache
@@ -284,11 +284,9 @@ class Promotion:
         self._num_loads = 0
 
     @property
-    def owners(self) -> set[str]:
+    def owners(self) -> set[BlockOwner]:
         """All owners of holds for loads."""
-        return {_load_owner(load_id) for load_id in self._loads} | set(
-            map(_hung_load_owner, self._hung)
-        )
+        return owners_of("load", self._loads) | owners_of("hung:load", self._hung)
 
     @property
     def num_loads(self) -> int:
@@ -352,7 +350,7 @@ class Promotion:
             return waits
         self._num_loads += 1
         load_id = str(self._num_loads)
-        owner = _load_owner(load_id)
+        owner = BlockOwner("load", load_id)
         blocks = self._kv_cache.pool.allocate(owner, len(new))
         if blocks is None:
             return None
@@ -397,42 +395,26 @@ class Promotion:
         assert tier is not None
         for key in load.keys:
             del self._loading[key]
-        pool, owner = self._kv_cache.pool, _load_owner(load_id)
+        pool, owner = self._kv_cache.pool, BlockOwner("load", load_id)
         if load_id in self._hung:
             arrived = [b for b in load.block_ids if pool.key_of(b) is not None]
             pool.release_some(owner, arrived)
-            pool.hand_over(owner, _hung_load_owner(load_id))
-            tier.slots.hand_over(owner, _hung_load_owner(load_id))
+            pool.hand_over(owner, BlockOwner("hung:load", load_id))
+            tier.slots.hand_over(owner, BlockOwner("hung:load", load_id))
         pool.release(owner)
         tier.slots.release(owner)
 
     def on_returned(self, event: LoadReturned) -> None:
         """Frees the blocks and slots of a load that hung, after the disk has returned."""
-        tier, owner = self._kv_cache.tier, _hung_load_owner(event.load_id)
+        tier, owner = self._kv_cache.tier, BlockOwner("hung:load", event.load_id)
         assert tier is not None
         self._hung.remove(event.load_id)
         self._kv_cache.pool.release(owner)
         tier.slots.release(owner)
 
 
-def _demote_owner(store_id: str) -> str:
-    return f"demote:{store_id}"
-
-
-def _ahead_owner(key: BlockKey) -> str:
-    return f"ahead:{key.hex()}"
-
-
-def _hung_store_owner(store_id: str) -> str:
-    return f"hung:store:{store_id}"
-
-
-def _load_owner(load_id: str) -> str:
-    return f"load:{load_id}"
-
-
-def _hung_load_owner(load_id: str) -> str:
-    return f"hung:load:{load_id}"
+def _ahead(key: BlockKey) -> BlockOwner:
+    return BlockOwner("ahead", key.hex())
 
 
 def _known(key: BlockKey | None) -> BlockKey:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.eviction.policies import make_eviction
 from moonpool.trace.blocks import prompt_keys
@@ -22,7 +23,7 @@ Routing = Literal["first", "least-loaded", "round-robin"]
 least, or round-robin."""
 
 UNBOUNDED_BLOCKS = 1 << 40
-_OWNER = "prompt"
+_OWNER = BlockOwner("work")
 _REPORT_EVERY = 1024  # prompts; a pool queues its changes until they are taken
 
 

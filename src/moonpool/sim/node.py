@@ -24,6 +24,7 @@ from moonpool.scheduler.actions import (
     StoreBlocks,
     WorkerEvent,
 )
+from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.sim.clock import Clock
 from moonpool.sim.engine import SimEngine
@@ -62,6 +63,24 @@ class Node:
         """Adds engine and messenger. Must be called before `post`."""
         self.engine = engine
         self.messenger = messenger
+        performers: Performers = {
+            SendReport: self._report,
+            RunStep: self._run,
+            StopRepeating: lambda a: engine.stop_repeating(),
+            StartStream: lambda a: messenger.open_stream(a.stream_id, a.target.instance_id),
+            SendBlocks: lambda a: messenger.send(a.stream_id, a.blocks),
+            FinishStream: lambda a: messenger.finish_stream(a.stream_id),
+            AbortStream: lambda a: messenger.abort_stream(a.stream_id),
+            ExpectStream: messenger.expect,
+            CancelStream: lambda a: messenger.cancel_stream(a.stream_id),
+            FetchBlocks: messenger.fetch,
+            GrantRead: lambda a: messenger.grant(a.read_id, a.block_ids),
+            StoreBlocks: messenger.store,
+            LoadBlocks: messenger.load,
+            ForgetStored: lambda a: None,  # simulated blocks have no content
+            ExitProcess: self._leave,
+        }
+        self._driver = InstanceDriver(self.instance, lambda: self._clock.now, performers)
 
     def note_occupation(self) -> None:
         """Adds the occupation since the last call to the current role."""
@@ -88,44 +107,20 @@ class Node:
         self.note_occupation()
         if isinstance(event, Abort):
             self.engine.forget(event.attempt_id)
-        for action in self.instance.handle(event, self._clock.now):
-            match action:
-                case SendReport():
-                    if isinstance(action.report, AttemptFailed):
-                        self.engine.forget(action.report.attempt_id)
-                    elif isinstance(action.report, RoleChanged):
-                        self.note_role(self._clock.now)
-                    self._send_report(action.report)
-                case RunStep():
-                    self._run(action)
-                case StopRepeating():
-                    self.engine.stop_repeating()
-                case StartStream():
-                    self.messenger.open_stream(action.stream_id, action.target.instance_id)
-                case SendBlocks():
-                    self.messenger.send(action.stream_id, action.blocks)
-                case FinishStream():
-                    self.messenger.finish_stream(action.stream_id)
-                case AbortStream():
-                    self.messenger.abort_stream(action.stream_id)
-                case ExpectStream():
-                    self.messenger.expect(action)
-                case CancelStream():
-                    self.messenger.cancel_stream(action.stream_id)
-                case FetchBlocks():
-                    self.messenger.fetch(action)
-                case GrantRead():
-                    self.messenger.grant(action.read_id, action.block_ids)
-                case StoreBlocks():
-                    self.messenger.store(action)
-                case LoadBlocks():
-                    self.messenger.load(action)
-                case ForgetStored():
-                    pass  # simulated blocks have no content
-                case ExitProcess():
-                    self.messenger.gone = True
-                    self.note_role(self._clock.now)
-                    self._depart()
+        self._driver.post(event)
+
+    def _report(self, action: SendReport) -> None:
+        report = action.report
+        if isinstance(report, AttemptFailed):
+            self.engine.forget(report.attempt_id)
+        elif isinstance(report, RoleChanged):
+            self.note_role(self._clock.now)
+        self._send_report(report)
+
+    def _leave(self, action: ExitProcess) -> None:
+        self.messenger.gone = True
+        self.note_role(self._clock.now)
+        self._depart()
 
     def _run(self, step: RunStep) -> None:
         if step.max_repeats > 1:  # decodes only, which neither wait for blocks nor send any

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.block_hash import extend_keys, root_key
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
@@ -215,7 +216,7 @@ class VllmInstance:
         owners = {}
         for attempt_id, request in list(self._attempts.items())[:SHOWN_OWNERS]:
             num_tokens = len(request.work.token_ids) + len(request.generated)
-            owners[f"work:{attempt_id}"] = self.layout.blocks_for(num_tokens)
+            owners[BlockOwner("work", attempt_id).name] = self.layout.blocks_for(num_tokens)
         held = min(sum(owners.values()), self.num_blocks)
         return InstanceLoad(
             num_running=len(self._attempts) - len(self._queue),

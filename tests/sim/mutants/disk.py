@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.kvcache.ssd_tier import SsdTier
 from moonpool.protocol.transfer_events import LoadEnded, LoadReturned, StoreEnded
 from moonpool.scheduler.actions import ForgetStored, StoreBlocks
@@ -80,9 +81,9 @@ def _keep_keys(original: Method) -> Method:
 @plant("the end of a write frees nothing", Demotion, "on_ended", like="sglang#28902")
 def _leak_write(original: Method) -> Method:
     def defective(self: Demotion, event: StoreEnded) -> None:
-        owner = f"demote:{event.store_id}"
+        owner = BlockOwner("demote", event.store_id)
         if not event.error:
-            self._pool.hand_over(owner, f"{owner} kept")
+            self._pool.hand_over(owner, owner._replace(job=f"{owner.job} kept"))
         original(self, event)
 
     return defective

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.protocol.transfer_events import FetchEnded, ReadEnded, ReceiveEnded, SendEnded
 from moonpool.scheduler import kv_cache_manager
@@ -179,7 +180,7 @@ def _shift(original: Method) -> Method:
 def _no_lease(original: Method) -> Method:
     def defective(self: PrefixLoader, read_id: str, keys: Sequence[BlockKey]) -> None:
         original(self, read_id, keys)
-        self._pool.release(f"read:{read_id}")
+        self._pool.release(BlockOwner("read", read_id))
 
     return defective
 
@@ -193,8 +194,8 @@ def _no_lease(original: Method) -> Method:
 def _lease_one(original: Method) -> Method:
     def defective(self: PrefixLoader, read_id: str, keys: Sequence[BlockKey]) -> None:
         blocks = self._pool.match(keys)
-        self._pool.release(f"read:{read_id}")
-        self._pool.acquire(f"read:{read_id}", blocks[:1])
+        self._pool.release(BlockOwner("read", read_id))
+        self._pool.acquire(BlockOwner("read", read_id), blocks[:1])
         self._effects.perform(GrantRead(read_id, blocks))
 
     return defective

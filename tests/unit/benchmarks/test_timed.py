@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.suite.engine.timed_instance import TimedJob, TimedResult, by_cost, serve
+from benchmarks.suite.engine.timed_instance import TimedJob, TimedResult, serve
 from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
@@ -25,7 +25,7 @@ def run(
     jobs: list[TimedJob], batching: Batching = "chunked", tbt_s: float = float("inf")
 ) -> TimedResult:
     config = InstanceConfig(batching=batching, tbt_slo_s=tbt_s, prefix_caching=False)
-    return serve(jobs, config, LAYOUT, 1000, COST, by_cost(COST))
+    return serve(jobs, config, LAYOUT, 1000, COST)
 
 
 def test_times_follow_from_the_costs() -> None:

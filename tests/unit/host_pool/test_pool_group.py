@@ -75,7 +75,7 @@ class Group:
         return found.num_blocks, [len(ids) for ids in found.block_ids]
 
     def held(self) -> list[dict[str, int]]:
-        return [space.pool.owners() for space in self.group.spaces.values()]
+        return [space.pool.named_owners() for space in self.group.spaces.values()]
 
 
 def test_a_prefix_needs_the_last_blocks_of_a_window() -> None:

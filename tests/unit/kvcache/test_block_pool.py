@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.kvcache.eviction.policies import LruEviction
 from moonpool.types import BlockId, BlockKey
@@ -370,3 +371,13 @@ def test_a_block_that_loses_its_key_and_gets_it_again_is_told() -> None:
     pool.allocate("b", 2)
     assert pool.take_rekeyed() == [(block, None)]
     assert pool.take_rekeyed() == []
+
+
+def test_a_report_names_owners_as_before() -> None:
+    pool = BlockPool(8)
+    for owner, name in (
+        (BlockOwner("work", "r7/1"), "work:r7/1"),
+        (BlockOwner("hung:load", "3"), "hung:load:3"),
+    ):
+        pool.allocate(owner, 2)
+        assert pool.named_owners()[name] == 2

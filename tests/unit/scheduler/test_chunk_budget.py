@@ -10,11 +10,12 @@ from moonpool.cost.chunk_limits import LEAST_CHUNK_TOKENS
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.protocol.messages import AttemptId, AttemptSpec, StartPrefill
+from moonpool.protocol.messages import StartPrefill
 from moonpool.scheduler.actions import RunStep, StepEnded
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.types import Role, SamplingParams, Slo, Token
+from moonpool.sim.solo import solo_attempt
+from moonpool.types import Role, SamplingParams, Token
 
 LAYOUT = BlockLayout(
     model_fingerprint="m",
@@ -38,16 +39,8 @@ class Bench:
         self.step: RunStep | None = None
 
     def start(self, name: str, num_tokens: int, tbt_s: float) -> None:
-        work = AttemptSpec(
-            attempt_id=AttemptId(name),
-            token_ids=range(num_tokens),
-            num_prompt_tokens=num_tokens,
-            sampling=SamplingParams(temperature=0.0, max_tokens=10_000),
-            slo=Slo(ttft_s=10.0, tbt_s=tbt_s),
-            tenant="",
-            use_cache=False,
-            timeout_s=100.0,
-        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=10_000)
+        work = solo_attempt(name, range(num_tokens), sampling, tbt_s=tbt_s, use_cache=False)
         self._take(self.instance.handle(StartPrefill(work=work), 0.0))
 
     def shares(self) -> dict[str, int]:

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool.protocol.messages import AttemptId, AttemptSpec, StartPrefill
+from moonpool.protocol.messages import AttemptId, StartPrefill
 from moonpool.scheduler.actions import RunStep, StepEnded, WorkerEvent
 from moonpool.scheduler.batching import queue_order
 from moonpool.scheduler.batching.queue_order import QueueOrder
 from moonpool.scheduler.batching.tenant_accounts import MAX_ABSENT, TenantAccounts
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.types import Role, SamplingParams, Slo, Token
+from moonpool.sim.solo import solo_attempt
+from moonpool.types import Role, SamplingParams, Token
 
 CHUNK = 16
 LAYOUT = BlockLayout(
@@ -59,18 +60,9 @@ class Bench:
         timeout_s: float = 1e6,
         max_tokens: int = 1,
     ) -> None:
-        work = AttemptSpec(
-            attempt_id=AttemptId(name),
-            token_ids=range(num_tokens),
-            num_prompt_tokens=num_tokens,
-            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
-            slo=Slo(ttft_s=1e6, tbt_s=1e6),
-            tenant=tenant,
-            use_cache=False,
-            timeout_s=timeout_s,
-            priority=priority,
-            share=share,
-        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        more = {"tenant": tenant, "priority": priority, "share": share, "timeout_s": timeout_s}
+        work = solo_attempt(name, range(num_tokens), sampling, use_cache=False, **more)
         self._handle(StartPrefill(work=work))
 
     def turn(self) -> bool:

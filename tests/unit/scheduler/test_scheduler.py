@@ -33,6 +33,7 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.sim.solo import solo_attempt
 from moonpool.types import BlockKey, Role, SamplingParams, Slo, Token
 
 SIZE, EOS = 16, 1
@@ -65,17 +66,8 @@ class Bench:
         return actions
 
     def start(self, name: str, num_tokens: int, keys: Any = None, max_tokens: int = 50) -> None:
-        work = AttemptSpec(
-            attempt_id=AttemptId(name),
-            token_ids=range(num_tokens),
-            num_prompt_tokens=num_tokens,
-            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
-            slo=Slo(ttft_s=10.0, tbt_s=10.0),
-            tenant="",
-            use_cache=True,
-            timeout_s=100.0,
-            keys=keys,
-        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        work = solo_attempt(name, range(num_tokens), sampling, keys=keys)
         self.handle(StartPrefill(work=work))
 
     def end(self) -> list[WorkerAction]:
@@ -114,7 +106,7 @@ def test_blocks_for_all_repetitions_are_held_before_they_begin() -> None:
     bench.start("a", 20, max_tokens=1000)
     bench.end()
     repeats = bench.steps[0].max_repeats
-    held = bench.instance.pool.owners()["work:a"]
+    held = bench.instance.pool.named_owners()["work:a"]
     assert repeats > 1 and LAYOUT.blocks_for(21 + repeats - 1) <= held <= 4
 
 
@@ -136,7 +128,7 @@ def test_an_aborted_request_stops_the_repetition_and_keeps_its_blocks() -> None:
     bench.end()
     actions = bench.handle(Abort(attempt_id=AttemptId("a")))
     assert any(isinstance(a, StopRepeating) for a in actions)
-    assert bench.instance.pool.owners()["work:a"] > 0
+    assert bench.instance.pool.named_owners()["work:a"] > 0
     bench.end_repeated([7])
     assert bench.instance.pool.owners() == {} and not bench.steps
 
@@ -236,16 +228,8 @@ def test_blocks_have_only_the_keys_that_came_with_the_request() -> None:
 
 
 def _work(name: str, num_tokens: int) -> AttemptSpec:
-    return AttemptSpec(
-        attempt_id=AttemptId(name),
-        token_ids=range(num_tokens),
-        num_prompt_tokens=num_tokens,
-        sampling=SamplingParams(temperature=0.0, max_tokens=50),
-        slo=Slo(ttft_s=10.0, tbt_s=10.0),
-        tenant="",
-        use_cache=False,
-        timeout_s=100.0,
-    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=50)
+    return solo_attempt(name, range(num_tokens), sampling, use_cache=False)
 
 
 def test_requests_wait_for_room_in_the_engine() -> None:

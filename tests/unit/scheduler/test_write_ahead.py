@@ -114,7 +114,7 @@ def test_a_lost_ssd_frees_what_waited() -> None:
     copier.begin("b", range(500, 500 + 5 * SIZE + 1))
     copier.handle(StoreLost(error="gone"))
     copier.handle(StoreEnded(store_id=copier.stores[0].store_id, num_blocks=0, error="gone"))
-    assert not [o for o in copier.instance.pool.owners() if o.startswith(("ahead", "demote"))]
+    assert not [o for o in copier.instance.pool.owners() if o.kind in ("ahead", "demote")]
 
 
 @settings(max_examples=60, deadline=None)
@@ -135,5 +135,5 @@ def test_copies_never_hold_more_than_is_reserved(
                 copier.handle(StoreEnded(store_id=store.store_id, num_blocks=len(store.keys)))
             copier.stores.clear()
         owners = copier.instance.pool.owners()
-        held = sum(n for o, n in owners.items() if o.startswith(("ahead:", "demote:")))
+        held = sum(n for o, n in owners.items() if o.kind in ("ahead", "demote"))
         assert held <= 64 // 16

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from moonpool import __version__
-from moonpool.host_pool.block_space import BlocksFetched, BlocksFound
+from moonpool.host_pool.block_space import BlocksFetched, BlocksFound, Finder
 from moonpool.host_pool.framing import framed, is_own_user, read_message
 from moonpool.host_pool.messages import (
     PROTOCOL,
@@ -123,7 +123,7 @@ class _Client:
         self.number = number
         self.name = f"client {number}"
         self.space: tuple[_Group, int] | None = None
-        self.finds: dict[str, _Find] = {}
+        self.finds: dict[Finder, _Find] = {}
         self.reservations: dict[int, int] = {}
         self._writer = writer
 
@@ -348,7 +348,7 @@ class PoolServer:
             case Find():
                 self._on_find(client, message)
             case Release():
-                owner = _owner(client, message.owner)
+                owner = Finder(client.number, message.owner)
                 find = client.finds.pop(owner, None)
                 if find is not None:
                     find.group.state.release(owner)
@@ -378,7 +378,7 @@ class PoolServer:
             client.send(Found(owner=message.owner, num_blocks=0))
             return
         self._use(group)
-        owner = _owner(client, message.owner)
+        owner = Finder(client.number, message.owner)
         client.finds[owner] = _Find(group, message.places)
         until_s = time.monotonic() + message.wait_s
         group.state.find(owner, keys_of(message.keys), until_s)
@@ -468,8 +468,8 @@ class PoolServer:
                 self._answer(group, found)
 
     def _answer(self, group: _Group, found: GroupFound) -> None:
-        number, _, owner = found.owner.partition("/")
-        client = next((one for one in self._clients if str(one.number) == number), None)
+        number, name = found.owner
+        client = next((one for one in self._clients if one.number == number), None)
         if client is None:
             group.state.release(found.owner)
             return
@@ -477,7 +477,7 @@ class PoolServer:
         places = tuple(group.hosts[rank].places(ids) for rank, ids in enumerate(ranks))
         client.send(
             Found(
-                owner=owner, num_blocks=found.num_blocks, num_loaded=found.num_loaded, ranks=places
+                owner=name, num_blocks=found.num_blocks, num_loaded=found.num_loaded, ranks=places
             )
         )
 
@@ -542,10 +542,6 @@ def _listen(path: Path) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _owner(client: _Client, owner: str) -> str:
-    return f"{client.number}/{owner}"
 
 
 def _space(client: _Client) -> tuple[_Group, int]:

@@ -21,7 +21,7 @@ from moonpool.link.tls import PeerTls
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import BlocksChanged
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
-from moonpool.scheduler.actions import FetchBlocks, GrantRead
+from moonpool.scheduler.actions import FetchBlocks
 from moonpool.types import BlockId, BlockKey, InstanceId
 from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.storage.block_ledger import BlockLedger
@@ -31,7 +31,7 @@ from moonpool_engine.storage.kept_memory import open_in_folder
 from moonpool_engine.storage.store import BlockStore, open_store
 from moonpool_engine.transfer.arena import Arena, ArenaError
 from moonpool_engine.transfer.messenger import Messenger
-from moonpool_engine.worker.transfers import perform_storage, perform_transfer
+from moonpool_engine.worker.transfers import storage_by, transfers_by
 
 log = logging.getLogger("moonpool.pool")
 
@@ -79,6 +79,9 @@ class SpaceHost:
         self._store = store
         self._store_error = store_error
         self._messenger = messenger
+        self._performers = {**transfers_by(messenger, layout.num_layers)}
+        if store is not None:
+            self._performers |= storage_by(store)
         self.address: PeerAddress = messenger.start()
 
     @property
@@ -100,13 +103,11 @@ class SpaceHost:
         match action:
             case BlocksFound() | BlocksFetched():
                 ended.append(action)
-            case GrantRead() | FetchBlocks():
+            case _:
                 if isinstance(action, FetchBlocks):
                     self._arena.checksums.forget(action.block_ids)
-                perform_transfer(self._messenger, self.layout.num_layers, action)
-            case _:
-                if self._store is not None:
-                    perform_storage(self._store, action)
+                if (performed_by := self._performers.get(type(action))) is not None:
+                    performed_by(action)
 
     def reserve(
         self, number: int, keys: Sequence[BlockKey], first_depth: int
@@ -165,7 +166,7 @@ class SpaceHost:
             ssd_cached=0 if tier is None else tier.cached,
             ssd_error=self._store_error if tier is None else tier.error,
             ssd_read_bytes_per_s=rate,
-            owners=pool.owners() if len(pool.owners()) <= 64 else {},
+            owners=pool.named_owners() if len(pool.owners()) <= 64 else {},
             counters=counters,
         )
 

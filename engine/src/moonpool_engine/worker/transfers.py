@@ -26,22 +26,11 @@ from moonpool.scheduler.actions import (
     StoreBlocks,
     WorkerEvent,
 )
+from moonpool.scheduler.driver import Performers
 from moonpool_engine.attention_offload.offload import Offload
 from moonpool_engine.storage.tier_store import SharedStore, TierStore
 from moonpool_engine.transfer.gate import LayerGate
 from moonpool_engine.transfer.messenger import Messenger
-
-Transfer = (
-    FetchBlocks
-    | GrantRead
-    | StartStream
-    | SendBlocks
-    | FinishStream
-    | AbortStream
-    | ExpectStream
-    | CancelStream
-)
-Storage = StoreBlocks | LoadBlocks | LookUpBlocks | ForgetStored
 
 
 class LayerGates:
@@ -123,65 +112,60 @@ class LayerWaits:
         return [entry for i, entry in enumerate(self._entries) if i not in self._missed]
 
 
-def perform_transfer(
-    messenger: Messenger | Offload,
-    num_layers: int,
-    action: Transfer,
-    gates: LayerGates | None = None,
-) -> None:
-    """Begins or ends a transfer; the messenger posts its outcome.
+def transfers_by(
+    messenger: Messenger | Offload, num_layers: int, gates: LayerGates | None = None
+) -> Performers:
+    """What performs transfers: the messenger, which posts their outcomes.
 
     With `gates`, steps can wait for the layers of a fetch.
     """
-    match action:
-        case SendBlocks():
-            layers = range(num_layers)
-            slices = [(index, block, layer) for layer in layers for index, block in action.blocks]
-            messenger.send(action.stream_id, slices)
-        case StartStream():
-            messenger.open_stream(action.stream_id, action.target, action.timeout_s)
-        case FinishStream():
-            messenger.finish_stream(action.stream_id)
-        case AbortStream():
-            messenger.abort_stream(action.stream_id)
-        case ExpectStream():
-            messenger.expect(
-                action.stream_id, action.block_ids, action.first_index, action.timeout_s
-            )
-        case CancelStream():
-            messenger.cancel(action.stream_id)
-        case FetchBlocks():
-            fetch = (
-                action.fetch_id,
-                action.source,
-                action.keys,
-                action.block_ids,
-                action.timeout_s,
-            )
-            if gates is None or isinstance(messenger, Offload):
-                messenger.fetch(*fetch)
-            else:
-                messenger.fetch(*fetch, gates.begin(action))
-        case GrantRead():
-            messenger.grant(action.read_id, action.block_ids)
+
+    def fetch(action: FetchBlocks) -> None:
+        fetched = (action.fetch_id, action.source, action.keys, action.block_ids, action.timeout_s)
+        if gates is None or isinstance(messenger, Offload):
+            messenger.fetch(*fetched)
+        else:
+            messenger.fetch(*fetched, gates.begin(action))
+
+    def send(action: SendBlocks) -> None:
+        layers = range(num_layers)
+        slices = [(index, block, layer) for layer in layers for index, block in action.blocks]
+        messenger.send(action.stream_id, slices)
+
+    return {
+        FetchBlocks: fetch,
+        GrantRead: lambda a: messenger.grant(a.read_id, a.block_ids),
+        StartStream: lambda a: messenger.open_stream(a.stream_id, a.target, a.timeout_s),
+        SendBlocks: send,
+        FinishStream: lambda a: messenger.finish_stream(a.stream_id),
+        AbortStream: lambda a: messenger.abort_stream(a.stream_id),
+        ExpectStream: lambda a: messenger.expect(
+            a.stream_id, a.block_ids, a.first_index, a.timeout_s
+        ),
+        CancelStream: lambda a: messenger.cancel(a.stream_id),
+    }
 
 
-def perform_storage(store: TierStore, action: Storage, gates: LayerGates | None = None) -> None:
-    """Begins an operation of the tier below DRAM; the store posts its outcome.
+def storage_by(store: TierStore, gates: LayerGates | None = None) -> Performers:
+    """What performs operations of the tier below DRAM: the store, which posts their outcomes.
 
     With `gates`, steps can wait for the layers of a load.
     """
-    match action:
-        case StoreBlocks():
-            store.store(action.store_id, action.keys, action.block_ids, action.slots)
-        case LoadBlocks():
-            gate = gates.begin(action) if gates is not None and action.by_layer else None
-            store.load(action.load_id, action.keys, action.slots, action.block_ids, gate)
-        case LookUpBlocks():
-            assert isinstance(store, SharedStore)  # the state machine looks up in no other
-            store.look_up(action.lookup_id, action.keys)
-        case ForgetStored():
-            store.forget(action.slots)
+
+    def load(action: LoadBlocks) -> None:
+        gate = gates.begin(action) if gates is not None and action.by_layer else None
+        store.load(action.load_id, action.keys, action.slots, action.block_ids, gate)
+
+    def look_up(action: LookUpBlocks) -> None:
+        assert isinstance(store, SharedStore)  # the state machine looks up in no other
+        store.look_up(action.lookup_id, action.keys)
+
+    return {
+        StoreBlocks: lambda a: store.store(a.store_id, a.keys, a.block_ids, a.slots),
+        LoadBlocks: load,
+        LookUpBlocks: look_up,
+        ForgetStored: lambda a: store.forget(a.slots),
+    }
 
 
 def send_layer(messenger: Messenger | Offload, entries: Iterable[StepEntry], layer: int) -> None:

@@ -36,18 +36,15 @@ from moonpool.protocol.messages import BlocksChanged, Report
 from moonpool.protocol.supervision import HUNG_STATUS
 from moonpool.scheduler.actions import (
     ExitProcess,
-    ForgetStored,
-    LoadBlocks,
-    LookUpBlocks,
     RunStep,
     SendReport,
     StepEnded,
     StepFailed,
     StopRepeating,
-    StoreBlocks,
     WorkerAction,
     WorkerEvent,
 )
+from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.types import InstanceId, Role
 from moonpool_engine.attention_offload.offload import Event, Offload
@@ -64,7 +61,7 @@ from moonpool_engine.worker.engine_thread import (
     StepWatchdog,
 )
 from moonpool_engine.worker.instance_boot import BootedInstance, boot_instance
-from moonpool_engine.worker.transfers import LayerGates, perform_storage, perform_transfer
+from moonpool_engine.worker.transfers import LayerGates, storage_by, transfers_by
 
 log = logging.getLogger("moonpool.worker")
 
@@ -100,6 +97,7 @@ class Worker(InstanceProcess):
         self._shared = shared
         self._listen_host = listen_host
         self._booted: BootedInstance | None = None
+        self._driver: InstanceDriver | None = None
         self._setup: Setup | None = None
         self._engine: EngineThread | PipelineThread | None = None
         self._watch: StepWatchdog | None = None
@@ -225,6 +223,7 @@ class Worker(InstanceProcess):
         num_stages = booted.instance.config.micro_batches
         self._watch = StepWatchdog(booted.cost, num_stages, patience_s)
         self._domain_notice = DomainNotice(booted.cost.domain)
+        self._driver = self._drive(booted)
         self._booted = booted
         settle_memory()
 
@@ -299,33 +298,12 @@ class Worker(InstanceProcess):
     def _perform(self, actions: list[WorkerAction]) -> None:
         booted = self._booted
         assert booted is not None
-        assert self._engine is not None
         if booted.ledger is not None:  # before any action can overwrite a block
             booted.ledger.note(booted.instance.pool.take_rekeyed())
         if booted.arena.is_late:
             booted.arena.reach(booted.instance.pool.num_ever_used)
-        for action in actions:
-            match action:
-                case SendReport() | ExitProcess():
-                    continue  # below
-                case StopRepeating():
-                    continue  # only the simulator repeats steps
-                case RunStep():
-                    assert self._watch is not None
-                    self._watch.begin(action)
-                    if (notice := self._domain_notice.of(action)) is not None:
-                        log.info("%s", notice)
-                    self._engine.submit(action, self._gates.of_step(action))
-                case StoreBlocks() | LoadBlocks() | LookUpBlocks() | ForgetStored():
-                    assert booted.store is not None, (
-                        "an instance without SSD blocks has no such actions"
-                    )
-                    self._engine.before_transfer(action)
-                    perform_storage(booted.store, action, self._gates)
-                case _:
-                    self._engine.before_transfer(action)
-                    layers = booted.layout.num_layers
-                    perform_transfer(booted.messenger, layers, action, self._gates)
+        assert self._driver is not None
+        self._driver.perform(actions)
         # Reports go last, so that the next step is computed while the tokens are sent.
         reports = [action.report for action in actions if isinstance(action, SendReport)]
         if isinstance(booted.messenger, Offload):
@@ -335,6 +313,34 @@ class Worker(InstanceProcess):
         if any(isinstance(action, ExitProcess) for action in actions):
             self._link.send(booted.load())  # what it has counted since the last beat
             self._link.stop("it leaves")
+
+    def _drive(self, booted: BootedInstance) -> InstanceDriver:
+        """Says what performs each action."""
+        moves = {**transfers_by(booted.messenger, booted.layout.num_layers, self._gates)}
+        if booted.store is not None:  # an instance without SSD blocks has no such actions
+            moves |= storage_by(booted.store, self._gates)
+
+        def move(action: WorkerAction) -> None:
+            assert self._engine is not None
+            self._engine.before_transfer(action)
+            moves[type(action)](action)
+
+        # Reports and the end are for `_perform`, and only the simulator repeats steps.
+        elsewhere = dict.fromkeys((SendReport, ExitProcess, StopRepeating), _ignore)
+        performers: Performers = {
+            **dict.fromkeys(moves, move),
+            **elsewhere,
+            RunStep: self._run_step,
+        }
+        return InstanceDriver(booted.instance, self._loop.time, performers)
+
+    def _run_step(self, step: RunStep) -> None:
+        assert self._engine is not None
+        assert self._watch is not None
+        self._watch.begin(step)
+        if (notice := self._domain_notice.of(step)) is not None:
+            log.info("%s", notice)
+        self._engine.submit(step, self._gates.of_step(step))
 
     def _name_blocks(self, offload: Offload, instance: Instance, reports: list[Report]) -> None:
         """Reports the keys of new blocks to the attention workers that hold them."""
@@ -367,6 +373,10 @@ def make_worker(settings: WorkerSettings) -> Worker:
         settings.tls,
         settings.shared,
     )
+
+
+def _ignore(action: WorkerAction) -> None:
+    """An action that is performed elsewhere, or never."""
 
 
 def _shared(setup: Setup) -> Setup:

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.kvcache.block_pool import BlockPool, PoolChanges
 from moonpool.kvcache.eviction.policies import LruEviction
 from moonpool.kvcache.eviction.replica_aware import ReplicaAwareEviction
@@ -111,7 +112,7 @@ class PartitionedPool(BlockPool):
         return max(self.sizes)  # even while that arena is lost, because it comes back
 
     def allocate(
-        self, owner: str, num_blocks: int, sequence: Sequence[BlockId] = ()
+        self, owner: BlockOwner, num_blocks: int, sequence: Sequence[BlockId] = ()
     ) -> list[BlockId] | None:
         """A new sequence goes to the arena with the least held blocks that has room. Evictable
         blocks count as room only between equals, and of several equal arenas the last one is
@@ -172,8 +173,8 @@ class PartitionedPool(BlockPool):
     def num_cached(self) -> int:
         return sum(pool.num_cached for pool in self._pools)
 
-    def owners(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
+    def owners(self) -> dict[BlockOwner, int]:
+        counts: dict[BlockOwner, int] = {}
         for pool in self._pools:
             for owner, count in pool.owners().items():
                 counts[owner] = counts.get(owner, 0) + count
@@ -223,7 +224,7 @@ class PartitionedPool(BlockPool):
                 best = [BlockId(b + start) for b in found]
         return best
 
-    def acquire(self, owner: str, block_ids: Iterable[BlockId]) -> None:
+    def acquire(self, owner: BlockOwner, block_ids: Iterable[BlockId]) -> None:
         for pool, own in self._by_arena(block_ids):
             pool.acquire(owner, own)
 
@@ -240,7 +241,7 @@ class PartitionedPool(BlockPool):
         for offset, (block_id, key) in enumerate(zip(block_ids, keys, strict=True)):
             self.cache_block(block_id, key, depth + offset)
 
-    def withdraw(self, owner: str, num_blocks: int) -> list[BlockId]:
+    def withdraw(self, owner: BlockOwner, num_blocks: int) -> list[BlockId]:
         found: list[BlockId] = []
         for start, pool in zip(self._starts, self._pools, strict=False):
             for block in pool.withdraw(owner, num_blocks - len(found)):
@@ -267,11 +268,11 @@ class PartitionedPool(BlockPool):
             refused += [BlockId(b + start) for b in self._pools[arena].adopt(own)]
         return refused
 
-    def release(self, owner: str) -> None:
+    def release(self, owner: BlockOwner) -> None:
         for pool in self._pools:
             pool.release(owner)
 
-    def release_some(self, owner: str, block_ids: Sequence[BlockId]) -> None:
+    def release_some(self, owner: BlockOwner, block_ids: Sequence[BlockId]) -> None:
         for pool, own in self._by_arena(block_ids):
             pool.release_some(owner, own)
 

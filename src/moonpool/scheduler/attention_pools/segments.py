@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.kvcache.eviction.replica_aware import ReplicaAwareEviction
 from moonpool.scheduler.attention_pools.partitions import PartitionedPool
 from moonpool.types import BlockId, BlockKey
@@ -80,7 +81,7 @@ class SegmentedPool(PartitionedPool):
         return any(self.arena_of(block_id) == arena for block_id in victim)
 
     def allocate(
-        self, owner: str, num_blocks: int, sequence: Sequence[BlockId] = ()
+        self, owner: BlockOwner, num_blocks: int, sequence: Sequence[BlockId] = ()
     ) -> list[BlockId] | None:
         places = self._places(sequence, num_blocks, self._room_now())
         if places is None:

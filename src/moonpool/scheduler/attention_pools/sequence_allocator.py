@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.types import BlockId
 
@@ -23,7 +24,7 @@ class SequenceAllocator(Protocol):
         ...
 
     def allocate(
-        self, owner: str, num_blocks: int, sequence: Sequence[BlockId] = ()
+        self, owner: BlockOwner, num_blocks: int, sequence: Sequence[BlockId] = ()
     ) -> list[BlockId] | None:
         """As `BlockPool.allocate`, for blocks that continue `sequence`: all blocks the sequence has
         so far, in order."""
@@ -50,7 +51,7 @@ class OneArena:
         return self._pool.num_blocks
 
     def allocate(
-        self, owner: str, num_blocks: int, sequence: Sequence[BlockId] = ()
+        self, owner: BlockOwner, num_blocks: int, sequence: Sequence[BlockId] = ()
     ) -> list[BlockId] | None:
         return self._pool.allocate(owner, num_blocks)
 

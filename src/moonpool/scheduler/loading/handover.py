@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import nlargest
 
+from moonpool.kvcache.block_owner import EVICTION, BlockOwner
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.protocol.messages import HotPrefix, PrefixTakenOver, TakeOverPrefix
 from moonpool.protocol.transfer_events import FetchEnded
@@ -17,8 +18,6 @@ from moonpool.scheduler.actions import Effects, FetchBlocks
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.types import BlockId, BlockKey
 
-FETCH_ID_PREFIX = "takeover:"
-"""Prefix of the ids of these fetches; no attempt's id begins with it."""
 MAX_SHARE = 4
 """A takeover uses at most one in this many of the pool's blocks."""
 
@@ -74,6 +73,7 @@ def _key(pool: BlockPool, block_id: BlockId) -> BlockKey:
 
 @dataclass(frozen=True, slots=True)
 class _Takeover:
+    owner: BlockOwner  # whose name is also the id of the fetch; no attempt has such an id
     command: TakeOverPrefix
     keys: tuple[BlockKey, ...]  # the blocks to fetch
     blocks: tuple[BlockId, ...]
@@ -82,7 +82,7 @@ class _Takeover:
 
 
 class KvHandover:
-    """The takeovers in progress. The owner of a takeover's holds is the id of its fetch."""
+    """The takeovers in progress, by the ids of their fetches."""
 
     def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
         self._kv_cache = kv_cache
@@ -91,20 +91,24 @@ class KvHandover:
         self._num_begun = 0
 
     @property
-    def owners(self) -> set[str]:
+    def owners(self) -> set[BlockOwner]:
         """All owners of holds for takeovers."""
-        return set(self._takeovers)
+        return {takeover.owner for takeover in self._takeovers.values()}
+
+    def has(self, fetch_id: str) -> bool:
+        """Whether a fetch belongs to a takeover."""
+        return fetch_id in self._takeovers
 
     def begin(self, command: TakeOverPrefix) -> None:
         """Fetches the missing blocks of a prefix, as far as there is room."""
         pool = self._kv_cache.pool
         self._num_begun += 1
-        owner = f"{FETCH_ID_PREFIX}{self._num_begun}"
+        owner = BlockOwner("takeover", str(self._num_begun))
         held = pool.match(command.keys)
         missing = command.keys[len(held) :]
         pool.acquire(owner, held)
         num_blocks = min(len(missing), pool.num_blocks // MAX_SHARE)
-        num_blocks = min(num_blocks, self._make_room(owner, num_blocks, command.num_uses))
+        num_blocks = min(num_blocks, self._make_room(num_blocks, command.num_uses))
         blocks = self._kv_cache.sequences.allocate(owner, num_blocks, held)
         while num_blocks and not blocks:  # the free blocks are not all in one arena
             num_blocks //= 2
@@ -115,8 +119,11 @@ class KvHandover:
             self._effects.report(PrefixTakenOver(number=command.number, num_blocks=0, full=full))
             return
         keys = missing[:num_blocks]
-        self._takeovers[owner] = _Takeover(command, keys, tuple(blocks), len(held), full)
-        self._effects.perform(FetchBlocks(owner, command.source, keys, blocks, command.timeout_s))
+        takeover = _Takeover(owner, command, keys, tuple(blocks), len(held), full)
+        self._takeovers[owner.name] = takeover
+        self._effects.perform(
+            FetchBlocks(owner.name, command.source, keys, blocks, command.timeout_s)
+        )
 
     def on_fetch_ended(self, event: FetchEnded) -> None:
         """Caches the blocks that arrived, with the number of uses they had at the source."""
@@ -126,7 +133,7 @@ class KvHandover:
             block_id = takeover.blocks[offset]
             if pool.cache_block(block_id, takeover.keys[offset], takeover.depth + offset):
                 pool.count_uses(block_id, takeover.command.num_uses)
-        pool.release(event.fetch_id)
+        pool.release(takeover.owner)
         effects.count("taken_over_blocks", event.num_blocks)
         effects.count("corrupt_slices", event.corrupt_slices)
         effects.count("fetched_bytes", event.num_bytes)
@@ -140,17 +147,17 @@ class KvHandover:
             )
         )
 
-    def _make_room(self, owner: str, num_blocks: int, num_uses: int) -> int:
+    def _make_room(self, num_blocks: int, num_uses: int) -> int:
         """Evicts blocks until `num_blocks` are free, but none that is used at least `num_uses`
         times. Returns the number of free blocks."""
         pool = self._kv_cache.pool
         while pool.num_free < num_blocks:
-            victims = pool.withdraw(f"{owner}:room", 1)
+            victims = pool.withdraw(EVICTION, 1)
             if not victims:
                 break
             if pool.num_uses(victims[0]) >= num_uses:
-                pool.acquire(f"{owner}:room", victims)  # so that it stays cached
-                pool.release(f"{owner}:room")
+                pool.acquire(EVICTION, victims)  # so that it stays cached
+                pool.release(EVICTION)
                 break
-            pool.release(f"{owner}:room")
+            pool.release(EVICTION)
         return pool.num_free

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from moonpool.cost.model import CostModel
+from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.messages import PrefetchBlocks
 from moonpool.scheduler.actions import Effects
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
@@ -25,7 +26,7 @@ BATCH_BLOCKS = 16
 MAX_SHARE = 4
 MAX_COMMANDS = 64
 """Commands that wait for their turn; the oldest are dropped."""
-OWNER = "prefetch"
+_TOUCH = BlockOwner("touch")
 
 
 class Prefetch:
@@ -112,8 +113,8 @@ class Prefetch:
 
     def _refresh(self, keys: Sequence[BlockKey]) -> None:
         """Counts a use of the whole prefix: without its beginning, the rest would be worthless."""
-        self._pool.acquire(OWNER, self._pool.find_all(keys))
-        self._pool.release(OWNER)
+        self._pool.acquire(_TOUCH, self._pool.find_all(keys))
+        self._pool.release(_TOUCH)
 
     def validate(self) -> None:
         """Asserts that what is unused lies in DRAM, and within its bound."""
