@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import struct
 import sys
 import traceback
 from array import array
@@ -49,6 +48,7 @@ from moonpool.api.preparation import (
     Preparer,
 )
 from moonpool.api.tools import Tools
+from moonpool.framing import Framing
 from moonpool.link.parent import end_with
 from moonpool.text.shown import shown_name
 from moonpool.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, TokenizerParts
@@ -74,7 +74,7 @@ LARGE_BYTES = 64 << 10
 MAX_REMEMBERED = 4096
 MAX_REST_BYTES = 1 << 20
 """Largest body without its prompt. The head's loop decodes it."""
-LENGTH = struct.Struct("<I")
+FRAMES = Framing("<", max_bytes=1 << 30)
 
 
 class BodyStart(Struct, frozen=True):
@@ -363,7 +363,8 @@ def main() -> None:
     sys.stdout = sys.stderr
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    start = _START.decode(_read(source) or b"")
+    frames = FRAMES.read_all(source.read)
+    start = _START.decode(next(frames, b""))
     end_with(start.parent_pid)
     if start.yields:
         os.nice(5)
@@ -381,7 +382,7 @@ def main() -> None:
     except (LimitReachedError, MemoryError):
         return  # its parent sees that it did not get ready
     _write(sink, BodyReady())
-    while frame := _read(source):
+    for frame in frames:
         work = _FRAME.decode(frame)
         if isinstance(work, UseCard):
             reader.use(work.card)
@@ -405,15 +406,8 @@ def _open(start: BodyStart) -> Tokenizer:
 
 
 def _write(sink: BinaryIO, reply: BodyReady | BodyResult) -> None:
-    body = msgspec.msgpack.encode(reply)
-    sink.write(LENGTH.pack(len(body)) + body)
+    sink.write(FRAMES.framed(msgspec.msgpack.encode(reply)))
     sink.flush()
-
-
-def _read(source: BinaryIO) -> bytes:
-    """Returns the next frame; empty at the end."""
-    head = source.read(LENGTH.size)
-    return source.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
 
 
 assert set(get_args(Kind)) <= set(dir(Preparer))

@@ -20,7 +20,7 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from moonpool.host_pool.framing import LENGTH, body_bytes, framed, is_own_user
+from moonpool.host_pool.framing import FRAMES, framed, is_own_user
 from moonpool.host_pool.messages import (
     FROM_POOL,
     AttachRank,
@@ -173,12 +173,8 @@ class _RefusedError(Exception):
 
 
 def _read(reader: BinaryIO) -> PoolMessage:
-    head = reader.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        raise ConnectionError("it ended the connection")
-    length = body_bytes(head)
-    body = reader.read(length)
-    if len(body) < length:
-        raise ConnectionError("it ended the connection")
-    message: PoolMessage = FROM_POOL.decode(body)
+    try:
+        message: PoolMessage = FROM_POOL.decode(FRAMES.read(reader.read))
+    except EOFError:
+        raise ConnectionError("it ended the connection") from None
     return message

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from moonpool.api.connection.call_log import CallLog, StreamKeeper, record_of
+from moonpool.api.connection.call_log import RECORDS, CallLog, StreamKeeper
 from moonpool.api.connection.poison import INSTANCES_ENDED, MAX_ENDED, Enders
 from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
@@ -367,7 +367,7 @@ def _num_ended(opening: Opening, entries: Iterable[Entry]) -> int:
 
 def written_log(opening: Opening, entries: bytes) -> bytes:
     """Returns the bytes of a log. `entries`: bytes of another log, after its opening."""
-    return record_of(_encode(opening)) + entries
+    return RECORDS.framed(_encode(opening)) + entries
 
 
 def digest_of(path: str, body: bytes) -> bytes:
