@@ -35,7 +35,7 @@ MAX_FUNCTION_LINES = 70
 LEVELS = (
     {"types"},
     {"config", "request_record"},
-    {"cores", "framing", "gc_tuning", "installation", "log_limit", "pages"},
+    {"cores", "framing", "gc_tuning", "installation", "log_limit", "pages", "retry_delays"},
     {"kvcache", "cost", "text"},
     {"protocol", "discovery"},
     {"scheduler.attention_pools"},
@@ -85,6 +85,7 @@ PURE_ROOMS = {
     "types",
     "config",
     "request_record",
+    "retry_delays",
     "kvcache",
     "cost",
     "protocol",

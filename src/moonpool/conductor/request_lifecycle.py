@@ -34,7 +34,7 @@ from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, Track
 from moonpool.conductor.waiting.deadlines import Deadlines
 from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.preemption import Preemption
-from moonpool.conductor.waiting.queue import RETRY_DELAYS_S, WaitingRequests, WaitNeed
+from moonpool.conductor.waiting.queue import RETRIES, WaitingRequests, WaitNeed
 from moonpool.conductor.waiting.retry_schedule import RetrySchedule
 from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
 from moonpool.config.tables import ConductorConfig
@@ -487,7 +487,7 @@ class RequestLifecycle:
         if is_last or (tracked.request.forwarded and tracked.generated):
             self._reject(tracked, Rejection(status, reason, text, 1.0), now)
             return
-        delay_s = RETRY_DELAYS_S[min(max(tracked.num_faults - 1, 0), len(RETRY_DELAYS_S) - 1)]
+        delay_s = RETRIES.after(tracked.num_faults)
         if delay_s:  # what failed twice at once may need a moment
             self.waiting.add(tracked, now + delay_s)
         else:
