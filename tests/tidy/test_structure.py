@@ -34,7 +34,7 @@ MAX_FUNCTION_LINES = 70
 # declares itself, so the head that implements it stands above.
 LEVELS = (
     {"types"},
-    {"config", "request_record"},
+    {"config", "refusal", "request_record"},
     {
         "cores",
         "framing",
@@ -93,6 +93,7 @@ LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in room
 PURE_ROOMS = {
     "types",
     "config",
+    "refusal",
     "request_record",
     "retry_delays",
     "server_events",

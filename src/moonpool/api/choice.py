@@ -123,7 +123,7 @@ class Choice:
         try:
             delta = await self._delta(output)
         except RequestRefused as refused:
-            frontend.abort(request_id, refused.reason)
+            frontend.abort(request_id, refused.refusal.reason)
             refused.is_counted = True
             raise
         if self.finish_reason is not None and isinstance(self.stop_reason, str):

@@ -53,6 +53,7 @@ from moonpool.protocol.messages import (
     StreamBroken,
     TransferDone,
 )
+from moonpool.refusal import Refusal
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Token, payer_of
 
@@ -522,16 +523,9 @@ class RequestLifecycle:
             retry_after_s = self._retries.retry_after_s(rejection.retry_after_s, now)
         tracked.explanation.add(f"refused: {rejection.message}")
         tracked.record.projection = rejection.projection
-        self._actions.append(
-            Refuse(
-                tracked.request.request_id,
-                rejection.status,
-                rejection.reason,
-                rejection.message,
-                retry_after_s,
-                rejection.projection,
-            )
-        )
+        told = rejection.status, rejection.reason, rejection.message, retry_after_s
+        refusal = Refusal(*told, rejection.projection)
+        self._actions.append(Refuse(tracked.request.request_id, refusal))
         self.end(tracked, rejection.reason, now)
 
     def end(

@@ -139,7 +139,7 @@ def decisions(actions: Sequence[ConductorAction]) -> tuple[str, ...]:
                 attempt = getattr(work, "attempt_id", "")
                 found.append(f"{action.instance_id} {type(command).__name__} {attempt}")
             case Refuse():
-                found.append(f"refuse {action.request_id} {action.reason}")
+                found.append(f"refuse {action.request_id} {action.refusal.reason}")
             case RequestEnded():
                 found.append(f"ended {action.record.request_id} {action.record.outcome}")
             case InstancesWanted():

@@ -75,7 +75,7 @@ def test_what_would_miss_its_slo_is_refused_with_the_reason() -> None:
     decisions = [driver.send(text_call(f"c{i}", f"{i} " * 400, 50)) for i in range(20)]
     refused = [each for each in decisions if isinstance(each, RefusedCall)]
     assert isinstance(decisions[0], PlacedCall) and refused
-    assert refused[-1].status == 429 and refused[-1].reason == "ttft_slo"
+    assert (refused[-1].refusal.status, refused[-1].refusal.reason) == (429, "ttft_slo")
     assert "TTFT" in refused[-1].message and (refused[-1].retry_after_s or 0) > 0
 
 
