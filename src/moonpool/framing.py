@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from asyncio import StreamReader
@@ -26,17 +26,17 @@ class Framing:
     NUM_LENGTH_BYTES = 4
 
     def __init__(self, byte_order: Literal["<", ">"], max_bytes: int = (1 << 32) - 1) -> None:
-        length = struct.Struct(f"{byte_order}I")
         self.max_bytes = max_bytes
-        self._pack, self._pack_into, self._unpack = (
-            length.pack,
-            length.pack_into,
-            length.unpack_from,
-        )
+        self._length = struct.Struct(f"{byte_order}I")
 
     def framed(self, body: bytes) -> bytes:
         """Returns the frame of a body."""
-        return self._pack(len(body)) + body
+        return self._length.pack(len(body)) + body
+
+    def write(self, sink: IO[bytes], body: bytes) -> None:
+        """Writes the frame of a body at once."""
+        sink.write(self.framed(body))
+        sink.flush()
 
     def begin(self, pending: bytearray) -> int:
         """Leaves room for a length at the end of `pending`. Returns what `finish` needs."""
@@ -45,35 +45,31 @@ class Framing:
 
     def finish(self, pending: bytearray, begun: int) -> None:
         """The bytes since `begin` are the body of a frame."""
-        self._pack_into(pending, begun - self.NUM_LENGTH_BYTES, len(pending) - begun)
+        self._length.pack_into(pending, begun - self.NUM_LENGTH_BYTES, len(pending) - begun)
 
-    def num_body_bytes(self, buffer: bytes | bytearray | memoryview, start: int = 0) -> int:
-        """Returns the length of the body of the frame at `start`. Raises FrameTooLongError."""
-        length: int = self._unpack(buffer, start)[0]
+    def num_body_bytes(self, start: bytes | bytearray) -> int:
+        """Returns the length of the frame that starts so. Raises FrameTooLongError."""
+        length: int = self._length.unpack_from(start)[0]
         if length > self.max_bytes:
             raise FrameTooLongError(f"a frame of {length} bytes exceeds {self.max_bytes}")
         return length
 
-    def end(self, buffer: bytes | bytearray | memoryview, start: int) -> int:
-        """Returns where the frame at `start` ends; 0 if the buffer does not have all of it. Raises
-        FrameTooLongError."""
-        if len(buffer) - start < self.NUM_LENGTH_BYTES:
-            return 0
-        end = start + self.NUM_LENGTH_BYTES + self.num_body_bytes(buffer, start)
-        return end if end <= len(buffer) else 0
+    def pop(self, received: bytearray) -> bytes | None:
+        """Removes the first frame from `received` and returns its body; None: it is not all there.
+        Raises FrameTooLongError."""
+        if len(received) < self.NUM_LENGTH_BYTES:
+            return None
+        end = self.NUM_LENGTH_BYTES + self.num_body_bytes(received)
+        if len(received) < end:
+            return None
+        body = bytes(memoryview(received)[self.NUM_LENGTH_BYTES : end])
+        del received[:end]
+        return body
 
-    def bodies(self, buffer: bytes | bytearray | memoryview, start: int = 0) -> Iterator[bytes]:
-        """Yields the bodies of all whole frames. Raises FrameTooLongError."""
-        while end := self.end(buffer, start):
-            yield bytes(buffer[start + self.NUM_LENGTH_BYTES : end])
-            start = end
-
-    def take(self, received: bytearray) -> list[bytes]:
-        """Removes all whole frames from `received`, and returns their bodies. Raises
-        FrameTooLongError."""
-        found = list(self.bodies(received))
-        del received[: sum(map(len, found)) + self.NUM_LENGTH_BYTES * len(found)]
-        return found
+    def pop_all(self, received: bytearray) -> Iterator[bytes]:
+        """Yields the bodies of all whole frames, as `pop` does."""
+        while (body := self.pop(received)) is not None:
+            yield body
 
     def read(self, read: Callable[[int], bytes]) -> bytes:
         """Reads the next body. `read` returns fewer bytes than asked for only at the end. Raises

@@ -18,7 +18,7 @@ import traceback
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -75,6 +75,7 @@ MAX_REMEMBERED = 4096
 MAX_REST_BYTES = 1 << 20
 """Largest body without its prompt. The head's loop decodes it."""
 FRAMES = Framing("<", max_bytes=1 << 30)
+_encode = msgspec.msgpack.encode
 
 
 class BodyStart(Struct, frozen=True):
@@ -373,22 +374,22 @@ def main() -> None:
         with limits.within(LOAD_S, LOAD_BYTES):
             reader = _Reader(start, StageNote(int(sys.argv[1])), limits)
     except TokenizerError as error:
-        _write(sink, BodyReady(error=str(error)))
+        FRAMES.write(sink, _encode(BodyReady(error=str(error))))
         return
     except ChatTemplateError as error:
         where = "--chat-template" if start.chat_template else start.tokenizer
-        _write(sink, BodyReady(error=f"{where}: {error}"))
+        FRAMES.write(sink, _encode(BodyReady(error=f"{where}: {error}")))
         return
     except (LimitReachedError, MemoryError):
         return  # its parent sees that it did not get ready
-    _write(sink, BodyReady())
+    FRAMES.write(sink, _encode(BodyReady()))
     for frame in frames:
         work = _FRAME.decode(frame)
         if isinstance(work, UseCard):
             reader.use(work.card)
             continue
         result = reader.read(work)
-        _write(sink, result)
+        FRAMES.write(sink, _encode(result))
         if (result.was_exhausted or len(work.raw) > LARGE_BYTES) and not limits.has_room:
             break  # another process begins anew
     os._exit(0)  # at once: what is left takes long to free
@@ -403,11 +404,6 @@ def _open(start: BodyStart) -> Tokenizer:
     if start.chat_template:
         tokenizer.use_chat_template(start.chat_template)
     return tokenizer
-
-
-def _write(sink: BinaryIO, reply: BodyReady | BodyResult) -> None:
-    sink.write(FRAMES.framed(msgspec.msgpack.encode(reply)))
-    sink.flush()
 
 
 assert set(get_args(Kind)) <= set(dir(Preparer))

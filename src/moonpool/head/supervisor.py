@@ -27,7 +27,7 @@ from moonpool.discovery.listed_server import ListedServer
 from moonpool.discovery.watch import Discovery
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
-from moonpool.head.fronts.keeper import Fronts
+from moonpool.head.fronts.keeper import RESTARTS, Fronts
 from moonpool.head.held_answers import HeldAnswers
 from moonpool.head.keeper import WorkerProcess
 from moonpool.head.launcher import LocalLauncher, worker_environment
@@ -56,13 +56,10 @@ from moonpool.protocol.supervision import (
     UpgradeWanted,
     WorkerCrashed,
 )
-from moonpool.retry_delays import RetryDelays
 from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.supervisor")
 
-RESTARTS = RetryDelays((0.0, 0.0, 0.1, 0.5, 1.0, 2.0), steady_s=10.0)
-"""Of heads that die in short succession."""
 HUNG_S = 30.0
 """A head whose loop does not turn for this long is killed. One that is stopped is not hung: it
 is replaced at once, or left alone for its TLS connections."""

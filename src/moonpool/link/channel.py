@@ -116,35 +116,25 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._write_body(self._handshake.start())
 
     def data_received(self, data: bytes) -> None:
-        buffer: bytes | bytearray = data
-        if self._buffer:
-            self._buffer += data
-            buffer = self._buffer
-        if self._handshake is not None and buffer[:2] in TLS_STARTS:
+        self._buffer += data
+        if self._handshake is not None and bytes(self._buffer[:2]) in TLS_STARTS:
             self.refused = True
             if self._transport is not None:
                 self._transport.write(PLAIN_ANSWER)
             self.close(NO_TLS_HERE)
             return
-        offset = 0
         while not self._reason:
             try:
-                end = (_HANDSHAKE_FRAMES if self._handshake else _FRAMES).end(buffer, offset)
+                body = (_HANDSHAKE_FRAMES if self._handshake else _FRAMES).pop(self._buffer)
             except FrameTooLongError as error:
                 self._fail(str(error))
                 return
-            if not end:
-                break
-            body = bytes(buffer[offset + Framing.NUM_LENGTH_BYTES : end])
-            offset = end
+            if body is None:
+                return
             if self._handshake is not None:
                 self._shake_hands(self._handshake, body)
             else:
                 self._take(body)
-        if buffer is data:
-            self._buffer += data[offset:]
-        else:
-            del self._buffer[:offset]
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:

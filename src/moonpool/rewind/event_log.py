@@ -179,15 +179,13 @@ def read_events(segment: Segment) -> Iterator[LoggedEvent]:
     """Yields the events of a segment. Raises EventLogError."""
     outer = msgspec.msgpack.Decoder(tuple[float, int, msgspec.Raw, tuple[str, ...]])
     decoders = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
-    entries = memoryview(segment.entries)
-    num_read_bytes = 0
-    for entry in _ENTRIES.bodies(entries):
-        num_read_bytes += _ENTRIES.NUM_LENGTH_BYTES + len(entry)
+    entries = bytearray(segment.entries)
+    for entry in _ENTRIES.pop_all(entries):
         try:
             now, number, body, decided = outer.decode(entry)
             event = decoders[number].decode(body)
         except (msgspec.DecodeError, IndexError, RecursionError) as error:
             raise EventLogError(f"it has a damaged event: {error}") from None
         yield LoggedEvent(now, event, decided)
-    if num_read_bytes < len(entries):
+    if entries:
         raise EventLogError("it is cut off in the middle of an event")

@@ -165,12 +165,10 @@ class BodyClient(asyncio.SubprocessProtocol):
         assert isinstance(data, bytes)
         self._received += data
         try:
-            frames = FRAMES.take(self._received)
+            for frame in FRAMES.pop_all(self._received):
+                self._on_frame(frame)
         except FrameTooLongError:
             self._kill()
-            return
-        for frame in frames:
-            self._on_frame(frame)
 
     def _on_frame(self, frame: bytes) -> None:
         if not self._ready.done():

@@ -153,5 +153,7 @@ def _append(fd: int, body: bytes) -> None:
 
 def _read(fd: int) -> tuple[list[bytes], int]:
     """Returns the complete records, and how many bytes they take."""
-    records = list(RECORDS.bodies(os.pread(fd, os.fstat(fd).st_size, 0)))
-    return records, sum(len(record) + RECORDS.NUM_LENGTH_BYTES for record in records)
+    rest = bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
+    num_bytes = len(rest)
+    records = list(RECORDS.pop_all(rest))
+    return records, num_bytes - len(rest)

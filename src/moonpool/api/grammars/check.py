@@ -121,8 +121,7 @@ def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(FRAMES.framed(frame))
-        process.stdin.flush()
+        FRAMES.write(process.stdin, frame)
         if not select.select([process.stdout], [], [], REPLY_S)[0]:
             return None
         return FRAMES.read(process.stdout.read)

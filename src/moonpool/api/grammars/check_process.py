@@ -47,8 +47,7 @@ def trouble_of(grammar: str) -> str:
 
 def _serve() -> None:
     for grammar in FRAMES.read_all(sys.stdin.buffer.read):
-        sys.stdout.buffer.write(FRAMES.framed(trouble_of(grammar.decode()).encode()))
-        sys.stdout.buffer.flush()
+        FRAMES.write(sys.stdout.buffer, trouble_of(grammar.decode()).encode())
 
 
 def main() -> None:

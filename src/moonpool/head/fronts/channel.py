@@ -82,25 +82,20 @@ class FrontChannel(asyncio.Protocol, Generic[In]):
         self.wake()
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        offset = 0
+        self._buffer += data
         while not self._reason:
             try:
-                end = _FRAMES.end(buffer, offset)
-                if not end:
-                    break
-                with memoryview(buffer)[offset + Framing.NUM_LENGTH_BYTES : end] as body:
-                    message = self._decoder.decode(body)
+                body = _FRAMES.pop(self._buffer)
+                if body is None:
+                    return
+                message = self._decoder.decode(body)
             except FrameTooLongError as error:
                 self._fail(str(error))
                 return
             except MALFORMED as error:
                 self._fail(f"a malformed message: {error}")
                 return
-            offset = end
             self._on_message(message)
-        del buffer[:offset]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_end(self._reason or (str(exc) if exc else "it is gone"))

@@ -35,7 +35,7 @@ from moonpool.retry_delays import RetryDelays
 log = logging.getLogger("moonpool.supervisor")
 
 RESTARTS = RetryDelays((0.0, 0.0, 0.1, 0.5, 1.0, 2.0), steady_s=10.0)
-"""Of a front that dies in short succession."""
+"""Of a front, or of the head, that dies in short succession."""
 HUNG_S = 30.0
 """A front that does not respond for this long hangs, unless it goes from call to call."""
 BUSY_S = 300.0

@@ -188,7 +188,7 @@ class Inbox:
     def feed(self, data: bytes) -> Iterator[FromOther]:
         """Yields the messages that are complete with `data`."""
         self._bytes += data
-        yield from map(_TO_FIRST.decode, _FRAMES.take(self._bytes))
+        yield from map(_TO_FIRST.decode, _FRAMES.pop_all(self._bytes))
 
 
 def pack_step(number: int, meta: StepMeta, announced: bool) -> StageStep:
