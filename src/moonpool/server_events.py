@@ -13,7 +13,7 @@ DONE = b"[DONE]"
 MAX_EVENT_BYTES = 16 << 20
 
 
-class EventReader:
+class ServerEventReader:
     """Reads one stream. A line of more than `max_bytes` is left out, and counted."""
 
     def __init__(

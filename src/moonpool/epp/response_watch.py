@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from moonpool.server_events import DONE, EventReader
+from moonpool.server_events import DONE, ServerEventReader
 
 MAX_REST_BYTES = 1 << 20
 """Of an event that has not ended. A longer one is not counted."""
@@ -20,7 +20,7 @@ class ResponseWatch:
 
     def __init__(self, is_stream: bool) -> None:
         self._is_stream = is_stream
-        self._events = EventReader(MAX_REST_BYTES)
+        self._events = ServerEventReader(MAX_REST_BYTES)
         self._rest = b""
         self.num_tokens = 0
         self.is_done = False

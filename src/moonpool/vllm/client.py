@@ -14,7 +14,7 @@ import msgspec
 
 from moonpool.config.vllm import split_rank
 from moonpool.protocol.model_offer import COMPLETIONS
-from moonpool.server_events import DONE, MAX_EVENT_BYTES, EventReader
+from moonpool.server_events import DONE, MAX_EVENT_BYTES, ServerEventReader
 from moonpool.types import MALFORMED
 from moonpool.vllm.dialect import REFUSALS
 
@@ -195,7 +195,7 @@ class VllmClient:
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
     """Yields the data of server-sent events."""
-    reader = EventReader()
+    reader = ServerEventReader()
     async for chunk in response.aiter_raw():
         for event in reader.feed(chunk):
             yield event

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from moonpool.server_events import DONE, EventReader
+from moonpool.server_events import DONE, ServerEventReader
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class CompletionClient:
             if response.status_code != 200:
                 answer.error = (await response.aread()).decode(errors="replace")
                 return answer
-            events = EventReader()
+            events = ServerEventReader()
             async for part in response.aiter_bytes():
                 now_s = time.perf_counter() - began_s
                 for event in events.feed(part):

@@ -19,7 +19,7 @@ from moonpool.types import MALFORMED, RequestId, Slo
 from moonpool_lab.replay.http_client import HttpClient
 from moonpool_lab.replay.prompts import WORDS
 from moonpool_lab.replay.server import ServerFacts, ServerUnfitError
-from moonpool_lab.replay.stream import TimedReceiver
+from moonpool_lab.replay.stream import TokenTimesReceiver
 
 NO_SLO = Slo(ttft_s=1e6, tbt_s=1e6)
 NO_SLO_HEADERS = b"X-SLO-TTFT-ms: 1e9\r\nX-SLO-TPOT-ms: 1e9\r\n"
@@ -114,7 +114,7 @@ class FrontDoor:
         began_s = monotonic()
         record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, began_s)
         record.cached_tokens = UNSAID
-        receiver = TimedReceiver(record)
+        receiver = TokenTimesReceiver(record)
         await self._client.post(
             "/v1/completions", self._body(prompt, num_tokens), receiver, NO_SLO_HEADERS
         )

@@ -28,7 +28,7 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId, Slo
 from moonpool_lab.profiling.learned_decode_steps import RehearsedRequest, step_spread
 from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
-from moonpool_lab.replay.stream import TimedReceiver
+from moonpool_lab.replay.stream import TokenTimesReceiver
 
 PROMPTS = (32, 128, 384, 512, 1024, 2048)
 CACHED = ((512, 384), (1024, 768), (2048, 1536))  # prompt tokens, of which cached
@@ -258,7 +258,7 @@ class LiveProfiler:
 
     async def _probe(self, prompt: Sequence[int], num_tokens: int, request_id: str = "") -> _Timed:
         record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, monotonic())
-        receiver = TimedReceiver(record)
+        receiver = TokenTimesReceiver(record)
         body = msgspec.json.encode(
             {
                 "prompt": prompt,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from moonpool.request_record import RequestRecord
-from moonpool.server_events import DONE, EventReader
+from moonpool.server_events import DONE, ServerEventReader
 from moonpool.types import MALFORMED
 
 
@@ -70,7 +70,7 @@ class CompletionReceiver:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.token_ids: list[int] = []
-        self._events = EventReader()
+        self._events = ServerEventReader()
         self._failure = b""
 
     def on_start(self, status: int, headers: dict[bytes, bytes]) -> None:
@@ -137,7 +137,7 @@ class CompletionReceiver:
             self.error_message = error or event.message or str(event.detail or "")
 
 
-class TimedReceiver(CompletionReceiver):
+class TokenTimesReceiver(CompletionReceiver):
     """Also keeps the time of each token."""
 
     def __init__(self, record: RequestRecord) -> None:

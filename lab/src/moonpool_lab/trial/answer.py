@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from moonpool.server_events import DONE, EventReader
+from moonpool.server_events import DONE, ServerEventReader
 
 Outcome = Literal["answered", "refused", "error", "cut", "hung"]
 
@@ -39,7 +39,7 @@ class AnswerReceiver:
         self.answer = Answer()
         self.status = 0
         self._streamed = streamed
-        self._events = EventReader()
+        self._events = ServerEventReader()
         self._whole = b""
         self._parts: list[str] = []
 

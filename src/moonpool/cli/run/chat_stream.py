@@ -9,7 +9,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 from moonpool.cli.run.background_server import HOST
-from moonpool.server_events import DONE, EventReader
+from moonpool.server_events import DONE, ServerEventReader
 
 Message = dict[str, str]
 
@@ -45,7 +45,7 @@ class ChatStream:
             response = connection.getresponse()
             if response.status != 200:
                 raise ChatError(_reason(response.read()))
-            events = EventReader(on_comment=lambda text: self._on_wait(text.decode()))
+            events = ServerEventReader(on_comment=lambda text: self._on_wait(text.decode()))
             for line in response:
                 for event in events.feed(line):
                     self._take(event, began_s)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moonpool.cli.server.address import NO_KEY, Server
-from moonpool.server_events import EventReader
+from moonpool.server_events import ServerEventReader
 
 _TIMEOUT_S = 30.0
 
@@ -45,7 +45,7 @@ def frames(server: Server) -> Iterator[Frame]:
                 is_final = events.status_code != 503
                 raise NoFramesError(NO_KEY if has_no_key else message, is_final=is_final)
             events.raise_for_status()
-            reader = EventReader()
+            reader = ServerEventReader()
             for part in events.iter_bytes():
                 for data in reader.feed(part):
                     if data != b"{}":
