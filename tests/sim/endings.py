@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moonpool.conductor.actions import Refuse
+from moonpool.refusal import Refusal
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId
 from tests.sim.promises import check_times
@@ -64,7 +64,7 @@ def check_ending(world: World, request_id: RequestId, truth: Truth) -> None:
 
 
 def _check_refusal_was_early(
-    world: World, truth: Truth, refusal: Refuse, record: RequestRecord
+    world: World, truth: Truth, refusal: Refusal, record: RequestRecord
 ) -> None:
     """Asserts that without faults a request that fits is refused before its first attempt or
     not at all, except by the decode instance's own check of the SLO."""

@@ -43,6 +43,7 @@ from moonpool.protocol.messages import (
     TransferDone,
 )
 from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.refusal import Refusal
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
 from moonpool.types import BlockKey, FinishReason, InstanceId, Request, RequestId, Role, Slo
 from moonpool.vllm.worker import _layout
@@ -119,7 +120,7 @@ class World:
         self.shared_blocks: SharedBlocks = {}
         self.operations: list[FetchOperation | StreamOperation] = []
         self.answers: dict[RequestId, list[Deliver]] = {}
-        self.refusals: dict[RequestId, Refuse] = {}
+        self.refusals: dict[RequestId, Refusal] = {}
         self.ended: dict[RequestId, RequestEnded] = {}
         self.cancelled: set[RequestId] = set()
         self.stops = self._draw_stops(seed)
@@ -285,7 +286,7 @@ class World:
                 case Refuse():
                     assert action.request_id not in self.refusals
                     assert action.request_id not in self.ended
-                    self.refusals[action.request_id] = action
+                    self.refusals[action.request_id] = action.refusal
                 case RequestEnded():
                     assert action.record.request_id not in self.ended, "ended twice"
                     self.ended[action.record.request_id] = action

@@ -34,8 +34,17 @@ MAX_FUNCTION_LINES = 70
 # declares itself, so the head that implements it stands above.
 LEVELS = (
     {"types"},
-    {"config", "request_record"},
-    {"cores", "gc_tuning", "installation", "log_limit", "pages"},
+    {"config", "refusal", "request_record"},
+    {
+        "cores",
+        "framing",
+        "gc_tuning",
+        "installation",
+        "log_limit",
+        "pages",
+        "retry_delays",
+        "server_events",
+    },
     {"kvcache", "cost", "text"},
     {"protocol", "discovery"},
     {"scheduler.attention_pools"},
@@ -84,7 +93,10 @@ LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in room
 PURE_ROOMS = {
     "types",
     "config",
+    "refusal",
     "request_record",
+    "retry_delays",
+    "server_events",
     "kvcache",
     "cost",
     "protocol",

@@ -16,9 +16,8 @@ from moonpool.discovery.endpoints_file import parse_endpoints
 from moonpool.discovery.listed_server import DnsSource, ListedServer, SourceError, parse_source
 from moonpool.discovery.membership import (
     ABSENT_S,
-    HOLD_OFFS_S,
+    HOLD_OFFS,
     MAX_SERVERS,
-    STEADY_S,
     DrainServer,
     HoldServerOff,
     JoinServer,
@@ -163,16 +162,20 @@ def test_one_that_flaps_is_held_off_longer_each_time() -> None:
         waits.append(now_s - left_s)
         now_s += ABSENT_S
         found.see([], now_s)
-        now_s += HOLD_OFFS_S[-1]
-    assert waits == sorted(waits) and waits[0] == HOLD_OFFS_S[1] and waits[-1] == HOLD_OFFS_S[-1]
+        now_s += HOLD_OFFS.delays_s[-1]
+    assert (
+        waits == sorted(waits)
+        and waits[0] == HOLD_OFFS.delays_s[1]
+        and waits[-1] == HOLD_OFFS.delays_s[-1]
+    )
 
 
 def test_one_that_stayed_long_may_come_back_at_once() -> None:
     found = Membership()
     found.see([A], 0.0)
-    found.see([A], STEADY_S)
-    assert found.see([], STEADY_S + ABSENT_S) == [DrainServer(A)]
-    assert found.see([A], STEADY_S + ABSENT_S + 1) == [JoinServer(A)]
+    found.see([A], HOLD_OFFS.steady_s)
+    assert found.see([], HOLD_OFFS.steady_s + ABSENT_S) == [DrainServer(A)]
+    assert found.see([A], HOLD_OFFS.steady_s + ABSENT_S + 1) == [JoinServer(A)]
 
 
 def test_another_address_under_a_name_is_another_server() -> None:
@@ -195,7 +198,7 @@ def test_a_server_that_is_held_off_is_said_once() -> None:
     found.see([A], 0.0)
     found.see([], ABSENT_S)
     said = [action for at in (4.0, 5.0) for action in found.see([A], at)]
-    assert said == [HoldServerOff(A, ABSENT_S + HOLD_OFFS_S[1] - 4.0)]
+    assert said == [HoldServerOff(A, ABSENT_S + HOLD_OFFS.delays_s[1] - 4.0)]
 
 
 def test_a_listed_server_that_dies_again_and_again_is_held_off(
@@ -228,7 +231,7 @@ def test_a_listed_server_that_dies_again_and_again_is_held_off(
                 worker._gone = num_lives < 6
 
         async def sleep(seconds: float) -> None:
-            if seconds in HOLD_OFFS_S:
+            if seconds in HOLD_OFFS.delays_s:
                 slept.append(seconds)
 
         monkeypatch.setattr(worker, "_found", found)
@@ -238,7 +241,7 @@ def test_a_listed_server_that_dies_again_and_again_is_held_off(
         await worker.run("127.0.0.1", 1)
 
     asyncio.run(run())
-    assert slept == list(HOLD_OFFS_S[1:])
+    assert slept == list(HOLD_OFFS.delays_s[1:])
 
 
 def test_each_data_parallel_rank_is_a_server() -> None:

@@ -223,7 +223,7 @@ class _Endpoint:
             await self._respond(context, error)
         except RequestRefused as refused:
             if not refused.is_counted:
-                self._note_refused(refused.reason)
+                self._note_refused(refused.refusal.reason)
             await self._respond(context, from_refused(refused))
         except asyncio.CancelledError:  # the server ends, and this client did not
             text = "The server has stopped. Send the request again."

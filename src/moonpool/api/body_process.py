@@ -13,13 +13,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import struct
 import sys
 import traceback
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -49,6 +48,7 @@ from moonpool.api.preparation import (
     Preparer,
 )
 from moonpool.api.tools import Tools
+from moonpool.framing import Framing
 from moonpool.link.parent import end_with
 from moonpool.text.shown import shown_name
 from moonpool.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, TokenizerParts
@@ -74,7 +74,8 @@ LARGE_BYTES = 64 << 10
 MAX_REMEMBERED = 4096
 MAX_REST_BYTES = 1 << 20
 """Largest body without its prompt. The head's loop decodes it."""
-LENGTH = struct.Struct("<I")
+FRAMES = Framing("<", max_bytes=1 << 30)
+_encode = msgspec.msgpack.encode
 
 
 class BodyStart(Struct, frozen=True):
@@ -363,7 +364,8 @@ def main() -> None:
     sys.stdout = sys.stderr
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    start = _START.decode(_read(source) or b"")
+    frames = FRAMES.read_all(source.read)
+    start = _START.decode(next(frames, b""))
     end_with(start.parent_pid)
     if start.yields:
         os.nice(5)
@@ -372,22 +374,22 @@ def main() -> None:
         with limits.within(LOAD_S, LOAD_BYTES):
             reader = _Reader(start, StageNote(int(sys.argv[1])), limits)
     except TokenizerError as error:
-        _write(sink, BodyReady(error=str(error)))
+        FRAMES.write(sink, _encode(BodyReady(error=str(error))))
         return
     except ChatTemplateError as error:
         where = "--chat-template" if start.chat_template else start.tokenizer
-        _write(sink, BodyReady(error=f"{where}: {error}"))
+        FRAMES.write(sink, _encode(BodyReady(error=f"{where}: {error}")))
         return
     except (LimitReachedError, MemoryError):
         return  # its parent sees that it did not get ready
-    _write(sink, BodyReady())
-    while frame := _read(source):
+    FRAMES.write(sink, _encode(BodyReady()))
+    for frame in frames:
         work = _FRAME.decode(frame)
         if isinstance(work, UseCard):
             reader.use(work.card)
             continue
         result = reader.read(work)
-        _write(sink, result)
+        FRAMES.write(sink, _encode(result))
         if (result.was_exhausted or len(work.raw) > LARGE_BYTES) and not limits.has_room:
             break  # another process begins anew
     os._exit(0)  # at once: what is left takes long to free
@@ -402,18 +404,6 @@ def _open(start: BodyStart) -> Tokenizer:
     if start.chat_template:
         tokenizer.use_chat_template(start.chat_template)
     return tokenizer
-
-
-def _write(sink: BinaryIO, reply: BodyReady | BodyResult) -> None:
-    body = msgspec.msgpack.encode(reply)
-    sink.write(LENGTH.pack(len(body)) + body)
-    sink.flush()
-
-
-def _read(source: BinaryIO) -> bytes:
-    """Returns the next frame; empty at the end."""
-    head = source.read(LENGTH.size)
-    return source.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
 
 
 assert set(get_args(Kind)) <= set(dir(Preparer))

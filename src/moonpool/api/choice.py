@@ -7,8 +7,7 @@ counts, and the finish reason. The JSON is written elsewhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import structs
@@ -48,8 +47,12 @@ class Delta(NamedTuple):
         return self.parts or (Said(self.text, self.calls, self.reasoning, self.tokens),)
 
 
+Take = Callable[[Delta], Awaitable[None]]
+"""Takes an increment to the client. The next one is awaited afterwards."""
+
+
 class Choice:
-    """`deltas()` runs the request; the other attributes describe its progress."""
+    """`run()` runs the request; the other attributes describe its progress."""
 
     def __init__(
         self,
@@ -88,8 +91,9 @@ class Choice:
         self._text_stream = tokenizer.stream(skips, shown) if shown else tokenizer.stream(skips)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
 
-    async def deltas(self, frontend: ModelFrontend) -> AsyncGenerator[Delta, None]:
-        """Yields increments until the output ends. Leaving early aborts the request.
+    async def run(self, frontend: ModelFrontend, take: Take) -> None:
+        """Gives each increment to `take` until the output ends. An error of `take`, or to be
+        cancelled, aborts the request.
 
         Raises `RequestRefused`, and RuntimeError if the outputs stop without a finish reason.
         """
@@ -98,7 +102,7 @@ class Choice:
         try:
             async for output in outputs:
                 for piece in _pieces(output) if self.one_by_one else (output,):
-                    yield await self._judged(piece, frontend)
+                    await take(await self._judged(piece, frontend))
                     if self.finish_reason is not None:
                         return
         finally:
@@ -111,7 +115,9 @@ class Choice:
 
     async def replay(self, output: Output) -> Delta:
         """Takes an output that the client has from another head."""
-        delta = await self._delta(output)
+        delta = self._delta(output)
+        if self.answer_grammar:
+            await self._check_structure()
         assert self.delivered is not None
         self.delivered.extend([token.token_id for token in output.tokens])
         return delta
@@ -121,9 +127,11 @@ class Choice:
         by a stop string, or as no valid one. A client that reads slowly is not awaited for that."""
         request_id = self.request.request_id
         try:
-            delta = await self._delta(output)
+            delta = self._delta(output)
+            if self.answer_grammar:
+                await self._check_structure()
         except RequestRefused as refused:
-            frontend.abort(request_id, refused.reason)
+            frontend.abort(request_id, refused.refusal.reason)
             refused.is_counted = True
             raise
         if self.finish_reason is not None and isinstance(self.stop_reason, str):
@@ -131,15 +139,13 @@ class Choice:
             self.timings_s = timings_s or self.timings_s
         return delta
 
-    async def _delta(self, output: Output) -> Delta:
+    def _delta(self, output: Output) -> Delta:
         texts: list[str] = []
         delta = self._take(output, texts)
         if self.answer_grammar:
             self._raw.append(delta.text)
         if self._reader is not None:
             delta = self._read(delta, texts, self._reader)
-        if self.answer_grammar:
-            await self._check_structure()
         return delta
 
     @property
@@ -276,47 +282,50 @@ def _pieces(output: Output) -> list[Output]:
 async def run_choices(
     choices: Sequence[Choice],
     frontend: ModelFrontend,
+    take: Take,
     kept: KeptStream | None = None,
     known: Sequence[Delivered] = (),
-) -> AsyncGenerator[Delta, None]:
+    spend: Callable[[Delta], None] | None = None,
+) -> None:
     """Runs all choices of a call side by side. If one fails, all end and its error is raised.
 
-    Each increment is logged in `kept` first. Those that are in it already come again, as do those
-    that are `known` from another connection. Raises RequestRefused, now or as `kept` has it from
-    another head.
+    Each increment is logged in `kept`, counted by `spend`, and given to `take`. Those that are in
+    `kept` already come again, as do those that are `known` from another connection. Raises
+    RequestRefused, now or as `kept` has it from another head, and what `take` raises.
     """
-    running = choices
-    if known and not (kept is not None and kept.is_resumed):
-        async for delta in _come_again(choices, known):
-            if kept is not None:
-                kept.note(delta.choice.index, delta.output)
-            yield delta
-        running = [choice for choice in choices if choice.finish_reason is None]
-    if kept is None:
-        async with aclosing(_run(running, frontend, None)) as deltas:
-            async for delta in deltas:
-                yield delta
-        return
-    if kept.is_resumed:
+    takes = False
+
+    async def pass_on(delta: Delta) -> None:
+        nonlocal takes
+        if kept is not None:
+            kept.note(delta.choice.index, delta.output)
+        if spend is not None:
+            spend(delta)
+        takes = True
+        await take(delta)
+        takes = False
+
+    if kept is not None and kept.is_resumed:
         for choice in choices:
             choice.delivered = []
         for entry in kept.deliveries():
-            yield await choices[entry.index].replay(entry.output())
+            await take(await choices[entry.index].replay(entry.output()))
         kept.raise_refusal(frontend.note_refused)
-        running = [choice for choice in choices if choice.finish_reason is None]
+    elif known:
+        await _come_again(choices, known, pass_on)
+    running = [choice for choice in choices if choice.finish_reason is None]
     try:
-        async with aclosing(_run(running, frontend, kept)) as deltas:
-            async for delta in deltas:
-                kept.note(delta.choice.index, delta.output)
-                yield delta
+        if len(running) == 1:
+            await running[0].run(frontend, pass_on)
+        elif running:
+            await _run_side_by_side(running, frontend, pass_on, kept)
     except RequestRefused as error:
-        kept.note_refused(error)
+        if kept is not None and not takes:
+            kept.note_refused(error)
         raise
 
 
-async def _come_again(
-    choices: Sequence[Choice], known: Sequence[Delivered]
-) -> AsyncGenerator[Delta, None]:
+async def _come_again(choices: Sequence[Choice], known: Sequence[Delivered], take: Take) -> None:
     for choice in choices:
         choice.delivered = []
     for number, entry in enumerate(known):
@@ -324,21 +333,14 @@ async def _come_again(
         output = entry.output()
         for piece in _pieces(output) if choice.one_by_one else (output,):
             if choice.finish_reason is None:
-                yield await choice.replay(piece)
+                await take(await choice.replay(piece))
         if number % REPLAYED_PER_TURN == REPLAYED_PER_TURN - 1:
             await asyncio.sleep(0)
 
 
-async def _run(
-    choices: Sequence[Choice], frontend: ModelFrontend, kept: KeptStream | None
-) -> AsyncGenerator[Delta, None]:
-    if not choices:
-        return
-    if len(choices) == 1:
-        async with aclosing(choices[0].deltas(frontend)) as deltas:
-            async for delta in deltas:
-                yield delta
-        return
+async def _run_side_by_side(
+    choices: Sequence[Choice], frontend: ModelFrontend, take: Take, kept: KeptStream | None
+) -> None:
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
     works = [marked(_pump(choice, frontend, queue), kept) for choice in choices]
     tasks = [asyncio.create_task(work) for work in works]
@@ -351,7 +353,7 @@ async def _run(
             elif isinstance(item, Exception):
                 raise item
             else:
-                yield item
+                await take(item)
     finally:
         for task in tasks:
             task.cancel()
@@ -362,9 +364,7 @@ async def _pump(
     choice: Choice, frontend: ModelFrontend, queue: asyncio.Queue[Delta | Exception | None]
 ) -> None:
     try:
-        async with aclosing(choice.deltas(frontend)) as deltas:
-            async for delta in deltas:
-                queue.put_nowait(delta)
+        await choice.run(frontend, queue.put)
     except Exception as error:
         queue.put_nowait(error)
     else:

@@ -59,18 +59,19 @@ class ClientGoneError(Exception):
 
 
 def from_refused(refused: RequestRefused) -> ApiError:
+    refusal = refused.refusal
     headers: list[tuple[bytes, bytes]] = []
-    if refused.retry_after_s is not None or refused.status in (429, 503):
-        retry_after_s = refused.retry_after_s or 1.0
+    if refusal.retry_after_s is not None or refusal.status in (429, 503):
+        retry_after_s = refusal.retry_after_s or 1.0
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(min(retry_after_s, 86_400.0)))))
-    if refused.reason in _NOT_TRIED_AGAIN:
+    if refusal.reason in _NOT_TRIED_AGAIN:
         headers.append(NO_RETRY)
     error = ApiError(
-        refused.message,
-        status=refused.status,
-        code=refused.reason,
+        refusal.message,
+        status=refusal.status,
+        code=refusal.reason,
         headers=headers,
-        projection=refused.projection,
+        projection=refusal.projection,
     )
     error.is_counted = refused.is_counted
     return error

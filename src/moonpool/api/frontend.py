@@ -11,6 +11,7 @@ import msgspec
 from moonpool.api.keys import TenantLimits
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import Parsing
+from moonpool.refusal import Refusal
 from moonpool.text.tokenizer import Tokenizer, TokenizerParts
 from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
 
@@ -75,9 +76,6 @@ class Output(Struct, frozen=True):
 class RequestRefused(Exception):  # noqa: N818 (not a fault)
     """The request was rejected, or failed. Becomes one HTTP error.
 
-    `status`: 422 (not even an idle cluster could meet the SLO), 429 (SLO or fair share), 503 (no
-    capacity, instance lost), 504 (deadline), 400.
-    `projection`: the numbers behind a rejection, such as `predicted_ttft_s` and `limit_ttft_s`.
     `is_counted`: the head has counted it.
     """
 
@@ -92,11 +90,14 @@ class RequestRefused(Exception):  # noqa: N818 (not a fault)
         projection: dict[str, float] | None = None,
     ):
         super().__init__(message)
-        self.status = status
-        self.reason = reason
-        self.message = message
-        self.retry_after_s = retry_after_s
-        self.projection = projection
+        self.refusal = Refusal(status, reason, message, retry_after_s, projection)
+
+    @staticmethod
+    def of(refusal: Refusal, is_counted: bool) -> RequestRefused:
+        told = refusal.status, refusal.reason, refusal.message, refusal.retry_after_s
+        error = RequestRefused(*told, refusal.projection)
+        error.is_counted = is_counted
+        return error
 
 
 class ModelFrontend(Protocol):

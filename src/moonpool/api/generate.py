@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -22,7 +22,7 @@ from msgspec import structs
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
-from moonpool.api.choice import Choice, Delta, run_choices
+from moonpool.api.choice import Choice, Delta, Take, run_choices
 from moonpool.api.connection.kept_stream import Delivered, StreamFacts
 from moonpool.api.connection.silence import Silence, comment_at
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
@@ -191,9 +191,12 @@ class Generator:
         if stream:
             await self._stream(call, request_id, choices, writer)
             return
-        async with context.watch(), aclosing(self._run(call, choices)) as deltas:
-            async for delta in deltas:
-                writer.events(delta)
+
+        async def take(delta: Delta) -> None:
+            writer.events(delta)
+
+        async with context.watch():
+            await self._run(call, choices, take)
         payload = msgspec.json.encode(writer.whole())
         await context.respond(200, payload, headers=_timing_headers(choices[0]))
 
@@ -221,28 +224,25 @@ class Generator:
             else:
                 await self._answer_at_once(call, choices, answer, shape)
 
-    def _run(self, call: _Call, choices: Sequence[Choice]) -> AsyncGenerator[Delta, None]:
-        deltas = run_choices(choices, self._frontend, call.context.kept, call.known)
-        if not self._rates.counts(call.context.tenant):
-            return deltas
-        return self._metered(call, deltas)
-
-    async def _metered(
-        self, call: _Call, deltas: AsyncGenerator[Delta, None]
-    ) -> AsyncGenerator[Delta, None]:
-        """Counts the tokens of the prompts and of the answers as they come. What was known
-        of an answer that goes on was counted before."""
+    async def _run(self, call: _Call, choices: Sequence[Choice], take: Take) -> None:
+        """Runs the choices. Counts the tokens of the prompts, and of the answers as they come. What
+        was known of an answer that goes on was counted before."""
         tenant = call.context.tenant
-        num_prompt_tokens = sum(map(len, call.prepared.prompts)) if call.is_new else 0
+        told = choices, self._frontend, take, call.context.kept, call.known
+        if not self._rates.counts(tenant):
+            await run_choices(*told)
+            return
         num_counted: dict[int, int] = {}  # by choice
+
+        def spend(delta: Delta) -> None:
+            choice = delta.choice
+            num_new = choice.num_tokens - len(choice.delivered or ())
+            self._rates.spend(tenant, num_new - num_counted.get(choice.index, 0))
+            num_counted[choice.index] = num_new
+
+        num_prompt_tokens = sum(map(len, call.prepared.prompts)) if call.is_new else 0
         with self._rates.prompts(tenant, num_prompt_tokens):
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    choice = delta.choice
-                    num_new = choice.num_tokens - len(choice.delivered or ())
-                    self._rates.spend(tenant, num_new - num_counted.get(choice.index, 0))
-                    num_counted[choice.index] = num_new
-                    yield delta
+            await run_choices(*told, spend)
 
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
@@ -354,14 +354,17 @@ class Generator:
         calls: list[list[ToolCallDelta]] = [[] for _ in choices]
         reasoning: list[list[str]] = [[] for _ in choices]
         keep_tokens = answer.with_logprobs or answer.with_token_ids
-        async with context.watch(), aclosing(self._run(call, choices)) as deltas:
-            async for delta in deltas:
-                index = delta.choice.index
-                texts[index].append(delta.text)
-                reasoning[index].append(delta.reasoning)
-                calls[index].extend(delta.calls)
-                if keep_tokens:
-                    tokens[index].extend(delta.tokens)
+
+        async def take(delta: Delta) -> None:
+            index = delta.choice.index
+            texts[index].append(delta.text)
+            reasoning[index].append(delta.reasoning)
+            calls[index].extend(delta.calls)
+            if keep_tokens:
+                tokens[index].extend(delta.tokens)
+
+        async with context.watch():
+            await self._run(call, choices, take)
         results = [
             (c, "".join(texts[i]), tokens[i], calls[i], "".join(reasoning[i]))
             for i, c in enumerate(choices)
@@ -383,8 +386,8 @@ class Generator:
             silence = Silence(
                 context, self._options.keepalive_s, partial(self._comment, call, choices)
             )
-            async with context.watch(), aclosing(self._run(call, choices)) as deltas, silence:
-                await _send_deltas(context, writer, deltas, silence)
+            async with context.watch(), silence:
+                await self._run(call, choices, _sender(context, writer, silence))
             last = writer.end()
         except RequestRefused as refused:
             await _end_with_error(context, writer, from_refused(refused))
@@ -423,25 +426,25 @@ class Generator:
         return NumberedEvents(writer, start, len(choices), position.progress)
 
 
-async def _send_deltas(
-    context: HttpContext,
-    writer: EventWriter,
-    deltas: AsyncGenerator[Delta, None],
-    silence: Silence,
-) -> None:
+def _sender(context: HttpContext, writer: EventWriter, silence: Silence) -> Take:
     has_begun = False
-    async for delta in deltas:
+
+    async def send(delta: Delta) -> None:
+        nonlocal has_begun
         if silence.heard():
             await silence.settle()
-        events = (b"" if has_begun else writer.begin()) + writer.events(delta)
+        events = writer.events(delta) if has_begun else writer.begin() + writer.events(delta)
         has_begun = True
-        catches_up = isinstance(writer, NumberedEvents | ResumedEvents) and writer.catches_up
-        if not context.started and not catches_up:  # until then an error has its own status
-            await context.start_events()
+        if not context.started:
+            catches_up = isinstance(writer, NumberedEvents | ResumedEvents) and writer.catches_up
+            if not catches_up:  # until then an error has its own status
+                await context.start_events()
         if events:
             await context.send_events(events)
         if silence.listens(bool(events)):
             await silence.repeat()
+
+    return send
 
 
 def _drawn(facts: StreamFacts) -> tuple[object, ...]:

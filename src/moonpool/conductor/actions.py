@@ -6,6 +6,7 @@ import msgspec
 
 from moonpool.conductor.placement.choice import Explanation
 from moonpool.protocol.messages import Command, InstanceInfo, Report
+from moonpool.refusal import Refusal
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, Token
 
@@ -132,15 +133,10 @@ class Deliver(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """The request is rejected, or its answer breaks off. `status` is HTTP's, `reason` is for
-    machines, `message` for people."""
+    """The request is rejected, or its answer breaks off."""
 
     request_id: RequestId
-    status: int
-    reason: str
-    message: str
-    retry_after_s: float | None
-    projection: dict[str, float] | None = None
+    refusal: Refusal
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, Track
 from moonpool.conductor.waiting.deadlines import Deadlines
 from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.preemption import Preemption
-from moonpool.conductor.waiting.queue import RETRY_DELAYS_S, WaitingRequests, WaitNeed
+from moonpool.conductor.waiting.queue import RETRIES, WaitingRequests, WaitNeed
 from moonpool.conductor.waiting.retry_schedule import RetrySchedule
 from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
 from moonpool.config.tables import ConductorConfig
@@ -53,6 +53,7 @@ from moonpool.protocol.messages import (
     StreamBroken,
     TransferDone,
 )
+from moonpool.refusal import Refusal
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Token, payer_of
 
@@ -487,7 +488,7 @@ class RequestLifecycle:
         if is_last or (tracked.request.forwarded and tracked.generated):
             self._reject(tracked, Rejection(status, reason, text, 1.0), now)
             return
-        delay_s = RETRY_DELAYS_S[min(max(tracked.num_faults - 1, 0), len(RETRY_DELAYS_S) - 1)]
+        delay_s = RETRIES.after(tracked.num_faults)
         if delay_s:  # what failed twice at once may need a moment
             self.waiting.add(tracked, now + delay_s)
         else:
@@ -522,16 +523,9 @@ class RequestLifecycle:
             retry_after_s = self._retries.retry_after_s(rejection.retry_after_s, now)
         tracked.explanation.add(f"refused: {rejection.message}")
         tracked.record.projection = rejection.projection
-        self._actions.append(
-            Refuse(
-                tracked.request.request_id,
-                rejection.status,
-                rejection.reason,
-                rejection.message,
-                retry_after_s,
-                rejection.projection,
-            )
-        )
+        told = rejection.status, rejection.reason, rejection.message, retry_after_s
+        refusal = Refusal(*told, rejection.projection)
+        self._actions.append(Refuse(tracked.request.request_id, refusal))
         self.end(tracked, rejection.reason, now)
 
     def end(

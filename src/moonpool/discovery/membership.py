@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from moonpool.discovery.listed_server import ListedServer
+from moonpool.retry_delays import RetryDelays
 
 ABSENT_S = 3.0
 """A server that is missing for this long leaves. A DNS server may leave out some for a moment."""
-STEADY_S = 60.0
-"""One that served this long does not flap."""
-HOLD_OFFS_S = (0.0, 5.0, 15.0, 60.0, 300.0)
-"""From the first, second, ... short stay of a server until it may join again."""
+HOLD_OFFS = RetryDelays((0.0, 5.0, 15.0, 60.0, 300.0), steady_s=60.0)
+"""From the end of a server's stay until it may join again: none after a long stay."""
 MAX_SERVERS = 64
 """Each has a process of some 60 MB on this machine."""
 
@@ -50,7 +50,7 @@ class _Known:
     server: ListedServer
     joined_s: float | None = None
     seen_s: float = 0.0
-    num_short: int = 0
+    num_short: int = 1  # stays in a row; even the first one must not be short
     free_s: float = 0.0  # it may not join before
     is_told: bool = False  # that it is held off
 
@@ -107,17 +107,18 @@ class Membership:
 
     def _note_left(self, known: _Known, now_s: float, moved: bool) -> None:
         assert known.joined_s is not None
-        is_short = now_s - known.joined_s < STEADY_S and not moved
-        known.num_short = min(known.num_short + 1, len(HOLD_OFFS_S) - 1) if is_short else 0
-        known.free_s = now_s + HOLD_OFFS_S[known.num_short]
+        stayed_s = inf if moved else now_s - known.joined_s
+        known.num_short = HOLD_OFFS.count(known.num_short, stayed_s)
+        known.free_s = now_s + HOLD_OFFS.after(known.num_short)
         known.joined_s = None
 
     def _forget(self, now_s: float) -> None:
         """Names that were used once do not add up."""
+        since_s = now_s - HOLD_OFFS.delays_s[-1] - HOLD_OFFS.steady_s
         past = [
             name
             for name, each in self._known.items()
-            if each.joined_s is None and now_s - each.seen_s > HOLD_OFFS_S[-1] + STEADY_S
+            if each.joined_s is None and each.seen_s < since_s
         ]
         for name in past:
             del self._known[name]

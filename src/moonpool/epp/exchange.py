@@ -150,7 +150,7 @@ class Exchange:
         try:
             route, self._picked = await self._picker.pick(path, self._headers, raw, self._subset)
         except RequestRefused as refused:
-            if self._may_open and refused.reason == "no_instance":
+            if self._may_open and refused.refusal.reason == "no_instance":
                 return None
             raise
         except ApiError:

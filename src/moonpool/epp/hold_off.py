@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from moonpool.retry_delays import RetryDelays
+
 WINDOW_S = 300.0
 """Departures are remembered for so long."""
-FIRST_S, MOST_S = 5.0, 120.0
-"""Time out of use after the second departure within the window, and at most; it doubles."""
+HOLD_OFFS = RetryDelays((0.0, 5.0, 10.0, 20.0, 40.0, 80.0, 120.0))
+"""Time out of use after departures within the window."""
 MOST_NAMES = 65_536
 
 
@@ -28,9 +30,7 @@ class HoldOff:
     def until_s(self, name: str, now: float) -> float:
         """When the endpoint may be used again; `now` or before if it may now."""
         left = self._recent(name, now)
-        if len(left) < 2:
-            return now
-        return left[-1] + min(FIRST_S * 2.0 ** (len(left) - 2), MOST_S)
+        return left[-1] + HOLD_OFFS.after(len(left)) if left else now
 
     def _recent(self, name: str, now: float) -> list[float]:
         return [each for each in self._left_s.get(name, ()) if now - each < WINDOW_S]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+from moonpool.server_events import DONE, ServerEventReader
+
 MAX_REST_BYTES = 1 << 20
 """Of an event that has not ended. A longer one is not counted."""
 TAIL_BYTES = 16 << 10
 """vLLM writes the usage last."""
 _USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
-_DONE = (b"[DONE]", b'"message_stop"', b'"response.completed"', b'"response.incomplete"')
+_DONE = (DONE, b'"message_stop"', b'"response.completed"', b'"response.incomplete"')
 _EMPTY = b'"content":""'  # the role comes before the first token
 
 
@@ -18,8 +20,8 @@ class ResponseWatch:
 
     def __init__(self, is_stream: bool) -> None:
         self._is_stream = is_stream
+        self._events = ServerEventReader(MAX_REST_BYTES)
         self._rest = b""
-        self._skips = False
         self.num_tokens = 0
         self.is_done = False
 
@@ -28,16 +30,7 @@ class ResponseWatch:
         if not self._is_stream:
             self._rest = (self._rest + data)[-TAIL_BYTES:]
             return 0
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > MAX_REST_BYTES:
-            self._rest, self._skips = b"", True
-        number = 0
-        for line in lines:
-            if self._skips:
-                self._skips = False
-            elif line.startswith(b"data:"):
-                number += self._take(line)
+        number = sum(map(self._take, self._events.feed(data)))
         self.num_tokens += number
         return number
 

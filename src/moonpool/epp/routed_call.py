@@ -90,15 +90,7 @@ class RoutedCall:
     def on_refused(self, refuse: Refuse) -> None:
         self._over = True
         if not self.chosen.done():
-            error = RequestRefused(
-                refuse.status,
-                refuse.reason,
-                refuse.message,
-                refuse.retry_after_s,
-                refuse.projection,
-            )
-            error.is_counted = True
-            self.chosen.set_exception(error)
+            self.chosen.set_exception(RequestRefused.of(refuse.refusal, is_counted=True))
 
     def on_submit(self, server: ServingEndpoint, submit: SubmitRequest) -> None:
         leg = _Leg(server, submit.work.attempt_id)

@@ -19,6 +19,7 @@ from moonpool.protocol.messages import (
     StartPrefill,
     request_of,
 )
+from moonpool.refusal import Refusal
 from moonpool.types import FinishReason, RequestId
 
 STOPPING_RETRY_S = 5.0
@@ -131,4 +132,4 @@ class Answers:
         answer.ended = ended  # settled when its reader has judged the last output
         answer.timings_s = record.stages_s()  # read only after this turn of the loop
         if record.outcome == FinishReason.ABORT and not answer.refused:
-            answer.refuse(Refuse(record.request_id, 503, "aborted", "aborted", None))
+            answer.refuse(Refuse(record.request_id, Refusal(503, "aborted", "aborted")))

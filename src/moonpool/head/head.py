@@ -76,6 +76,7 @@ from moonpool.protocol.messages import (
 )
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.refusal import Refusal
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
 
@@ -393,7 +394,7 @@ class Head:
     def end_answers(self, reason: str, message: str) -> None:
         """Ends all answers with an error that their clients receive."""
         for request_id, answer in self._answers.all():
-            answer.refuse(Refuse(request_id, 503, reason, message, STOPPING_RETRY_S))
+            answer.refuse(Refuse(request_id, Refusal(503, reason, message, STOPPING_RETRY_S)))
             self.abort(request_id, reason)
 
     def event_log(self, name: str | None = None) -> bytes | None:

@@ -11,17 +11,15 @@ from collections.abc import Awaitable, Callable
 
 from moonpool.head.fork_server import ForkedProcess
 from moonpool.head.watch.culprits import OomKills, is_crash
+from moonpool.retry_delays import RetryDelays
 
 log = logging.getLogger("moonpool.launcher")
 
 MAX_RESTARTS = 5
 """More of one process end the start of the cluster. Later, none is given up."""
-RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Delay after the first, second, ... death in short succession."""
-STEADY_S = 60.0
-"""A process that lived this long had started well, so its restart count is reset."""
-SERVING_STEADY_S = 10.0
-"""The same once the cluster is up. Most deaths are then no fault of the start."""
+STARTING = RetryDelays((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0), steady_s=60.0)
+SERVING = RetryDelays(STARTING.delays_s, steady_s=10.0)
+"""Once the cluster is up. Most deaths are then no fault of the start."""
 
 WorkerProcess = ForkedProcess | asyncio.subprocess.Process
 
@@ -74,7 +72,7 @@ class Keeper:
 
     async def run(self) -> bool:
         """Returns whether the process has left in order. Raises OSError if none can start."""
-        restarts = 0
+        num_deaths = 0
         while not self.is_ending:
             began_s = time.monotonic()
             code = await self._run_once()
@@ -92,14 +90,12 @@ class Keeper:
             if code == 0:
                 log.info("%s has left the cluster", self.name)
                 return True
-            steady_s = SERVING_STEADY_S if self.is_started else STEADY_S
-            if time.monotonic() - began_s > steady_s:
-                restarts = 0
-            if restarts >= MAX_RESTARTS and not self.is_started:
+            delays = SERVING if self.is_started else STARTING
+            num_deaths = delays.count(num_deaths, time.monotonic() - began_s)
+            if num_deaths > MAX_RESTARTS and not self.is_started:
                 log.error("%s ended with code %s too often; giving up on it", self.name, code)
                 break
-            delay_s = RESTART_DELAYS_S[min(restarts, len(RESTART_DELAYS_S) - 1)]
-            restarts += 1
+            delay_s = delays.after(num_deaths)
             log.warning("%s ended with code %s; restarting it in %g s", self.name, code, delay_s)
             await asyncio.sleep(delay_s)
         return False

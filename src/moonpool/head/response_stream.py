@@ -73,16 +73,7 @@ class ResponseStream:
     def refusal(self) -> RequestRefused:
         """The refusal of a refused answer."""
         assert self._refused is not None
-        refused = self._refused
-        error = RequestRefused(
-            refused.status,
-            refused.reason,
-            refused.message,
-            refused.retry_after_s,
-            refused.projection,
-        )
-        error.is_counted = True  # by the record of the request
-        return error
+        return RequestRefused.of(self._refused.refusal, is_counted=True)  # by the request's record
 
 
 class WorkWatch:

@@ -27,7 +27,7 @@ from moonpool.discovery.listed_server import ListedServer
 from moonpool.discovery.watch import Discovery
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
-from moonpool.head.fronts.keeper import Fronts
+from moonpool.head.fronts.keeper import RESTARTS, Fronts
 from moonpool.head.held_answers import HeldAnswers
 from moonpool.head.keeper import WorkerProcess
 from moonpool.head.launcher import LocalLauncher, worker_environment
@@ -60,10 +60,6 @@ from moonpool.types import InstanceId, Role
 
 log = logging.getLogger("moonpool.supervisor")
 
-RESTART_DELAYS_S = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0)
-"""Delay after the first, second, ... death of a head in short succession."""
-STEADY_S = 10.0
-"""A head that served this long had started well."""
 HUNG_S = 30.0
 """A head whose loop does not turn for this long is killed. One that is stopped is not hung: it
 is replaced at once, or left alone for its TLS connections."""
@@ -153,10 +149,9 @@ class Supervisor:
             if not self._was_up:
                 text = f"the head ended with code {code} while it started; see the log above"
                 raise ClusterError(text)
-            if self._up_s is not None and time.monotonic() - self._up_s > STEADY_S:
-                num_deaths = 0
-            delay_s = RESTART_DELAYS_S[min(num_deaths, len(RESTART_DELAYS_S) - 1)]
-            num_deaths += 1
+            served_s = 0.0 if self._up_s is None else time.monotonic() - self._up_s
+            num_deaths = RESTARTS.count(num_deaths, served_s)
+            delay_s = RESTARTS.after(num_deaths)
             self._num_restarts += 1
             log.warning(
                 "the head ended with code %s; the next one starts in %g s, and goes on with %d"

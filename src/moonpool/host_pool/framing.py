@@ -10,31 +10,22 @@ from typing import TypeVar
 
 import msgspec
 
+from moonpool.framing import Framing
 from moonpool.host_pool.messages import MAX_FRAME_BYTES, ClientMessage, PoolMessage
 
-LENGTH = struct.Struct(">I")
+FRAMES = Framing(">", MAX_FRAME_BYTES)
 _PEER = struct.Struct("3i")  # process, user, group
 _T = TypeVar("_T")
 
 
 def framed(message: ClientMessage | PoolMessage) -> bytes:
     """The bytes of a message on the socket."""
-    body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
-
-
-def body_bytes(head: bytes) -> int:
-    """The length of the body that follows. Raises ValueError if it is too long."""
-    length: int = LENGTH.unpack(head)[0]
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {length} bytes exceeds the {MAX_FRAME_BYTES} allowed")
-    return length
+    return FRAMES.framed(msgspec.msgpack.encode(message))
 
 
 async def read_message(reader: StreamReader, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     """Reads one message. Raises what the reader raises, ValueError, and the decoder's errors."""
-    length = body_bytes(await reader.readexactly(LENGTH.size))
-    return decoder.decode(await reader.readexactly(length))
+    return decoder.decode(await FRAMES.read_from(reader))
 
 
 def is_own_user(sock: socket.socket) -> bool:

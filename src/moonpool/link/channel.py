@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import struct
 from typing import Generic, Protocol, TypeVar, cast
 
 import msgspec
 
+from moonpool.framing import FrameTooLongError, Framing
 from moonpool.link.auth import MAX_HANDSHAKE_FRAME_BYTES, AuthError, Handshake, Identity
 from moonpool.link.tls import NO_TLS_HERE, PLAIN_ANSWER, TLS_STARTS, is_refusal, tls_text
 from moonpool.protocol.sparse import without_defaults
@@ -24,8 +24,8 @@ In = TypeVar("In")
 In_contra = TypeVar("In_contra", contravariant=True)
 Out = TypeVar("Out")
 
-_HEADER = struct.Struct("<I")
-MAX_FRAME_BYTES = 64 << 20
+_FRAMES = Framing("<", max_bytes=64 << 20)
+_HANDSHAKE_FRAMES = Framing("<", MAX_HANDSHAKE_FRAME_BYTES)
 MAX_UNSENT_BYTES = 256 << 20
 HANDSHAKE_S = 10.0
 
@@ -81,7 +81,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         bodies = [
             self._encoder.encode(frame if whole else without_defaults(frame)) for frame in frames
         ]
-        transport.write(b"".join(_HEADER.pack(len(body)) + body for body in bodies))
+        transport.write(b"".join(map(_FRAMES.framed, bodies)))
 
     def close(self, reason: str = "closed on this side") -> None:
         """Ends the connection after everything is sent."""
@@ -116,36 +116,25 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._write_body(self._handshake.start())
 
     def data_received(self, data: bytes) -> None:
-        buffer: bytes | bytearray = data
-        if self._buffer:
-            self._buffer += data
-            buffer = self._buffer
-        if self._handshake is not None and buffer[:2] in TLS_STARTS:
+        self._buffer += data
+        if self._handshake is not None and bytes(self._buffer[:2]) in TLS_STARTS:
             self.refused = True
             if self._transport is not None:
                 self._transport.write(PLAIN_ANSWER)
             self.close(NO_TLS_HERE)
             return
-        offset = 0
-        while len(buffer) - offset >= _HEADER.size and not self._reason:
-            (length,) = _HEADER.unpack_from(buffer, offset)
-            limit = MAX_HANDSHAKE_FRAME_BYTES if self._handshake else MAX_FRAME_BYTES
-            if length > limit:
-                self._fail(f"a frame of {length} bytes exceeds {limit}")
+        while not self._reason:
+            try:
+                body = (_HANDSHAKE_FRAMES if self._handshake else _FRAMES).pop(self._buffer)
+            except FrameTooLongError as error:
+                self._fail(str(error))
                 return
-            end = offset + _HEADER.size + length
-            if len(buffer) < end:
-                break
-            body = bytes(buffer[offset + _HEADER.size : end])
-            offset = end
+            if body is None:
+                return
             if self._handshake is not None:
                 self._shake_hands(self._handshake, body)
             else:
                 self._take(body)
-        if buffer is data:
-            self._buffer += data[offset:]
-        else:
-            del self._buffer[:offset]
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._patience is not None:
@@ -179,7 +168,7 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
 
     def _write_body(self, body: bytes) -> None:
         if body and self._transport is not None:
-            self._transport.write(_HEADER.pack(len(body)) + body)
+            self._transport.write(_FRAMES.framed(body))
 
     def _fail(self, reason: str) -> None:
         self._reason = self._reason or reason

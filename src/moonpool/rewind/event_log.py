@@ -7,7 +7,6 @@ next one, and the segment before it is forgotten.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -34,6 +33,7 @@ from moonpool.conductor.actions import (
     Tick,
 )
 from moonpool.config.tables import ConductorConfig
+from moonpool.framing import Framing
 from moonpool.types import Slo
 
 MAGIC = b"moonpool event log 1\n"
@@ -55,7 +55,7 @@ _KINDS: tuple[type[ConductorEvent], ...] = (
     InstancesLaunched,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
-_LENGTH = struct.Struct("<I")
+_ENTRIES = Framing("<")
 
 
 class EventLogError(Exception):
@@ -111,9 +111,7 @@ class EventLog:
     def note_decided(self, event: ConductorEvent, now: float, decided: tuple[str, ...]) -> None:
         """Appends an event and what was decided."""
         entry = self._encoder.encode((now, _NUMBER_OF[type(event)], event, decided))
-        entries = self.segments[-1].entries
-        entries += _LENGTH.pack(len(entry))
-        entries += entry
+        self.segments[-1].entries += _ENTRIES.framed(entry)
 
     def begin(self) -> Segment:
         """Starts a segment and forgets all but the one before it. The driver sets its checkpoint
@@ -141,7 +139,7 @@ def decisions(actions: Sequence[ConductorAction]) -> tuple[str, ...]:
                 attempt = getattr(work, "attempt_id", "")
                 found.append(f"{action.instance_id} {type(command).__name__} {attempt}")
             case Refuse():
-                found.append(f"refuse {action.request_id} {action.reason}")
+                found.append(f"refuse {action.request_id} {action.refusal.reason}")
             case RequestEnded():
                 found.append(f"ended {action.record.request_id} {action.record.outcome}")
             case InstancesWanted():
@@ -181,16 +179,13 @@ def read_events(segment: Segment) -> Iterator[LoggedEvent]:
     """Yields the events of a segment. Raises EventLogError."""
     outer = msgspec.msgpack.Decoder(tuple[float, int, msgspec.Raw, tuple[str, ...]])
     decoders = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
-    entries, offset = memoryview(segment.entries), 0
-    while offset < len(entries):
-        if len(entries) - offset < _LENGTH.size:
-            raise EventLogError("it is cut off in the middle of an event")
-        (length,) = _LENGTH.unpack_from(entries, offset)
-        offset += _LENGTH.size
+    entries = bytearray(segment.entries)
+    for entry in _ENTRIES.pop_all(entries):
         try:
-            now, number, body, decided = outer.decode(entries[offset : offset + length])
+            now, number, body, decided = outer.decode(entry)
             event = decoders[number].decode(body)
         except (msgspec.DecodeError, IndexError, RecursionError) as error:
             raise EventLogError(f"it has a damaged event: {error}") from None
-        offset += length
         yield LoggedEvent(now, event, decided)
+    if entries:
+        raise EventLogError("it is cut off in the middle of an event")

@@ -392,12 +392,11 @@ class Simulation:
                         action.command,
                     )
                 case Refuse():
-                    if action.reason == POLICY_ERROR:
+                    name, refusal = action.request_id, action.refusal
+                    if refusal.reason == POLICY_ERROR:
                         raise ConfigError(self.announced[-1][1])
-                    self.collector.note_refused(action.request_id, action.status, action.reason)
-                    self.clients.note_refused(
-                        action.request_id, action.status, action.retry_after_s
-                    )
+                    self.collector.note_refused(name, refusal.status, refusal.reason)
+                    self.clients.note_refused(name, refusal.status, refusal.retry_after_s)
                 case RequestEnded():
                     self._end(action)
                 case Announce():

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from moonpool.retry_delays import RetryDelays
+
 MAX_TRIES = 12
 """A client gives its program up when a call was refused so often, as coding agents do."""
+_DELAYS = RetryDelays((0.5, 1.0, 2.0, 4.0, 8.0))
 LONGEST_WAIT_S = 60.0
 """A client waits no longer between two tries, whatever the server says."""
 
@@ -91,4 +94,4 @@ def retry_after_s(status: int, num_tries: int, told_s: float | None) -> float | 
         return None
     if told_s is not None:
         return min(max(told_s, 0.0), LONGEST_WAIT_S)
-    return min(0.5 * 2.0 ** (num_tries - 1), 8.0)
+    return _DELAYS.after(num_tries)

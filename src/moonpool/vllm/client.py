@@ -14,6 +14,7 @@ import msgspec
 
 from moonpool.config.vllm import split_rank
 from moonpool.protocol.model_offer import COMPLETIONS
+from moonpool.server_events import DONE, MAX_EVENT_BYTES, ServerEventReader
 from moonpool.types import MALFORMED
 from moonpool.vllm.dialect import REFUSALS
 
@@ -22,7 +23,6 @@ ASK_S = 10.0
 HEALTH_S = 5.0
 IDLE_S = 2.0
 """How long a connection is kept for another request. A llama-server closes it after 5 s."""
-MAX_EVENT_BYTES = 16 << 20
 MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 16 << 20
 MAX_FORWARDED_BYTES = 48 << 20
@@ -32,7 +32,6 @@ LACKS = (404, 405, 501)
 """Statuses of a server that does not serve a path."""
 RANK_HEADER = "X-data-parallel-rank"
 """By which vLLM computes a request on one of its ranks."""
-_DONE = b"[DONE]"
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request
 
 
@@ -183,7 +182,7 @@ class VllmClient:
                     yield whole
                     return
                 async for event in _events(response):
-                    if event == _DONE:
+                    if event == DONE:
                         done = True
                     elif not done:
                         done = is_done(event)
@@ -196,15 +195,11 @@ class VllmClient:
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
     """Yields the data of server-sent events."""
-    buffer = bytearray()
+    reader = ServerEventReader()
     async for chunk in response.aiter_raw():
-        buffer += chunk
-        while (end := buffer.find(b"\n\n")) >= 0:
-            event = bytes(buffer[:end]).strip()
-            del buffer[: end + 2]
-            if event.startswith(b"data:"):
-                yield event[5:].strip()
-        if len(buffer) > MAX_EVENT_BYTES:
+        for event in reader.feed(chunk):
+            yield event
+        if reader.num_left_out:
             raise VllmError(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
 
 

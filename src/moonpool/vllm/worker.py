@@ -22,7 +22,7 @@ import msgspec
 
 from moonpool.config.tables import VllmAddress
 from moonpool.cost.fitted import FittedCost
-from moonpool.discovery.membership import HOLD_OFFS_S, STEADY_S
+from moonpool.discovery.membership import HOLD_OFFS
 from moonpool.gc_tuning import settle_memory
 from moonpool.host_pool.places import default_socket
 from moonpool.link.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
@@ -172,10 +172,8 @@ class VllmWorker(InstanceProcess):
                     await self._end_tasks()
                 if not self._gone:
                     return
-                if self._loop.time() - began_s > STEADY_S:
-                    num_short = 0
-                hold_s = HOLD_OFFS_S[min(num_short, len(HOLD_OFFS_S) - 1)]
-                num_short += 1
+                num_short = HOLD_OFFS.count(num_short, self._loop.time() - began_s)
+                hold_s = HOLD_OFFS.after(num_short)
                 if hold_s:
                     log.warning("vLLM at %s comes and goes: held off %g s", self._place.url, hold_s)
                     await asyncio.sleep(hold_s)

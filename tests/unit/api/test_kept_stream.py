@@ -138,7 +138,9 @@ def test_a_refusal_and_a_name_reach_the_successor() -> None:
     with taken_over(log) as (_, kept):
         refused = kept.refusal()
         assert refused is not None
-        assert (refused.status, refused.reason, refused.retry_after_s) == (503, "why", 2.0)
+        why = refused.refusal
+        assert (why.status, why.reason, why.retry_after_s) == (503, "why", 2.0)
+        assert why.projection == {"ttft_s": 1.0} and refused.is_counted
         assert kept.name == "r-2"
         assert kept.has_lost_bytes
 

@@ -30,7 +30,7 @@ def refusal_s(limits: RateLimits, now: float) -> float | None:
     try:
         limits.begin("ann", now)
     except RequestRefused as refused:
-        return refused.retry_after_s
+        return refused.refusal.retry_after_s
     return None
 
 
@@ -56,7 +56,7 @@ def test_tokens_are_paid_when_they_come() -> None:
     limits.spend("ann", 300)  # the bucket held 100
     with pytest.raises(RequestRefused, match="10 tokens per second") as caught:
         limits.begin("ann", 5.0)
-    assert caught.value.retry_after_s == pytest.approx(15.0)
+    assert caught.value.refusal.retry_after_s == pytest.approx(15.0)
     limits.begin("ann", 20.1)
 
 

@@ -103,8 +103,12 @@ def test_the_deadline_ends_a_request_in_any_stage() -> None:
     desk.now = 5.0
     actions = desk.handle(Tick())
     (refuse,) = of(actions, Refuse)
-    assert (refuse.status, refuse.reason, refuse.retry_after_s) == (504, "deadline", None)
-    assert "during prefill" in refuse.message
+    assert (refuse.refusal.status, refuse.refusal.reason, refuse.refusal.retry_after_s) == (
+        504,
+        "deadline",
+        None,
+    )
+    assert "during prefill" in refuse.refusal.message
     assert {name for name, _ in sent(actions, Abort)} == {"p0", "d0"}
     desk.assert_nothing_is_booked()
 
@@ -181,8 +185,14 @@ def test_attempts_are_bounded() -> None:
     second = AttemptFailed(attempt_id=AttemptId("r/2"), reason="engine_error", message="broken")
     actions = desk.report("p0", second)
     (refuse,) = of(actions, Refuse)
-    assert (refuse.status, refuse.reason) == (503, "engine_error") and "broken" in refuse.message
-    assert refuse.retry_after_s is not None and of(actions, RequestEnded)[0].record.attempts == 2
+    assert (refuse.refusal.status, refuse.refusal.reason) == (
+        503,
+        "engine_error",
+    ) and "broken" in refuse.refusal.message
+    assert (
+        refuse.refusal.retry_after_s is not None
+        and of(actions, RequestEnded)[0].record.attempts == 2
+    )
     desk.assert_nothing_is_booked()
 
 
@@ -195,8 +205,8 @@ def test_a_request_that_an_engine_refuses_is_not_retried() -> None:
     )
     actions = desk.report(name, failed)
     (refuse,) = of(actions, Refuse)
-    assert (refuse.status, refuse.message) == (400, "no such form")
-    assert refuse.retry_after_s is None
+    assert (refuse.refusal.status, refuse.refusal.message) == (400, "no such form")
+    assert refuse.refusal.retry_after_s is None
     assert not sent(actions, StartPrefill)
     desk.assert_nothing_is_booked()
 
@@ -231,8 +241,8 @@ def test_overload_is_rejected_before_any_work() -> None:
             assert of(actions, RequestEnded)[0].record.attempts == 0
             refused += of(actions, Refuse)
     assert len(refused) == 30, "10 prompts of 50 ms fit into half a second"
-    assert all(r.status == 429 and r.reason == "ttft_slo" for r in refused)
-    assert all(r.retry_after_s is not None and 1 <= r.retry_after_s <= 120 for r in refused)
+    assert all((r.refusal.status, r.refusal.reason) == (429, "ttft_slo") for r in refused)
+    assert all(1 <= (r.refusal.retry_after_s or 0) <= 120 for r in refused)
 
 
 def test_room_is_booked_for_the_answer_too() -> None:
@@ -240,7 +250,7 @@ def test_room_is_booked_for_the_answer_too() -> None:
     assert sent(desk.ask("a", max_tokens=13), StartPrefill)  # 23 tokens hold 6 blocks
     refused = desk.ask("b", max_tokens=7, ttft_s=0.02)  # 17 would fit as tokens, not as blocks
     (refuse,) = of(refused, Refuse)
-    assert (refuse.status, refuse.reason) == (503, "no_decode_capacity")
+    assert (refuse.refusal.status, refuse.refusal.reason) == (503, "no_decode_capacity")
     assert sent(desk.ask("c", max_tokens=6), StartPrefill)
     desk.handle(RequestCancelled(RequestId("a")))
     assert sent(desk.ask("d", max_tokens=14), StartPrefill)
@@ -254,7 +264,7 @@ def test_an_answer_longer_than_booked_takes_room() -> None:
     desk.handle(RequestCancelled(RequestId("early")))
     desk.tokens("m0", *range(20))
     (refuse,) = of(desk.ask("late", max_tokens=2, ttft_s=0.02), Refuse)
-    assert refuse.reason == "no_decode_capacity"
+    assert refuse.refusal.reason == "no_decode_capacity"
 
 
 def test_a_prefill_on_a_mixed_instance_takes_room_from_the_decodes() -> None:
@@ -262,14 +272,18 @@ def test_a_prefill_on_a_mixed_instance_takes_room_from_the_decodes() -> None:
     desk = Desk("m0", num_blocks=10)  # 40 tokens
     desk.ask("one", max_tokens=1, token_ids=tuple(range(30)))  # 8 blocks
     (refuse,) = of(desk.ask("b", max_tokens=2, ttft_s=0.02), Refuse)
-    assert refuse.reason == "no_decode_capacity"
+    assert refuse.refusal.reason == "no_decode_capacity"
     desk.tokens("m0", 50, finish=FinishReason.LENGTH, work="one/1")
     assert sent(desk.ask("c", max_tokens=2), StartPrefill)
 
 
 def test_without_instances_a_request_is_rejected() -> None:
     (refuse,) = of(Desk().ask(), Refuse)
-    assert (refuse.status, refuse.reason, refuse.retry_after_s) == (503, "no_instance", 5.0)
+    assert (refuse.refusal.status, refuse.refusal.reason, refuse.refusal.retry_after_s) == (
+        503,
+        "no_instance",
+        5.0,
+    )
 
 
 def test_requests_of_one_prefix_follow_it() -> None:
@@ -357,7 +371,10 @@ def test_the_second_check_of_the_slo_may_reject() -> None:
     desk.prefilled()
     failed = AttemptFailed(attempt_id=AttemptId("r/1"), reason="tbt_slo", message="too slow")
     actions = desk.report("d0", failed)
-    assert (of(actions, Refuse)[0].status, of(actions, Refuse)[0].reason) == (429, "tbt_slo_late")
+    assert (of(actions, Refuse)[0].refusal.status, of(actions, Refuse)[0].refusal.reason) == (
+        429,
+        "tbt_slo_late",
+    )
     assert {name for name, _ in sent(actions, Abort)} == {"p0", "d0"}
 
 

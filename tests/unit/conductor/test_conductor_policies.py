@@ -97,7 +97,7 @@ def test_the_decode_instance_checks_last(admission: str) -> None:
     actions = fail(desk)
     assert not sent(actions, StartPrefill), "it is not placed again"
     (refuse,) = of(actions, Refuse)
-    assert (refuse.status, refuse.reason) == (429, "tbt_slo_late")
+    assert (refuse.refusal.status, refuse.refusal.reason) == (429, "tbt_slo_late")
     record = of(actions, RequestEnded)[0].record
     assert record.outcome == "tbt_slo_late" and record.prefill_done_s is not None
     desk.assert_nothing_is_booked()
@@ -131,7 +131,9 @@ def test_only_none_goes_on_waiting_after_the_ttft_slo(admission: str) -> None:
     desk.prefilled()
     desk.now = 2.5
     refused = of(desk.handle(Tick()), Refuse)
-    assert [one.reason for one in refused] == ([] if admission == "none" else ["ttft_slo_late"])
+    assert [one.refusal.reason for one in refused] == (
+        [] if admission == "none" else ["ttft_slo_late"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_new_attempt_has_less_time_left() -> None:
     first = sent(desk.ask(ttft_s=5.0), StartPrefill)[0][0]
     desk.now = 4.995  # and 10 ms to prefill
     (refuse,) = of(desk.handle(InstanceLost(InstanceId(first), "it died")), Refuse)
-    assert refuse.reason == "ttft_slo" and "5.00" in refuse.message
+    assert refuse.refusal.reason == "ttft_slo" and "5.00" in refuse.refusal.message
 
 
 def test_the_queue_is_the_waiting_and_the_rest_of_the_running_prefills() -> None:
@@ -234,4 +236,4 @@ def test_a_prompt_that_just_fits_is_admitted() -> None:
     assert sent(desk.ask(token_ids=range(capacity - 1), max_tokens=100), StartPrefill)
     full = Desk("p0", "d0", num_blocks=10)
     (refuse,) = of(full.ask(token_ids=range(capacity), max_tokens=100), Refuse)
-    assert refuse.reason == "no_decode_capacity"
+    assert refuse.refusal.reason == "no_decode_capacity"

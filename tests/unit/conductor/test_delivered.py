@@ -41,7 +41,7 @@ def test_the_answer_goes_on_after_its_tokens(delivered: tuple[int, ...]) -> None
 def test_it_is_not_refused_for_load_as_a_new_one_is() -> None:
     desk = Desk("p0", "d0", admission="early")
     (refused,) = of(arrive(desk, None, ttft_s=1e-6), Refuse)
-    assert refused.reason == "ttft_slo"
+    assert refused.refusal.reason == "ttft_slo"
     desk = Desk("p0", "d0", admission="early")
     actions = arrive(desk, (50,), ttft_s=1e-6)
     assert not of(actions, Refuse)
@@ -59,7 +59,7 @@ def test_it_waits_for_the_instances_of_the_earlier_head() -> None:
     ((_, start),) = sent(desk.join("d0"), StartPrefill)
     assert tuple(start.work.token_ids) == (*PROMPT, 50, 51)
     (refuse,) = of(arrive(Desk(), (50, 51)), Refuse)
-    assert refuse.reason == "no_instance", "no instance is expected"
+    assert refuse.refusal.reason == "no_instance", "no instance is expected"
 
 
 def test_it_ends_at_its_deadline_and_with_its_last_token() -> None:
@@ -68,7 +68,7 @@ def test_it_ends_at_its_deadline_and_with_its_last_token() -> None:
     arrive(desk, (50,))
     desk.now += 61.0
     (refuse,) = of(desk.handle(Tick()), Refuse)
-    assert refuse.status == 504
+    assert refuse.refusal.status == 504
     desk = Desk("p0", "d0")
     ((_, start),) = sent(arrive(desk, tuple(range(50, 57))), StartPrefill)
     assert start.work.sampling.max_tokens - len(start.work.token_ids) + len(PROMPT) == 1

@@ -125,7 +125,7 @@ def test_a_request_of_which_both_instances_leave_moves_once() -> None:
     for name in (sent(moved, StartPrefill)[0][0], sent(moved, ReserveDecode)[0][0]):
         drain(desk, name, within_s=20.0)
     (refused,) = of(ticked(desk, 10.5), Refuse)
-    assert refused.status == 503 and not desk.conductor.requests
+    assert refused.refusal.status == 503 and not desk.conductor.requests
 
 
 def test_an_instance_without_room_is_not_tried_again() -> None:

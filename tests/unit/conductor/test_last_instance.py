@@ -65,5 +65,5 @@ def test_one_that_somebody_else_started_leaves_and_its_lack_is_told() -> None:
     assert "start one: moonpool worker --role decode --head HOST:PORT" in said.text
     desk.handle(InstanceLost(InstanceId("d0"), "it left"))
     (refuse,) = of(desk.ask("r"), Refuse)
-    assert refuse.reason == "no_decode_instance"
+    assert refuse.refusal.reason == "no_decode_instance"
     assert desk.conductor.lack.startswith("no decode instance is up: start one: moonpool worker")

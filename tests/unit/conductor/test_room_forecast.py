@@ -28,7 +28,7 @@ def fill(desk: Desk, number: int, max_tokens: int, ignore_eos: bool) -> None:
 def told(desk: Desk, **known: object) -> tuple[float, Refuse]:
     """The wait that a refusal names."""
     (refuse,) = of(desk.ask("late", ttft_s=0.5, max_tokens=64, **known), Refuse)
-    return float(refuse.message.rpartition(" in ")[2].removesuffix(" s")), refuse
+    return float(refuse.refusal.message.rpartition(" in ")[2].removesuffix(" s")), refuse
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 7000])
@@ -38,8 +38,8 @@ def test_the_wait_is_that_of_the_answers_that_hold_the_room(max_tokens: int) -> 
     fill(desk, 4, max_tokens, ignore_eos=True)
     wait_s, refuse = told(desk)
     assert wait_s == pytest.approx((max_tokens - 1) * (STEP_S + 4e-3), rel=0.05)
-    assert refuse.reason == "no_decode_capacity"
-    assert refuse.retry_after_s == pytest.approx(min(wait_s, 120.0), rel=0.05)
+    assert refuse.refusal.reason == "no_decode_capacity"
+    assert refuse.refusal.retry_after_s == pytest.approx(min(wait_s, 120.0), rel=0.05)
 
 
 def test_an_answer_of_unknown_length_lasts_as_long_again() -> None:

@@ -52,8 +52,12 @@ def test_the_second_crash_shows_the_culprit_and_releases_the_others(told_first: 
     assert placed(desk.join("m0", incarnation=2)) == ["poison"]
     actions = crash(desk, "m0", told_first)
     (refuse,) = of(actions, Refuse)
-    assert (refuse.request_id, refuse.reason, refuse.status) == ("poison", INSTANCES_ENDED, 500)
-    assert refuse.retry_after_s is None
+    assert (refuse.request_id, refuse.refusal.reason, refuse.refusal.status) == (
+        "poison",
+        INSTANCES_ENDED,
+        500,
+    )
+    assert refuse.refusal.retry_after_s is None
     assert placed(desk.join("m0", incarnation=3)) == ["a", "b"]
 
 

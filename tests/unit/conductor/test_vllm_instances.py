@@ -61,8 +61,8 @@ def test_after_its_first_part_it_ends_with_one_error() -> None:
             actions = front.report(first, failed(attempt))
         else:
             actions = front.handle(InstanceLost(InstanceId(first), "gone"))
-        (refusal,) = of(actions, Refuse)
-        assert refusal.status == 503
+        (refuse,) = of(actions, Refuse)
+        assert refuse.refusal.status == 503
         assert not [a for a in of(actions, Send) if isinstance(a.command, StartPrefill)]
         front.assert_nothing_is_booked()
 
@@ -79,8 +79,8 @@ def test_the_engines_status_is_the_refusals() -> None:
     for status, expected in ((404, 404), (422, 422), (0, 400)):
         front = desk("m0")
         _, attempt = place(front.ask(forwarded=True))
-        (refusal,) = of(front.report("m0", failed(attempt, "refused_by_engine", status)), Refuse)
-        assert refusal.status == expected
+        (refuse,) = of(front.report("m0", failed(attempt, "refused_by_engine", status)), Refuse)
+        assert refuse.refusal.status == expected
 
 
 def test_forwarded_requests_teach_no_times() -> None:
@@ -113,9 +113,9 @@ def test_an_adapter_is_asked_for_where_it_is() -> None:
     first, attempt = place(front.ask("x", adapter="poet"))
     again, _ = place(front.report(first, failed(attempt)))
     assert again == "m1", "there is no other"
-    (refusal,) = of(front.ask("y", adapter="nobody"), Refuse)
-    assert refusal.status == 503
-    assert "adapter" in refusal.message
+    (refuse,) = of(front.ask("y", adapter="nobody"), Refuse)
+    assert refuse.refusal.status == 503
+    assert "adapter" in refuse.refusal.message
 
 
 def test_measured_times_take_the_place_of_assumed_ones() -> None:
@@ -145,7 +145,7 @@ def test_a_request_goes_only_to_those_that_may_serve_it() -> None:
     first, attempt = place(front.ask("w", within=only))
     again, _ = place(front.report(first, failed(attempt)))
     assert (first, again) == ("m0", "m0"), "there is no other"
-    (refusal,) = of(front.ask("y", within=(InstanceId("elsewhere"),)), Refuse)
-    assert refusal.status == 503
-    (refusal,) = of(front.ask("z", within=()), Refuse)
-    assert refusal.status == 503
+    (refuse,) = of(front.ask("y", within=(InstanceId("elsewhere"),)), Refuse)
+    assert refuse.refusal.status == 503
+    (refuse,) = of(front.ask("z", within=()), Refuse)
+    assert refuse.refusal.status == 503

@@ -58,8 +58,8 @@ def test_who_can_be_served_in_time_waits_for_room(admission: str) -> None:
 def test_who_cannot_is_refused_at_once_with_the_true_wait(admission: str) -> None:
     desk = full_desk(admission=admission)
     (refuse,) = of(desk.ask("second", ttft_s=0.05, **ROOM), Refuse)
-    assert (refuse.status, refuse.reason) == (503, "no_decode_capacity")
-    assert "there should be some in 0.1 s" in refuse.message
+    assert (refuse.refusal.status, refuse.refusal.reason) == (503, "no_decode_capacity")
+    assert "there should be some in 0.1 s" in refuse.refusal.message
 
 
 def test_without_admission_everybody_waits_for_room_as_in_a_servers_own_queue() -> None:
@@ -69,7 +69,7 @@ def test_without_admission_everybody_waits_for_room_as_in_a_servers_own_queue() 
     assert not of(tick(desk, 30.0), Refuse)
     assert placed(end(desk, "first")) == ["late-0"]
     (refuse,) = of(desk.ask("huge", token_ids=tuple(range(200)), max_tokens=9), Refuse)
-    assert refuse.status == 422, "for which no time makes room"
+    assert refuse.refusal.status == 422, "for which no time makes room"
 
 
 def test_a_wait_ends_with_the_slo_of_the_first_token() -> None:
@@ -77,7 +77,7 @@ def test_a_wait_ends_with_the_slo_of_the_first_token() -> None:
     desk.ask("second", ttft_s=2.0, **ROOM)
     assert not of(tick(desk, 1.9), Refuse)
     (refuse,) = of(tick(desk, 0.1), Refuse)
-    assert (refuse.request_id, refuse.status) == ("second", 503)
+    assert (refuse.request_id, refuse.refusal.status) == ("second", 503)
     assert desk.conductor.num_waiting == 0
 
 
@@ -90,7 +90,7 @@ def test_without_a_stated_slo_nothing_is_refused_for_it(admission: str) -> None:
     assert placed(desk.ask("a", stated=False, **levels, **prompt)) == ["a"]
     stated = Desk("p0", "d0", num_blocks=100_000, admission=admission)
     found = of(stated.ask("a", **levels, **prompt), Refuse)
-    assert [refuse.status for refuse in found] == ([] if admission == "none" else [422])
+    assert [refuse.refusal.status for refuse in found] == ([] if admission == "none" else [422])
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
@@ -107,8 +107,8 @@ def test_without_a_stated_slo_a_long_queue_waits_at_the_conductor(admission: str
         refused += of(actions, Refuse)
     assert begun == [f"r{number}" for number in range(8)], "28 s of prompts before the last one"
     assert desk.conductor.num_waiting == 22
-    assert {(one.status, one.reason) for one in refused} == {(503, "long_queue")}
-    assert [one.retry_after_s for one in refused] == pytest.approx([90.0] * 10)
+    assert {(one.refusal.status, one.refusal.reason) for one in refused} == {(503, "long_queue")}
+    assert [one.refusal.retry_after_s for one in refused] == pytest.approx([90.0] * 10)
     assert placed(end(desk, "r0")) == ["r8"]
 
 
@@ -132,7 +132,7 @@ def test_further_choices_of_a_call_wait_for_the_first_ones() -> None:
 def test_a_call_of_which_no_choice_runs_is_refused_as_any_other() -> None:
     desk = full_desk()
     (refuse,) = of(desk.ask("c~0", call="c", ttft_s=0.05, **ROOM), Refuse)
-    assert refuse.reason == "no_decode_capacity"
+    assert refuse.refusal.reason == "no_decode_capacity"
 
 
 def test_waiting_requests_are_tried_in_order_of_what_fits() -> None:

@@ -55,18 +55,18 @@ def test_waiting_requests_end_at_their_deadlines_or_with_their_clients() -> None
     desk.ask("gone")
     desk.handle(RequestCancelled(RequestId("gone")))
     (refuse,) = of(tick(desk, 6.0), Refuse)
-    assert (refuse.request_id, refuse.status) == ("late", 504)
+    assert (refuse.request_id, refuse.refusal.status) == ("late", 504)
     assert desk.conductor.num_waiting == 0
     assert not placed(desk.join("d0", incarnation=2))
 
 
 def test_nobody_waits_for_an_instance_that_never_was_or_that_left() -> None:
     desk = Desk("p0")
-    assert of(desk.ask("a"), Refuse)[0].reason == "no_decode_instance"
+    assert of(desk.ask("a"), Refuse)[0].refusal.reason == "no_decode_instance"
     desk.join("d0")
     desk.handle(DrainRequested(InstanceId("d0"), 0.0, "its process got a signal"))
     lose(desk, "d0")
-    assert of(desk.ask("b"), Refuse)[0].reason == "no_decode_instance"
+    assert of(desk.ask("b"), Refuse)[0].refusal.reason == "no_decode_instance"
 
 
 def test_waiting_new_requests_are_bounded_and_begun_ones_are_not(
@@ -78,7 +78,7 @@ def test_waiting_new_requests_are_bounded_and_begun_ones_are_not(
         desk.ask(name)
     lose(desk, "d0")
     assert desk.conductor.num_waiting == 3
-    assert of(desk.ask("new"), Refuse)[0].status == 503
+    assert of(desk.ask("new"), Refuse)[0].refusal.status == 503
 
 
 def test_a_begun_answer_waits_for_room() -> None:
@@ -112,7 +112,7 @@ def test_repeated_faults_are_retried_after_a_while_and_tokens_forgive_them() -> 
     assert placed(tick(desk, 2.0)) == ["a"]
     number += 1
     failed = AttemptFailed(AttemptId(f"a/{number}"), "blocks_lost", "gone")
-    assert of(desk.report("m0", failed), Refuse)[0].reason == "blocks_lost"
+    assert of(desk.report("m0", failed), Refuse)[0].refusal.reason == "blocks_lost"
     desk.assert_nothing_is_booked()
 
 

@@ -28,7 +28,7 @@ def test_all_bodies_together_are_bounded() -> None:
     late = room.share()
     with pytest.raises(RequestRefused) as refused:
         late.add(b"x")
-    assert refused.value.status == 503
+    assert refused.value.refusal.status == 503
     many[0].close()
     many[0].close()
     late.add(b"x")

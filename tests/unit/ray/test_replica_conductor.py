@@ -75,8 +75,9 @@ def test_what_would_miss_its_slo_is_refused_with_the_reason() -> None:
     decisions = [driver.send(text_call(f"c{i}", f"{i} " * 400, 50)) for i in range(20)]
     refused = [each for each in decisions if isinstance(each, RefusedCall)]
     assert isinstance(decisions[0], PlacedCall) and refused
-    assert refused[-1].status == 429 and refused[-1].reason == "ttft_slo"
-    assert "TTFT" in refused[-1].message and (refused[-1].retry_after_s or 0) > 0
+    why = refused[-1].refusal
+    assert (why.status, why.reason) == (429, "ttft_slo")
+    assert "TTFT" in why.message and (why.retry_after_s or 0) > 0
 
 
 def test_without_an_slo_nothing_is_refused_for_it() -> None:

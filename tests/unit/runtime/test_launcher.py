@@ -20,6 +20,7 @@ from moonpool.head import launcher as launcher_module
 from moonpool.head.launcher import LocalLauncher
 from moonpool.head.supervisor import Supervisor
 from moonpool.protocol.supervision import HeadPrepared
+from moonpool.retry_delays import RetryDelays
 from moonpool.types import Role
 from moonpool_lab.demo.local_server import is_alive
 
@@ -147,8 +148,8 @@ def test_a_worker_that_served_well_is_started_again_without_a_delay(
     async def spawn(*_: Any) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec("sh", "-c", "sleep 0.15; exit 1")
 
-    monkeypatch.setattr(keeper_module, "SERVING_STEADY_S", serving_steady_s)
-    monkeypatch.setattr(keeper_module, "RESTART_DELAYS_S", (0.0, 0.02, 0.04))
+    serving = RetryDelays((0.0, 0.02, 0.04), serving_steady_s)
+    monkeypatch.setattr(keeper_module, "SERVING", serving)
     monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
 
     def waited() -> list[str]:

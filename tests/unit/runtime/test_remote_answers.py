@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.head.fronts.messages import AnswerPart, BeginAnswer, Refusal
+from moonpool.head.fronts.messages import AnswerPart, BeginAnswer, ToldRefusal
 from moonpool.head.fronts.remote_answer import RemoteAnswer
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo, Token
 
@@ -107,6 +107,6 @@ def test_lost_tokens_are_missed() -> None:
 def test_a_refusal_comes_after_the_tokens_before_it() -> None:
     answer = begun()
     answer.grow_directly(1, 0, tokens(5))
-    answer.refuse(Refusal(503, "gone", "it is gone"))
+    answer.refuse(ToldRefusal(503, "gone", "it is gone"))
     assert read(answer) == ([5], None)
     assert answer.is_complete

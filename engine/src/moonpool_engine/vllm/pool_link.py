@@ -20,7 +20,7 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from moonpool.host_pool.framing import LENGTH, body_bytes, framed, is_own_user
+from moonpool.host_pool.framing import FRAMES, framed, is_own_user
 from moonpool.host_pool.messages import (
     FROM_POOL,
     AttachRank,
@@ -31,12 +31,13 @@ from moonpool.host_pool.messages import (
     PoolRefused,
     RankAttached,
 )
+from moonpool.retry_delays import RetryDelays
 from moonpool.types import MALFORMED
 
 log = logging.getLogger("moonpool.vllm_connector")
 
 SEND_S = 0.05
-RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+RETRIES = RetryDelays((0.1, 0.2, 0.5, 1.0, 2.0), steady_s=2.0)
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -110,7 +111,7 @@ class PoolLink:
             sock.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        tries = 0
+        num_failures = 0
         while not self._stopping.is_set():
             try:
                 began_s = time.monotonic()
@@ -123,8 +124,6 @@ class PoolLink:
             was_connected, self._sock, self.memory = self._sock is not None, None, None
             if was_connected:
                 self._on_end()
-                if time.monotonic() - began_s > RETRY_S[-1]:
-                    tries = 0
             if self._stopping.is_set():
                 return
             if problem != self._said:
@@ -132,8 +131,9 @@ class PoolLink:
                 log.warning(
                     "no KVCache pool at %s (%s); vLLM goes on without it", self.path, problem
                 )
-            self._stopping.wait(RETRY_S[min(tries, len(RETRY_S) - 1)])
-            tries += 1
+            lasted_s = time.monotonic() - began_s if was_connected else 0.0
+            num_failures = RETRIES.count(num_failures, lasted_s)
+            self._stopping.wait(RETRIES.after(num_failures))
 
     def _serve(self) -> None:
         """Serves one connection until it ends. Raises OSError, ValueError or _RefusedError."""
@@ -173,12 +173,8 @@ class _RefusedError(Exception):
 
 
 def _read(reader: BinaryIO) -> PoolMessage:
-    head = reader.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        raise ConnectionError("it ended the connection")
-    length = body_bytes(head)
-    body = reader.read(length)
-    if len(body) < length:
-        raise ConnectionError("it ended the connection")
-    message: PoolMessage = FROM_POOL.decode(body)
+    try:
+        message: PoolMessage = FROM_POOL.decode(FRAMES.read(reader.read))
+    except EOFError:
+        raise ConnectionError("it ended the connection") from None
     return message

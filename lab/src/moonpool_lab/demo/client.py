@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from moonpool.server_events import DONE, ServerEventReader
+
 
 @dataclass(slots=True)
 class ClientResponse:
@@ -81,10 +83,12 @@ class CompletionClient:
             if response.status_code != 200:
                 answer.error = (await response.aread()).decode(errors="replace")
                 return answer
-            async for line in response.aiter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    now_s = time.perf_counter() - began_s
-                    self._take(answer, json.loads(line[6:]), now_s, on_text)
+            events = ServerEventReader()
+            async for part in response.aiter_bytes():
+                now_s = time.perf_counter() - began_s
+                for event in events.feed(part):
+                    if event != DONE:
+                        self._take(answer, json.loads(event), now_s, on_text)
         answer.seconds = time.perf_counter() - began_s
         return answer
 

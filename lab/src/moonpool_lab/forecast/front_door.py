@@ -19,7 +19,7 @@ from moonpool.types import MALFORMED, RequestId, Slo
 from moonpool_lab.replay.http_client import HttpClient
 from moonpool_lab.replay.prompts import WORDS
 from moonpool_lab.replay.server import ServerFacts, ServerUnfitError
-from moonpool_lab.replay.stream import CompletionReceiver
+from moonpool_lab.replay.stream import TokenTimesReceiver
 
 NO_SLO = Slo(ttft_s=1e6, tbt_s=1e6)
 NO_SLO_HEADERS = b"X-SLO-TTFT-ms: 1e9\r\nX-SLO-TPOT-ms: 1e9\r\n"
@@ -57,21 +57,6 @@ class TimedAnswer(msgspec.Struct, frozen=True):
     @property
     def ttft_s(self) -> float:
         return self.token_s[0] - self.began_s
-
-
-class _TokenClock(CompletionReceiver):
-    """Also keeps the time of each token."""
-
-    def __init__(self, record: RequestRecord) -> None:
-        super().__init__(record)
-        self.token_s: list[float] = []
-
-    def on_body(self, data: bytes, now_s: float) -> None:
-        before = self.record.num_generated_tokens
-        super().on_body(data, now_s)
-        self.token_s += [now_s] * (self.record.num_generated_tokens - before)
-        if not self.token_s and self.finish_reason:
-            self.token_s.append(now_s)  # of a token without text, such as half a character
 
 
 class FrontDoor:
@@ -129,7 +114,7 @@ class FrontDoor:
         began_s = monotonic()
         record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, began_s)
         record.cached_tokens = UNSAID
-        receiver = _TokenClock(record)
+        receiver = TokenTimesReceiver(record)
         await self._client.post(
             "/v1/completions", self._body(prompt, num_tokens), receiver, NO_SLO_HEADERS
         )

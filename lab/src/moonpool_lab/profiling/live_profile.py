@@ -28,7 +28,7 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId, Slo
 from moonpool_lab.profiling.learned_decode_steps import RehearsedRequest, step_spread
 from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
-from moonpool_lab.replay.stream import CompletionReceiver
+from moonpool_lab.replay.stream import TokenTimesReceiver
 
 PROMPTS = (32, 128, 384, 512, 1024, 2048)
 CACHED = ((512, 384), (1024, 768), (2048, 1536))  # prompt tokens, of which cached
@@ -91,19 +91,6 @@ class _Timed:
     record: RequestRecord
     stages_s: dict[str, float]
     instants_s: tuple[float, ...]
-
-
-class _Receiver(CompletionReceiver):
-    """A receiver that also keeps the time of each token."""
-
-    def __init__(self, record: RequestRecord) -> None:
-        super().__init__(record)
-        self.instants_s: list[float] = []
-
-    def on_body(self, data: bytes, now_s: float) -> None:
-        before = self.record.num_generated_tokens
-        super().on_body(data, now_s)
-        self.instants_s += [now_s] * (self.record.num_generated_tokens - before)
 
 
 class LiveProfiler:
@@ -271,7 +258,7 @@ class LiveProfiler:
 
     async def _probe(self, prompt: Sequence[int], num_tokens: int, request_id: str = "") -> _Timed:
         record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, monotonic())
-        receiver = _Receiver(record)
+        receiver = TokenTimesReceiver(record)
         body = msgspec.json.encode(
             {
                 "prompt": prompt,
@@ -288,11 +275,11 @@ class LiveProfiler:
             headers += b"X-Request-Id: %b\r\n" % request_id.encode()
         await self._client.post("/v1/completions", body, receiver, headers)
         receiver.on_end()
-        if receiver.error_code or not receiver.instants_s:
+        if receiver.error_code or not receiver.token_s:
             raise ProfileError(f"a probe failed: {receiver.error_message or 'no tokens came'}")
         start_s = receiver.timings_s.get("queue_and_fetch", inf)
         self._least_start_s = min(self._least_start_s, start_s)
-        return _Timed(record, receiver.timings_s, tuple(receiver.instants_s))
+        return _Timed(record, receiver.timings_s, tuple(receiver.token_s))
 
     async def _probe_together(self, count: int, prompt: int, answer: int) -> list[_Timed]:
         probes = [self._probe(self._prompt(prompt), answer) for _ in range(count)]

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from moonpool.request_record import RequestRecord
+from moonpool.server_events import DONE, ServerEventReader
 from moonpool.types import MALFORMED
 
 
@@ -69,7 +70,8 @@ class CompletionReceiver:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.token_ids: list[int] = []
-        self._rest = b""
+        self._events = ServerEventReader()
+        self._failure = b""
 
     def on_start(self, status: int, headers: dict[bytes, bytes]) -> None:
         self.status = status
@@ -79,23 +81,19 @@ class CompletionReceiver:
             self.retry_after_s = None
 
     def on_body(self, data: bytes, now_s: float) -> None:
-        data = self._rest + data
         if self.status != 200:
-            self._rest = data
+            self._failure += data
             return
-        cut = data.rfind(b"\n") + 1
-        self._rest = data[cut:]
-        for line in data[:cut].split(b"\n"):
-            if line.startswith(b"data:"):
-                self._on_event(line[5:].strip(), now_s)
+        for event in self._events.feed(data):
+            self._on_event(event, now_s)
 
     def on_end(self) -> None:
         """Is called after the whole answer; parses the body of an error."""
         if self.status != 200:
-            self._take_error(self._rest)
+            self._take_error(self._failure)
 
     def _on_event(self, payload: bytes, now_s: float) -> None:
-        if payload == b"[DONE]":
+        if payload == DONE:
             return
         try:
             event = _DECODER.decode(payload)
@@ -137,3 +135,18 @@ class CompletionReceiver:
             self.error_message = error.message
         else:
             self.error_message = error or event.message or str(event.detail or "")
+
+
+class TokenTimesReceiver(CompletionReceiver):
+    """Also keeps the time of each token."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        super().__init__(record)
+        self.token_s: list[float] = []
+
+    def on_body(self, data: bytes, now_s: float) -> None:
+        before = self.record.num_generated_tokens
+        super().on_body(data, now_s)
+        self.token_s += [now_s] * (self.record.num_generated_tokens - before)
+        if not self.token_s and self.finish_reason:
+            self.token_s.append(now_s)  # of a token without text, such as half a character

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from moonpool.server_events import DONE, ServerEventReader
+
 Outcome = Literal["answered", "refused", "error", "cut", "hung"]
 
 
@@ -37,7 +39,8 @@ class AnswerReceiver:
         self.answer = Answer()
         self.status = 0
         self._streamed = streamed
-        self._rest = b""
+        self._events = ServerEventReader()
+        self._whole = b""
         self._parts: list[str] = []
 
     def on_start(self, status: int, headers: dict[bytes, bytes]) -> None:
@@ -49,26 +52,24 @@ class AnswerReceiver:
             self.answer.retry_after_s = 0.0
 
     def on_body(self, data: bytes, now_s: float) -> None:
-        self._rest += data
         if self.status != 200 or not self._streamed:
+            self._whole += data
             return
-        *lines, self._rest = self._rest.split(b"\n")
-        for line in lines:
-            payload = line[5:].strip() if line.startswith(b"data:") else b""
-            if payload and payload != b"[DONE]":
+        for payload in self._events.feed(data):
+            if payload and payload != DONE:
                 self._take(payload)
 
     def end(self, failure: str = "") -> Answer:
         """Returns the answer; `failure` says why no more of it came."""
         answer = self.answer
         if self.status == 200 and not self._streamed and not failure:
-            self._take(self._rest)
+            self._take(self._whole)
         answer.text = "".join(self._parts)
         if answer.outcome != "answered":
             return answer
         if self.status not in (0, 200):
             answer.outcome = "refused" if self.status in (429, 503) else "error"
-            answer.detail = f"HTTP {self.status}: {_excerpt(self._rest)}"
+            answer.detail = f"HTTP {self.status}: {_excerpt(self._whole)}"
         elif self.status == 0:
             answer.outcome, answer.detail = "error", failure or "no answer"
         elif not answer.finish:

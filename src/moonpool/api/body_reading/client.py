@@ -18,9 +18,10 @@ from typing import cast
 
 import msgspec
 
-from moonpool.api.body_process import LENGTH, BodyReady, BodyResult, BodyStart, BodyWork, UseCard
+from moonpool.api.body_process import FRAMES, BodyReady, BodyResult, BodyStart, BodyWork, UseCard
 from moonpool.api.body_reading.limits import LOAD_BYTES, LOAD_S, ReadStage, StageNote, cpu_s
 from moonpool.api.frontend import ModelCard
+from moonpool.framing import FrameTooLongError
 from moonpool.link.anonymous_file import anonymous_file
 
 LOOK_S = 0.1
@@ -151,8 +152,7 @@ class BodyClient(asyncio.SubprocessProtocol):
         assert self._input is not None
         if self._input.is_closing():  # the process has ended: `connection_lost` follows
             return
-        body = _encode(frame)
-        self._input.write(LENGTH.pack(len(body)) + body)
+        self._input.write(FRAMES.framed(_encode(frame)))
 
     def _kill(self) -> None:
         if self._transport is not None:
@@ -164,15 +164,11 @@ class BodyClient(asyncio.SubprocessProtocol):
     def pipe_data_received(self, fd: int, data: bytes | str) -> None:
         assert isinstance(data, bytes)
         self._received += data
-        start, received = 0, self._received
-        while len(received) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(received, start)
-            if len(received) - start - LENGTH.size < length:
-                break
-            begin = start + LENGTH.size
-            start = begin + length
-            self._on_frame(bytes(received[begin:start]))
-        del received[:start]
+        try:
+            for frame in FRAMES.pop_all(self._received):
+                self._on_frame(frame)
+        except FrameTooLongError:
+            self._kill()
 
     def _on_frame(self, frame: bytes) -> None:
         if not self._ready.done():

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 from typing import Protocol, Self
 
+from moonpool.framing import Framing
 from moonpool.link.anonymous_file import anonymous_file
 
 log = logging.getLogger("moonpool.head")
 
-_LENGTH = struct.Struct("<I")
+RECORDS = Framing("<")
 
 
 class StreamKeeper(Protocol):
@@ -85,14 +85,15 @@ class CallLog:
                 os.close(fd)
             return None
         begun = cls(keeper, number, fd, len(first), party)
-        begun.num_first_bytes = _LENGTH.size + len(first)
+        begun.num_first_bytes = RECORDS.NUM_LENGTH_BYTES + len(first)
         return begun
 
     def read(self) -> None:
         """Reads the records of an earlier head. One that it did not finish is removed. Raises
         OSError."""
         self.records, num_bytes = _read(self._fd)
-        self.num_first_bytes = _LENGTH.size + len(self.records[0]) if self.records else 0
+        if self.records:
+            self.num_first_bytes = RECORDS.NUM_LENGTH_BYTES + len(self.records[0])
         os.ftruncate(self._fd, num_bytes)
         os.lseek(self._fd, num_bytes, os.SEEK_SET)
         self._num_read_bytes = num_bytes
@@ -144,27 +145,15 @@ class CallLog:
             os.close(self._fd)
 
 
-def record_of(body: bytes) -> bytes:
-    return _LENGTH.pack(len(body)) + body
-
-
 def _append(fd: int, body: bytes) -> None:
-    record = record_of(body)
+    record = RECORDS.framed(body)
     if os.write(fd, record) != len(record):
         raise OSError("no memory for the log of a call")
 
 
 def _read(fd: int) -> tuple[list[bytes], int]:
     """Returns the complete records, and how many bytes they take."""
-    size = os.fstat(fd).st_size
-    whole = memoryview(os.pread(fd, size, 0))
-    records: list[bytes] = []
-    offset = 0
-    while offset + _LENGTH.size <= len(whole):
-        (length,) = _LENGTH.unpack_from(whole, offset)
-        end = offset + _LENGTH.size + length
-        if end > len(whole):
-            break
-        records.append(bytes(whole[offset + _LENGTH.size : end]))
-        offset = end
-    return records, offset
+    rest = bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
+    num_bytes = len(rest)
+    records = list(RECORDS.pop_all(rest))
+    return records, num_bytes - len(rest)

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from moonpool.api.connection.call_log import CallLog, StreamKeeper, record_of
+from moonpool.api.connection.call_log import RECORDS, CallLog, StreamKeeper
 from moonpool.api.connection.poison import INSTANCES_ENDED, MAX_ENDED, Enders
 from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.frontend import Output, RequestRefused
+from moonpool.refusal import Refusal
 from moonpool.types import MALFORMED, FinishReason, Struct, Token
 
 MAX_FRUITLESS = 8
@@ -105,14 +106,8 @@ class Delivered(Struct, frozen=True, array_like=True, tag="d"):
         )
 
 
-class RefusedThen(Struct, frozen=True, array_like=True, tag="r"):
+class RefusedThen(Refusal, frozen=True, tag="r"):
     """The call was refused, or broke off."""
-
-    status: int
-    reason: str
-    message: str
-    retry_after_s: float | None
-    projection: dict[str, float] | None
 
 
 class Named(Struct, frozen=True, array_like=True, tag="n"):
@@ -250,15 +245,7 @@ class KeptStream:
         num_fruitless = 0
         for entry in self.entries:
             if isinstance(entry, RefusedThen):
-                refused = RequestRefused(
-                    entry.status,
-                    entry.reason,
-                    entry.message,
-                    entry.retry_after_s,
-                    entry.projection,
-                )
-                refused.is_counted = True  # by the head that refused it
-                return refused
+                return RequestRefused.of(entry, is_counted=True)  # by the head that refused it
             num_fruitless += isinstance(entry, TakenOver)
             if isinstance(entry, Delivered):
                 num_fruitless = 0
@@ -273,7 +260,7 @@ class KeptStream:
         if refused is None:
             return
         if not refused.is_counted:
-            note(refused.reason)
+            note(refused.refusal.reason)
             refused.is_counted = True
         raise refused
 
@@ -297,17 +284,10 @@ class KeptStream:
         self._write(delivered)
 
     def note_refused(self, refused: RequestRefused) -> None:
-        if refused.reason == INSTANCES_ENDED and self.enders is not None and self.opening.digest:
+        refusal = refused.refusal
+        if refusal.reason == INSTANCES_ENDED and self.enders is not None and self.opening.digest:
             self.enders.note(self.opening.tenant, self.opening.digest, MAX_ENDED, time.monotonic())
-        self._write(
-            RefusedThen(
-                status=refused.status,
-                reason=refused.reason,
-                message=refused.message,
-                retry_after_s=refused.retry_after_s,
-                projection=refused.projection,
-            )
-        )
+        self._write(RefusedThen(*msgspec.structs.astuple(refusal)))
 
     def note_comment(self, data: bytes) -> None:
         """Logs bytes between increments. Call it before one of them is sent."""
@@ -367,7 +347,7 @@ def _num_ended(opening: Opening, entries: Iterable[Entry]) -> int:
 
 def written_log(opening: Opening, entries: bytes) -> bytes:
     """Returns the bytes of a log. `entries`: bytes of another log, after its opening."""
-    return record_of(_encode(opening)) + entries
+    return RECORDS.framed(_encode(opening)) + entries
 
 
 def digest_of(path: str, body: bytes) -> bytes:

@@ -18,10 +18,11 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.api.frontend import RequestRefused
-from moonpool.api.grammars.check_process import TOO_COMPLEX, TOO_LONG, read_frame, write_frame
+from moonpool.api.grammars.check_process import FRAMES, TOO_COMPLEX, TOO_LONG
 from moonpool.api.sharing.shared_buffer import oldest_of_most
 from moonpool.api.structured_output import unusable
 from moonpool.api.turns import FairTurns
+from moonpool.framing import FrameTooLongError
 
 MAX_KEPT = 1024
 REPLY_S = 60.0
@@ -120,9 +121,9 @@ def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        write_frame(process.stdin, frame)
-    except OSError:
+        FRAMES.write(process.stdin, frame)
+        if not select.select([process.stdout], [], [], REPLY_S)[0]:
+            return None
+        return FRAMES.read(process.stdout.read)
+    except (OSError, EOFError, FrameTooLongError):
         return None
-    if not select.select([process.stdout], [], [], REPLY_S)[0]:
-        return None
-    return read_frame(process.stdout)

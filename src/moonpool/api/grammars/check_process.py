@@ -14,37 +14,21 @@ import math
 import os
 import resource
 import signal
-import struct
 import sys
 import threading
 import time
-from typing import IO
 
+from moonpool.framing import Framing
 from moonpool.link.parent import end_with
 from moonpool.text.grammar import first_error
 
-LENGTH = struct.Struct("<I")
+FRAMES = Framing("<", max_bytes=256 << 20)
 STACK_BYTES = 1 << 20
 """The C library gives threads 2 MiB at least, and 8 MiB usually."""
 MAX_CPU_S = 1.0
 MAX_MEMORY_BYTES = 1 << 30
 TOO_COMPLEX = "its rules are nested too deeply, or need too much memory; simplify it"
 TOO_LONG = f"it takes more than {MAX_CPU_S:g} s to compile; simplify it"
-
-
-def read_frame(source: IO[bytes]) -> bytes | None:
-    """Returns the next frame; None at the end."""
-    head = source.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    body = source.read(length)
-    return body if len(body) == length else None
-
-
-def write_frame(sink: IO[bytes], body: bytes) -> None:
-    sink.write(LENGTH.pack(len(body)) + body)
-    sink.flush()
 
 
 def trouble_of(grammar: str) -> str:
@@ -62,8 +46,8 @@ def trouble_of(grammar: str) -> str:
 
 
 def _serve() -> None:
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
-        write_frame(sys.stdout.buffer, trouble_of(frame.decode()).encode())
+    for grammar in FRAMES.read_all(sys.stdin.buffer.read):
+        FRAMES.write(sys.stdout.buffer, trouble_of(grammar.decode()).encode())
 
 
 def main() -> None:

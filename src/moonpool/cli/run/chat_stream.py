@@ -1,4 +1,4 @@
-"""One answer of a chat, streamed over HTTP. It imports only the standard library."""
+"""One answer of a chat, streamed over HTTP. It imports little, so that `run` starts at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 from moonpool.cli.run.background_server import HOST
+from moonpool.server_events import DONE, ServerEventReader
 
 Message = dict[str, str]
 
@@ -44,8 +45,10 @@ class ChatStream:
             response = connection.getresponse()
             if response.status != 200:
                 raise ChatError(_reason(response.read()))
-            for raw in response:
-                self._take(raw.decode(errors="replace").rstrip("\r\n"), began_s)
+            events = ServerEventReader(on_comment=lambda text: self._on_wait(text.decode()))
+            for line in response:
+                for event in events.feed(line):
+                    self._take(event, began_s)
         except (OSError, HTTPException, ValueError) as error:
             raise ChatError(f"the answer broke off: {error or type(error).__name__}") from None
         finally:
@@ -64,12 +67,10 @@ class ChatStream:
             f" {cached} of {prompt} prompt tokens were cached"
         )
 
-    def _take(self, line: str, began_s: float) -> None:
-        if line.startswith(":"):
-            self._on_wait(line[1:].strip())
-        if not line.startswith("data: ") or line == "data: [DONE]":
+    def _take(self, event: bytes, began_s: float) -> None:
+        if event == DONE:
             return
-        chunk = json.loads(line[6:])
+        chunk = json.loads(event)
         if "error" in chunk:
             raise ChatError(_line_of(chunk["error"]))
         self.usage = chunk.get("usage") or self.usage

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moonpool.cli.server.address import NO_KEY, Server
+from moonpool.server_events import ServerEventReader
 
 _TIMEOUT_S = 30.0
 
@@ -44,9 +45,11 @@ def frames(server: Server) -> Iterator[Frame]:
                 is_final = events.status_code != 503
                 raise NoFramesError(NO_KEY if has_no_key else message, is_final=is_final)
             events.raise_for_status()
-            for line in events.iter_lines():
-                if line.startswith("data: ") and line != "data: {}":
-                    yield _checked(json.loads(line[6:]))
+            reader = ServerEventReader()
+            for part in events.iter_bytes():
+                for data in reader.feed(part):
+                    if data != b"{}":
+                        yield _checked(json.loads(data))
     except httpx.HTTPStatusError as error:
         text = f"{url} is no moonpool server ({error.response.status_code}): correct the URL"
         raise NoFramesError(text, is_final=True) from None

@@ -13,14 +13,15 @@ from typing import NamedTuple
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.order import WaitingOrder
+from moonpool.retry_delays import RetryDelays
 from moonpool.types import InstanceId, RequestId, Role, payer_of
 
 MAX_WAITING = 4096
 MAX_WAITING_TOKENS = 1 << 24
 """Limits for requests that were not admitted before; the others always wait."""
 MAX_LOST = 256
-RETRY_DELAYS_S = (0.0, 0.5, 1.5, 3.0, 5.0)
-"""Delay of the next attempt after the first, second, ... fault in a row."""
+RETRIES = RetryDelays((0.0, 0.5, 1.5, 3.0, 5.0))
+"""Of attempts, after faults in a row."""
 
 
 class WaitNeed(NamedTuple):

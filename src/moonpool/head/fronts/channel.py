@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
+from moonpool.framing import FrameTooLongError, Framing
 from moonpool.types import MALFORMED
 
-MAX_FRAME_BYTES = 256 << 20
+_FRAMES = Framing(">", max_bytes=256 << 20)
 """A forwarded body has up to 48 MB, and a page of metrics less."""
 MAX_UNSENT_BYTES = 256 << 20
 """The other side does not read: the connection ends."""
-_HEADER = struct.Struct(">I")
 
 In = TypeVar("In")
 
@@ -53,10 +52,9 @@ class FrontChannel(asyncio.Protocol, Generic[In]):
         await self._loop.create_connection(lambda: self, sock=sock)
 
     def send(self, message: Any) -> None:
-        start = len(self._pending)
-        self._pending += bytes(_HEADER.size)
+        begun = _FRAMES.begin(self._pending)
         self._encoder.encode_into(message, self._pending, -1)
-        _HEADER.pack_into(self._pending, start, len(self._pending) - start - _HEADER.size)
+        _FRAMES.finish(self._pending, begun)
         self.wake()
 
     def wake(self) -> None:
@@ -84,27 +82,20 @@ class FrontChannel(asyncio.Protocol, Generic[In]):
         self.wake()
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        offset = 0
-        while len(buffer) - offset >= _HEADER.size and not self._reason:
-            (length,) = _HEADER.unpack_from(buffer, offset)
-            if length > MAX_FRAME_BYTES:
-                self._fail(f"a frame of {length} bytes exceeds {MAX_FRAME_BYTES}")
-                return
-            end = offset + _HEADER.size + length
-            if len(buffer) < end:
-                break
+        self._buffer += data
+        while not self._reason:
             try:
-                body = memoryview(buffer)[offset + _HEADER.size : end]
-                with body:
-                    message = self._decoder.decode(body)
+                body = _FRAMES.pop(self._buffer)
+                if body is None:
+                    return
+                message = self._decoder.decode(body)
+            except FrameTooLongError as error:
+                self._fail(str(error))
+                return
             except MALFORMED as error:
                 self._fail(f"a malformed message: {error}")
                 return
-            offset = end
             self._on_message(message)
-        del buffer[:offset]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_end(self._reason or (str(exc) if exc else "it is gone"))

@@ -36,9 +36,9 @@ from moonpool.head.fronts.messages import (
     HeadState,
     HoldAnswer,
     ModelKnown,
-    Refusal,
     SpendTokens,
     Told,
+    ToldRefusal,
 )
 from moonpool.head.models.served_model import ServedModel
 from moonpool.head.response_stream import ResponseStream
@@ -286,7 +286,7 @@ class FrontLink:
         model = self._head.served.by_key(message.model)
         if message.number in self._answers or model is None:
             text = "The server was replaced, and does not have this model yet. Send it again."
-            refusal = Refusal(503, "head_replaced", text, 1.0)
+            refusal = ToldRefusal(503, "head_replaced", text, 1.0)
             self.send(AnswerRefused(message.number, refusal))
             return
         request = message.request
@@ -308,7 +308,7 @@ class FrontLink:
             log.exception("the request %s failed", request.request_id)
             self._forget(message.number)
             text = "The server failed on this request; its log has the details."
-            self.send(AnswerRefused(message.number, Refusal(500, "internal_error", text)))
+            self.send(AnswerRefused(message.number, ToldRefusal(500, "internal_error", text)))
 
     def _forget(self, number: int) -> FrontAnswer | None:
         self._silent.pop(number, None)
@@ -346,7 +346,7 @@ class FrontLink:
         except Exception:
             log.exception("cannot answer %s", question.question)
             text = "The head could not answer this; its log has the details."
-            self.send(Told(question.number, refusal=Refusal(500, "internal_error", text)))
+            self.send(Told(question.number, refusal=ToldRefusal(500, "internal_error", text)))
         else:
             self.send(Told(question.number, value))
 
@@ -358,12 +358,7 @@ class FrontLink:
         log.info("front %d: %s", self.number, reason)
 
 
-def refusal_of(refused: RequestRefused) -> Refusal:
-    return Refusal(
-        refused.status,
-        refused.reason,
-        str(refused),
-        refused.retry_after_s,
-        refused.projection,
-        refused.is_counted,
-    )
+def refusal_of(refused: RequestRefused) -> ToldRefusal:
+    why = refused.refusal
+    told = why.status, why.reason, why.message, why.retry_after_s, why.projection
+    return ToldRefusal(*told, refused.is_counted)

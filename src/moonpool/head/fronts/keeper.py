@@ -30,12 +30,12 @@ from moonpool.protocol.supervision import (
     TakeHead,
     ToHead,
 )
+from moonpool.retry_delays import RetryDelays
 
 log = logging.getLogger("moonpool.supervisor")
 
-RESTART_DELAYS_S = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0)
-"""Delay after the first, second, ... death of a front in short succession."""
-STEADY_S = 10.0
+RESTARTS = RetryDelays((0.0, 0.0, 0.1, 0.5, 1.0, 2.0), steady_s=10.0)
+"""Of a front, or of the head, that dies in short succession."""
 HUNG_S = 30.0
 """A front that does not respond for this long hangs, unless it goes from call to call."""
 BUSY_S = 300.0
@@ -81,10 +81,9 @@ class Front:
             code = await self._run_once()
             if not self._wanted.is_set():
                 continue
-            if self._up_s is not None and time.monotonic() - self._up_s > STEADY_S:
-                num_deaths = 0
-            delay_s = RESTART_DELAYS_S[min(num_deaths, len(RESTART_DELAYS_S) - 1)]
-            num_deaths += 1
+            served_s = 0.0 if self._up_s is None else time.monotonic() - self._up_s
+            num_deaths = RESTARTS.count(num_deaths, served_s)
+            delay_s = RESTARTS.after(num_deaths)
             log.warning(
                 "front %d ended with code %s; the next one starts in %g s, and goes on with %d"
                 " answers",

@@ -39,6 +39,7 @@ from moonpool.api.frontend import ModelCard
 from moonpool.protocol.frames import AnswersCopied
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import ModelOffer
+from moonpool.refusal import Refusal
 from moonpool.types import FinishReason, Request, Struct, Token
 
 Question = Literal[
@@ -234,20 +235,15 @@ class AnswerPlaced(_Message, frozen=True, tag=True):
     stage: str
 
 
-class Refusal(Struct, frozen=True, array_like=True):
+class ToldRefusal(Refusal, frozen=True):
     """As `RequestRefused`."""
 
-    status: int
-    reason: str
-    message: str
-    retry_after_s: float | None = None
-    projection: dict[str, float] | None = None
     is_counted: bool = False
 
 
 class AnswerRefused(_Message, frozen=True, tag=True):
     number: int
-    refusal: Refusal
+    refusal: ToldRefusal
 
 
 class Told(_Message, frozen=True, tag=True):
@@ -255,7 +251,7 @@ class Told(_Message, frozen=True, tag=True):
 
     number: int
     value: bytes = b""
-    refusal: Refusal | None = None
+    refusal: ToldRefusal | None = None
 
 
 FromFront = (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moonpool.api.frontend import Output, RequestRefused
-from moonpool.head.fronts.messages import AnswerPart, BeginAnswer, Refusal
+from moonpool.head.fronts.messages import AnswerPart, BeginAnswer, ToldRefusal
 from moonpool.types import Token
 
 MAX_AHEAD = 4096
@@ -38,7 +38,7 @@ class RemoteAnswer:
         self._attempt = 0
         self._ahead: list[AnswerPart] = []
         self._last: AnswerPart | None = None
-        self._refused: Refusal | None = None
+        self._refused: ToldRefusal | None = None
         self._wakeup = asyncio.Event()
 
     @property
@@ -71,7 +71,7 @@ class RemoteAnswer:
             self.lacks_since_s = time.monotonic()
         self.is_wrong = self.is_wrong or len(self._ahead) > MAX_AHEAD
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: ToldRefusal) -> None:
         self._refused = refusal
         self._wakeup.set()
 
@@ -100,7 +100,7 @@ class RemoteAnswer:
         await self._wakeup.wait()
         self._wakeup.clear()
         if self._refused is not None and not self._tokens:
-            raise refused_as(self._refused)
+            raise RequestRefused.of(self._refused, self._refused.is_counted)
         if self._refused is not None:
             self._wakeup.set()  # the tokens before it go first
         tokens, self._tokens = tuple(self._tokens), []
@@ -126,15 +126,3 @@ class RemoteAnswer:
         self.stage, self.num_lost = "decode", 0
         self._tokens += tokens
         self._token_ids += [token.token_id for token in tokens]
-
-
-def refused_as(refusal: Refusal) -> RequestRefused:
-    error = RequestRefused(
-        refusal.status,
-        refusal.reason,
-        refusal.message,
-        refusal.retry_after_s,
-        refusal.projection,
-    )
-    error.is_counted = refusal.is_counted
-    return error

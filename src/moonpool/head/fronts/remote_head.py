@@ -17,7 +17,7 @@ import msgspec
 
 from moonpool.api.connection.kept_stream import MAX_FRUITLESS
 from moonpool.api.connection.poison import poison_error
-from moonpool.api.frontend import Output
+from moonpool.api.frontend import Output, RequestRefused
 from moonpool.api.keys import TenantLimits
 from moonpool.api.rate_limits import RateLimits
 from moonpool.head.fronts.channel import FrontChannel
@@ -41,12 +41,12 @@ from moonpool.head.fronts.messages import (
     HoldAnswer,
     ModelKnown,
     Question,
-    Refusal,
     SpendTokens,
     ToFront,
     Told,
+    ToldRefusal,
 )
-from moonpool.head.fronts.remote_answer import RemoteAnswer, refused_as
+from moonpool.head.fronts.remote_answer import RemoteAnswer
 from moonpool.head.fronts.remote_models import RemoteModel, RemoteModels
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.direct_tokens import DirectWork
@@ -202,10 +202,10 @@ class RemoteHead:
         """Begins a request again with the tokens that are here, at this head or its next one."""
         if answer.num_lost > MAX_FRUITLESS:
             poison = poison_error()
-            answer.refuse(Refusal(poison.status, "head_failed", str(poison)))
+            answer.refuse(ToldRefusal(poison.status, "head_failed", str(poison)))
         elif answer.begin.call is not None and answer.has_begun:
             text = "The server was replaced in the middle of this answer. Send the request again."
-            answer.refuse(Refusal(503, "head_replaced", text))
+            answer.refuse(ToldRefusal(503, "head_replaced", text))
         else:
             del self._answers[answer.number]
             self.send(answer.begin_again(next(self._numbers)))
@@ -236,7 +236,7 @@ class RemoteHead:
         RequestRefused."""
         told: Told = await self._ask(make)
         if told.refusal is not None:
-            raise refused_as(told.refusal)
+            raise RequestRefused.of(told.refusal, told.refusal.is_counted)
         return told
 
     async def fetch(self, make: Any) -> AnswerFetched:

@@ -37,6 +37,7 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.ray.replicas.calls import ReplicaCall
 from moonpool.ray.replicas.replica_times import ReplicaTimes
 from moonpool.ray.replicas.settings import RouterSettings
+from moonpool.refusal import Refusal
 from moonpool.scheduler.actions import SendReport
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, SamplingParams, Token
 from moonpool.vllm.actions import (
@@ -63,13 +64,10 @@ class PlacedCall:
 
 @dataclass(frozen=True, slots=True)
 class RefusedCall:
-    """A call is refused. `status` is HTTP's, `reason` for machines, `message` for people."""
+    """A call is refused."""
 
     call_id: str
-    status: int
-    reason: str
-    message: str
-    retry_after_s: float | None = None
+    refusal: Refusal
 
 
 Decision = PlacedCall | RefusedCall
@@ -292,15 +290,7 @@ class ReplicaConductor:
                     self._give(replica, action.command, self._now)
             case Refuse():
                 self._calls.pop(action.request_id, None)
-                self._decisions.append(
-                    RefusedCall(
-                        action.request_id,
-                        action.status,
-                        action.reason,
-                        action.message,
-                        action.retry_after_s,
-                    )
-                )
+                self._decisions.append(RefusedCall(action.request_id, action.refusal))
             case _:
                 pass  # tokens go from replica to client, and all else is for an operator's log
 

@@ -21,5 +21,6 @@ class CallRefusedError(BackPressureError):  # type: ignore[misc]
 
 
 def refusal(refused: RefusedCall) -> CallRefusedError:
-    status = refused.status if refused.status in STATUSES else 429
-    return CallRefusedError(refused.reason, refused.message, status, refused.retry_after_s)
+    why = refused.refusal
+    status = why.status if why.status in STATUSES else 429
+    return CallRefusedError(why.reason, why.message, status, why.retry_after_s)

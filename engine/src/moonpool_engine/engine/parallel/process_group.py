@@ -26,6 +26,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import torch
 
+from moonpool.framing import FrameTooLongError
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool_engine.engine.ops import KvCache, block_dtype
 from moonpool_engine.engine.parallel.spare_process import SpareProcess, begin_spare
@@ -93,7 +94,7 @@ class PeerProcess:
                     return
         except TimeoutError:
             raise StageLostError(f"{self.name} was not ready within {READY_S:.0f} s") from None
-        except OSError as error:
+        except (OSError, FrameTooLongError) as error:
             raise StageLostError(f"{self.name} ended while it started: {error}") from None
         raise StageLostError(f"{self.name} ended while it started; see the log above")
 
@@ -222,7 +223,8 @@ def run_peer(
         gc.freeze()
         while True:
             peer.handle(receive_order(control))
-    except (ConnectionError, StageLostError) as error:  # a RingError is a ConnectionError
+    except (ConnectionError, FrameTooLongError, StageLostError) as error:
+        # a RingError is a ConnectionError
         log.info("ending: %s", error)
 
 

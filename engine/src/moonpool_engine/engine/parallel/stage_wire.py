@@ -15,8 +15,8 @@ first stage                                   stage k
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moonpool.config.tables import Quantization
+from moonpool.framing import Framing
 from moonpool.types import SamplingParams, Struct, Token
 from moonpool_engine.engine.ops import StepMeta
 from moonpool_engine.engine.sampler import Draw
 
-_LENGTH = struct.Struct(">I")
-MAX_FRAME_BYTES = 1 << 28
+_FRAMES = Framing(">", max_bytes=1 << 28)
 
 
 class StageSetup(Struct, frozen=True, tag=True):
@@ -144,8 +144,7 @@ _TO_FIRST: msgspec.msgpack.Decoder[FromOther] = msgspec.msgpack.Decoder(FromOthe
 
 def frame(message: FromFirst | FromOther) -> bytes:
     """The message as bytes, with its length in front."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return _FRAMES.framed(msgspec.msgpack.encode(message))
 
 
 _Setup = TypeVar("_Setup", StageSetup, RankSetup)
@@ -155,26 +154,19 @@ def receive_setup(
     sock: socket.socket, num_fds: int, kind: type[_Setup]
 ) -> tuple[_Setup, list[int]]:
     """Receives the first frame and the descriptors sent with it. Raises ConnectionError."""
-    head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, num_fds)
-    if len(head) != _LENGTH.size:
+    start, fds, _, _ = socket.recv_fds(sock, _FRAMES.NUM_LENGTH_BYTES, num_fds)
+    if len(start) != _FRAMES.NUM_LENGTH_BYTES:
         raise ConnectionError("the first process has ended")
-    setup = _TO_OTHER.decode(_receive(sock, _length(head)))
+    setup = _TO_OTHER.decode(_receive(sock, _FRAMES.num_body_bytes(start)))
     assert isinstance(setup, kind)
     return setup, fds
 
 
 def receive_order(sock: socket.socket) -> StageStep | StageArriving:
     """Receives the next order. Raises ConnectionError if the first process has ended."""
-    order = _TO_OTHER.decode(_receive(sock, _length(_receive(sock, _LENGTH.size))))
+    order = _TO_OTHER.decode(_FRAMES.read(partial(_receive, sock)))
     assert isinstance(order, StageStep | StageArriving)
     return order
-
-
-def _length(head: bytes) -> int:
-    length: int = _LENGTH.unpack(head)[0]
-    if length > MAX_FRAME_BYTES:
-        raise ConnectionError(f"a frame of {length} bytes exceeds {MAX_FRAME_BYTES}")
-    return length
 
 
 def _receive(sock: socket.socket, num_bytes: int) -> bytes:
@@ -196,13 +188,7 @@ class Inbox:
     def feed(self, data: bytes) -> Iterator[FromOther]:
         """Yields the messages that are complete with `data`."""
         self._bytes += data
-        while len(self._bytes) >= _LENGTH.size:
-            end = _LENGTH.size + _length(bytes(self._bytes[: _LENGTH.size]))
-            if len(self._bytes) < end:
-                return
-            body = bytes(self._bytes[_LENGTH.size : end])
-            del self._bytes[:end]
-            yield _TO_FIRST.decode(body)
+        yield from map(_TO_FIRST.decode, _FRAMES.pop_all(self._bytes))
 
 
 def pack_step(number: int, meta: StepMeta, announced: bool) -> StageStep:

@@ -1,0 +1,21 @@
+"""Why a request is not served: one value in the Conductor's action, on the wire and in logs (pure).
+
+The exception that carries it to a client is `api.frontend.RequestRefused`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A request is rejected, or its answer breaks off."""
+
+    status: int
+    """Of HTTP: 422 (not even an idle cluster could meet the SLO), 429 (SLO or fair share), 503 (no
+    capacity, instance lost), 504 (deadline), 400."""
+    reason: str  # for machines
+    message: str  # for people
+    retry_after_s: float | None = None
+    projection: dict[str, float] | None = None
+    """The numbers behind it, such as `predicted_ttft_s` and `limit_ttft_s`."""

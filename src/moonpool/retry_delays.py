@@ -1,0 +1,24 @@
+"""How long to wait before the next try, after failures in a row (pure)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RetryDelays:
+    """The figures of one schedule. Its user keeps the number of failures in a row."""
+
+    delays_s: tuple[float, ...]
+    """After the first, second, ... failure; the last one after all further ones."""
+    steady_s: float = math.inf
+    """What lasted longer had started well: its end is the first failure of a new row."""
+
+    def count(self, num_failures: int, lasted_s: float = 0.0) -> int:
+        """Returns the failures in a row, with a further one of what lasted so long."""
+        return 1 if lasted_s > self.steady_s else num_failures + 1
+
+    def after(self, num_failures: int) -> float:
+        """Returns the seconds to wait after so many failures in a row."""
+        return self.delays_s[min(max(num_failures, 1), len(self.delays_s)) - 1]
