@@ -35,7 +35,7 @@ MAX_FUNCTION_LINES = 70
 LEVELS = (
     {"types"},
     {"config", "request_record"},
-    {"cores", "gc_tuning", "installation", "log_limit", "pages"},
+    {"children", "cores", "gc_tuning", "installation", "log_limit", "pages"},
     {"kvcache", "cost", "text"},
     {"protocol", "discovery"},
     {"scheduler.attention_pools"},

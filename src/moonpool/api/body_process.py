@@ -1,8 +1,8 @@
-"""The process that reads bodies: `python -m moonpool.api.body_process FD`.
+"""The process that reads bodies: `python -m moonpool.api.body_process PARENT_PID FD`.
 
-Frames of 4 length bytes and msgpack come on its standard input, and go to its standard output. The
-first one is `BodyStart`, and its reply `BodyReady`. Then each `BodyWork` gets a `BodyResult`, in
-order; a `ModelCard` gets none. FD: of the memory where it notes what it does (`StageNote`).
+It is a helper process (`helpers`) whose frames are msgpack. The first one is `BodyStart`, and its
+reply `BodyReady`. Then each `BodyWork` gets a `BodyResult`, in order; a `UseCard` gets none. FD: of
+the memory where it notes what it does (`StageNote`).
 
 It is a process and not a thread because large bodies hold the interpreter, so the head's loop would
 stand still for seconds, and because a model's chat template or tokenizer may not end at all.
@@ -11,15 +11,12 @@ stand still for seconds, and because a model's chat template or tokenizer may no
 from __future__ import annotations
 
 import os
-import resource
-import signal
-import struct
 import sys
 import traceback
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -38,6 +35,7 @@ from moonpool.api.body_reading.limits import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.helpers.parent import join_parent
 from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody
 from moonpool.api.preparation import (
     CHAT,
@@ -49,7 +47,6 @@ from moonpool.api.preparation import (
     Preparer,
 )
 from moonpool.api.tools import Tools
-from moonpool.link.parent import end_with
 from moonpool.text.shown import shown_name
 from moonpool.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, TokenizerParts
 from moonpool.text.tokenizers.byte import ByteTokenizer
@@ -74,14 +71,12 @@ LARGE_BYTES = 64 << 10
 MAX_REMEMBERED = 4096
 MAX_REST_BYTES = 1 << 20
 """Largest body without its prompt. The head's loop decodes it."""
-LENGTH = struct.Struct("<I")
 
 
 class BodyStart(Struct, frozen=True):
     """What the process needs to know. `tokenizer` is as in `engine.builtin.LoadedModel`; `parts`
     are what its file holds, if that is no folder."""
 
-    parent_pid: int
     tokenizer: str
     parts: TokenizerParts | None
     chat_template: str
@@ -152,6 +147,7 @@ class BodyResult(Struct, frozen=True):
 
 
 _FRAME: msgspec.msgpack.Decoder[BodyWork | UseCard] = msgspec.msgpack.Decoder(BodyWork | UseCard)
+_encode = msgspec.msgpack.Encoder().encode
 _START = msgspec.msgpack.Decoder(BodyStart)
 _READ_ALREADY = (
     "user",
@@ -314,7 +310,7 @@ class _Reader:
         self._tokenizer.check_chat_template()
         self._limits.settle()
         self._preparer: Preparer | None = None
-        self._num_replies = 0
+        self._num_replies = 1  # that it is ready
         self._exhausted: dict[str, int] = {}  # by party: the reply of the last one
 
     def use(self, card: ModelCard) -> None:
@@ -359,35 +355,31 @@ class _Reader:
 
 
 def main() -> None:
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    start = _START.decode(_read(source) or b"")
-    end_with(start.parent_pid)
+    parent = join_parent()
+    start = _START.decode(parent.receive() or b"")
     if start.yields:
         os.nice(5)
     limits = CallLimits()
     try:
         with limits.within(LOAD_S, LOAD_BYTES):
-            reader = _Reader(start, StageNote(int(sys.argv[1])), limits)
+            reader = _Reader(start, StageNote(int(sys.argv[2])), limits)
     except TokenizerError as error:
-        _write(sink, BodyReady(error=str(error)))
+        parent.send(_encode(BodyReady(error=str(error))))
         return
     except ChatTemplateError as error:
         where = "--chat-template" if start.chat_template else start.tokenizer
-        _write(sink, BodyReady(error=f"{where}: {error}"))
+        parent.send(_encode(BodyReady(error=f"{where}: {error}")))
         return
     except (LimitReachedError, MemoryError):
         return  # its parent sees that it did not get ready
-    _write(sink, BodyReady())
-    while frame := _read(source):
+    parent.send(_encode(BodyReady()))
+    while (frame := parent.receive()) is not None:
         work = _FRAME.decode(frame)
         if isinstance(work, UseCard):
             reader.use(work.card)
             continue
         result = reader.read(work)
-        _write(sink, result)
+        parent.send(_encode(result))
         if (result.was_exhausted or len(work.raw) > LARGE_BYTES) and not limits.has_room:
             break  # another process begins anew
     os._exit(0)  # at once: what is left takes long to free
@@ -402,18 +394,6 @@ def _open(start: BodyStart) -> Tokenizer:
     if start.chat_template:
         tokenizer.use_chat_template(start.chat_template)
     return tokenizer
-
-
-def _write(sink: BinaryIO, reply: BodyReady | BodyResult) -> None:
-    body = msgspec.msgpack.encode(reply)
-    sink.write(LENGTH.pack(len(body)) + body)
-    sink.flush()
-
-
-def _read(source: BinaryIO) -> bytes:
-    """Returns the next frame; empty at the end."""
-    head = source.read(LENGTH.size)
-    return source.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
 
 
 assert set(get_args(Kind)) <= set(dir(Preparer))

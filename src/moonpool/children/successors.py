@@ -1,0 +1,64 @@
+"""Keeps one process running: another one takes its place when it dies, with growing delays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum, auto
+
+
+class Next(Enum):
+    """What follows the end of a process."""
+
+    NONE = auto()
+    AT_ONCE = auto()
+    """Another one, for which this one has made room."""
+    AFTER_DEATH = auto()
+    """Another one, after a delay that grows with each death in short succession."""
+    AFTER_GOOD_LIFE = auto()
+    """The same, but it had started well: the delays begin again."""
+
+
+class Successors:
+    """One process after the other. `live` runs one from its start to its end and returns its exit
+    status; None if none could be started. `after` says what follows."""
+
+    def __init__(
+        self,
+        name: str,
+        live: Callable[[], Awaitable[int | None]],
+        after: Callable[[int | None], Awaitable[Next]],
+        delays_s: Sequence[float],
+        log: logging.Logger,
+    ) -> None:
+        """`delays_s`: after the first, second, ... death in short succession."""
+        self.num_deaths = 0
+        """In short succession."""
+        self._name = name
+        self._live = live
+        self._after = after
+        self._delays_s = delays_s
+        self._log = log
+
+    async def run(
+        self,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        kept: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Until no other process is wanted. `pause` waits so many seconds, or less if none will
+        be. `kept`: for the log, what the next one goes on with."""
+        while True:
+            code = await self._live()
+            what = await self._after(code)
+            if what is Next.NONE:
+                return
+            if what is Next.AT_ONCE:
+                continue
+            if what is Next.AFTER_GOOD_LIFE:
+                self.num_deaths = 0
+            delay_s = self._delays_s[min(self.num_deaths, len(self._delays_s) - 1)]
+            self.num_deaths += 1
+            text = "%s ended with code %s; the next one starts in %g s%s"
+            self._log.warning(text, self._name, code, delay_s, kept())
+            await pause(delay_s)
