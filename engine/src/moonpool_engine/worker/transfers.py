@@ -26,10 +26,9 @@ from moonpool.scheduler.actions import (
     StoreBlocks,
     WorkerEvent,
 )
-from moonpool_engine.attention_offload.offload import Offload
 from moonpool_engine.storage.tier_store import SharedStore, TierStore
+from moonpool_engine.transfer.block_messenger import BlockMessenger
 from moonpool_engine.transfer.gate import LayerGate
-from moonpool_engine.transfer.messenger import Messenger
 
 Transfer = (
     FetchBlocks
@@ -124,7 +123,7 @@ class LayerWaits:
 
 
 def perform_transfer(
-    messenger: Messenger | Offload,
+    messenger: BlockMessenger,
     num_layers: int,
     action: Transfer,
     gates: LayerGates | None = None,
@@ -151,17 +150,14 @@ def perform_transfer(
         case CancelStream():
             messenger.cancel(action.stream_id)
         case FetchBlocks():
-            fetch = (
+            messenger.fetch(
                 action.fetch_id,
                 action.source,
                 action.keys,
                 action.block_ids,
                 action.timeout_s,
+                None if gates is None else gates.begin(action),
             )
-            if gates is None or isinstance(messenger, Offload):
-                messenger.fetch(*fetch)
-            else:
-                messenger.fetch(*fetch, gates.begin(action))
         case GrantRead():
             messenger.grant(action.read_id, action.block_ids)
 
@@ -184,7 +180,7 @@ def perform_storage(store: TierStore, action: Storage, gates: LayerGates | None 
             store.forget(action.slots)
 
 
-def send_layer(messenger: Messenger | Offload, entries: Iterable[StepEntry], layer: int) -> None:
+def send_layer(messenger: BlockMessenger, entries: Iterable[StepEntry], layer: int) -> None:
     """Sends the blocks of one layer that a step has just completed (Mooncake 5.2)."""
     for entry in entries:
         if entry.sends:
@@ -192,7 +188,7 @@ def send_layer(messenger: Messenger | Offload, entries: Iterable[StepEntry], lay
             messenger.send(entry.attempt_id, slices)
 
 
-def begin_writing(messenger: Messenger | Offload, step: RunStep) -> None:
+def begin_writing(messenger: BlockMessenger, step: RunStep) -> None:
     """Drops the checksums of the slots that a step writes. Must be called before it is computed."""
     for entry in step.entries:
         end = entry.start + len(entry.new_token_ids) + step.max_repeats - 1
