@@ -22,10 +22,11 @@ from moonpool_engine.transfer.authentication import authenticate_frames
 from moonpool_engine.transfer.checksums import Checksum, checksum_slice
 from moonpool_engine.transfer.connection import Connection
 from moonpool_engine.transfer.frame_socket import FrameSocket
-from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.transfer.local_peer import LocalPeer
+from moonpool_engine.transfer.messenger import Messenger, TransferLimits
 from moonpool_engine.transfer.nixl_agent import NixlAgent, has_nixl
 from moonpool_engine.transfer.reshard import ShardView
-from moonpool_engine.transfer.slice_copier import PlainSliceCopier
+from moonpool_engine.transfer.slice_copier import PlainSliceCopier, fastest_copier
 from moonpool_engine.transfer.tls_frames import connected
 from tests.certificates import shared_tls
 
@@ -71,16 +72,16 @@ class Node:
         self.messenger = Messenger(
             self.arena,
             make_layout() if shard_view else self.layout,
-            InstanceId(name),
-            secret,
+            LocalPeer(
+                InstanceId(name),
+                secret,
+                tls=shared_tls() if transport == "tls" else None,
+                use_shared_memory=transport == "shm",
+            ),
             self.events.put,
-            lease_s=lease_s,
-            park_s=park_s,
-            use_shared_memory=transport == "shm",
-            checksum=checksum,
-            nixl_agent=self.nixl_agent,
-            native=open_slices() if native else None,
-            tls=shared_tls() if transport == "tls" else None,
+            fastest_copier(self.arena, open_slices()) if native else PlainSliceCopier(checksum),
+            self.nixl_agent,
+            TransferLimits(lease_s, park_s),
         )
         self.address: PeerAddress = self.messenger.start()
 

@@ -42,7 +42,9 @@ from moonpool_engine.engine.runner import Engine, make_layout
 from moonpool_engine.engine.slices import ROWS_INNER
 from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.checksums import Checksum, checksum_slice
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.transfer.slice_copier import PlainSliceCopier
 from moonpool_engine.worker.engine_thread import Drafting
 from moonpool_engine.worker.transfers import (
     LayerGates,
@@ -120,11 +122,11 @@ class Node:
         self.messenger = Messenger(
             self.arena,
             self.layout,
-            InstanceId(name),
-            SECRET,
+            LocalPeer(
+                InstanceId(name), SECRET, use_shared_memory=options.get("shared_memory", True)
+            ),
             lambda event: inbox.put((self, event)),
-            use_shared_memory=options.get("shared_memory", True),
-            checksum=self._checksum(name, options),
+            PlainSliceCopier(self._checksum(name, options)),
         )
         self.address = self.messenger.start()
         config = InstanceConfig(

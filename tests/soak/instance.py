@@ -43,7 +43,9 @@ from moonpool_engine.storage.format import make_geometry
 from moonpool_engine.storage.store import BlockStore, open_store
 from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.checksums import checksum_slice
-from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.transfer.local_peer import LocalPeer
+from moonpool_engine.transfer.messenger import Messenger, TransferLimits
+from moonpool_engine.transfer.slice_copier import fastest_copier
 from moonpool_engine.worker.transfers import storage_by, transfers_by
 from tests.soak import orders
 from tests.soak.content import LAYOUT, slice_bytes
@@ -79,11 +81,10 @@ class SoakInstance:
         self._messenger = Messenger(
             self._arena,
             LAYOUT,
-            instance_id,
-            plan.secret,
+            LocalPeer(instance_id, plan.secret),
             post,
-            lease_s=LEASE_S,
-            native=open_slices(),
+            fastest_copier(self._arena, open_slices()),
+            limits=TransferLimits(lease_s=LEASE_S),
         )
         self._store: BlockStore = open_store(
             Path(plan.folder),

@@ -36,6 +36,7 @@ LEVELS = (
     {"types"},
     {"config", "refusal", "request_record"},
     {
+        "children",
         "cores",
         "framing",
         "gc_tuning",

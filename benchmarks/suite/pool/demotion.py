@@ -67,6 +67,7 @@ from moonpool.types import InstanceId, Role, SamplingParams
 from moonpool_engine.engine.device import resolve_dtype
 from moonpool_engine.engine.runner import Engine
 from moonpool_engine.storage.tier_store import TierStore
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.worker.engine_boot import BootError, InstancePlace
 from moonpool_engine.worker.engine_thread import EngineThread
 from moonpool_engine.worker.instance_boot import BootedInstance, boot_instance
@@ -213,20 +214,21 @@ class _Bench:
         try:
             self._booted: BootedInstance = boot_instance(
                 setup,
-                InstancePlace(name, Role.MIXED, "127.0.0.1", secret),
+                InstancePlace(LocalPeer(name, secret), Role.MIXED),
                 post,
                 lost.append,
             )
         except BootError as error:
             raise BenchError(str(error)) from None
         booted = self._booted
-        if booted.store is None:
+        built = booted.built
+        if booted.tier.store is None:
             booted.close()
-            raise BenchError(booted.store_error)
-        assert isinstance(booted.engine, Engine)
-        self._engine = EngineThread(booted.engine, booted.messenger, booted.threads, post)
+            raise BenchError(booted.tier.error)
+        assert isinstance(built.engine, Engine)
+        self._engine = EngineThread(built.engine, booted.messenger, built.threads, post)
         self._engine.start()
-        self._driver = self._drive(booted.store)
+        self._driver = self._drive(booted.tier.store)
         self._rng = random.Random(0)
         self._num_works = 0
         self._num_reads = 0
@@ -256,7 +258,7 @@ class _Bench:
         return pairs
 
     def _phase(self, phase: str, seconds: float) -> _Phase:
-        store = self._booted.store
+        store = self._booted.tier.store
         assert store is not None
         self._handle(TierPaused(error="off") if phase == "arrivals" else TierResumed())
         self._until(time.monotonic() + SETTLE_S, phase)
@@ -325,7 +327,7 @@ class _Bench:
     def _ask(self) -> None:
         """For a prompt that arrived longest ago."""
         if self._arrived:
-            layout, tokens = self._booted.layout, self._arrived[0]
+            layout, tokens = self._booted.built.arena.layout, self._arrived[0]
             self._arrived.rotate(-1)
             keys = block_keys(tokens, layout.block_tokens, root_key(layout.fingerprint, ""))
             self._num_reads += 1

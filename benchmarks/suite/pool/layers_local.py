@@ -45,7 +45,9 @@ from moonpool_engine.engine.ops import KvCache
 from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 from moonpool_engine.storage.tier_store import TierStore
 from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.transfer.local_peer import LocalPeer
+from moonpool_engine.transfer.messenger import Messenger, TransferLimits
+from moonpool_engine.transfer.slice_copier import fastest_copier
 from moonpool_engine.worker.engine_thread import EngineThread
 from moonpool_engine.worker.profile_store import best_of
 from moonpool_engine.worker.transfers import LayerGates, storage_by, transfers_by
@@ -117,12 +119,10 @@ class LayerwiseInstance:
         self._messenger = Messenger(
             self.arena,
             self.layout,
-            InstanceId("near"),
-            SECRET,
+            LocalPeer(InstanceId("near"), SECRET, use_shared_memory=shared_memory),
             self._inbox.put,
-            use_shared_memory=shared_memory,
-            lease_s=TIMEOUT_S,
-            native=open_slices(),
+            fastest_copier(self.arena, open_slices()),
+            limits=TransferLimits(lease_s=TIMEOUT_S),
         )
         self._messenger.start()
         self._thread = EngineThread(engine, self._messenger, THREADS, self._inbox.put)

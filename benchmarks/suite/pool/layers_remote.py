@@ -12,7 +12,9 @@ from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress, ReadR
 from moonpool.types import BlockId, InstanceId, Struct
 from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.transfer.local_peer import LocalPeer
+from moonpool_engine.transfer.messenger import Messenger, TransferLimits
+from moonpool_engine.transfer.slice_copier import fastest_copier
 
 SECRET = b"benchmark"
 TIMEOUT_S = 60.0
@@ -49,12 +51,10 @@ def run_far(pipe: Pipe, layout: BlockLayout, num_blocks: int, shared_memory: boo
     messenger = Messenger(
         arena,
         layout,
-        InstanceId("far"),
-        SECRET,
+        LocalPeer(InstanceId("far"), SECRET, use_shared_memory=shared_memory),
         post,
-        use_shared_memory=shared_memory,
-        lease_s=TIMEOUT_S,
-        native=open_slices(),
+        fastest_copier(arena, open_slices()),
+        limits=TransferLimits(lease_s=TIMEOUT_S),
     )
     address: PeerAddress = messenger.start()
     pipe.send(address)

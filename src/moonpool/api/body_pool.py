@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator
 
@@ -30,6 +29,7 @@ from moonpool.api.body_reading.limits import body_s, ended_twice, too_long
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard, ModelFrontend, RequestRefused
 from moonpool.api.grammars.check import GrammarCheck
+from moonpool.api.helpers.helper import Helper
 from moonpool.api.preparation import PreparedCall, Preparer
 from moonpool.api.turns import MAX_WAITING, FairTurns
 from moonpool.log_limit import limited_logger
@@ -123,7 +123,6 @@ def is_foreign(options: ApiOptions) -> bool:
 def body_start(options: ApiOptions, vocab_size: int, yields: bool = False) -> BodyStart:
     """What a process needs to know. `yields`: to running answers, when cores are scarce."""
     return BodyStart(
-        parent_pid=os.getpid(),
         tokenizer=options.tokenizer,
         parts=options.tokenizer_parts,
         chat_template=options.chat_template,
@@ -146,8 +145,7 @@ class Lane:
         first: BodyClient | None = None,
     ) -> None:
         """`places`: bodies that are in the process at a time. `first`: see `BodyReader`."""
-        self._start = start
-        self._process = first
+        self._helper = Helper(lambda: BodyClient(start), first)
         self._shares = places > 1
         self._turns = FairTurns(
             "bodies wait to be read", "too_many_large_bodies", places, most_waiting
@@ -155,7 +153,6 @@ class Lane:
         self._starting = asyncio.Lock()
         self._trouble, self._tried_s = "", 0.0
         self._patience = Patience()
-        self._closed = False
 
     async def read(self, party: str, kind: Kind, raw: bytes, card: ModelCard) -> BodyResult:
         """A process that ended with this body is replaced once. Raises ApiError."""
@@ -192,28 +189,20 @@ class Lane:
             raise
 
     def close(self) -> None:
-        self._closed = True
-        if self._process is not None:
-            self._process.end()
+        self._helper.close()
 
     async def _ready(self) -> BodyClient:
         """Returns the process; a new one if it has ended. Raises ApiError, `RequestRefused`."""
-        process = self._process
+        process = self._helper.process
         if process is not None and process.is_ready:
             return process
         async with self._starting:
             return await self._started()
 
     async def _started(self) -> BodyClient:
-        if self._closed:
-            text = "The server is stopping. Send the request again."
-            raise RequestRefused(503, "server_stopping", text, 5.0)
-        if self._process is None or self._process.has_ended:
-            self._process = None
-            if not self._trouble or time.monotonic() - self._tried_s > TRY_AGAIN_S:
-                self._process = BodyClient(self._start)
-        if self._process is not None:
-            process, self._tried_s = self._process, time.monotonic()
+        is_early = time.monotonic() - self._tried_s < TRY_AGAIN_S
+        if self._helper.is_up or not self._trouble or not is_early:
+            process, self._tried_s = self._helper.current(), time.monotonic()
             self._trouble = await asyncio.shield(process.begin())
             if not self._trouble:
                 return process

@@ -1,8 +1,8 @@
-"""The process that reads bodies: `python -m moonpool.api.body_process FD`.
+"""The process that reads bodies: `python -m moonpool.api.body_process PARENT_PID FD`.
 
-Frames of 4 length bytes and msgpack come on its standard input, and go to its standard output. The
-first one is `BodyStart`, and its reply `BodyReady`. Then each `BodyWork` gets a `BodyResult`, in
-order; a `ModelCard` gets none. FD: of the memory where it notes what it does (`StageNote`).
+It is a helper process (`helpers`) whose frames are msgpack. The first one is `BodyStart`, and its
+reply `BodyReady`. Then each `BodyWork` gets a `BodyResult`, in order; a `UseCard` gets none. FD: of
+the memory where it notes what it does (`StageNote`).
 
 It is a process and not a thread because large bodies hold the interpreter, so the head's loop would
 stand still for seconds, and because a model's chat template or tokenizer may not end at all.
@@ -11,8 +11,6 @@ stand still for seconds, and because a model's chat template or tokenizer may no
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import sys
 import traceback
 from array import array
@@ -37,6 +35,7 @@ from moonpool.api.body_reading.limits import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.helpers.parent import join_parent
 from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody
 from moonpool.api.preparation import (
     CHAT,
@@ -48,8 +47,6 @@ from moonpool.api.preparation import (
     Preparer,
 )
 from moonpool.api.tools import Tools
-from moonpool.framing import Framing
-from moonpool.link.parent import end_with
 from moonpool.text.shown import shown_name
 from moonpool.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, TokenizerParts
 from moonpool.text.tokenizers.byte import ByteTokenizer
@@ -74,15 +71,12 @@ LARGE_BYTES = 64 << 10
 MAX_REMEMBERED = 4096
 MAX_REST_BYTES = 1 << 20
 """Largest body without its prompt. The head's loop decodes it."""
-FRAMES = Framing("<", max_bytes=1 << 30)
-_encode = msgspec.msgpack.encode
 
 
 class BodyStart(Struct, frozen=True):
     """What the process needs to know. `tokenizer` is as in `engine.builtin.LoadedModel`; `parts`
     are what its file holds, if that is no folder."""
 
-    parent_pid: int
     tokenizer: str
     parts: TokenizerParts | None
     chat_template: str
@@ -153,6 +147,7 @@ class BodyResult(Struct, frozen=True):
 
 
 _FRAME: msgspec.msgpack.Decoder[BodyWork | UseCard] = msgspec.msgpack.Decoder(BodyWork | UseCard)
+_encode = msgspec.msgpack.Encoder().encode
 _START = msgspec.msgpack.Decoder(BodyStart)
 _READ_ALREADY = (
     "user",
@@ -315,7 +310,7 @@ class _Reader:
         self._tokenizer.check_chat_template()
         self._limits.settle()
         self._preparer: Preparer | None = None
-        self._num_replies = 0
+        self._num_replies = 1  # that it is ready
         self._exhausted: dict[str, int] = {}  # by party: the reply of the last one
 
     def use(self, card: ModelCard) -> None:
@@ -360,36 +355,31 @@ class _Reader:
 
 
 def main() -> None:
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    frames = FRAMES.read_all(source.read)
-    start = _START.decode(next(frames, b""))
-    end_with(start.parent_pid)
+    parent = join_parent()
+    start = _START.decode(parent.receive() or b"")
     if start.yields:
         os.nice(5)
     limits = CallLimits()
     try:
         with limits.within(LOAD_S, LOAD_BYTES):
-            reader = _Reader(start, StageNote(int(sys.argv[1])), limits)
+            reader = _Reader(start, StageNote(int(sys.argv[2])), limits)
     except TokenizerError as error:
-        FRAMES.write(sink, _encode(BodyReady(error=str(error))))
+        parent.send(_encode(BodyReady(error=str(error))))
         return
     except ChatTemplateError as error:
         where = "--chat-template" if start.chat_template else start.tokenizer
-        FRAMES.write(sink, _encode(BodyReady(error=f"{where}: {error}")))
+        parent.send(_encode(BodyReady(error=f"{where}: {error}")))
         return
     except (LimitReachedError, MemoryError):
         return  # its parent sees that it did not get ready
-    FRAMES.write(sink, _encode(BodyReady()))
-    for frame in frames:
+    parent.send(_encode(BodyReady()))
+    while (frame := parent.receive()) is not None:
         work = _FRAME.decode(frame)
         if isinstance(work, UseCard):
             reader.use(work.card)
             continue
         result = reader.read(work)
-        FRAMES.write(sink, _encode(result))
+        parent.send(_encode(result))
         if (result.was_exhausted or len(work.raw) > LARGE_BYTES) and not limits.has_room:
             break  # another process begins anew
     os._exit(0)  # at once: what is left takes long to free

@@ -21,6 +21,7 @@ from setproctitle import setproctitle
 
 from moonpool.api.access.protection import UNPROTECTED, check_protection
 from moonpool.api.connection.listening import BACKLOG, PortError, listen, reserve
+from moonpool.children.start import moonpool_line, start_child
 from moonpool.cli.default_model import NO_MODEL, choose_model
 from moonpool.cli.head_process import import_for, run_line
 from moonpool.cli.logs import choose_logging, set_up_logging
@@ -311,14 +312,8 @@ def _open_fork_server(
 
     async def renewal(control: socket.socket) -> asyncio.subprocess.Process:
         fd = control.fileno()
-        return await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "moonpool", "fork-server", "--engine", engine],
-            *["--fd", str(fd)],
-            env=os.environ | environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=(fd,),
-        )
+        line = moonpool_line("fork-server", "--engine", engine, "--fd", str(fd))
+        return await start_child(line, os.environ | environment, (fd,))
 
     def load() -> None:
         set_up_logging("fork server")

@@ -15,7 +15,6 @@ ANSWER_S = 3.0
 RESOLV_CONF = Path("/etc/resolv.conf")
 DNS_PORT = 53
 _SRV, _INTERNET, _CUT, _NO_NAME = 33, 1, 0x0200, 3
-_MAX_BYTES = 65_535
 _BAD = (struct.error, IndexError, ValueError)
 
 

@@ -22,7 +22,6 @@ import ctypes
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -34,6 +33,7 @@ from typing import NoReturn
 import msgspec
 import setproctitle
 
+from moonpool.children.process import ChildProcess, ForkedProcess
 from moonpool.link.parent import end_with
 from moonpool.link.silence import process_state
 
@@ -60,38 +60,6 @@ class ForkServerError(Exception):
     """The fork server cannot fork workers, or no longer can."""
 
 
-class ForkedProcess:
-    """A child of this process, with the interface of `asyncio.subprocess.Process`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[int] = loop.create_future()
-        self._pidfd = os.pidfd_open(pid)
-        loop.add_reader(self._pidfd, self._on_end)
-
-    async def wait(self) -> int:
-        """Returns the exit status, or the negative number of the signal that ended it."""
-        return await asyncio.shield(self._ended)
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            signal.pidfd_send_signal(self._pidfd, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def _on_end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
-        os.close(self._pidfd)
-        assert ended is not None
-        by_itself = ended.si_code == os.CLD_EXITED
-        self.returncode = ended.si_status if by_itself else -ended.si_status
-        self._ended.set_result(self.returncode)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spare:
     """A fork server that waits to take another's place, and the connection to it."""
@@ -113,7 +81,7 @@ class ForkServer:
         control.setblocking(False)
         self._renewal = renewal
         self._one_at_a_time = asyncio.Lock()
-        self._process: ForkedProcess | asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
         self._spare: _Spare | None = None
@@ -166,7 +134,7 @@ class ForkServer:
             self._spare.control.close()
             await _end(self._spare.process)
 
-    async def _keep(self, process: ForkedProcess | asyncio.subprocess.Process) -> None:
+    async def _keep(self, process: ChildProcess) -> None:
         """Replaces the fork server when it has ended: by the spare, or by a new interpreter."""
         while True:
             await process.wait()
@@ -304,7 +272,7 @@ class ForkServer:
                 self._process.kill()
 
 
-async def _end(process: ForkedProcess | asyncio.subprocess.Process) -> None:
+async def _end(process: ChildProcess) -> None:
     """Waits until a fork server has ended, whose connection is closed."""
     if is_stopped(process.pid):
         process.kill()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable
 
-from moonpool.head.fork_server import ForkedProcess
+from moonpool.children.process import ChildProcess
+from moonpool.children.successors import Next, Successors
 from moonpool.head.watch.culprits import OomKills, is_crash
 from moonpool.retry_delays import RetryDelays
 
@@ -21,8 +21,6 @@ STARTING = RetryDelays((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0), steady_s=60.0)
 SERVING = RetryDelays(STARTING.delays_s, steady_s=10.0)
 """Once the cluster is up. Most deaths are then no fault of the start."""
 
-WorkerProcess = ForkedProcess | asyncio.subprocess.Process
-
 
 class Keeper:
     """`run` lasts as long as the process is wanted. `process` is the newest one."""
@@ -30,13 +28,13 @@ class Keeper:
     def __init__(
         self,
         name: str,
-        spawn: Callable[[], Awaitable[WorkerProcess]],
+        spawn: Callable[[], Awaitable[ChildProcess]],
         oom_kills: OomKills | None = None,
     ) -> None:
         """`oom_kills`: shared with the other keepers of this machine, so that each kill counts
         once."""
         self.name = name
-        self.process: WorkerProcess | None = None
+        self.process: ChildProcess | None = None
         self.is_started = False
         """Whether the cluster is up, so that the process is not given up."""
         self.is_ending = False
@@ -49,6 +47,9 @@ class Keeper:
         """Called with the name when the process has ended by itself."""
         self._spawn = spawn
         self._oom_kills = oom_kills or OomKills()
+        self._began_s = 0.0
+        self._has_left = False
+        self._successors = Successors(name, self._run_once, self._after, STARTING, log)
 
     @property
     def pid(self) -> int:
@@ -72,36 +73,40 @@ class Keeper:
 
     async def run(self) -> bool:
         """Returns whether the process has left in order. Raises OSError if none can start."""
-        num_deaths = 0
-        while not self.is_ending:
-            began_s = time.monotonic()
-            code = await self._run_once()
-            if self.is_ending:
-                break
-            if self.is_leaving:
-                log.info("%s has left the cluster", self.name)
-                return True
-            if is_crash(code, self._oom_kills.is_new()):
-                self.on_crash(self.name)
-            if code == 0 and self.returns:
-                self.returns = False
-                log.info("%s has left; another one starts in its place", self.name)
-                continue
-            if code == 0:
-                log.info("%s has left the cluster", self.name)
-                return True
-            delays = SERVING if self.is_started else STARTING
-            num_deaths = delays.count(num_deaths, time.monotonic() - began_s)
-            if num_deaths > MAX_RESTARTS and not self.is_started:
-                log.error("%s ended with code %s too often; giving up on it", self.name, code)
-                break
-            delay_s = delays.after(num_deaths)
-            log.warning("%s ended with code %s; restarting it in %g s", self.name, code, delay_s)
-            await asyncio.sleep(delay_s)
-        return False
+        await self._successors.run()
+        return self._has_left
+
+    async def _after(self, code: int | None) -> Next:
+        if self.is_ending:
+            return Next.NONE
+        if self.is_leaving:
+            return self._note_left()
+        if is_crash(code, self._oom_kills.is_new()):
+            self.on_crash(self.name)
+        if code == 0 and self.returns:
+            self.returns = False
+            log.info("%s has left; another one starts in its place", self.name)
+            return Next.AT_ONCE
+        if code == 0:
+            return self._note_left()
+        delays = SERVING if self.is_started else STARTING
+        if time.monotonic() - self._began_s > delays.steady_s:
+            return Next.AFTER_GOOD_LIFE
+        if self._successors.num_deaths >= MAX_RESTARTS and not self.is_started:
+            log.error("%s ended with code %s too often; giving up on it", self.name, code)
+            return Next.NONE
+        return Next.AFTER_DEATH
+
+    def _note_left(self) -> Next:
+        self._has_left = True
+        log.info("%s has left the cluster", self.name)
+        return Next.NONE
 
     async def _run_once(self) -> int | None:
         """Starts a process, and returns its status when it has ended; None: none could start."""
+        if self.is_ending:
+            return None
+        self._began_s = time.monotonic()
         process = self.process
         if process is None or process.returncode is not None:
             try:

@@ -12,15 +12,16 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from moonpool.children.process import ChildProcess, ForkedProcess
+from moonpool.children.start import moonpool_line, start_child
 from moonpool.config.tables import ClusterConfig, EngineConfig, VllmConfig
 from moonpool.cores import CoreShare, format_cores
-from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError
-from moonpool.head.keeper import Keeper, WorkerProcess
+from moonpool.head.fork_server import ForkServer, ForkServerError
+from moonpool.head.keeper import Keeper
 from moonpool.head.memory_files import KeptMemoryFiles
 from moonpool.head.watch.culprits import OomKills
 from moonpool.types import InstanceId, Role
@@ -241,7 +242,7 @@ class LocalLauncher:
         if memory is not None:
             memory.close()
 
-    async def _spawn(self, role: str, instance_id: str) -> WorkerProcess:
+    async def _spawn(self, role: str, instance_id: str) -> ChildProcess:
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
         line += ["--exit-with-parent", *self._cores.get(instance_id, ())]
         line += [*self._flags, *self._places.get(instance_id, ())]
@@ -253,12 +254,4 @@ class LocalLauncher:
                 return await self._fork_server.fork([*line, *parts])
             except ForkServerError as error:
                 log.debug("%s starts as a new interpreter: %s", instance_id, error)
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "moonpool",
-            *line,
-            env=self._environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        return await start_child(moonpool_line(*line), self._environment)

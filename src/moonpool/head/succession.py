@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from moonpool.children.start import moonpool_line, start_child
 from moonpool.link.anonymous_file import anonymous_file
 from moonpool.link.packets import MAX_PACKET_BYTES, packet_pair
 from moonpool.protocol.supervision import FromHead, HeadLoaded, SupervisorState
@@ -50,14 +51,8 @@ async def load_head(environment: Mapping[str, str], with_engine: bool) -> NextHe
     options = ("--engine",) if with_engine else ()
     ours, theirs = packet_pair()
     try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "moonpool", "head-process", *options),
-            *("--fd", str(theirs.fileno())),
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=(theirs.fileno(),),
-        )
+        line = moonpool_line("head-process", *options, "--fd", str(theirs.fileno()))
+        process = await start_child(line, environment, (theirs.fileno(),))
     except OSError as error:
         ours.close()
         raise SuccessionError(f"cannot start {sys.executable}: {error}") from None
@@ -85,7 +80,7 @@ async def try_state(state: SupervisorState) -> None:
     fd = _write(state)
     try:
         trial = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "moonpool", COMMAND, "--fd", str(fd), "--trial"),
+            *moonpool_line(COMMAND, "--fd", str(fd), "--trial"),
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             pass_fds=(fd,),
@@ -113,7 +108,7 @@ def become_next(state: SupervisorState) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        line = [sys.executable, "-m", "moonpool", COMMAND, "--fd", str(fd)]
+        line = moonpool_line(COMMAND, "--fd", str(fd))
         os.execv(sys.executable, line)  # noqa: S606 - our own program
     finally:
         for number in passed:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
 import time
@@ -21,15 +20,17 @@ from collections.abc import Sequence
 import msgspec
 import setproctitle
 
+from moonpool.children.process import ChildProcess, ForkedProcess
+from moonpool.children.start import moonpool_line, start_child
+from moonpool.children.successors import Next, Successors
 from moonpool.config.tables import Config
 from moonpool.cores import CoreShare
 from moonpool.discovery.listed_server import ListedServer
 from moonpool.discovery.watch import Discovery
 from moonpool.head.cluster_error import ClusterError
-from moonpool.head.fork_server import ForkedProcess, ForkServer, ForkServerError, is_stopped
+from moonpool.head.fork_server import ForkServer, ForkServerError, is_stopped
 from moonpool.head.fronts.keeper import RESTARTS, Fronts
 from moonpool.head.held_answers import HeldAnswers
-from moonpool.head.keeper import WorkerProcess
 from moonpool.head.launcher import LocalLauncher, worker_environment
 from moonpool.head.succession import NextHead, SuccessionError, become_next, load_head, try_state
 from moonpool.head.takeover.standby import Takeover
@@ -96,7 +97,7 @@ class Supervisor:
         self._launcher: LocalLauncher | None = None
         self._discovery: asyncio.Task[None] | None = None
         self._packets: PacketSocket[FromHead, ToHead] | None = None
-        self._head: WorkerProcess | None = None
+        self._head: ChildProcess | None = None
         cut = None if taken is None else dict(enumerate(taken.answers))
         fronts = () if state is None else state.fronts
         self._fronts = Fronts(config, http, self._spawn, secret, fronts, cut)
@@ -136,32 +137,34 @@ class Supervisor:
         return len(self._held) + self._fronts.num_answers
 
     async def _keep_head(self, stop: asyncio.Event) -> None:
-        num_deaths = 0
-        while not stop.is_set():
-            code = await self._run_head(stop)
-            if self._fatal:
-                raise ClusterError(self._fatal)
-            if stop.is_set():
-                return
-            if self._next_head is not None:
-                await self._succeed(self._next_head)
-                continue  # only if that failed
-            if not self._was_up:
-                text = f"the head ended with code {code} while it started; see the log above"
-                raise ClusterError(text)
-            served_s = 0.0 if self._up_s is None else time.monotonic() - self._up_s
-            num_deaths = RESTARTS.count(num_deaths, served_s)
-            delay_s = RESTARTS.after(num_deaths)
-            self._num_restarts += 1
-            log.warning(
-                "the head ended with code %s; the next one starts in %g s, and goes on with %d"
-                " answers",
-                code,
-                delay_s,
-                self._num_answers,
-            )
+        async def wait(seconds: float) -> None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), delay_s)
+                await asyncio.wait_for(stop.wait(), seconds)
+
+        async def live() -> int | None:
+            return None if stop.is_set() else await self._run_head(stop)
+
+        async def after(code: int | None) -> Next:
+            return await self._after_head(code, stop)
+
+        heads = Successors("the head", live, after, RESTARTS, log)
+        await heads.run(wait, lambda: f", and goes on with {self._num_answers} answers")
+
+    async def _after_head(self, code: int | None, stop: asyncio.Event) -> Next:
+        """Raises ClusterError."""
+        if self._fatal:
+            raise ClusterError(self._fatal)
+        if stop.is_set():
+            return Next.NONE
+        if self._next_head is not None:
+            await self._succeed(self._next_head)
+            return Next.AT_ONCE  # only if that failed
+        if not self._was_up:
+            text = f"the head ended with code {code} while it started; see the log above"
+            raise ClusterError(text)
+        self._num_restarts += 1
+        was_steady = self._up_s is not None and time.monotonic() - self._up_s > RESTARTS.steady_s
+        return Next.AFTER_GOOD_LIFE if was_steady else Next.AFTER_DEATH
 
     async def _run_head(self, stop: asyncio.Event) -> int | None:
         """Runs one head to its end. Returns its exit status; None: it could not be started."""
@@ -228,12 +231,12 @@ class Supervisor:
 
     async def _spawn_head(
         self, theirs: socket.socket, waiting: SupervisorState | None
-    ) -> WorkerProcess:
+    ) -> ChildProcess:
         if waiting is not None:
             return ForkedProcess(waiting.head_pid)
         return await self._spawn("head-process", theirs)
 
-    async def _spawn(self, command: str, theirs: socket.socket) -> WorkerProcess:
+    async def _spawn(self, command: str, theirs: socket.socket) -> ChildProcess:
         """Starts a head or a front, which gets its end of a pair of packet sockets."""
         line, fd = [command, "--fd"], theirs.fileno()
         if self._fork_server is not None:
@@ -241,17 +244,7 @@ class Supervisor:
                 return await self._fork_server.fork(line, fd)
             except ForkServerError as error:
                 log.debug("%s starts as a new interpreter: %s", command, error)
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "moonpool",
-            *line,
-            str(fd),
-            env=self._environment(),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=(fd,),
-        )
+        return await start_child(moonpool_line(*line, str(fd)), self._environment(), (fd,))
 
     # Packets of the head
 
@@ -495,10 +488,10 @@ class Supervisor:
         self._control.close()
 
 
-def _kill(process: WorkerProcess) -> None:
+def _kill(process: ChildProcess) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL)
+            process.kill()
 
 
 def _raise_file_limit(num_fronts: int) -> None:

@@ -16,11 +16,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from moonpool.api.connection.listening import PortError, reserve
+from moonpool.children.process import ChildProcess
+from moonpool.children.start import moonpool_line
 from moonpool.conductor.actions import InstancesWanted
-from moonpool.head.keeper import WorkerProcess
 from moonpool.ray.head_finder import ASK_S, HeadFinder
 from moonpool.ray.head_place import HeadPlace, Standing
-from moonpool.ray.process_actor import ProcessActor, moonpool_line
+from moonpool.ray.process_actor import ProcessActor
 from moonpool.ray.wanted_listener import WantedListener
 
 LOOK_S = 0.5
@@ -109,7 +110,7 @@ class HeadActor(ProcessActor):
             return False
         return True
 
-    async def _spawn(self, name: str) -> WorkerProcess:
+    async def _spawn(self, name: str) -> ChildProcess:
         leader = await self._leader()
         self._is_standby, self._was_here = leader is not None, True
         hook = await self._wanted.start()

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import ray
 
-from moonpool.head.keeper import WorkerProcess
+from moonpool.children.process import ChildProcess
+from moonpool.children.start import moonpool_line
 from moonpool.ray.pool_place import own_node, pool_folder, pool_socket
-from moonpool.ray.process_actor import ProcessActor, moonpool_line
+from moonpool.ray.process_actor import ProcessActor
 
 
 class PoolActor(ProcessActor):
@@ -35,7 +36,7 @@ class PoolActor(ProcessActor):
         await super().leave(within_s)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _spawn(self, name: str) -> WorkerProcess:
+    async def _spawn(self, name: str) -> ChildProcess:
         line = ["pool", "serve", "--dram", str(self._num_bytes), "--socket", str(self._socket)]
         line += ["--memory-folder", str(self._folder), "--host", self._host, *self._flags]
         return await self._start(moonpool_line(*line))

@@ -19,7 +19,9 @@ from functools import partial
 
 import ray
 
-from moonpool.head.keeper import Keeper, WorkerProcess
+from moonpool.children.process import ChildProcess
+from moonpool.children.start import start_child
+from moonpool.head.keeper import Keeper
 from moonpool.link.silence import StopNotice, StoppedProcesses
 
 log = logging.getLogger("moonpool.ray")
@@ -79,18 +81,13 @@ class ProcessActor(ABC):
         return keeper
 
     @abstractmethod
-    async def _spawn(self, name: str) -> WorkerProcess:
+    async def _spawn(self, name: str) -> ChildProcess:
         """Starts the process of this name."""
 
     async def _start(self, line: Sequence[str]) -> asyncio.subprocess.Process:
         """Starts a program that ends with this actor."""
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "moonpool.ray.child", str(os.getpid())),
-            *line,
-            env=self._environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        child = [sys.executable, "-m", "moonpool.ray.child", str(os.getpid())]
+        return await start_child([*child, *line], self._environment)
 
     async def _watch_stopped(self) -> None:
         """Replaces a process that a signal has stopped."""
@@ -113,7 +110,3 @@ def _node_address() -> str:
     """This node's address, as Ray was told it."""
     own = ray.get_runtime_context().get_node_id()
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == own)
-
-
-def moonpool_line(*words: str) -> list[str]:
-    return [sys.executable, "-m", "moonpool", *words]

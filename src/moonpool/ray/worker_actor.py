@@ -9,13 +9,14 @@ import shlex
 import socket
 from collections.abc import Mapping, Sequence
 
-from moonpool.head.keeper import WorkerProcess
+from moonpool.children.process import ChildProcess
+from moonpool.children.start import moonpool_line
 from moonpool.head.memory_files import KeptMemoryFiles
 from moonpool.ray.demands import ATTENTION
 from moonpool.ray.head_finder import HeadFinder
 from moonpool.ray.head_place import HeadPlace
 from moonpool.ray.pool_place import pool_environment
-from moonpool.ray.process_actor import ProcessActor, moonpool_line
+from moonpool.ray.process_actor import ProcessActor
 
 log = logging.getLogger("moonpool.ray")
 
@@ -48,7 +49,7 @@ class WorkerActor(ProcessActor):
         """Whether another process than the worker computes."""
         return False
 
-    async def _spawn(self, name: str) -> WorkerProcess:
+    async def _spawn(self, name: str) -> ChildProcess:
         leader = await self._leader()
         line = ["worker", "--role", self._role, "--name", name.rpartition("/")[2]]
         line += ["--head", f"{leader.host}:{leader.port}", "--host", self._host, *self._flags]
@@ -99,7 +100,7 @@ class VllmActor(WorkerActor):
     def _is_external(self) -> bool:
         return True
 
-    async def _spawn(self, name: str) -> WorkerProcess:
+    async def _spawn(self, name: str) -> ChildProcess:
         if name == self._server:
             return await self._start(self._command)
         return await super()._spawn(name)

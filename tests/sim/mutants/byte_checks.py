@@ -165,6 +165,7 @@ class _PartNode(Node):
 
     def __init__(self, name: str, transport: str, whole: BlockLayout, view: ShardView) -> None:
         from moonpool.protocol.block_layout import DTYPE_BYTES
+        from moonpool_engine.transfer.local_peer import LocalPeer
         from moonpool_engine.transfer.messenger import Messenger
         from tests.contract.messenger_harness import SECRET
 
@@ -176,7 +177,7 @@ class _PartNode(Node):
         self.nixl_agent = None
         self.events = queue.SimpleQueue()
         self.messenger = Messenger(
-            self.arena, whole, name, SECRET, self.events.put, use_shared_memory=False
+            self.arena, whole, LocalPeer(name, SECRET, use_shared_memory=False), self.events.put
         )
         self.address = self.messenger.start()
 

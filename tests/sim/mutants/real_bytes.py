@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonpool.protocol.block_layout import BlockLayout
-from moonpool_engine.storage import store as store_module
+from moonpool_engine.storage import store_folder
 from moonpool_engine.storage.tier_store import ArenaBlocks
 from moonpool_engine.transfer.reshard import ShardView
 from moonpool_engine.transfer.slice_receiver import VERIFIED, SliceReceiver
@@ -99,7 +99,7 @@ def _trusted(original: Method) -> Method:
 
 @plant(
     "the folder of another model is used",
-    store_module,
+    store_folder,
     "check_geometry",
     like="lmcache#4463 lmcache#4247",
     check="disk",

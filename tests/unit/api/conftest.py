@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,11 +12,27 @@ from moonpool.api import body_pool
 from moonpool.api.grammars.check import GrammarCheck
 
 
-class SharedCheck(GrammarCheck):
-    """Outlives the applications that use it."""
+class SharedCheck:
+    """Outlives the applications that use it, and their event loops."""
+
+    def __init__(self) -> None:
+        self._check = GrammarCheck()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    async def require(self, field: str, grammar: str, party: str, timeout_s: float) -> None:
+        asked = self._check.require(field, grammar, party, timeout_s)
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
 
     def close(self) -> None:
-        pass
+        """Leaves the process to the next application."""
+
+    def end(self) -> None:
+        self._loop.call_soon_threadsafe(self._check.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,4 +43,4 @@ def one_grammar_check() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body_pool, "GrammarCheck", lambda: shared)
         yield
-    GrammarCheck.close(shared)
+    shared.end()

@@ -229,7 +229,6 @@ def test_a_chat_template_may_be_given(tmp_path: Path) -> None:
 
 def test_large_bodies_are_rendered_by_the_same_template() -> None:
     start = body_process.BodyStart(
-        parent_pid=0,
         tokenizer="bytes",
         parts=None,
         chat_template="<{{ messages[0].content }}>",

@@ -18,10 +18,10 @@ from scripted_head import ScriptedHead
 from moonpool.api import body_pool
 from moonpool.api.body_pool import BodyReader, body_start
 from moonpool.api.body_process import Kind
-from moonpool.api.body_reading import client as body_client
 from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions
+from moonpool.api.helpers import process as helper_process
 from tests.unit.engine.test_tokenizer_huggingface import byte_level, write_folder
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -92,11 +92,11 @@ def test_what_does_not_return_from_c_ends_with_its_process_alone() -> None:
 
     async def work(reader: BodyReader) -> None:
         assert await ask(reader, "good") == 2
-        process = reader._small._process
+        process = reader._small._helper.process
         with pytest.raises(ApiError, match="chat template takes more than"):
             await ask(reader, "bad")
         assert await ask(reader, "good") == 2
-        assert process is not None and reader._small._process is not process
+        assert process is not None and reader._small._helper.process is not process
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONINTMAXSTRDIGITS", "0")
@@ -170,7 +170,7 @@ def test_calls_that_are_in_a_process_when_it_dies_are_read_by_the_next() -> None
     async def work(reader: BodyReader) -> None:
         await ask(reader, "good")
         for _ in range(3):
-            process = reader._small._process
+            process = reader._small._helper.process
             assert process is not None and process.pid is not None
             calls = [asyncio.create_task(ask(reader, f"good {n}")) for n in range(30)]
             os.kill(process.pid, signal.SIGSTOP)
@@ -182,11 +182,11 @@ def test_calls_that_are_in_a_process_when_it_dies_are_read_by_the_next() -> None
 
 
 def test_a_process_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_client, "LATE_S", 0.0)
+    monkeypatch.setattr(helper_process, "LATE_S", 0.0)
 
     async def work(reader: BodyReader) -> None:
         await ask(reader, "good")
-        process = reader._small._process
+        process = reader._small._helper.process
         assert process is not None and process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         assert await ask(reader, "good") == 2

@@ -129,9 +129,9 @@ def test_a_body_for_a_process_whose_end_is_not_known_yet_is_read() -> None:
     async def run() -> None:
         reader = body_pool.BodyReader(ScriptedHead(), ApiOptions(tokenizer="bytes"))
         await reader.respond("detokenize", body, "", 60.0)
-        process = reader._large._process
-        assert process is not None and process._input is not None
-        process._input.close()
+        process = reader._large._helper.process
+        assert process is not None and process._process._input is not None
+        process._process._input.close()
         await asyncio.sleep(0)
         assert not process.has_ended
         assert len(await reader.respond("detokenize", body, "", 60.0)) > 50_000
@@ -150,7 +150,7 @@ def test_a_process_that_dies_is_replaced() -> None:
         for _ in range(2):
             found = await reader.respond("detokenize", body.encode(), "", 60.0)
             assert len(found) > 50_000
-            process = reader._large._process
+            process = reader._large._helper.process
             assert process is not None and process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
         reader.close()

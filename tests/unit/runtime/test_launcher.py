@@ -153,7 +153,7 @@ def test_a_worker_that_served_well_is_started_again_without_a_delay(
     monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
 
     def waited() -> list[str]:
-        return re.findall(r"restarting it in ([0-9.]+) s", caplog.text)
+        return re.findall(r"the next one starts in ([0-9.]+) s", caplog.text)
 
     async def run() -> None:
         launcher = make_launcher()

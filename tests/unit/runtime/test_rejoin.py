@@ -21,6 +21,7 @@ from moonpool.head.models.model_loading import ApiModel
 from moonpool.head.worker_link import WorkerLink
 from moonpool.link.auth import Identity
 from moonpool.link.silence import MAX_TURN_S
+from moonpool.plugins.workers import WorkerSettings
 from moonpool.protocol.frames import SILENCE_S, Joined, Setup, TurnedAway
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad
 from moonpool.protocol.transfer_events import PeerAddress
@@ -160,7 +161,17 @@ def test_a_head_that_comes_back_while_a_worker_boots_does_not_make_it_boot_twice
     setup = make_head().setup()
 
     async def run() -> None:
-        this = Worker(Role.DECODE, InstanceId("d"), "here", "127.0.0.1", SECRET, CoreShare())
+        this = Worker(
+            WorkerSettings(
+                name=InstanceId("d"),
+                role=Role.DECODE,
+                machine="here",
+                host="127.0.0.1",
+                secret=SECRET,
+                tls=None,
+                share=CoreShare(),
+            )
+        )
         old, new = FakeChannel(), FakeChannel()
         joins = []
         for channel in (old, new):

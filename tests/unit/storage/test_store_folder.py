@@ -15,7 +15,7 @@ import pytest
 import xxhash
 from store_harness import Bench, make_layout
 
-from moonpool_engine.storage import store as store_module
+from moonpool_engine.storage import store_folder
 from moonpool_engine.storage.folder import StoreError, explain, instance_folder, stores_below
 from moonpool_engine.storage.verify import clear_folder, verify_folder
 
@@ -155,7 +155,7 @@ def test_a_folder_that_fails_while_it_is_opened_is_unlocked(
     def broken(*arguments: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(store_module, "open_index", broken)
+    monkeypatch.setattr(store_folder, "open_index", broken)
     assert "Input/output" in refusal(tmp_path)
     monkeypatch.undo()
     Bench(tmp_path)

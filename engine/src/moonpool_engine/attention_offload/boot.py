@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 from moonpool.cores import CoreShare, pin_thread, usable_cores
-from moonpool.link.tls import PeerTls
 from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
 from moonpool.protocol.frames import Setup
 from moonpool.scheduler.actions import StepEntry
@@ -33,6 +32,7 @@ from moonpool_engine.engine.ops import KvCache, block_dtype
 from moonpool_engine.engine.runner import Engine, choose_split_ops, make_layout
 from moonpool_engine.engine.step import StepResult
 from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.reshard import ShardView
 
 
@@ -51,12 +51,9 @@ class OffloadedParts:
 def boot_attention_group(
     setup: Setup,
     model: LoadedModel,
-    instance_id: InstanceId,
-    secret: bytes,
+    peer: LocalPeer,
     threads: int,
     share: CoreShare,
-    listen_host: str,
-    tls: PeerTls | None = None,
 ) -> OffloadedParts:
     """Connects to the attention workers and makes the engine that uses them. The engine has
     `threads` threads on the cores of `share`. Raises ValueError, ArenaError or AttentionError."""
@@ -66,7 +63,7 @@ def boot_attention_group(
     heads = head_shape(spec)
     max_rows = setup.engine.chunk_tokens + setup.engine.max_sequences
     options = AttachOptions(
-        owner=instance_id,
+        owner=peer.instance_id,
         layout=layout,
         heads=heads,
         scale=spec.scale(),
@@ -76,12 +73,11 @@ def boot_attention_group(
         ring_bytes=ring_bytes(heads, DTYPE_BYTES[model.dtype], max_rows),
         spin_s=spin_s(len(setup.attention), threads, usable_cores()),
     )
-    use_shm = setup.network.use_shared_memory
     by_head = setup.sharing.partition == "head"
     head_ranges = share_heads(spec.num_kv_heads, len(setup.attention)) if by_head else ()
-    offload = Offload(setup.attention, instance_id, secret, options, use_shm, head_ranges, tls)
+    offload = Offload(setup.attention, peer, options, head_ranges)
     pin_thread(share.others)  # inherited by the threads that move the local worker's blocks
-    local = _local_worker(setup, options, secret, listen_host, tls)
+    local = _local_worker(setup, options, peer)
     pin_thread(share.engine)
     group = offload.connect(local)
     try:
@@ -101,18 +97,21 @@ def boot_attention_group(
 def _local_worker(
     setup: Setup,
     options: AttachOptions,
-    secret: bytes,
-    listen_host: str,
-    tls: PeerTls | None,
+    peer: LocalPeer,
 ) -> LocalAttentionWorker | None:
     """The local worker for the tokens that the instance keeps itself; None if it keeps none."""
     num_blocks = options.layout.blocks_for(setup.sharing.own_tokens)
     if not num_blocks:
         return None
     name = InstanceId(f"{options.owner}.home")
-    use_shm = setup.network.use_shared_memory
     state = AttentionWorkerState(
-        name, secret, choose_split_ops(), _make_arena, listen_host, use_shm, tls
+        name,
+        peer.secret,
+        choose_split_ops(),
+        _make_arena,
+        peer.listen_host,
+        peer.use_shared_memory,
+        peer.tls,
     )
     return start_local_attention(state, msgspec.structs.replace(options, num_blocks=num_blocks))
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from moonpool.link.tls import PeerTls
 from moonpool.protocol.transfer_events import (
     FetchEnded,
     MessengerEvent,
@@ -25,7 +24,7 @@ from moonpool.protocol.transfer_events import (
     ReceiveEnded,
 )
 from moonpool.scheduler.actions import ArenaBack, ArenaLost
-from moonpool.types import BlockId, BlockKey, InstanceId, Struct
+from moonpool.types import BlockId, BlockKey, Struct
 from moonpool_engine.attention_offload.channel import AttentionChannel
 from moonpool_engine.attention_offload.client import (
     AttachOptions,
@@ -50,6 +49,8 @@ from moonpool_engine.attention_offload.wire import (
 from moonpool_engine.engine.ops import SplitOps
 from moonpool_engine.transfer.context import SliceRef
 from moonpool_engine.transfer.counters import TransferCounts
+from moonpool_engine.transfer.gate import LayerGate
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger
 
 RECONNECT_S = 0.5
@@ -67,26 +68,20 @@ class AttentionGroup(Struct, frozen=True):
 
 
 class Offload:
-    """The messenger, and the connections to the attention workers. Thread-safe. Call `connect`,
+    """A `BlockMessenger` over connections to the attention workers. Thread-safe. Call `connect`,
     `make_ops`, then `run`, which begins to receive events."""
 
     def __init__(
         self,
         addresses: Sequence[PeerAddress],
-        me: InstanceId,
-        secret: bytes,
+        peer: LocalPeer,
         options: AttachOptions,
-        use_shm: bool,
         head_ranges: Sequence[KvHeadRange] = (),
-        tls: PeerTls | None = None,
     ) -> None:
         """`head_ranges`: each worker's heads, if blocks are shared out by head."""
         self._addresses = list(addresses)
-        self._me = me
-        self._secret = secret
+        self._peer = peer
         self._options = options
-        self._use_shm = use_shm
-        self._tls = tls
         self._clients: list[AttentionClient | LocalAttentionWorker | None] = []
         self._local: LocalPartition | None = None
         self._worker_sizes: list[int] = []  # blocks of each worker
@@ -152,7 +147,7 @@ class Offload:
         """Another worker has this place now; takes effect with the next reconnection."""
         self._addresses[worker] = address
 
-    # The interface of a messenger
+    # As a `BlockMessenger`
 
     def expect(
         self, stream_id: str, block_ids: Sequence[BlockId], first_index: int, timeout_s: float
@@ -207,7 +202,10 @@ class Offload:
         keys: Sequence[BlockKey],
         block_ids: Sequence[BlockId],
         timeout_s: float,
+        gate: LayerGate | None = None,
     ) -> None:
+        """Nobody waits at the `gate`: a step never waits for single layers of blocks that lie at
+        attention workers."""
         runs = self._partition.runs(block_ids)
         fan_in = FanIn(
             {
@@ -483,17 +481,14 @@ class Offload:
 
     # Workers and arenas
 
-    def arena_of(self, worker: int) -> int:
-        """The arena that is lost with the worker."""
-        return self._partition.arena_of(worker)
-
     def _clients_of(self, workers: Iterable[int]) -> list[AttentionClient | LocalAttentionWorker]:
         """Clients of these workers, without those that are lost."""
         clients = [self._clients[worker] for worker in workers]
         return [client for client in clients if client is not None]
 
     def _connect(self, address: PeerAddress, options: AttachOptions) -> AttentionClient:
-        return connect(address, self._me, self._secret, options, self._use_shm, self._tls)
+        me = self._peer
+        return connect(address, me.instance_id, me.secret, options, me.use_shared_memory, me.tls)
 
     def _options_of(self, worker: int) -> AttachOptions:
         """The worker's options. By head, its memory holds more blocks, each with fewer heads."""

@@ -57,11 +57,12 @@ MAX_STEPS = 2
 
 
 class AttentionLostError(RuntimeError):
-    """An attention worker failed; `worker` is its index."""
+    """An attention worker failed; `worker` is its index. `arena` is lost with it."""
 
-    def __init__(self, worker: int, why: str) -> None:
+    def __init__(self, worker: int, arena: int, why: str) -> None:
         super().__init__(f"attention worker {worker}: {why}")
         self.worker = worker
+        self.arena = arena
 
 
 class LocalPartition(NamedTuple):
@@ -234,7 +235,7 @@ class RemoteOps:
     def _channel(self, worker: int) -> AttentionChannel:
         channel = self._channels[worker]
         if channel is None:
-            raise AttentionLostError(worker, "it is lost, and no other has replaced it yet")
+            raise self._lost_error(worker, "it is lost, and no other has replaced it yet")
         return channel
 
     def _send(self, worker: int, kind: int, layer: int, step: int, payload: Payload) -> None:
@@ -277,7 +278,12 @@ class RemoteOps:
         if self._channels[worker] is channel:  # else it was replaced already
             self._channels[worker] = None
         self.on_lost(worker, channel)
-        return AttentionLostError(worker, why)
+        return self._lost_error(worker, why)
+
+    def _lost_error(self, worker: int, why: str) -> AttentionLostError:
+        """If the workers share the heads, no block is whole without one of them: as
+        `Partition.arena_of`."""
+        return AttentionLostError(worker, 0 if self._head_ranges else worker, why)
 
 
 def _receive_header(

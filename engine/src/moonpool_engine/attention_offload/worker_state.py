@@ -36,8 +36,10 @@ from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.engine.ops import HeadShape, KvCache, SplitOps, block_dtype
 from moonpool_engine.engine.slices import cut_of_heads
 from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger
 from moonpool_engine.transfer.reshard import NOWHERE, ShardView
+from moonpool_engine.transfer.slice_copier import fastest_copier
 
 log = logging.getLogger("moonpool_engine.attention_offload")
 
@@ -72,13 +74,9 @@ class AttentionWorkerState:
     ) -> None:
         """`make_arena(layout, num_blocks, view)` makes the arena; it decides how many blocks
         `num_blocks` = 0 means. `layout` is that of the worker's heads."""
-        self._instance_id = instance_id
-        self._secret = secret
+        self._peer = LocalPeer(instance_id, secret, listen_host, tls, use_shared_memory)
         self._ops = ops
         self._make_arena = make_arena
-        self._listen_host = listen_host
-        self._use_shared_memory = use_shared_memory
-        self._tls = tls
         self._lock = threading.Lock()  # guards what follows
         self._retained: _RetainedState | None = None
         self._messenger: Messenger | None = None
@@ -122,13 +120,9 @@ class AttentionWorkerState:
             self._messenger = Messenger(
                 retained.arena,
                 retained.layout,
-                self._instance_id,
-                self._secret,
+                self._peer,
                 self._uncaching_corrupt(post),
-                tcp_host=self._listen_host,
-                use_shared_memory=self._use_shared_memory,
-                native=open_slices(),
-                tls=self._tls,
+                fastest_copier(retained.arena, open_slices()),
             )
             address: PeerAddress = self._messenger.start()
             return Attached(

@@ -20,7 +20,8 @@ from moonpool.cli.peer_tls import peer_tls, tls_options
 from moonpool.cli.worker import SECRET_VARIABLE, cluster_secret
 from moonpool.config.tables import LogFormat, LogLevel, TelemetryConfig
 from moonpool.host_pool.places import default_memory_folder, default_socket
-from moonpool_engine.host_pool.server import HostPoolPlace, PoolServer
+from moonpool_engine.host_pool.pooled_models import HostPoolPlace
+from moonpool_engine.host_pool.server import PoolServer
 from moonpool_engine.storage.folder import default_folder
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.I)

@@ -1,4 +1,4 @@
-"""The pool of a host: owns the spaces of all models, and serves their clients over a unix socket.
+"""The pool of a host: serves the clients of all models over a unix socket.
 
 Only processes of the same user are served. A client that vanishes gives back all that it held; a
 model whose clients have gone keeps its blocks until another model needs the place.
@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import socket
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from moonpool import __version__
 from moonpool.host_pool.block_space import BlocksFetched, BlocksFound, Finder
-from moonpool.host_pool.framing import framed, is_own_user, read_message
+from moonpool.host_pool.framing import is_own_user, read_message
 from moonpool.host_pool.messages import (
     PROTOCOL,
     TO_POOL,
@@ -36,7 +34,6 @@ from moonpool.host_pool.messages import (
     GroupState,
     JoinPool,
     PoolJoinAccepted,
-    PoolMessage,
     PoolRefused,
     PoolState,
     RankAttached,
@@ -48,11 +45,16 @@ from moonpool.host_pool.messages import (
     keys_of,
 )
 from moonpool.host_pool.places import is_served, make_own_folder
-from moonpool.host_pool.pool_group import BlockGroup, GroupFound
-from moonpool.link.tls import PeerTls
-from moonpool.protocol.transfer_events import MessengerEvent
+from moonpool.host_pool.pool_group import GroupFound
 from moonpool.types import MALFORMED
-from moonpool_engine.host_pool.space_host import SpaceError, SpaceHost, SpacePlace, open_space
+from moonpool_engine.host_pool.pooled_model import (
+    ClientConnection,
+    GroupFetch,
+    PooledModel,
+    PromptFind,
+)
+from moonpool_engine.host_pool.pooled_models import HostPoolPlace, PooledModels
+from moonpool_engine.host_pool.space_host import SpaceError
 
 log = logging.getLogger("moonpool.pool")
 
@@ -63,81 +65,6 @@ MAX_CLIENTS = 256
 MAX_FINDS = 4096
 MAX_RESERVATIONS = 256
 MAX_FETCHES = 1024
-MAX_UNSENT_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class HostPoolPlace:
-    """What the pool may use. Bytes are of all models together; each of `num_models` gets an equal
-    part, its ranks equal parts of that. `ssd_folder` None: no SSD."""
-
-    socket_path: Path
-    memory_folder: Path
-    dram_bytes: int
-    ssd_folder: Path | None
-    ssd_bytes: int
-    num_models: int
-    listen_host: str
-    secret: bytes
-    tls: PeerTls | None = None
-
-
-@dataclass(slots=True)
-class _Group:
-    """A model. `lock` is held while a space is opened."""
-
-    name: str
-    model: str
-    block_tokens: int
-    state: BlockGroup
-    hosts: dict[int, SpaceHost] = field(default_factory=dict)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    clients: set[_Client] = field(default_factory=set)
-    watchers: set[_Client] = field(default_factory=set)
-    fetches: dict[str, _GroupFetch] = field(default_factory=dict)
-    used: int = 0
-
-
-@dataclass(slots=True)
-class _GroupFetch:
-    client: _Client
-    number: int
-    left: set[int]
-    num_keys: int
-    num_blocks: int
-    num_bytes: int = 0
-    seconds: float = 0.0
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Find:
-    group: _Group
-    places: bool
-
-
-class _Client:
-    """One connection."""
-
-    def __init__(self, number: int, writer: asyncio.StreamWriter) -> None:
-        self.number = number
-        self.name = f"client {number}"
-        self.space: tuple[_Group, int] | None = None
-        self.finds: dict[Finder, _Find] = {}
-        self.reservations: dict[int, int] = {}
-        self._writer = writer
-
-    def send(self, message: PoolMessage) -> None:
-        """A client that does not read is cut off."""
-        if self._writer.is_closing():
-            return
-        self._writer.write(framed(message))
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            log.warning("%s does not read its answers; its connection ends", self.name)
-            self._writer.transport.abort()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class PoolServer:
@@ -145,10 +72,9 @@ class PoolServer:
 
     def __init__(self, place: HostPoolPlace) -> None:
         self._place = place
-        self._groups: dict[bytes, _Group] = {}
-        self._clients: set[_Client] = set()
-        self._num_clients = self._num_reservations = self._num_uses = 0
-        self._opening = asyncio.Lock()
+        self._models = PooledModels(place, self._perform)
+        self._clients: set[ClientConnection] = set()
+        self._num_clients = self._num_reservations = self._num_fetches = 0
 
     async def run(self) -> None:
         path = self._place.socket_path
@@ -162,15 +88,13 @@ class PoolServer:
             server.close()
             for client in list(self._clients):
                 client.close()
-            for group in self._groups.values():
-                for host in group.hosts.values():
-                    await asyncio.to_thread(host.close)
+            await self._models.close()
             path.unlink(missing_ok=True)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            for group in self._groups.values():
+            for group in self._models.by_key.values():
                 if group.state.num_finds:
                     group.state.on_time(time.monotonic())
                     self._perform(group)
@@ -179,7 +103,7 @@ class PoolServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_clients += 1
-        client = _Client(self._num_clients, writer)
+        client = ClientConnection(self._num_clients, writer)
         try:
             problem = self._stranger(writer)
             if problem:
@@ -209,7 +133,7 @@ class PoolServer:
             return f"the pool has {MAX_CLIENTS} clients already"
         return ""
 
-    async def _greet(self, client: _Client, message: ClientMessage) -> bool:
+    async def _greet(self, client: ClientConnection, message: ClientMessage) -> bool:
         if not isinstance(message, AttachRank | JoinPool):
             client.send(PoolRefused(error="the first message is to attach or to join"))
             return False
@@ -223,7 +147,7 @@ class PoolServer:
             client.send(PoolJoinAccepted(version=__version__))
             return True
         try:
-            group, host = await self._attach(message)
+            group, host = await self._models.attach(message)
         except SpaceError as error:
             log.warning("%s rank %d is not served: %s", message.model, message.rank, error)
             client.send(PoolRefused(error=str(error)))
@@ -234,10 +158,10 @@ class PoolServer:
         client.send(RankAttached(path=host.path, num_blocks=host.num_blocks))
         return True
 
-    def _forget(self, client: _Client) -> None:
+    def _forget(self, client: ClientConnection) -> None:
         """Gives back all that a client held."""
         self._clients.discard(client)
-        for group in self._groups.values():
+        for group in self._models.by_key.values():
             group.clients.discard(client)
             group.watchers.discard(client)
         for owner, find in client.finds.items():
@@ -249,100 +173,9 @@ class PoolServer:
                 group.hosts[rank].space.abandon(number)
             self._perform(group)
 
-    # Spaces
-
-    async def _attach(self, message: AttachRank) -> tuple[_Group, SpaceHost]:
-        """Raises SpaceError."""
-        async with self._opening:
-            group = self._groups.get(message.group) or await self._make_group(message)
-        if group.state.num_ranks != message.num_ranks or message.rank >= message.num_ranks:
-            raise SpaceError("other processes of this model state another number of ranks")
-        self._use(group)
-        async with group.lock:
-            host = group.hosts.get(message.rank)
-            if host is None:
-                host = await self._open(group, message)
-                group.hosts[message.rank] = host
-                group.state.spaces[message.rank] = host.space
-                if message.window_blocks:
-                    group.state.windows[message.rank] = message.window_blocks
-                self._perform(group)
-        window = group.state.windows.get(message.rank, 0)
-        if host.layout != message.layout or window != message.window_blocks:
-            raise SpaceError("another process of this model and rank lays its blocks out otherwise")
-        return group, host
-
-    async def _make_group(self, message: AttachRank) -> _Group:
-        name = message.group.hex()[:24]
-        await self._make_room(name)
-        state = BlockGroup(message.num_ranks)
-        group = _Group(name, message.model, message.block_tokens, state)
-        self._groups[message.group] = group
-        return group
-
-    async def _make_room(self, name: str) -> None:
-        """Makes room for another model: deletes the memory of those that nobody uses. Raises
-        SpaceError."""
-        root = self._place.memory_folder
-        open_names = {group.name for group in self._groups.values()}
-        found = [path for path in root.glob("*-r*") if path.is_dir()] if root.is_dir() else []
-        closed = sorted(
-            {path.name.rpartition("-r")[0] for path in found} - open_names - {name},
-            key=lambda one: max(p.stat().st_mtime for p in root.glob(f"{one}-r*")),
-        )
-        while closed and len(open_names) + len(closed) >= self._place.num_models:
-            for path in root.glob(f"{closed.pop(0)}-r*"):
-                shutil.rmtree(path, ignore_errors=True)
-        while len(self._groups) >= self._place.num_models:
-            idle = [one for one in self._groups.items() if not one[1].clients]
-            if not idle:
-                raise SpaceError(
-                    f"the pool serves {self._place.num_models} models already: start it with a"
-                    " larger --models"
-                )
-            key, group = min(idle, key=lambda one: one[1].used)
-            log.info("the blocks of %s leave DRAM for another model", group.model)
-            del self._groups[key]
-            for host in group.hosts.values():
-                await asyncio.to_thread(host.close)
-            for path in root.glob(f"{group.name}-r*"):
-                shutil.rmtree(path, ignore_errors=True)
-
-    async def _open(self, group: _Group, message: AttachRank) -> SpaceHost:
-        place, loop = self._place, asyncio.get_running_loop()
-        parts = place.num_models * message.num_ranks
-        name = f"{group.name}-r{message.rank}"
-        own = SpacePlace(
-            name=name,
-            memory_folder=place.memory_folder,
-            dram_bytes=place.dram_bytes // parts,
-            ssd_folder=place.ssd_folder,
-            ssd_bytes=place.ssd_bytes // parts,
-            listen_host=place.listen_host,
-            secret=place.secret,
-            tls=place.tls,
-        )
-        rank = message.rank
-
-        def post(event: MessengerEvent) -> None:
-            loop.call_soon_threadsafe(self._on_event, group, rank, event)
-
-        log.info("opening the space of %s, rank %d", message.model, rank)
-        return await asyncio.to_thread(open_space, message.layout, own, post)
-
-    def _on_event(self, group: _Group, rank: int, event: MessengerEvent) -> None:
-        host = group.hosts.get(rank)
-        if host is not None:
-            host.space.handle(event)
-            self._perform(group)
-
-    def _use(self, group: _Group) -> None:
-        self._num_uses += 1
-        group.used = self._num_uses
-
     # Messages
 
-    def _on_message(self, client: _Client, message: ClientMessage) -> None:
+    def _on_message(self, client: ClientConnection, message: ClientMessage) -> None:
         """Raises ValueError for a message that this client may not send now."""
         match message:
             case Find():
@@ -372,21 +205,21 @@ class PoolServer:
             case _:
                 raise ValueError("this client has attached already")
 
-    def _on_find(self, client: _Client, message: Find) -> None:
-        group = self._groups.get(message.group)
+    def _on_find(self, client: ClientConnection, message: Find) -> None:
+        group = self._models.by_key.get(message.group)
         if group is None or len(client.finds) >= MAX_FINDS:
             client.send(Found(owner=message.owner, num_blocks=0))
             return
-        self._use(group)
+        self._models.use(group)
         owner = Finder(client.number, message.owner)
-        client.finds[owner] = _Find(group, message.places)
+        client.finds[owner] = PromptFind(group, message.places)
         until_s = time.monotonic() + message.wait_s
         group.state.find(owner, keys_of(message.keys), until_s)
         self._perform(group)
         if group.state.is_finding(owner):
             client.send(Waiting(owner=message.owner))
 
-    def _on_reserve(self, client: _Client, message: Reserve) -> None:
+    def _on_reserve(self, client: ClientConnection, message: Reserve) -> None:
         group, rank = _space(client)
         if message.number in client.reservations or len(client.reservations) >= MAX_RESERVATIONS:
             raise ValueError(f"the reservation {message.number} is one too many")
@@ -399,7 +232,7 @@ class PoolServer:
         ids = np.array([-1 if place is None else place for place in places], "<i8").tobytes()
         client.send(Reserved(number=message.number, block_ids=ids))
 
-    def _on_commit(self, client: _Client, message: Commit) -> None:
+    def _on_commit(self, client: ClientConnection, message: Commit) -> None:
         group, rank = _space(client)
         number = client.reservations.pop(message.number, None)
         if number is None:
@@ -409,8 +242,8 @@ class PoolServer:
         group.state.on_blocks()
         self._perform(group)
 
-    def _on_watch(self, client: _Client, message: Watch) -> None:
-        group = self._groups.get(message.group)
+    def _on_watch(self, client: ClientConnection, message: Watch) -> None:
+        group = self._models.by_key.get(message.group)
         if group is None or not group.state.is_whole:
             raise ValueError("the pool has no such model")
         self._perform(group)
@@ -418,8 +251,8 @@ class PoolServer:
         space = group.hosts[group.state.first_whole_rank].space
         client.send(GroupBlocks(group=message.group, report=space.snapshot()))
 
-    def _on_fetch(self, client: _Client, message: FetchToPool) -> None:
-        group = self._groups.get(message.group)
+    def _on_fetch(self, client: ClientConnection, message: FetchToPool) -> None:
+        group = self._models.by_key.get(message.group)
         if (
             group is None
             or len(group.fetches) >= MAX_FETCHES
@@ -429,11 +262,11 @@ class PoolServer:
             error = "the pool has no such model with as many ranks, or too many fetches"
             client.send(Fetched(number=message.number, num_blocks=0, error=error))
             return
-        self._use(group)
-        self._num_uses += 1
-        fetch_id = f"{client.number}:{message.number}:{self._num_uses}"
+        self._models.use(group)
+        self._num_fetches += 1
+        fetch_id = f"{client.number}:{message.number}:{self._num_fetches}"
         ranks = set(group.hosts)
-        group.fetches[fetch_id] = _GroupFetch(
+        group.fetches[fetch_id] = GroupFetch(
             client, message.number, ranks, len(message.keys), len(message.keys)
         )
         keys = keys_of(message.keys)
@@ -445,7 +278,7 @@ class PoolServer:
 
     # Answers
 
-    def _perform(self, group: _Group) -> None:
+    def _perform(self, group: PooledModel) -> None:
         """Performs what the spaces of a group want, until they want nothing more."""
         now = time.monotonic()
         told = group.state.first_whole_rank
@@ -461,13 +294,13 @@ class PoolServer:
                     else:
                         self._on_fetched(group, rank, one)
                 if changes is not None and rank == told and group.watchers:
-                    key = next(key for key, one in self._groups.items() if one is group)
+                    key = next(key for key, one in self._models.by_key.items() if one is group)
                     for watcher in list(group.watchers):
                         watcher.send(GroupBlocks(group=key, report=changes))
             for found in group.state.take():
                 self._answer(group, found)
 
-    def _answer(self, group: _Group, found: GroupFound) -> None:
+    def _answer(self, group: PooledModel, found: GroupFound) -> None:
         number, name = found.owner
         client = next((one for one in self._clients if one.number == number), None)
         if client is None:
@@ -481,7 +314,7 @@ class PoolServer:
             )
         )
 
-    def _on_fetched(self, group: _Group, rank: int, ended: BlocksFetched) -> None:
+    def _on_fetched(self, group: PooledModel, rank: int, ended: BlocksFetched) -> None:
         fetch = group.fetches[ended.fetch_id]
         fetch.left.discard(rank)
         num_blocks = group.state.reached(rank, fetch.num_keys, ended.num_blocks)
@@ -514,7 +347,7 @@ class PoolServer:
                 is_whole=group.state.is_whole,
                 spaces=tuple(host.state(rank) for rank, host in sorted(group.hosts.items())),
             )
-            for key, group in sorted(self._groups.items(), key=lambda one: one[1].used)
+            for key, group in sorted(self._models.by_key.items(), key=lambda one: one[1].used)
         )
         return PoolState(
             version=__version__,
@@ -544,7 +377,7 @@ def _listen(path: Path) -> socket.socket:
     return sock
 
 
-def _space(client: _Client) -> tuple[_Group, int]:
+def _space(client: ClientConnection) -> tuple[PooledModel, int]:
     """Raises ValueError if the client has none."""
     if client.space is None:
         raise ValueError("this client has no space: it joined without attaching")

@@ -30,7 +30,9 @@ from moonpool_engine.storage.format import SEGMENT_BYTES, make_geometry
 from moonpool_engine.storage.kept_memory import open_in_folder
 from moonpool_engine.storage.store import BlockStore, open_store
 from moonpool_engine.transfer.arena import Arena, ArenaError
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.transfer.slice_copier import fastest_copier
 from moonpool_engine.worker.transfers import storage_by, transfers_by
 
 log = logging.getLogger("moonpool.pool")
@@ -207,12 +209,9 @@ def open_space(
     messenger = Messenger(
         arena,
         layout,
-        InstanceId(place.name),
-        place.secret,
+        LocalPeer(InstanceId(place.name), place.secret, place.listen_host, place.tls),
         post,
-        tcp_host=place.listen_host,
-        native=open_slices(),
-        tls=place.tls,
+        fastest_copier(arena, open_slices()),
     )
     space = BlockSpace(
         layout,

@@ -29,17 +29,9 @@ from moonpool.protocol.transfer_events import (
     TierResumed,
 )
 from moonpool.types import BlockId, BlockKey
-from moonpool_engine.storage.folder import (
-    FolderLock,
-    StoreError,
-    check_geometry,
-    explain,
-    instance_folder,
-    make_folder,
-    segment_path,
-)
-from moonpool_engine.storage.format import SEGMENT_BYTES, SlotHeader, encode_header, make_geometry
-from moonpool_engine.storage.index import SlotIndex, header_of, open_index
+from moonpool_engine.storage.folder import explain, segment_path
+from moonpool_engine.storage.format import SEGMENT_BYTES, SlotHeader, encode_header
+from moonpool_engine.storage.index import header_of
 from moonpool_engine.storage.io_threads import HANG_S, IoThreadPool, IoWatchdog, Task
 from moonpool_engine.storage.job import (
     Job,
@@ -49,7 +41,7 @@ from moonpool_engine.storage.job import (
     LoadProgressReporter,
     split_layers,
 )
-from moonpool_engine.storage.segments import Disk, Segments, probe_disk
+from moonpool_engine.storage.store_folder import StoreFolder, open_store_folder
 from moonpool_engine.storage.tier_store import ArenaBlocks, StoreCounters, StoreCounts
 from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.gate import LayerGate
@@ -83,25 +75,21 @@ class BlockStore:
     def __init__(
         self,
         arena: Arena,
-        folder: Path,
-        lock: FolderLock,
-        segments: Segments,
-        index: SlotIndex,
-        disk: Disk,
-        num_slots: int,
+        slots: StoreFolder,
         post: Callable[[MessengerEvent], None],
         hang_s: float = HANG_S,
     ) -> None:
-        self.folder = folder
-        self.geometry = segments.geometry
-        self.disk = disk
-        self.num_slots = num_slots
-        self.stored = index.held()
+        """Closes `slots` with itself, unless the disk hangs. `hang_s`: how long a disk may take."""
+        self.folder = slots.path
+        self.geometry = slots.geometry
+        self.disk = slots.disk
+        self.num_slots = slots.num_slots
+        self.stored = slots.index.held()
         self._arena = arena
-        self._folder_lock = lock
-        self._blocks = ArenaBlocks(arena, segments.geometry)
-        self._segments = segments
-        self._index = index
+        self._slots = slots
+        self._blocks = ArenaBlocks(arena, slots.geometry)
+        self._segments = slots.segments
+        self._index = slots.index
         self._post = post
         self._counters = StoreCounters()
         self._scratch = threading.local()
@@ -195,9 +183,7 @@ class BlockStore:
             _log.warning("the disk of %s does not respond; the folder stays locked", self.folder)
             return
         self._flush()
-        self._index.close()
-        self._segments.close()
-        self._folder_lock.release()
+        self._slots.close()
 
     # Groups of adjacent slots
 
@@ -493,24 +479,8 @@ def open_store(
     hang_s: float = HANG_S,
 ) -> BlockStore:
     """Opens the instance's folder below `root` with the blocks in it. Raises StoreError."""
-    folder = instance_folder(root, instance_id)
-    make_folder(folder)
-    lock = FolderLock(folder)
-    try:
-        geometry = make_geometry(arena.layout, segment_bytes)
-        check_geometry(folder, geometry)
-        disk = probe_disk(folder, geometry.block_bytes)
-        segments = Segments(folder, geometry, num_slots, disk.direct)
-        segments.trim()
-        segments.check_space()
-        index, rebuilt = open_index(folder, geometry, num_slots)
-    except OSError as error:
-        lock.release()
-        raise StoreError(explain(folder, error)) from None
-    except BaseException:
-        lock.release()
-        raise
-    store = BlockStore(arena, folder, lock, segments, index, disk, num_slots, post, hang_s)
-    if rebuilt and store.stored:
-        _log.warning("%s had no readable index; it was rebuilt from the slots", folder)
+    slots = open_store_folder(root, instance_id, arena.layout, num_slots, segment_bytes)
+    store = BlockStore(arena, slots, post, hang_s)
+    if slots.was_rebuilt and store.stored:
+        _log.warning("%s had no readable index; it was rebuilt from the slots", slots.path)
     return store

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from moonpool.protocol.transfer_events import MessengerEvent
 from moonpool.types import BlockId, InstanceId
 from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import Checksum, DeferredChecksums, checksum_slice
+from moonpool_engine.transfer.checksums import DeferredChecksums
 from moonpool_engine.transfer.connection import Connection
 from moonpool_engine.transfer.counters import Counters
 from moonpool_engine.transfer.reshard import ShardView
@@ -29,14 +29,13 @@ SliceRef = tuple[int, BlockId, int]
 
 @dataclass(frozen=True, slots=True)
 class TransferContext:
-    """Immutable but for the counters. `checksum` is the function that `slice_copier` computes."""
+    """Immutable but for the counters."""
 
     instance_id: InstanceId
     arena: Arena
     deliver: Callable[[MessengerEvent], None]
     slice_copier: SliceCopier
     counters: Counters = field(default_factory=Counters)
-    checksum: Checksum = checksum_slice
 
     def post(self, event: MessengerEvent) -> None:
         """Delivers the event to the worker. Never raises: the worker may have ended before the
@@ -109,9 +108,9 @@ class TransferContext:
             offers = []
             for index, block_id, layer in group:
                 whole = arena.slice(block_id, layer)
-                checksum = self.checksum(memoryview(b"".join(target_view.of(whole))))
+                checksum = self.slice_copier.checksum(memoryview(b"".join(target_view.of(whole))))
                 known = arena.checksums.get(block_id, layer)
-                if known and self.checksum(whole) != known:
+                if known and self.slice_copier.checksum(whole) != known:
                     checksum ^= 1  # our memory has changed: the peer must find the slice corrupt
                 offers.append((index, layer, block_id, checksum))
             last = mark_last and first + most >= len(slices)

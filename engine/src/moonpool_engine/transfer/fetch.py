@@ -19,17 +19,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from moonpool.link.auth import AuthError
 from moonpool.protocol.transfer_events import FetchEnded, PeerAddress
-from moonpool.types import BlockId, BlockKey, InstanceId
+from moonpool.types import BlockId, BlockKey
 from moonpool_engine.transfer.connection import CancellableConnection, Connection
 from moonpool_engine.transfer.connection_pool import Completion, ConnectionPool, Connector
 from moonpool_engine.transfer.context import TransferContext
 from moonpool_engine.transfer.errors import ProtocolError, TransportError
 from moonpool_engine.transfer.gate import FetchProgressReporter, LayerGate
-from moonpool_engine.transfer.slice_receiver import SliceReceiver, count_covered_blocks
+from moonpool_engine.transfer.slice_receiver import count_covered_blocks
 from moonpool_engine.transfer.wire import (
     ReadBlocks,
     ReadGranted,
@@ -52,6 +53,22 @@ def split(num_blocks: int, block_bytes: int, most_parts: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(ends)]
 
 
+@dataclass(frozen=True, slots=True)
+class WantedBlocks:
+    """What a fetch copies: block `keys[i]` of the source into `block_ids[i]` of this instance, by
+    the deadline (`time.monotonic`)."""
+
+    fetch_id: str
+    source: PeerAddress
+    keys: Sequence[BlockKey]
+    block_ids: Sequence[BlockId]
+    deadline_s: float
+
+    def part(self, blocks: range) -> WantedBlocks:
+        keys = tuple(self.keys[blocks.start : blocks.stop])
+        return replace(self, keys=keys, block_ids=self.block_ids[blocks.start : blocks.stop])
+
+
 class Fetch:
     """All transfers of one fetch. Thread-safe. Posts FetchEnded once, when the last has ended."""
 
@@ -59,11 +76,7 @@ class Fetch:
         self,
         context: TransferContext,
         pool: ConnectionPool,
-        fetch_id: str,
-        source: PeerAddress,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[BlockId],
-        deadline_s: float,
+        wanted: WantedBlocks,
         max_connections: int,
         gate: LayerGate | None,
         on_end: Callable[[], None],
@@ -72,22 +85,19 @@ class Fetch:
         arena."""
         self._context = context
         self._pool = pool
-        self._fetch_id = fetch_id
-        self._source = source
-        self._block_ids = block_ids
-        self._deadline_s = deadline_s
+        self._source = wanted.source
         self._on_end = on_end
-        self._ranges = split(len(keys), context.arena.layout.block_bytes, max_connections)
+        self._ranges = split(len(wanted.keys), context.arena.layout.block_bytes, max_connections)
         self._progress: FetchProgressReporter | None = None
         if gate is not None:
             requested, num_layers = [*map(len, self._ranges)], context.arena.layout.num_layers
             self._progress = FetchProgressReporter(
-                fetch_id, requested, num_layers, gate, context.post
+                wanted.fetch_id, requested, num_layers, gate, context.post
             )
         self._lock = threading.Lock()  # guards what follows
         self._cancel_reason = ""
         self._transfers = [
-            [self._make_transfer(number, tuple(keys[part.start : part.stop]))]
+            [self._make_transfer(number, wanted.part(part))]
             for number, part in enumerate(self._ranges)
         ]
         self._ended: list[list[FetchEnded]] = [[] for _ in self._ranges]
@@ -106,23 +116,9 @@ class Fetch:
         for transfer in transfers:
             transfer.connection.cancel(reason)
 
-    def _make_transfer(
-        self, part: int, keys: tuple[BlockKey, ...], is_share: bool = False
-    ) -> _Transfer:
-        blocks = self._ranges[part]
-        receiver = self._context.slice_receiver(self._block_ids[blocks.start : blocks.stop])
-        instance_id, progress = self._source.instance_id, None if is_share else self._progress
-        return _Transfer(
-            self._context,
-            self._fetch_id,
-            instance_id,
-            part,
-            keys,
-            receiver,
-            self._deadline_s,
-            progress,
-            is_share,
-        )
+    def _make_transfer(self, part: int, wanted: WantedBlocks, is_share: bool = False) -> _Transfer:
+        progress = None if is_share else self._progress
+        return _Transfer(self._context, wanted, part, progress, is_share)
 
     def _run(self, transfer: _Transfer, address: PeerAddress) -> None:
         self._pool.run(address, partial(self._operate, transfer), transfer.opening())
@@ -144,7 +140,8 @@ class Fetch:
             return
         with self._lock:
             shares = [
-                self._make_transfer(transfer.part, transfer.keys, is_share=True) for _ in addresses
+                self._make_transfer(transfer.part, transfer.wanted, is_share=True)
+                for _ in addresses
             ]
             self._transfers[transfer.part] = shares
             if self._cancel_reason:
@@ -211,23 +208,19 @@ class _Transfer:
     def __init__(
         self,
         context: TransferContext,
-        fetch_id: str,
-        source: InstanceId,
+        wanted: WantedBlocks,
         part: int,
-        keys: tuple[BlockKey, ...],
-        receiver: SliceReceiver,
-        deadline_s: float,
         progress: FetchProgressReporter | None,
         is_share: bool,
     ) -> None:
+        """`is_share`: of each block or slice, the peer has a share; others bring the rest."""
         self.connection = CancellableConnection()
+        self.wanted = wanted
         self.part = part
-        self.keys = keys
-        self.receiver = receiver
+        self.receiver = context.slice_receiver(wanted.block_ids)
         self._context = context
-        self._fetch_id = fetch_id
-        self._source = source
-        self._deadline_s = deadline_s
+        self._source = wanted.source.instance_id
+        self._deadline_s = wanted.deadline_s
         self._progress = progress
         self._answered = False
         self._redirected = is_share
@@ -255,7 +248,7 @@ class _Transfer:
                 connector.connection.close()
         self.receiver.tell_damage(f"fetch from {self._source}")
         return FetchEnded(
-            fetch_id=self._fetch_id,
+            fetch_id=self.wanted.fetch_id,
             num_blocks=self.receiver.complete_blocks(),
             corrupt_slices=self.receiver.corrupt_slices,
             num_bytes=self.receiver.num_bytes,
@@ -269,7 +262,7 @@ class _Transfer:
         if self._granted:
             first_layer = min(receiver.complete_layers(self._granted), receiver.num_layers - 1)
         return ReadBlocks(
-            keys=self.keys[: self._granted],
+            keys=tuple(self.wanted.keys[: self._granted]),
             timeout_s=max(0.001, self._deadline_s - time.monotonic()),
             first_layer=first_layer,
             shard_view=receiver.shard_view,
@@ -326,7 +319,7 @@ class _Transfer:
             raise _RedirectError(granted.addresses)
         if isinstance(granted, Refused):
             raise _RefusedError(f"refused: {granted.reason}")
-        requested = len(self.keys) if self._granted is None else self._granted
+        requested = len(self.wanted.keys) if self._granted is None else self._granted
         if not isinstance(granted, ReadGranted) or granted.num_blocks > requested:
             raise ProtocolError("the answer to a read is not a grant of at most what was requested")
         if max(granted.absent, default=0) >= max(granted.num_blocks, 1):

@@ -13,15 +13,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from moonpool.link.auth import AuthError, Identity
-from moonpool.link.tls import PeerTls
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress, SendEnded
-from moonpool.types import BlockId, BlockKey, InstanceId
+from moonpool.types import BlockId, BlockKey
 from moonpool_engine.transfer import shm, tcp
 from moonpool_engine.transfer.arena import Arena, PeerArenas
-from moonpool_engine.transfer.checksums import Checksum, checksum_slice
 from moonpool_engine.transfer.connection_pool import (
     HANDSHAKE_TIMEOUT_S,
     ConnectionPool,
@@ -29,20 +28,15 @@ from moonpool_engine.transfer.connection_pool import (
 )
 from moonpool_engine.transfer.context import SliceRef, TransferContext
 from moonpool_engine.transfer.counters import TransferCounts
-from moonpool_engine.transfer.fetch import Fetch
+from moonpool_engine.transfer.fetch import Fetch, WantedBlocks
 from moonpool_engine.transfer.gate import LayerGate
 from moonpool_engine.transfer.listener import PeerListener
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.nixl_agent import NixlAgent
 from moonpool_engine.transfer.receive_stream import IncomingStreams
 from moonpool_engine.transfer.send_stream import SendStream
 from moonpool_engine.transfer.serve_read import IncomingReads
-from moonpool_engine.transfer.slice_copier import (
-    NativeSliceCopier,
-    PlainSliceCopier,
-    SliceCalls,
-    SliceCopier,
-    supports_native,
-)
+from moonpool_engine.transfer.slice_copier import PlainSliceCopier, SliceCopier
 
 PARK_S = 5.0
 TCP_CONNECTIONS = 4
@@ -52,53 +46,57 @@ _MAX_TIMEOUT_S = 86400.0  # sockets and polls overflow on timeouts near infinity
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """`lease_s`: how long a peer may hold our blocks without a sign of life. `park_s`: how long the
+    sender of a stream waits until the stream is expected. `tcp_connections`: how many a large fetch
+    from another machine uses at once, at most."""
+
+    lease_s: float = 30.0
+    park_s: float = PARK_S
+    tcp_connections: int = TCP_CONNECTIONS
+
+
+USUAL_LIMITS = TransferLimits()
+
+
 class Messenger:
     """`layout` is that of whole blocks, also if the arena stores only a share of each.
 
-    `post` is called from messenger threads and must not block. `lease_s`: how long a peer may hold
-    our blocks without a sign of life. `park_s`: how long the sender of a stream waits until the
-    stream is expected. `nixl_agent`: used with peers that have one too; closed with the messenger.
+    `post` is called from messenger threads and must not block. `nixl_agent`: used with peers that
+    have one too; closed with the messenger.
     """
 
     def __init__(
         self,
         arena: Arena,
         layout: BlockLayout,
-        instance_id: InstanceId,
-        secret: bytes,
+        peer: LocalPeer,
         post: Callable[[MessengerEvent], None],
-        tcp_host: str = "127.0.0.1",
-        lease_s: float = 30.0,
-        park_s: float = PARK_S,
-        use_shared_memory: bool = True,
-        checksum: Checksum = checksum_slice,
+        copier: SliceCopier | None = None,
         nixl_agent: NixlAgent | None = None,
-        native: SliceCalls | None = None,
-        tcp_connections: int = TCP_CONNECTIONS,
-        tls: PeerTls | None = None,
+        limits: TransferLimits = USUAL_LIMITS,
     ) -> None:
-        """With `native`, its kernels copy the slices if they support this layout. A large fetch
-        from another machine uses up to `tcp_connections` at once, encrypted with `tls`."""
+        """`copier`: by default one that needs no kernels."""
         if arena.shard_view is None and layout != arena.layout:
             raise ValueError("the arena was made for another block layout")
-        if not secret:
+        if not peer.secret:
             raise AuthError("the cluster secret is empty; every part needs the same one")
         identity = Identity(
-            instance_id=instance_id, service="blocks", fingerprint=layout.fingerprint
+            instance_id=peer.instance_id, service="blocks", fingerprint=layout.fingerprint
         )
-        host_id = shm.host_id() if use_shared_memory else ""
-        slice_copier: SliceCopier = PlainSliceCopier(checksum)
-        if native is not None and supports_native(arena):
-            slice_copier = NativeSliceCopier(native)
-        self._context = TransferContext(instance_id, arena, post, slice_copier, checksum=checksum)
+        host_id = shm.host_id() if peer.use_shared_memory else ""
+        copier = PlainSliceCopier() if copier is None else copier
+        self._context = TransferContext(peer.instance_id, arena, post, copier)
         self._host_id = host_id
         self._block_tokens = layout.block_tokens
-        self._tcp_address = (tcp_host, 0)
-        self._tcp_connections = tcp_connections
-        self._incoming = IncomingStreams(self._context, park_s)
-        self._reads = IncomingReads(self._context, lease_s)
-        arenas = PeerArenas()
-        own = Credentials(secret, identity, host_id, arena, arenas, slice_copier, nixl_agent, tls)
+        self._tcp_address = (peer.listen_host, 0)
+        self._tcp_connections = limits.tcp_connections
+        self._incoming = IncomingStreams(self._context, limits.park_s)
+        self._reads = IncomingReads(self._context, limits.lease_s)
+        own = Credentials(
+            peer.secret, identity, host_id, arena, PeerArenas(), copier, nixl_agent, peer.tls
+        )
         self._nixl_agent = nixl_agent
         self._pool = ConnectionPool(own, self._spawn)
         self._listener = PeerListener(self._context, own, self._reads, self._incoming, self._spawn)
@@ -196,11 +194,7 @@ class Messenger:
         fetch = Fetch(
             self._context,
             self._pool,
-            fetch_id,
-            source,
-            keys,
-            block_ids,
-            _deadline_s(timeout_s),
+            WantedBlocks(fetch_id, source, keys, block_ids, _deadline_s(timeout_s)),
             self._tcp_connections if self._pool.only_tcp(source) else 1,
             gate,
             on_end,

@@ -41,6 +41,9 @@ class SliceCopier(Protocol):
     group_bytes: int
     """The most bytes to receive with one call."""
 
+    checksum: Checksum
+    """The function that it computes."""
+
     def fill_checksums(
         self, arena: Arena, offers: bytearray, start: int, end: int, most_bytes: int
     ) -> int:
@@ -75,7 +78,7 @@ class PlainSliceCopier:
     group_bytes = GROUP_BYTES
 
     def __init__(self, checksum: Checksum = checksum_slice) -> None:
-        self._checksum = checksum
+        self.checksum = checksum
 
     def fill_checksums(
         self, arena: Arena, offers: bytearray, start: int, end: int, most_bytes: int
@@ -85,7 +88,7 @@ class PlainSliceCopier:
             index, layer, block_id, _ = OFFER.unpack_from(offers, number * OFFER.size)
             checksum = arena.checksums.get(block_id, layer)
             if not checksum and most_bytes:
-                checksum = self._checksum(arena.slice(block_id, layer))
+                checksum = self.checksum(arena.slice(block_id, layer))
                 arena.checksums.set(block_id, layer, checksum)
                 hashed_bytes += arena.slice_bytes
             OFFER.pack_into(offers, number * OFFER.size, index, layer, block_id, checksum)
@@ -164,6 +167,13 @@ def supports_native(arena: Arena) -> bool:
     return arena.slice_bytes >= MIN_SLICE_BYTES and arena.slice_bytes % STRIPE_BYTES == 0
 
 
+def fastest_copier(arena: Arena, calls: SliceCalls | None) -> SliceCopier:
+    """By the kernels, if there are any and they support this arena's slices."""
+    if calls is not None and supports_native(arena):
+        return NativeSliceCopier(calls)
+    return PlainSliceCopier()
+
+
 class NativeSliceCopier:
     """Copies and hashes by `slices.cpp`, without the GIL. For arenas with `supports_native`."""
 
@@ -172,6 +182,7 @@ class NativeSliceCopier:
     def __init__(self, calls: SliceCalls) -> None:
         self._calls = calls
         self._plain = PlainSliceCopier()
+        self.checksum: Checksum = self._plain.checksum
 
     def fill_checksums(
         self, arena: Arena, offers: bytearray, start: int, end: int, most_bytes: int

@@ -10,13 +10,13 @@ import fcntl
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moonpool.children.start import moonpool_line
 from moonpool.host_pool.places import is_served, make_own_folder
 
 log = logging.getLogger("moonpool.vllm_connector")
@@ -67,7 +67,7 @@ def ensure_pool(socket_path: Path, settings: Mapping[str, Any]) -> subprocess.Po
 
 def command_of(socket_path: Path, settings: Mapping[str, Any]) -> list[str]:
     """Raises PoolStartError for a setting that no pool has."""
-    command = [sys.executable, "-m", "moonpool", "pool", "serve", "--socket", str(socket_path)]
+    command = moonpool_line("pool", "serve", "--socket", str(socket_path))
     for name, value in settings.items():
         flag = name.replace("_", "-")
         if flag not in FLAGS:

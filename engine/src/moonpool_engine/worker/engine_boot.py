@@ -17,13 +17,12 @@ from moonpool.config.tables import ConfigError, ParallelConfig, SpeculativeConfi
 from moonpool.cores import CoreShare, pin_thread, usable_cores
 from moonpool.cost.derived import pipelined
 from moonpool.cost.fitted import FittedCost
-from moonpool.link.tls import PeerTls
 from moonpool.plugins.policies import load_eviction
 from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
 from moonpool.protocol.frames import Setup
 from moonpool.scheduler.speculation.draft_model import KVCACHE_SHARE, DraftModelPlace
 from moonpool.text.tokenizer import TokenizerError
-from moonpool.types import InstanceId, Role
+from moonpool.types import Role
 from moonpool_engine.attention_offload.boot import (
     CalibrationEngine,
     OffloadedParts,
@@ -51,6 +50,7 @@ from moonpool_engine.storage.block_ledger import BlockLedger
 from moonpool_engine.storage.folder import StoreError
 from moonpool_engine.storage.kept_memory import OFF, KeptMemory, open_in_folder
 from moonpool_engine.transfer.arena import Arena, ArenaError, available_memory_bytes
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.touch_ahead import may_touch_late
 from moonpool_engine.worker.profile_store import refine_profile
 
@@ -76,14 +76,11 @@ class BootError(Exception):
 class InstancePlace:
     """One instance to start: its name, its role, and its place on this machine."""
 
-    instance_id: InstanceId
+    peer: LocalPeer
     role: Role
-    listen_host: str
-    secret: bytes
     degree: ParallelConfig = field(default_factory=ParallelConfig)
     share: CoreShare = field(default_factory=CoreShare)
     kept: tuple[str, str] | None = None  # memory files of an earlier process of this instance
-    tls: PeerTls | None = None
     shared: SharedWeights | None = None  # packed for all workers of this machine
 
 
@@ -247,12 +244,9 @@ def _offloading_engine(
     parts = boot_attention_group(
         setup,
         model,
-        place.instance_id,
-        place.secret,
+        place.peer,
         threads,
         place.share,
-        place.listen_host,
-        place.tls,
     )
     return BuiltEngine(model, parts.arena, parts.engine, threads, parts=parts)
 
@@ -265,7 +259,7 @@ def _local_engine(
     on_lost: Callable[[str], None],
 ) -> BuiltEngine:
     """Builds an arena in this process and the engine that computes in it."""
-    degree, num_shards = place.degree, setup.engine.num_shards
+    degree, num_shards, owner = place.degree, setup.engine.num_shards, place.peer.instance_id
     if degree.num_ranks > 1 and degree.num_stages > 1:
         raise BootError("ranks have no stages: use --pipeline-parallel-size 1")
     ops = choose_ops(model.dtype, setup.engine.device, setup.model.quantization)
@@ -286,11 +280,11 @@ def _local_engine(
     ranks: Ranks | None = None
     if degree.num_ranks > 1:
         options = _rank_options(setup, place, threads)
-        ranks = Ranks(model, ops, cache, arena.fd, options, place.instance_id, on_lost)
+        ranks = Ranks(model, ops, cache, arena.fd, options, owner, on_lost)
         engine = ranks.engine
     elif degree.num_stages > 1:
         stages = _stage_options(setup, place, threads)
-        engine = PipelineEngine(model, ops, cache, arena.fd, stages, place.instance_id, on_lost)
+        engine = PipelineEngine(model, ops, cache, arena.fd, stages, owner, on_lost)
     elif num_shards > 1:
         engine = sharded_engine(model, ops, cache, num_shards)
     else:
@@ -308,7 +302,7 @@ def _open_kept(setup: Setup, place: InstancePlace) -> KeptMemory | None:
         return None  # of a GPU's blocks, the arena has copies of some only
     try:
         if wanted:
-            return open_in_folder(Path(wanted).expanduser(), place.instance_id)
+            return open_in_folder(Path(wanted).expanduser(), place.peer.instance_id)
         return None if place.kept is None else KeptMemory(*place.kept)
     except StoreError as error:
         log.warning("serving without kept memory: %s", error)

@@ -29,14 +29,13 @@ from moonpool.scheduler.actions import (
     StepFailed,
     WorkerAction,
 )
-from moonpool_engine.attention_offload.offload import Offload
 from moonpool_engine.attention_offload.remote_ops import AttentionLostError
 from moonpool_engine.engine.drafting.drafter import Drafter
 from moonpool_engine.engine.parallel.pipeline import Outcome, PipelineEngine
 from moonpool_engine.engine.parallel.process_group import StageLostError
 from moonpool_engine.engine.runner import Engine
+from moonpool_engine.transfer.block_messenger import BlockMessenger
 from moonpool_engine.transfer.gate import LayerGate
-from moonpool_engine.transfer.messenger import Messenger
 from moonpool_engine.worker.transfers import LayerWaits, begin_writing, send_layer
 
 log = logging.getLogger("moonpool_engine.engine")
@@ -86,7 +85,7 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        messenger: Messenger | Offload,
+        messenger: BlockMessenger,
         num_threads: int,
         post: Callable[[StepEnded | StepFailed], None],
         cores: Sequence[int] = (),
@@ -138,9 +137,7 @@ class EngineThread:
             except StageLostError:
                 return  # the engine has reported the lost rank, and the instance ends with it
             except AttentionLostError as error:
-                assert isinstance(self._messenger, Offload), "only its steps need such workers"
-                arena = self._messenger.arena_of(error.worker)
-                outcome = StepFailed(f"{error}", lost_arena=arena)
+                outcome = StepFailed(f"{error}", lost_arena=error.arena)
             except Exception as error:
                 outcome = _step_failed(step, error)
             self._post(outcome)
@@ -179,7 +176,7 @@ class PipelineThread:
     def __init__(
         self,
         engine: PipelineEngine,
-        messenger: Messenger,
+        messenger: BlockMessenger,
         num_threads: int,
         post: Callable[[StepEnded | StepFailed], None],
         drafter: Drafter | None = None,

@@ -15,20 +15,16 @@ from moonpool.config.tables import ConfigError
 from moonpool.cores import pin_thread
 from moonpool.cost.fitted import FittedCost
 from moonpool.plugins.policies import load_eviction
-from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.frames import Setup
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, TierLoad
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, instance_config
-from moonpool.scheduler.speculation.draft_model import DraftModelPlace
-from moonpool.types import BlockId, BlockKey, InstanceId, Role
-from moonpool_engine.attention_offload.boot import OffloadedParts
+from moonpool.types import BlockId, BlockKey
 from moonpool_engine.attention_offload.offload import Event, Offload
 from moonpool_engine.engine.drafting.drafter import Drafter
 from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.engine.parallel.pipeline import PipelineEngine
-from moonpool_engine.engine.parallel.tensor_ranks import Ranks
 from moonpool_engine.engine.runner import Engine
 from moonpool_engine.storage.block_ledger import BlockLedger
 from moonpool_engine.storage.folder import StoreError, default_folder
@@ -36,10 +32,15 @@ from moonpool_engine.storage.mooncake import MooncakeStore
 from moonpool_engine.storage.store import BlockStore, open_store
 from moonpool_engine.storage.tier_store import TierStore
 from moonpool_engine.transfer.arena import Arena
+from moonpool_engine.transfer.block_messenger import BlockMessenger
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger
 from moonpool_engine.transfer.nixl_agent import NixlAgent, NixlAgentError
+from moonpool_engine.transfer.slice_copier import fastest_copier
 from moonpool_engine.worker.engine_boot import (
+    BootedDraft,
     BootError,
+    BuiltEngine,
     InstancePlace,
     boot_draft,
     build_engine,
@@ -49,50 +50,68 @@ from moonpool_engine.worker.engine_boot import (
 log = logging.getLogger("moonpool.worker")
 
 
+@dataclass(frozen=True, slots=True)
+class LowerTier:
+    """The tier of blocks below DRAM, named `name`; without a `store` there is none, and `error`
+    says why if one is configured."""
+
+    store: TierStore | None = None
+    error: str = ""
+    name: str = BlockStore.name
+
+    def loaded(self, load: InstanceLoad) -> InstanceLoad:
+        """Returns the load with the tier's counters."""
+        if self.store is not None:
+            found = msgspec.structs.asdict(self.store.counts())
+            counters = load.counters | {f"ssd_{name}": float(n) for name, n in found.items()}
+            ssd = load.ssd and msgspec.structs.replace(load.ssd, name=self.store.name)
+            return msgspec.structs.replace(load, counters=counters, ssd=ssd)
+        if self.error:
+            return msgspec.structs.replace(load, ssd=_missing_tier(self.name, self.error))
+        return load
+
+
 @dataclass(slots=True)
 class BootedInstance:
     """Everything one instance consists of, except the threads that drive it."""
 
-    instance_id: InstanceId
-    incarnation: int
-    layout: BlockLayout
-    arena: Arena
-    engine: Engine | PipelineEngine
-    messenger: Messenger | Offload
+    built: BuiltEngine
+    messenger: BlockMessenger
     address: PeerAddress
-    cost: FittedCost
+    tier: LowerTier
     instance: Instance
-    threads: int
-    store: TierStore | None = None
-    store_error: str = ""  # why the configured tier is missing
-    store_name: str = ""  # of the configured tier
-    ranks: Ranks | None = None  # the other tensor-parallel ranks
-    ledger: BlockLedger | None = None  # of memory that outlives this process
-    adapters: tuple[str, ...] = ()  # fingerprints of the LoRA adapters
+    cost: FittedCost
+    incarnation: int
     drafter: Drafter | None = None  # guesses tokens that steps verify
+
+    @property
+    def offload(self) -> Offload | None:
+        """Set if attention workers hold the blocks; it is then the messenger too."""
+        return None if self.built.parts is None else self.built.parts.offload
 
     @property
     def part_pids(self) -> list[int]:
         """The processes of the stages or ranks after the first."""
-        if self.ranks is not None:
-            return self.ranks.pids
-        return self.engine.pids if isinstance(self.engine, PipelineEngine) else []
+        if self.built.ranks is not None:
+            return self.built.ranks.pids
+        engine = self.built.engine
+        return engine.pids if isinstance(engine, PipelineEngine) else []
 
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
-            instance_id=self.instance_id,
+            instance_id=self.address.instance_id,
             role=self.instance.role,  # it may have switched since the start
             incarnation=self.incarnation,
             address=self.address,
-            layout=self.layout,
+            layout=self.built.arena.layout,
             num_blocks=self.instance.num_blocks,
             cost=self.cost,
             pid=pid,
             host=host,
             chunk_tokens=self.instance.config.chunk_tokens,
             num_stages=self.instance.config.micro_batches,
-            num_ranks=1 if self.ranks is None else 1 + len(self.ranks.pids),
-            adapters=self.adapters,
+            num_ranks=1 if self.built.ranks is None else 1 + len(self.built.ranks.pids),
+            adapters=tuple(self.built.model.adapter_numbers),
             largest_blocks=min(self.instance.max_sequence_blocks, self.instance.num_blocks),
         )
 
@@ -104,27 +123,20 @@ class BootedInstance:
             f"{transport}_received_bytes": float(count)
             for transport, count in moved.received_bytes.items()
         }
-        ssd = load.ssd
-        if self.store is not None:
-            found = msgspec.structs.asdict(self.store.counts())
-            counters |= {f"ssd_{name}": float(count) for name, count in found.items()}
-            if ssd is not None:
-                ssd = msgspec.structs.replace(ssd, name=self.store.name)
-        elif self.store_error:
-            ssd = _missing_tier(self.store_name, self.store_error)
-        return msgspec.structs.replace(load, counters=counters, ssd=ssd)
+        return self.tier.loaded(msgspec.structs.replace(load, counters=counters))
 
     def close(self) -> None:
-        if isinstance(self.engine, PipelineEngine):
-            self.engine.close()
-        if self.ranks is not None:
-            self.ranks.close()
+        built = self.built
+        if isinstance(built.engine, PipelineEngine):
+            built.engine.close()
+        if built.ranks is not None:
+            built.ranks.close()
         self.messenger.close()
-        if self.store is not None:
-            self.store.close()
-        if self.ledger is not None:
-            self.ledger.close()
-        self.arena.close()
+        if self.tier.store is not None:
+            self.tier.store.close()
+        if built.ledger is not None:
+            built.ledger.close()
+        built.arena.close()
 
 
 def boot_instance(
@@ -148,44 +160,22 @@ def boot_instance(
     draft = boot_draft(setup, place.role, built)
     pin_thread(place.share.others)  # also pins all threads that are started from here on
     messenger = _open_messenger(setup, place, arena, post)
-    store, store_error = _open_store(setup, place.instance_id, place.listen_host, arena, post)
-    if store is not None:
-        cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=store.read_bytes_per_s)
+    tier = _open_tier(setup, place.peer, arena, post)
+    if tier.store is not None:
+        cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=tier.store.read_bytes_per_s)
     kept = _recover(built.ledger, arena)
     arena.reach(0)  # the pages of the first request
     address = messenger.start()
     if parts is not None:
         parts.offload.run(messenger, post)
-    eos = built.model.spec.eos_token_ids
     return BootedInstance(
-        instance_id=place.instance_id,
+        built,
+        messenger if parts is None else parts.offload,
+        address,
+        tier,
+        _state_machine(setup, place, built, cost, tier.store, kept, draft),
+        cost,
         incarnation=secrets.randbits(62),
-        layout=arena.layout,
-        arena=arena,
-        engine=built.engine,
-        messenger=messenger if parts is None else parts.offload,
-        address=address,
-        cost=cost,
-        instance=_state_machine(
-            setup,
-            arena,
-            place.role,
-            cost,
-            eos,
-            store,
-            num_stages,
-            built.engine,
-            parts,
-            kept,
-            None if draft is None else draft.place,
-        ),
-        threads=built.threads,
-        store=store,
-        store_error=store_error,
-        store_name=MooncakeStore.name if _wants_mooncake(setup) else BlockStore.name,
-        ranks=built.ranks,
-        ledger=built.ledger,
-        adapters=tuple(built.model.adapter_numbers),
         drafter=None if draft is None else draft.drafter,
     )
 
@@ -205,18 +195,9 @@ def _recover(ledger: BlockLedger | None, arena: Arena) -> list[tuple[BlockId, Bl
 def _open_messenger(
     setup: Setup, place: InstancePlace, arena: Arena, post: Callable[[Event], None]
 ) -> Messenger:
-    return Messenger(
-        arena,
-        arena.layout,
-        place.instance_id,
-        place.secret,
-        post,
-        tcp_host=place.listen_host,
-        use_shared_memory=setup.network.use_shared_memory,
-        nixl_agent=_open_nixl_agent(setup, arena, place.listen_host),
-        native=open_slices(),
-        tls=place.tls,
-    )
+    copier = fastest_copier(arena, open_slices())
+    agent = _open_nixl_agent(setup, arena, place.peer.listen_host)
+    return Messenger(arena, arena.layout, place.peer, post, copier, agent)
 
 
 def _open_nixl_agent(setup: Setup, arena: Arena, listen_host: str) -> NixlAgent | None:
@@ -230,36 +211,29 @@ def _open_nixl_agent(setup: Setup, arena: Arena, listen_host: str) -> NixlAgent 
         return None
 
 
-def _open_store(
-    setup: Setup,
-    instance_id: InstanceId,
-    listen_host: str,
-    arena: Arena,
-    post: Callable[[MessengerEvent], None],
-) -> tuple[TierStore | None, str]:
-    """Opens the tier below DRAM. Returns it, or None and why the configured tier failed.
-
-    The instance serves without the tier after such a failure.
-    """
-    pool = setup.pool
+def _open_tier(
+    setup: Setup, peer: LocalPeer, arena: Arena, post: Callable[[MessengerEvent], None]
+) -> LowerTier:
+    """Opens the tier below DRAM. The instance serves without it if that fails."""
+    pool, is_mooncake = setup.pool, bool(setup.mooncake.master_server_address)
     if setup.attention:
-        return None, ""  # the blocks are at the attention workers, which have no such tier
-    if not (pool.wants_ssd or _wants_mooncake(setup)) or not pool.prefix_caching:
-        return None, ""
+        return LowerTier()  # the blocks are at the attention workers, which have no such tier
+    if not (pool.wants_ssd or is_mooncake) or not pool.prefix_caching:
+        return LowerTier()
     began_s = time.monotonic()
     store: TierStore
     try:
-        if _wants_mooncake(setup):
-            store = MooncakeStore(arena, setup.mooncake, listen_host, post)
+        if is_mooncake:
+            store = MooncakeStore(arena, setup.mooncake, peer.listen_host, post)
         else:
             root = Path(pool.ssd_folder).expanduser() if pool.ssd_folder else default_folder()
             num_slots = arena.layout.blocks_for(pool.ssd_tokens_per_instance)
             num_slots = num_slots or pool.ssd_bytes_per_instance // arena.layout.block_bytes
-            store = open_store(root, instance_id, arena, num_slots, post)
+            store = open_store(root, peer.instance_id, arena, num_slots, post)
     except StoreError as error:
-        tier = "Mooncake Store" if _wants_mooncake(setup) else "SSD tier"
-        log.warning("serving without the %s: %s", tier, error)
-        return None, str(error)
+        what = "Mooncake Store" if is_mooncake else "SSD tier"
+        log.warning("serving without the %s: %s", what, error)
+        return LowerTier(None, str(error), MooncakeStore.name if is_mooncake else BlockStore.name)
     log.info(
         "%s tier at %s: recovered %d of %d blocks in %.2f s",
         store.name,
@@ -268,11 +242,7 @@ def _open_store(
         store.num_slots,
         time.monotonic() - began_s,
     )
-    return store, ""
-
-
-def _wants_mooncake(setup: Setup) -> bool:
-    return bool(setup.mooncake.master_server_address)
+    return LowerTier(store, name=store.name)
 
 
 def live_config(
@@ -300,17 +270,16 @@ def live_config(
 
 def _state_machine(
     setup: Setup,
-    arena: Arena,
-    role: Role,
+    place: InstancePlace,
+    built: BuiltEngine,
     cost: FittedCost,
-    eos_token_ids: tuple[int, ...],
     store: TierStore | None,
-    num_stages: int,
-    engine: Engine | PipelineEngine,
-    parts: OffloadedParts | None,
     kept: Sequence[tuple[BlockId, BlockKey]],
-    draft_model: DraftModelPlace | None,
+    draft: BootedDraft | None,
 ) -> Instance:
+    arena, engine, parts = built.arena, built.engine, built.parts
+    num_stages, eos_token_ids = place.degree.num_stages, built.model.spec.eos_token_ids
+    draft_model = None if draft is None else draft.place
     # An engine with host-GPU sync, stages and attention workers do not wait for single layers.
     layer_wise = parts is None and isinstance(engine, Engine) and engine.host_sync is None
     config = live_config(setup, num_stages, store, layer_wise, engine.spec.kept_tokens)
@@ -320,7 +289,7 @@ def _state_machine(
             config,
             arena.layout,
             sum(parts.group.sizes),
-            role,
+            place.role,
             cost,
             eos_token_ids,
             arenas=parts.group.sizes,
@@ -332,7 +301,7 @@ def _state_machine(
         config,
         arena.layout,
         arena.num_blocks,
-        role,
+        place.role,
         cost,
         eos_token_ids,
         stored,

@@ -27,10 +27,9 @@ from moonpool.scheduler.actions import (
     WorkerEvent,
 )
 from moonpool.scheduler.driver import Performers
-from moonpool_engine.attention_offload.offload import Offload
 from moonpool_engine.storage.tier_store import SharedStore, TierStore
+from moonpool_engine.transfer.block_messenger import BlockMessenger
 from moonpool_engine.transfer.gate import LayerGate
-from moonpool_engine.transfer.messenger import Messenger
 
 
 class LayerGates:
@@ -113,7 +112,7 @@ class LayerWaits:
 
 
 def transfers_by(
-    messenger: Messenger | Offload, num_layers: int, gates: LayerGates | None = None
+    messenger: BlockMessenger, num_layers: int, gates: LayerGates | None = None
 ) -> Performers:
     """What performs transfers: the messenger, which posts their outcomes.
 
@@ -121,11 +120,14 @@ def transfers_by(
     """
 
     def fetch(action: FetchBlocks) -> None:
-        fetched = (action.fetch_id, action.source, action.keys, action.block_ids, action.timeout_s)
-        if gates is None or isinstance(messenger, Offload):
-            messenger.fetch(*fetched)
-        else:
-            messenger.fetch(*fetched, gates.begin(action))
+        messenger.fetch(
+            action.fetch_id,
+            action.source,
+            action.keys,
+            action.block_ids,
+            action.timeout_s,
+            None if gates is None else gates.begin(action),
+        )
 
     def send(action: SendBlocks) -> None:
         layers = range(num_layers)
@@ -168,7 +170,7 @@ def storage_by(store: TierStore, gates: LayerGates | None = None) -> Performers:
     }
 
 
-def send_layer(messenger: Messenger | Offload, entries: Iterable[StepEntry], layer: int) -> None:
+def send_layer(messenger: BlockMessenger, entries: Iterable[StepEntry], layer: int) -> None:
     """Sends the blocks of one layer that a step has just completed (Mooncake 5.2)."""
     for entry in entries:
         if entry.sends:
@@ -176,7 +178,7 @@ def send_layer(messenger: Messenger | Offload, entries: Iterable[StepEntry], lay
             messenger.send(entry.attempt_id, slices)
 
 
-def begin_writing(messenger: Messenger | Offload, step: RunStep) -> None:
+def begin_writing(messenger: BlockMessenger, step: RunStep) -> None:
     """Drops the checksums of the slots that a step writes. Must be called before it is computed."""
     for entry in step.entries:
         end = entry.start + len(entry.new_token_ids) + step.max_repeats - 1

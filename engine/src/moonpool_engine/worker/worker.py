@@ -16,12 +16,10 @@ import threading
 import msgspec
 
 from moonpool.config.tables import ParallelConfig
-from moonpool.cores import CoreShare
 from moonpool.gc_tuning import settle_memory
 from moonpool.link.head_link import HeadChannel, HungError, InstanceProcess, WorkerError
 from moonpool.link.pace import Pace
 from moonpool.link.silence import LOOK_S, QUIET_LOOK_S, StoppedProcesses
-from moonpool.link.tls import PeerTls
 from moonpool.plugins.workers import WorkerSettings
 from moonpool.protocol.frames import (
     HEARTBEAT_S,
@@ -46,11 +44,10 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
-from moonpool.types import InstanceId, Role
 from moonpool_engine.attention_offload.offload import Event, Offload
 from moonpool_engine.engine.gguf.shared_weights import SharedWeights
 from moonpool_engine.engine.parallel.pipeline import PipelineEngine
-from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.worker.engine_boot import BootError, InstancePlace
 from moonpool_engine.worker.engine_thread import (
     OFFLOADED_PATIENCE_S,
@@ -72,30 +69,13 @@ END_S = 15.0
 class Worker(InstanceProcess):
     """Connects to the head, boots the instance that the head configures, and serves it."""
 
-    def __init__(
-        self,
-        role: Role,
-        instance_id: InstanceId,
-        machine: str,
-        listen_host: str | None,
-        secret: bytes,
-        share: CoreShare,
-        num_stages: int | None = None,
-        num_ranks: int | None = None,
-        kept: tuple[str, str] | None = None,
-        tls: PeerTls | None = None,
-        shared: SharedWeights | None = None,
-    ) -> None:
-        """`num_stages` and `num_ranks` override the head's configuration of the role. `kept`: the
-        memory files that an earlier process of this instance may have filled. `shared`: weights
-        that were packed for all workers."""
-        super().__init__(role, instance_id, machine, secret, tls)
-        self._num_stages = num_stages
-        self._num_ranks = num_ranks
-        self._share = share
-        self._kept = kept
-        self._shared = shared
-        self._listen_host = listen_host
+    def __init__(self, settings: WorkerSettings) -> None:
+        assert settings.role is not None, "an attention worker is of another kind"
+        super().__init__(
+            settings.role, settings.name, settings.machine, settings.secret, settings.tls
+        )
+        self._settings = settings
+        self._listen_host = settings.host
         self._booted: BootedInstance | None = None
         self._driver: InstanceDriver | None = None
         self._setup: Setup | None = None
@@ -132,9 +112,8 @@ class Worker(InstanceProcess):
         if self._listen_host is None:
             self._listen_host = self._link.local_host
         role = self.role if self._booted is None else self._booted.instance.role
-        group: tuple[str, ...] = ()
-        if self._booted is not None and isinstance(self._booted.messenger, Offload):
-            group = self._booted.messenger.names
+        offload = None if self._booted is None else self._booted.offload
+        group = () if offload is None else offload.names
         self._link.send(Apply(role=role, host=self._machine, pid=os.getpid(), attention=group))
 
     def on_frame(self, frame: WorkFrame) -> None:
@@ -142,8 +121,8 @@ class Worker(InstanceProcess):
             case Setup():
                 self._joining = asyncio.create_task(self._join(frame, self._link.channel))
             case AttentionMoved():
-                if self._booted is not None and isinstance(self._booted.messenger, Offload):
-                    self._booted.messenger.move(frame.place, frame.address)
+                if self._booted is not None and self._booted.offload is not None:
+                    self._booted.offload.move(frame.place, frame.address)
             case _:
                 self._routes.note(frame)
                 self._post(frame)
@@ -192,34 +171,26 @@ class Worker(InstanceProcess):
 
     def _place(self, setup: Setup) -> InstancePlace:
         assert self._listen_host is not None
-        usual = setup.engine.degree(self.role)
+        settings, usual = self._settings, setup.engine.degree(self.role)
         degree = ParallelConfig(
-            self._num_stages or usual.num_stages, self._num_ranks or usual.num_ranks
+            settings.num_stages or usual.num_stages, settings.num_ranks or usual.num_ranks
         )
-        return InstancePlace(
-            self.instance_id,
-            self.role,
-            self._listen_host,
-            self._secret,
-            degree,
-            self._share,
-            self._kept,
-            self._tls,
-            self._shared,
-        )
+        shm, shared = setup.network.use_shared_memory, settings.shared
+        assert shared is None or isinstance(shared, SharedWeights)
+        peer = LocalPeer(self.instance_id, self._secret, self._listen_host, self._tls, shm)
+        return InstancePlace(peer, self.role, degree, settings.share, settings.kept, shared)
 
     def _start(self, booted: BootedInstance, setup: Setup) -> None:
         self._setup = setup
-        threads, post = booted.threads, self._from_thread
-        engine, messenger = booted.engine, booted.messenger
+        built, post = booted.built, self._from_thread
+        engine, messenger, threads = built.engine, booted.messenger, built.threads
         if isinstance(engine, PipelineEngine):
-            assert isinstance(messenger, Messenger), "stages have an arena of their own"
             self._engine = PipelineThread(engine, messenger, threads, post, booted.drafter)
         else:
-            cores = self._share.engine if booted.ranks is None else booted.ranks.cores
+            cores = self._settings.share.engine if built.ranks is None else built.ranks.cores
             self._engine = EngineThread(engine, messenger, threads, post, cores, booted.drafter)
         self._engine.start()
-        patience_s = OFFLOADED_PATIENCE_S if isinstance(messenger, Offload) else PATIENCE_S
+        patience_s = PATIENCE_S if booted.offload is None else OFFLOADED_PATIENCE_S
         num_stages = booted.instance.config.micro_batches
         self._watch = StepWatchdog(booted.cost, num_stages, patience_s)
         self._domain_notice = DomainNotice(booted.cost.domain)
@@ -298,16 +269,17 @@ class Worker(InstanceProcess):
     def _perform(self, actions: list[WorkerAction]) -> None:
         booted = self._booted
         assert booted is not None
-        if booted.ledger is not None:  # before any action can overwrite a block
-            booted.ledger.note(booted.instance.pool.take_rekeyed())
-        if booted.arena.is_late:
-            booted.arena.reach(booted.instance.pool.num_ever_used)
+        arena, ledger = booted.built.arena, booted.built.ledger
+        if ledger is not None:  # before any action can overwrite a block
+            ledger.note(booted.instance.pool.take_rekeyed())
+        if arena.is_late:
+            arena.reach(booted.instance.pool.num_ever_used)
         assert self._driver is not None
         self._driver.perform(actions)
         # Reports go last, so that the next step is computed while the tokens are sent.
         reports = [action.report for action in actions if isinstance(action, SendReport)]
-        if isinstance(booted.messenger, Offload):
-            self._name_blocks(booted.messenger, booted.instance, reports)
+        if booted.offload is not None:
+            self._name_blocks(booted.offload, booted.instance, reports)
         if reports:
             self._routes.report(reports)
         if any(isinstance(action, ExitProcess) for action in actions):
@@ -316,9 +288,10 @@ class Worker(InstanceProcess):
 
     def _drive(self, booted: BootedInstance) -> InstanceDriver:
         """Says what performs each action."""
-        moves = {**transfers_by(booted.messenger, booted.layout.num_layers, self._gates)}
-        if booted.store is not None:  # an instance without SSD blocks has no such actions
-            moves |= storage_by(booted.store, self._gates)
+        num_layers, store = booted.built.arena.layout.num_layers, booted.tier.store
+        moves = {**transfers_by(booted.messenger, num_layers, self._gates)}
+        if store is not None:  # an instance without SSD blocks has no such actions
+            moves |= storage_by(store, self._gates)
 
         def move(action: WorkerAction) -> None:
             assert self._engine is not None
@@ -358,21 +331,7 @@ class Worker(InstanceProcess):
 
 def make_worker(settings: WorkerSettings) -> Worker:
     """Of the kind "moonpool" (`moonpool.plugins.workers`)."""
-    assert settings.role is not None
-    assert settings.shared is None or isinstance(settings.shared, SharedWeights)
-    return Worker(
-        settings.role,
-        settings.name,
-        settings.machine,
-        settings.host,
-        settings.secret,
-        settings.share,
-        settings.num_stages,
-        settings.num_ranks,
-        settings.kept,
-        settings.tls,
-        settings.shared,
-    )
+    return Worker(settings)
 
 
 def _ignore(action: WorkerAction) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+
+from moonpool.children.start import moonpool_line
 
 
 class ServerError(RuntimeError):
@@ -35,7 +36,7 @@ class LocalServer:
         """`port` 0 takes a free one. `environment`: variables beside those of this process."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._arguments = [sys.executable, "-m", "moonpool", "serve", *arguments]
+        self._arguments = moonpool_line("serve", *arguments)
         self._arguments += ["--host", "127.0.0.1", "--port", str(self.port)]
         self._environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {})
         self._start_s = start_s

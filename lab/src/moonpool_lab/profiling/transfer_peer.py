@@ -20,8 +20,10 @@ from moonpool.protocol.transfer_events import (
 from moonpool.types import BlockId, InstanceId, Struct
 from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.messenger import TCP_CONNECTIONS, Messenger
+from moonpool_engine.transfer.local_peer import LocalPeer
+from moonpool_engine.transfer.messenger import TCP_CONNECTIONS, Messenger, TransferLimits
 from moonpool_engine.transfer.nixl_agent import NixlAgent, has_nixl
+from moonpool_engine.transfer.slice_copier import fastest_copier
 
 SECRET = b"benchmark"
 TIMEOUT_S = 30.0
@@ -69,18 +71,16 @@ def make_messenger(
     tls: TlsPaths | None = None,
 ) -> Messenger:
     """`tls` counts for the transport of this name only."""
+    encrypted = PeerTls(*tls) if tls and transport == "tls" else None
+    peer = LocalPeer(InstanceId(name), SECRET, tls=encrypted, use_shared_memory=transport == "shm")
     return Messenger(
         arena,
         arena.layout,
-        InstanceId(name),
-        SECRET,
+        peer,
         post,
-        use_shared_memory=transport == "shm",
-        lease_s=TIMEOUT_S,
-        native=open_slices(),
-        nixl_agent=NixlAgent(arena, "127.0.0.1") if transport == "nixl" else None,
-        tcp_connections=tcp_connections,
-        tls=PeerTls(*tls) if tls and transport == "tls" else None,
+        fastest_copier(arena, open_slices()),
+        NixlAgent(arena, "127.0.0.1") if transport == "nixl" else None,
+        TransferLimits(lease_s=TIMEOUT_S, tcp_connections=tcp_connections),
     )
 
 

@@ -1,32 +1,21 @@
-"""The head's end of one process that reads bodies (`body_process`).
-
-Several calls may be in it, and are read in their order. When it ends, the oldest call is the one it
-ended with; the others may go to another process.
-"""
+"""The head's end of one process that reads bodies (`body_process`). Several calls may be in it, and
+are read in their order."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import sys
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 
-from moonpool.api.body_process import FRAMES, BodyReady, BodyResult, BodyStart, BodyWork, UseCard
-from moonpool.api.body_reading.limits import LOAD_BYTES, LOAD_S, ReadStage, StageNote, cpu_s
+from moonpool.api.body_process import BodyReady, BodyResult, BodyStart, BodyWork, UseCard
+from moonpool.api.body_reading.limits import LOAD_BYTES, LOAD_S, ReadStage, StageNote
 from moonpool.api.frontend import ModelCard
-from moonpool.framing import FrameTooLongError
+from moonpool.api.helpers.process import HelperEndedError, HelperProcess
 from moonpool.link.anonymous_file import anonymous_file
 
-LOOK_S = 0.1
-LATE_S, LATE_FACTOR = 10.0, 4.0
-"""A process that takes this time, and so many times what it may compute, is stopped or stuck."""
+MODULE = "moonpool.api.body_process"
 _encode = msgspec.msgpack.Encoder().encode
 _RESULT = msgspec.msgpack.Decoder(BodyResult)
 _READY = msgspec.msgpack.Decoder(BodyReady)
@@ -45,199 +34,80 @@ class NotReadError(Exception):
     """The process ended before it came to this call, or left it for calls of other tenants."""
 
 
-@dataclass(slots=True)
-class _Call:
-    reply: asyncio.Future[BodyResult]
-    limit_s: float
-
-
-class BodyClient(asyncio.SubprocessProtocol):
+class BodyClient:
     """One process. `begin`, wait for that, then `read`; `end` ends it."""
 
-    def __init__(self, started: BodyStart, on_end: Callable[[], None] | None = None) -> None:
+    def __init__(self, started: BodyStart) -> None:
         self._started = started
-        self._on_end = on_end
-        self._loop = asyncio.get_running_loop()
         self._starting: asyncio.Task[str] | None = None
-        self._ready: asyncio.Future[str] = self._loop.create_future()
-        self._calls: deque[_Call] = deque()
-        self._num_replies = 0
-        self._received = bytearray()
-        self._timer: asyncio.TimerHandle | None = None
         self._card: ModelCard | None = None
         self._note: StageNote | None = None
-        self._transport: asyncio.SubprocessTransport | None = None
-        self._input: asyncio.WriteTransport | None = None
-        self._took_too_long = False
-        self.has_ended = False
+        self._stage = ReadStage.OTHER
+        self._process = HelperProcess(MODULE, _ENVIRONMENT, self._on_end)
 
     def begin(self) -> asyncio.Task[str]:
         """Starts the process. The result is why the tokenizer or the chat template cannot be used;
         "" if they can."""
         if self._starting is None:
-            self._starting = self._loop.create_task(self._start())
+            self._starting = asyncio.get_running_loop().create_task(self._start())
         return self._starting
 
     async def _start(self) -> str:
+        note_fd = -1
         try:
-            await self._spawn()
-        except OSError as error:
-            self._lose(None)
-            return f"no process can be started: {error}"
-        if self.has_ended:  # `end` came meanwhile
-            self.end()
-            return ""
-        self._write(self._started)
-        late = self._loop.call_later(LATE_FACTOR * LOAD_S, self._kill)
-        try:
-            return await self._ready
-        finally:
-            late.cancel()
-
-    async def _spawn(self) -> None:
-        note_fd = anonymous_file("moonpool stage")
-        try:
+            note_fd = anonymous_file("moonpool stage")
             os.ftruncate(note_fd, os.sysconf("SC_PAGESIZE"))
             self._note = StageNote(note_fd)
-            transport, _ = await self._loop.subprocess_exec(
-                lambda: self,
-                sys.executable,
-                "-m",
-                "moonpool.api.body_process",
-                str(note_fd),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,  # where libraries write before they end it
-                start_new_session=True,
-                pass_fds=(note_fd,),
-                env={**os.environ, **_ENVIRONMENT},
-            )
+            words, first = (str(note_fd),), _encode(self._started)
+            return _READY.decode(await self._process.start(first, LOAD_S, words, (note_fd,))).error
+        except OSError as error:
+            self._process.end()
+            return f"no process can be started: {error}"
+        except HelperEndedError as ended:
+            return "" if ended.status is None else _why_not_ready(ended.status)
         finally:
-            os.close(note_fd)
-        self._transport = transport
-        self._input = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+            if note_fd >= 0:
+                os.close(note_fd)
 
     @property
     def is_ready(self) -> bool:
-        return self._ready.done() and not self.has_ended
+        return self._process.is_ready
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.has_ended
 
     @property
     def pid(self) -> int | None:
-        return None if self._transport is None else self._transport.get_pid()
+        return self._process.pid
 
     async def read(self, work: BodyWork, card: ModelCard) -> BodyResult:
         """Reads a body by the card. Raises `BodyProcessEndedError` and `NotReadError`."""
-        if self.has_ended:
+        process = self._process
+        if process.has_ended:
             raise NotReadError
         if card is not self._card:
             self._card = card
-            self._write(UseCard(card))
-        call = _Call(self._loop.create_future(), work.limit_s)
-        self._calls.append(call)
-        if len(self._calls) == 1:
-            self._watch()
-        self._write(msgspec.structs.replace(work, num_replies=self._num_replies))
-        result = await call.reply
+            process.tell(_encode(UseCard(card)))
+        work = msgspec.structs.replace(work, num_replies=process.num_replies)
+        try:
+            result = _RESULT.decode(await process.ask(_encode(work), work.limit_s))
+        except HelperEndedError as ended:
+            if ended.is_of_the_work:
+                raise BodyProcessEndedError(self._stage, ended.took_too_long) from None
+            raise NotReadError from None
         if result.was_left:
             raise NotReadError
         return result
 
     def end(self) -> None:
         """Ends the process. What is in it was not read."""
-        self._lose(None)
-        if self._transport is not None:
-            self._transport.close()
+        self._process.end()
 
-    def _write(self, frame: BodyStart | BodyWork | UseCard) -> None:
-        assert self._input is not None
-        if self._input.is_closing():  # the process has ended: `connection_lost` follows
-            return
-        self._input.write(FRAMES.framed(_encode(frame)))
-
-    def _kill(self) -> None:
-        if self._transport is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._transport.kill()
-
-    # Called by the loop
-
-    def pipe_data_received(self, fd: int, data: bytes | str) -> None:
-        assert isinstance(data, bytes)
-        self._received += data
-        try:
-            for frame in FRAMES.pop_all(self._received):
-                self._on_frame(frame)
-        except FrameTooLongError:
-            self._kill()
-
-    def _on_frame(self, frame: bytes) -> None:
-        if not self._ready.done():
-            self._ready.set_result(_READY.decode(frame).error)
-            return
-        self._num_replies += 1
-        call = self._calls.popleft()
-        if not call.reply.done():
-            call.reply.set_result(_RESULT.decode(frame))
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The process has ended, and all that it wrote has come."""
-        if self._transport is not None:
-            self._lose(self._transport.get_returncode())
-            self._transport.close()
-
-    def _lose(self, status: int | None) -> None:
-        """The process has ended, with this status; None: it was not its own doing."""
-        if self.has_ended:
-            return
-        self.has_ended = True
-        self._took_too_long |= status == -signal.SIGXCPU
-        stage = ReadStage.OTHER if self._note is None else self._note.stage
+    def _on_end(self) -> None:
         if self._note is not None:
+            self._stage = self._note.stage
             self._note.close()
-        calls, self._calls = self._calls, deque()
-        self._watch()
-        for number, call in enumerate(calls):
-            if call.reply.done():
-                continue
-            if number == 0 and status is not None and status != 0:
-                error: Exception = BodyProcessEndedError(stage, self._took_too_long)
-            else:
-                error = NotReadError()
-            call.reply.set_exception(error)
-        if not self._ready.done():
-            self._ready.set_result("" if status is None else _why_not_ready(status))
-        if self._on_end is not None:
-            self._on_end()
-
-    # A process that does not end a call by itself
-
-    def _watch(self) -> None:
-        """Waits for the reply to the oldest call."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._calls:
-            limit_s = self._calls[0].limit_s
-            self._timer = self._loop.call_later(limit_s + LOOK_S, self._look, limit_s)
-
-    def _look(self, limit_s: float, since_s: float = 0.0, used_s: float | None = None) -> None:
-        """Ends a process that computes on after its limit, or seems to stand still. It may have
-        used less than the limit before the first look."""
-        assert self.pid is not None
-        try:
-            now_used_s = cpu_s(self.pid)
-        except OSError:
-            return  # it has ended
-        used_s = now_used_s if used_s is None else used_s
-        if now_used_s - used_s > limit_s:
-            self._took_too_long = True
-            self._kill()
-        elif since_s > LATE_S + LATE_FACTOR * limit_s:
-            self._kill()
-        else:
-            since_s += LOOK_S
-            self._timer = self._loop.call_later(LOOK_S, self._look, limit_s, since_s, used_s)
 
 
 _ENVIRONMENT = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -101,13 +100,6 @@ class CallLimits:
     def _on_time(self, number: int, frame: FrameType | None) -> None:
         if self._is_armed:
             raise LimitReachedError
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process. Raises OSError."""
-    with open(f"/proc/{pid}/stat") as file:
-        user, system = file.read().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _lower(kind: int, most: int) -> None:

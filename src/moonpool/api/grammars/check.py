@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import select
 import signal
-import subprocess
-import sys
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.api.frontend import RequestRefused
-from moonpool.api.grammars.check_process import FRAMES, TOO_COMPLEX, TOO_LONG
+from moonpool.api.grammars.check_process import TOO_COMPLEX, TOO_LONG
+from moonpool.api.helpers.helper import Helper
+from moonpool.api.helpers.process import HelperEndedError, HelperProcess
 from moonpool.api.sharing.shared_buffer import oldest_of_most
 from moonpool.api.structured_output import unusable
 from moonpool.api.turns import FairTurns
-from moonpool.framing import FrameTooLongError
 
 MAX_KEPT = 1024
-REPLY_S = 60.0
-_OF_THE_GRAMMAR = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGXCPU}
+MODULE = "moonpool.api.grammars.check_process"
+STUCK_CPU_S = 12.0
+"""CPU time after which the process is ended. It ends itself long before, unless it is stuck."""
+_OF_THE_GRAMMAR = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
 
 
 class GrammarCheck:
@@ -36,8 +34,7 @@ class GrammarCheck:
         self._troubles: OrderedDict[bytes, str] = OrderedDict()  # longest unused first
         self._parties: dict[bytes, str] = {}  # who asked first
         self._turns = FairTurns("grammars wait to be compiled", "too_many_grammars")
-        self._thread = ThreadPoolExecutor(1, "grammars")
-        self._compiler = _Compiler()
+        self._helper = Helper(lambda: HelperProcess(MODULE))
 
     async def require(self, field: str, grammar: str, party: str, timeout_s: float) -> None:
         """`party`: as in `SharedBuffer`. Raises `ApiError` if the grammar in `field` cannot be
@@ -47,10 +44,7 @@ class GrammarCheck:
         if trouble is None:
             try:
                 async with asyncio.timeout(timeout_s), self._turns.turn(party):
-                    loop = asyncio.get_running_loop()
-                    trouble = await loop.run_in_executor(
-                        self._thread, self._compiler.trouble_of, grammar
-                    )
+                    trouble = await self._trouble_of(grammar)
             except TimeoutError:
                 text = "the request's deadline passed while its grammar was compiled"
                 raise RequestRefused(504, "deadline", text) from None
@@ -67,63 +61,22 @@ class GrammarCheck:
             del self._troubles[gone], self._parties[gone]
 
     def close(self) -> None:
-        self._compiler.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._helper.close()
 
-
-class _Compiler:
-    """One process, used by one thread."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
-
-    def trouble_of(self, grammar: str) -> str:
+    async def _trouble_of(self, grammar: str) -> str:
         """Returns why the grammar cannot be used; "" if it can. Raises `RequestRefused`."""
         for _ in range(2):
-            process = self._ready()
-            reply = _exchange(process, grammar.encode())
-            if reply is not None:
-                return reply.decode()
-            process.kill()
-            status = process.wait()
-            if status == -signal.SIGXCPU:
-                return TOO_LONG
-            if -status in _OF_THE_GRAMMAR:
-                return TOO_COMPLEX
+            process = self._helper.current()
+            try:
+                if not process.is_ready:
+                    await process.start(b"", STUCK_CPU_S)
+                return (await process.ask(grammar.encode(), STUCK_CPU_S)).decode()
+            except OSError:
+                break  # no process can be started
+            except HelperEndedError as ended:
+                if ended.is_of_the_work and ended.took_too_long:
+                    return TOO_LONG
+                if ended.is_of_the_work and ended.status in _OF_THE_GRAMMAR:
+                    return TOO_COMPLEX
         text = "The grammar could not be compiled. Send the request again later."
         raise RequestRefused(503, "grammar_not_compiled", text, 5.0)
-
-    def close(self) -> None:
-        self._closed = True
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-
-    def _ready(self) -> subprocess.Popen[bytes]:
-        if self._closed:
-            raise RequestRefused(
-                503, "server_stopping", "The server is stopping. Send the request again.", 5.0
-            )
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(  # noqa: S603 - our own command
-                [sys.executable, "-m", "moonpool.api.grammars.check_process", str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # what llguidance writes there before it ends
-                start_new_session=True,
-            )
-        return self._process
-
-
-def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
-    """Returns the reply; None if the process has ended or does not reply."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        FRAMES.write(process.stdin, frame)
-        if not select.select([process.stdout], [], [], REPLY_S)[0]:
-            return None
-        return FRAMES.read(process.stdout.read)
-    except (OSError, EOFError, FrameTooLongError):
-        return None

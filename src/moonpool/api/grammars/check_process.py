@@ -4,7 +4,7 @@ PARENT_PID`.
 llguidance recurses as deep as a grammar's rules refer to each other, so a chain of some thousand
 rules ends the process that compiles it. It takes long, or much memory, for others. This process has
 a smaller stack than every thread that follows grammars, and limits on CPU time and memory: what it
-compiles, an engine compiles too. Frames of 4 length bytes and a text go both ways.
+compiles, an engine compiles too. It is a helper process (`helpers`) whose frames are texts.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ import contextlib
 import math
 import os
 import resource
-import signal
-import sys
 import threading
 import time
 
-from moonpool.framing import Framing
-from moonpool.link.parent import end_with
+from moonpool.api.helpers.parent import Parent, join_parent
 from moonpool.text.grammar import first_error
 
-FRAMES = Framing("<", max_bytes=256 << 20)
 STACK_BYTES = 1 << 20
 """The C library gives threads 2 MiB at least, and 8 MiB usually."""
 MAX_CPU_S = 1.0
@@ -45,20 +41,19 @@ def trouble_of(grammar: str) -> str:
     return TOO_LONG if time.process_time() - began_s > MAX_CPU_S else trouble
 
 
-def _serve() -> None:
-    for grammar in FRAMES.read_all(sys.stdin.buffer.read):
-        FRAMES.write(sys.stdout.buffer, trouble_of(grammar.decode()).encode())
+def _serve(parent: Parent) -> None:
+    while (frame := parent.receive()) is not None:
+        parent.send(trouble_of(frame.decode()).encode())
 
 
 def main() -> None:
-    end_with(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = join_parent()
+    parent.send(parent.receive() or b"")  # it has imported what it needs
     os.nice(5)  # running answers come first
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError):  # macOS does not limit it
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
-    worker = threading.Thread(target=_serve)
+    worker = threading.Thread(target=_serve, args=(parent,))
     worker.start()
     worker.join()
 

@@ -8,12 +8,12 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from moonpool.children.start import moonpool_line
 from moonpool.link.parent import end_with
 
 HOST = "127.0.0.1"
@@ -42,7 +42,7 @@ class BackgroundServer:
         own_pid = os.getpid()
         place = ["--host", HOST, "--port", str(port)]
         self._process = subprocess.Popen(  # noqa: S603 - our own command
-            [sys.executable, "-m", "moonpool", "serve", *arguments, *place],
+            moonpool_line("serve", *arguments, *place),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
+from moonpool.children.process import ChildProcess
+from moonpool.children.successors import Next, Successors
 from moonpool.config.tables import Config
 from moonpool.head.fork_server import is_stopped
 from moonpool.head.held_answers import HeldAnswers
-from moonpool.head.keeper import WorkerProcess
 from moonpool.link.packets import PacketSocket, packet_pair
 from moonpool.protocol.supervision import (
     FinishHead,
@@ -35,7 +35,7 @@ from moonpool.retry_delays import RetryDelays
 log = logging.getLogger("moonpool.supervisor")
 
 RESTARTS = RetryDelays((0.0, 0.0, 0.1, 0.5, 1.0, 2.0), steady_s=10.0)
-"""Of a front, or of the head, that dies in short succession."""
+"""Of a front or a head that dies."""
 HUNG_S = 30.0
 """A front that does not respond for this long hangs, unless it goes from call to call."""
 BUSY_S = 300.0
@@ -43,7 +43,7 @@ FINISH_S = 10.0
 """How long a front may take to end, when no answer is under way."""
 LAST_PACKETS_S = 5.0
 
-Spawn = Callable[[str, socket.socket], Awaitable[WorkerProcess]]
+Spawn = Callable[[str, socket.socket], Awaitable[ChildProcess]]
 HeadPackets = PacketSocket[FromHead, ToHead]
 
 
@@ -62,7 +62,7 @@ class Front:
         self.number = number
         self.held = held
         self.packets: HeadPackets | None = None
-        self.process: WorkerProcess | None = None
+        self.process: ChildProcess | None = None
         self._begin = begin
         self._http = http
         self._spawn = spawn
@@ -75,24 +75,15 @@ class Front:
 
     async def run(self) -> None:
         """Until cancelled."""
-        num_deaths = 0
-        while True:
-            await self._wanted.wait()
-            code = await self._run_once()
-            if not self._wanted.is_set():
-                continue
-            served_s = 0.0 if self._up_s is None else time.monotonic() - self._up_s
-            num_deaths = RESTARTS.count(num_deaths, served_s)
-            delay_s = RESTARTS.after(num_deaths)
-            log.warning(
-                "front %d ended with code %s; the next one starts in %g s, and goes on with %d"
-                " answers",
-                self.number,
-                code,
-                delay_s,
-                len(self.held),
-            )
-            await asyncio.sleep(delay_s)
+        name = f"front {self.number}"
+        fronts = Successors(name, self._run_once, self._after, RESTARTS, log)
+        await fronts.run(kept=lambda: f", and goes on with {len(self.held)} answers")
+
+    async def _after(self, code: int | None) -> Next:
+        if not self._wanted.is_set():
+            return Next.AT_ONCE  # when it is wanted again
+        was_steady = self._up_s is not None and time.monotonic() - self._up_s > RESTARTS.steady_s
+        return Next.AFTER_GOOD_LIFE if was_steady else Next.AFTER_DEATH
 
     async def end(self, packet: FinishHead | HandOver, limit_s: float) -> None:
         """Lets the front end, and starts no other one until `go_on`."""
@@ -112,7 +103,7 @@ class Front:
     def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGKILL)
+                self.process.kill()
 
     def watch(self, listened_s: float) -> None:
         """Kills a front that hangs. Called every few seconds with the clock of listening."""
@@ -129,6 +120,7 @@ class Front:
             self.kill()
 
     async def _run_once(self) -> int | None:
+        await self._wanted.wait()
         ours, theirs = packet_pair()
         silent = asyncio.Event()
         packets: HeadPackets = PacketSocket(

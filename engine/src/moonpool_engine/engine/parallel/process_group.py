@@ -16,7 +16,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import torch
 
+from moonpool.children.start import moonpool_line, start_child_here
 from moonpool.framing import FrameTooLongError
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool_engine.engine.ops import KvCache, block_dtype
@@ -125,16 +125,14 @@ def start_peer(
     """Runs `moonpool` with `command`, in a spare process if there is one. Sends it the setup and
     the descriptors `fds`."""
     control, inherited = socket.socketpair()
-    number, fd = str(threads), str(inherited.fileno())
+    number = str(threads)
     with inherited:
         process: subprocess.Popen[bytes] | SpareProcess | None
         process = begin_spare([*command, "--control-fd"], inherited.fileno())
-        process = process or subprocess.Popen(  # noqa: S603 - our own interpreter
-            [sys.executable, "-m", "moonpool", *command, "--control-fd", fd],
-            env=os.environ | {"OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number},
-            stdin=subprocess.DEVNULL,
-            pass_fds=(inherited.fileno(),),
-            start_new_session=True,  # Ctrl-C must reach the head only
+        process = process or start_child_here(
+            moonpool_line(*command, "--control-fd", str(inherited.fileno())),
+            os.environ | {"OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number},
+            (inherited.fileno(),),
         )
     socket.send_fds(control, [frame(setup)], list(fds))
     return PeerProcess(name, process, control)

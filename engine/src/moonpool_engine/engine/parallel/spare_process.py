@@ -8,27 +8,24 @@ of all. Each waits for the command line of a stage or rank, and ends with the wo
 from __future__ import annotations
 
 import os
-import select
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
 
+from moonpool.children.process import ForkedChild
+
 MAX_LINE_BYTES = 1 << 16
 _spares: list[SpareProcess] = []
 
 
-class SpareProcess:
-    """A child of this process, with the part of `subprocess.Popen`'s interface that peers need."""
+class SpareProcess(ForkedChild):
+    """A forked child that waits for a command line."""
 
     def __init__(self, pid: int, control: socket.socket) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
+        super().__init__(pid)
         self._control = control
-        self._pidfd = os.pidfd_open(pid)
 
     def begin(self, line: Sequence[str], fd: int) -> bool:
         """Lets it run the command line, whose last word becomes its number of `fd`. Returns False
@@ -41,25 +38,6 @@ class SpareProcess:
             self.wait()
             return False
         return True
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Returns its exit status. Raises subprocess.TimeoutExpired."""
-        if self.returncode is None:
-            limit_ms = None if timeout is None else 1e3 * timeout
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            if not poll.poll(limit_ms):
-                raise subprocess.TimeoutExpired("spare process", timeout or 0.0)
-            ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
-            os.close(self._pidfd)
-            assert ended is not None
-            by_itself = ended.si_code == os.CLD_EXITED
-            self.returncode = ended.si_status if by_itself else -ended.si_status
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.returncode is None:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 def fork_spares(

@@ -1,0 +1,42 @@
+"""What a helper process knows of the server that started it (see `HelperProcess`)."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from typing import BinaryIO
+
+from moonpool.framing import Framing
+from moonpool.link.parent import end_with
+
+FRAMES = Framing("<", max_bytes=1 << 30)
+
+
+class Parent:
+    """The server: frames come from it and go to it, each of 4 length bytes and a body."""
+
+    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
+        self._source = source
+        self._sink = sink
+
+    def receive(self) -> bytes | None:
+        """Returns the next frame; None at the end."""
+        try:
+            return FRAMES.read(self._source.read)
+        except EOFError:
+            return None
+
+    def send(self, body: bytes) -> None:
+        FRAMES.write(self._sink, body)
+
+
+def join_parent() -> Parent:
+    """Called first of all. This process then ends with the server, Ctrl-C does not reach it, and it
+    writes no core file. What libraries print does not get between the frames."""
+    end_with(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    parent = Parent(sys.stdin.buffer, sys.stdout.buffer)
+    sys.stdout = sys.stderr
+    return parent

@@ -1,0 +1,227 @@
+"""A process that works for the API, where the work may take long or end whoever does it.
+
+The process gets frames and replies to each in order (`parent`), and keeps to its own limits. One
+that computes on after them, or stands still, is ended from here. When it ends, the oldest work is
+the one it ended with; the rest may go to another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from moonpool.api.helpers.parent import FRAMES
+from moonpool.framing import FrameTooLongError
+
+LOOK_S = 0.1
+LATE_S, LATE_FACTOR = 10.0, 4.0
+"""A process that takes this time, and so many times what it may compute, is stopped or stuck."""
+
+
+class HelperEndedError(Exception):
+    """The process ended before it replied. `status`: as of a subprocess; None if it was ended on
+    purpose. `was_at_work`: on this work. `took_too_long`: it computed longer than it may."""
+
+    def __init__(self, status: int | None, was_at_work: bool, took_too_long: bool) -> None:
+        super().__init__(status, was_at_work, took_too_long)
+        self.status = status
+        self.was_at_work = was_at_work
+        self.took_too_long = took_too_long
+
+    @property
+    def is_of_the_work(self) -> bool:
+        """Whether this work has ended it. A status of 0 is an end in order, before this work."""
+        return self.was_at_work and bool(self.status)
+
+
+@dataclass(slots=True)
+class _Work:
+    reply: asyncio.Future[bytes]
+    limit_s: float
+
+
+class HelperProcess(asyncio.SubprocessProtocol):
+    """One process. `start` it, then `ask`; `end` ends it."""
+
+    def __init__(
+        self,
+        module: str,
+        environment: Mapping[str, str] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`module`: what the process runs. `environment`: variables beside those of this process.
+        `on_end`: called once the process has ended, before the works that it had fail."""
+        self.has_ended = False
+        self.is_ready = False
+        """Whether the process has replied to `start`, and has not ended."""
+        self.num_replies = 0
+        self._module = module
+        self._environment = environment or {}
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._starting: asyncio.Task[bytes] | None = None
+        self._works: deque[_Work] = deque()
+        self._received = bytearray()
+        self._timer: asyncio.TimerHandle | None = None
+        self._transport: asyncio.SubprocessTransport | None = None
+        self._input: asyncio.WriteTransport | None = None
+        self._took_too_long = False
+        self._status: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._transport is None else self._transport.get_pid()
+
+    async def start(
+        self, first: bytes, limit_s: float, words: Sequence[str] = (), fds: Sequence[int] = ()
+    ) -> bytes:
+        """Starts the process and returns its reply to the `first` frame; a second call waits for
+        the first one. `words`: its arguments. `fds`: descriptors that it inherits. Raises OSError
+        if no process can be started, and HelperEndedError."""
+        if self._starting is None:
+            self._starting = self._loop.create_task(self._start(first, limit_s, words, fds))
+            self._starting.add_done_callback(_note_error)
+        return await asyncio.shield(self._starting)
+
+    async def _start(
+        self, first: bytes, limit_s: float, words: Sequence[str], fds: Sequence[int]
+    ) -> bytes:
+        try:
+            await self._loop.subprocess_exec(
+                lambda: self,
+                *(sys.executable, "-m", self._module, str(os.getpid()), *words),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,  # where libraries write before they end it
+                start_new_session=True,
+                pass_fds=tuple(fds),
+                env={**os.environ, **self._environment},
+            )
+        except OSError:
+            self._lose(None)
+            raise
+        if self.has_ended:  # `end` came meanwhile
+            self.end()
+        reply = await self.ask(first, limit_s)
+        self.is_ready = not self.has_ended
+        return reply
+
+    async def ask(self, frame: bytes, limit_s: float) -> bytes:
+        """Returns the reply to a frame. `limit_s`: CPU time after which the process is ended, if it
+        does not end the work by itself. Raises HelperEndedError."""
+        if self.has_ended:
+            raise HelperEndedError(self._status, False, self._took_too_long)
+        work = _Work(self._loop.create_future(), limit_s)
+        self._works.append(work)
+        if len(self._works) == 1:
+            self._watch()
+        self.tell(frame)
+        return await work.reply
+
+    def tell(self, frame: bytes) -> None:
+        """Sends a frame that has no reply."""
+        assert self._input is not None, "the process is started first"
+        if not self._input.is_closing():  # else it has ended: `connection_lost` follows
+            self._input.write(FRAMES.framed(frame))
+
+    def end(self) -> None:
+        """Ends the process. What is in it was not done."""
+        self._lose(None)
+        if self._transport is not None:
+            self._transport.close()
+
+    def _kill(self) -> None:
+        if self._transport is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._transport.kill()
+
+    # Called by the loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+        self._input = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+
+    def pipe_data_received(self, fd: int, data: bytes | str) -> None:
+        assert isinstance(data, bytes)
+        self._received += data
+        try:
+            for frame in FRAMES.pop_all(self._received):
+                self._on_reply(frame)
+        except FrameTooLongError:
+            self._kill()
+
+    def _on_reply(self, frame: bytes) -> None:
+        self.num_replies += 1
+        work = self._works.popleft()
+        if not work.reply.done():
+            work.reply.set_result(frame)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The process has ended, and all that it wrote has come."""
+        if self._transport is not None:
+            self._lose(self._transport.get_returncode())
+            self._transport.close()
+
+    def _lose(self, status: int | None) -> None:
+        """The process has ended, with this status; None: it was not its own doing."""
+        if self.has_ended:
+            return
+        self.has_ended, self.is_ready, self._status = True, False, status
+        self._took_too_long |= status == -signal.SIGXCPU
+        self._on_end()
+        works, self._works = self._works, deque()
+        self._watch()
+        for number, work in enumerate(works):
+            if not work.reply.done():
+                error = HelperEndedError(status, number == 0, self._took_too_long)
+                work.reply.set_exception(error)
+
+    # A process that does not end a work by itself
+
+    def _watch(self) -> None:
+        """Waits for the reply to the oldest work."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._works:
+            limit_s = self._works[0].limit_s
+            self._timer = self._loop.call_later(limit_s + LOOK_S, self._look, limit_s)
+
+    def _look(self, limit_s: float, since_s: float = 0.0, used_s: float | None = None) -> None:
+        """Ends a process that computes on after its limit, or seems to stand still. It may have
+        used less than the limit before the first look."""
+        assert self.pid is not None
+        try:
+            now_used_s = _cpu_s(self.pid)
+        except OSError:
+            return  # it has ended
+        used_s = now_used_s if used_s is None else used_s
+        if now_used_s - used_s > limit_s:
+            self._took_too_long = True
+            self._kill()
+        elif since_s > LATE_S + LATE_FACTOR * limit_s:
+            self._kill()
+        else:
+            since_s += LOOK_S
+            self._timer = self._loop.call_later(LOOK_S, self._look, limit_s, since_s, used_s)
+
+
+def _note_error(starting: asyncio.Task[bytes]) -> None:
+    """Whoever waited for the start may have left."""
+    if not starting.cancelled():
+        starting.exception()
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process. Raises OSError."""
+    with open(f"/proc/{pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

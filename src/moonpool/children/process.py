@@ -1,0 +1,83 @@
+"""Children that were forked, and not started as programs: known by process id alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+
+
+class ForkedChild:
+    """A child of this process. `wait` blocks, as that of `subprocess.Popen` does."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.pidfd = os.pidfd_open(pid)
+        """Readable once the process has ended; closed by `reap`."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit status, or the negative number of the signal that ended it. Raises
+        subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            if not poll.poll(None if timeout is None else 1e3 * timeout):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self.reap()
+
+    def send_signal(self, number: int) -> None:
+        """Never reaches another process that has got the number of this one."""
+        if self.returncode is None:
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Returns the status of a process that has ended, or waits for its end."""
+        if self.returncode is None:
+            ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+            os.close(self.pidfd)
+            assert ended is not None
+            by_itself = ended.si_code == os.CLD_EXITED
+            self.returncode = ended.si_status if by_itself else -ended.si_status
+        return self.returncode
+
+
+class ForkedProcess:
+    """A forked child with the interface of `asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self._child = ForkedChild(pid)
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = loop.create_future()
+        loop.add_reader(self._child.pidfd, self._on_end)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.returncode
+
+    async def wait(self) -> int:
+        """Returns the exit status, or the negative number of the signal that ended it."""
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, number: int) -> None:
+        self._child.send_signal(number)
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._child.pidfd)
+        self._ended.set_result(self._child.reap())
+
+
+ChildProcess = ForkedProcess | asyncio.subprocess.Process
+"""A child that the event loop watches."""

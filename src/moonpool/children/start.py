@@ -1,0 +1,43 @@
+"""Starts commands of moonpool as children of this process.
+
+Each has a session of its own, so that Ctrl-C reaches only whoever started it, and reads nothing
+from the terminal. How it ends with its parent is for the child to settle (`link.parent`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+
+def moonpool_line(*words: str) -> list[str]:
+    """The command line of a command of moonpool, in this Python."""
+    return [sys.executable, "-m", "moonpool", *words]
+
+
+async def start_child(
+    line: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()
+) -> asyncio.subprocess.Process:
+    """Starts a program that inherits these descriptors. Raises OSError."""
+    return await asyncio.create_subprocess_exec(
+        *line,
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=tuple(fds),
+    )
+
+
+def start_child_here(
+    line: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """As `start_child`, for a process without an event loop."""
+    return subprocess.Popen(  # noqa: S603 - our own command
+        line,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=tuple(fds),
+    )

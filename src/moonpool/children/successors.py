@@ -1,0 +1,66 @@
+"""Keeps one process running: another one takes its place when it dies, with growing delays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from enum import Enum, auto
+
+from moonpool.retry_delays import RetryDelays
+
+
+class Next(Enum):
+    """What follows the end of a process."""
+
+    NONE = auto()
+    AT_ONCE = auto()
+    """Another one, for which this one has made room."""
+    AFTER_DEATH = auto()
+    """Another one, after a delay that grows with each death in short succession."""
+    AFTER_GOOD_LIFE = auto()
+    """The same, but it had started well: the delays begin again."""
+
+
+class Successors:
+    """One process after the other. `live` runs one from its start to its end and returns its exit
+    status; None if none could be started. `after` says what follows."""
+
+    def __init__(
+        self,
+        name: str,
+        live: Callable[[], Awaitable[int | None]],
+        after: Callable[[int | None], Awaitable[Next]],
+        delays: RetryDelays,
+        log: logging.Logger,
+    ) -> None:
+        """`delays`: after deaths in short succession."""
+        self.num_deaths = 0
+        """In short succession."""
+        self._name = name
+        self._live = live
+        self._after = after
+        self._delays = delays
+        self._log = log
+
+    async def run(
+        self,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        kept: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Until no other process is wanted. `pause` waits so many seconds, or less if none will
+        be. `kept`: for the log, what the next one goes on with."""
+        while True:
+            code = await self._live()
+            what = await self._after(code)
+            if what is Next.NONE:
+                return
+            if what is Next.AT_ONCE:
+                continue
+            if what is Next.AFTER_GOOD_LIFE:
+                self.num_deaths = 0
+            self.num_deaths += 1
+            delay_s = self._delays.after(self.num_deaths)
+            text = "%s ended with code %s; the next one starts in %g s%s"
+            self._log.warning(text, self._name, code, delay_s, kept())
+            await pause(delay_s)
