@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
+from moonpool.distributions.histogram import Histogram
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
     AttemptFailed,
@@ -26,7 +27,6 @@ from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.engine import EOS_TOKEN_ID, SimEngine
 from moonpool.sim.hardware.model_shapes import ModelShape
-from moonpool.sim.metrics import Histogram
 from moonpool.types import Role, SamplingParams, Slo
 
 BLOCK_TOKENS = 16

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from statistics import quantiles
 from typing import Any, NamedTuple
 
 import httpx
@@ -24,6 +23,7 @@ from benchmarks.suite.live.damage import REPORT_S, corrupt_slices
 from benchmarks.suite.live.kills.calls import calls
 from benchmarks.suite.live.kills.load import OUTCOMES, Load, Reply
 from benchmarks.suite.live.kills.processes import victims
+from moonpool.distributions.quantiles import interpolated
 from moonpool_lab.demo.local_server import LocalServer, is_alive
 
 MODEL = "random:hidden=64,layers=4,heads=4,kv_heads=2,inter=128,vocab=300"
@@ -271,11 +271,10 @@ def _spread(pauses: Sequence[float]) -> dict[str, float | int]:
     if not pauses:
         return {"count": 0}
     ordered = sorted(pauses)
-    cuts = quantiles(ordered, n=100, method="inclusive") if len(ordered) > 1 else ordered * 99
     return {
         "count": len(ordered),
-        "p50": round(cuts[49], 4),
-        "p99": round(cuts[98], 4),
+        "p50": round(interpolated(ordered, 0.5), 4),
+        "p99": round(interpolated(ordered, 0.99), 4),
         "max": round(ordered[-1], 4),
     }
 
