@@ -103,7 +103,7 @@ class Campaign:
                 kinds = [kind for kind in wanted if not self._only or kind in self._only]
                 if not kinds:
                     raise BenchError(f"this cluster has no {', '.join(self._only)}")
-                for plan in self._plans(kinds, kills, stops):
+                for plan in self.plans(kinds, kills, stops):
                     if time.monotonic() - began_s > seconds:
                         break
                     self._inject(server, plan, wanted)
@@ -115,7 +115,7 @@ class Campaign:
             self.exit_status = server.stop()
             self.left = _still_alive(pids)
 
-    def _plans(self, kinds: list[str], kills: int, stops: int) -> list[FaultPlan]:
+    def plans(self, kinds: list[str], kills: int, stops: int) -> list[FaultPlan]:
         """Each kind in turn, from a random one on, in a random order."""
         self._rng.shuffle(kinds)
         plans = [(kinds[n % len(kinds)], signal.SIGKILL) for n in range(kills)]

@@ -100,7 +100,7 @@ class BlockStore:
         self._arena = arena
         self._folder_lock = lock
         self._blocks = ArenaBlocks(arena, segments.geometry)
-        self._segments = segments
+        self.segments = segments
         self._index = index
         self._post = post
         self._counters = StoreCounters()
@@ -196,7 +196,7 @@ class BlockStore:
             return
         self._flush()
         self._index.close()
-        self._segments.close()
+        self.segments.close()
         self._folder_lock.release()
 
     # Groups of adjacent slots
@@ -277,7 +277,7 @@ class BlockStore:
                 buffers.append(self._padding)
         try:
             self._index.flush()  # void before the write: see `format`
-            self._segments.write(job.slots[start], buffers)
+            self.segments.write(job.slots[start], buffers)
             if job.ended:  # abandoned: the blocks may have been reused meanwhile
                 job.group_done(start, 0, end - start)
                 return
@@ -306,7 +306,7 @@ class BlockStore:
             if self._padding:
                 buffers.append(self._scratch.padding)
         try:
-            got_bytes = self._segments.read(job.slots[start], buffers)
+            got_bytes = self.segments.read(job.slots[start], buffers)
         except OSError as failure:
             job.group_done(start, 0, end - start, error=self._read_failed(failure))
             return
@@ -328,10 +328,10 @@ class BlockStore:
             for i in range(start, end):
                 layer_bytes = self._blocks.layers(job.block_ids[i], part.first, part.end)
                 if number:
-                    self._segments.read(job.slots[i], [layer_bytes], first_bytes)
+                    self.segments.read(job.slots[i], [layer_bytes], first_bytes)
                 else:
                     header = headers[i - start]
-                    got_bytes = self._segments.read(job.slots[i], [header, layer_bytes])
+                    got_bytes = self.segments.read(job.slots[i], [header, layer_bytes])
                     if got_bytes >= geometry.header_bytes:
                         layers.headers[i] = header_of(header, geometry, job.slots[i])
         except OSError as failure:
