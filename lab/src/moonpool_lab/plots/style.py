@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cycler import cycler
 from matplotlib import rc_context
@@ -20,7 +21,7 @@ from moonpool.pages import colours
 _PAGE = colours()
 BLUE, ORANGE, GREEN, RED, GREY = SERIES = tuple(_PAGE[f"c{number}"] for number in range(1, 6))
 SOFT = _PAGE["soft"]
-_LOOK = {
+_LOOK: dict[Any, Any] = {
     "figure.facecolor": _PAGE["card"],
     "axes.facecolor": _PAGE["card"],
     "axes.edgecolor": SOFT,
