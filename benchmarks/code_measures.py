@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.checkout import ROOT
 from benchmarks.walk import walk
 from moonpool.cli.output import origin
+from moonpool.distributions.quantiles import percentiles
 
 LONG_FILE_LINES = 350
 PURE_ROOMS = (
@@ -131,7 +132,7 @@ def _sentences(root: Path) -> dict[str, Any]:
         for paragraph in re.split(r"\n\s*\n", text):
             if not paragraph.lstrip().startswith(("|", "#")):
                 words += [len(sentence.split()) for sentence in _split(paragraph)]
-    return {"pages": len(pages), "words": sum(words), **_quantiles(sorted(words))}
+    return {"pages": len(pages), "words": sum(words), **_quantiles(words)}
 
 
 def _split(text: str) -> list[str]:
@@ -140,11 +141,8 @@ def _split(text: str) -> list[str]:
     return [s for s in re.split(r"(?<=[.!?:])\s+", " ".join(joined.split())) if len(s.split()) > 1]
 
 
-def _quantiles(ordered: list[int]) -> dict[str, int]:
-    return {
-        f"p{percent}": ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
-        for percent in (50, 90, 99)
-    }
+def _quantiles(lengths: list[int]) -> dict[str, float]:
+    return percentiles(lengths, 50, 90, 99)
 
 
 def main() -> None:

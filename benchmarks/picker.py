@@ -35,6 +35,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProces
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.config.tables import Config, EngineConfig, ModelConfig
 from moonpool.cost.fitted import FittedCost
+from moonpool.distributions.quantiles import percentiles
 from moonpool.epp.endpoint import Endpoint, Listing
 from moonpool.epp.endpoint_worker import EndpointWorker
 from moonpool.epp.members import Members
@@ -257,11 +258,7 @@ async def client(port: int, num_requests: int, rate: float) -> None:
 
         await asyncio.gather(*(one(number) for number in range(num_requests)))
         wall_s = time.perf_counter() - began_s
-    seconds.sort()
-    found = {
-        f"p{share}_ms": seconds[min(int(share / 100 * len(seconds)), len(seconds) - 1)] * 1e3
-        for share in (50, 90, 99)
-    }
+    found = {f"{p}_ms": 1e3 * each_s for p, each_s in percentiles(seconds, 50, 90, 99).items()}
     print(json.dumps({"wall_s": wall_s, "calls_per_s": num_requests / wall_s, **found}))
 
 

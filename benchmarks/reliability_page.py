@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from statistics import quantiles
 from typing import Any
 
 from benchmarks.checkout import ROOT
+from moonpool.distributions.quantiles import interpolated
 
 KILLS = ROOT / "benchmarks" / "results" / "kills.json"
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
@@ -101,8 +101,9 @@ def _campaign(kills: dict[str, Any]) -> str:
 def _quantiles(pauses: list[float]) -> tuple[str, str, str]:
     if not pauses:
         return ("-",) * 3
-    cuts = quantiles(pauses, n=100, method="inclusive") if len(pauses) > 1 else pauses * 99
-    return f"{cuts[49]:.2f} s", f"{cuts[98]:.2f} s", f"{max(pauses):.2f} s"
+    ordered = sorted(pauses)
+    p50, p99, most = (interpolated(ordered, share) for share in (0.5, 0.99, 1.0))
+    return f"{p50:.2f} s", f"{p99:.2f} s", f"{most:.2f} s"
 
 
 def _others() -> str:

@@ -24,6 +24,8 @@ from typing import Any
 
 import click
 
+from moonpool.distributions.quantiles import nearest_rank
+
 PREFILL_S_PER_CHAR = 5e-5
 STEP_S, STEP_S_PER_ANSWER = 0.02, 0.001
 PIECE_CHARS = 64
@@ -133,7 +135,7 @@ def row(name: str, calls: list[OfferedCall], load: CallLoad) -> str:
     hits = sum(call.hit_chars for call in calls)
     chars = sum(call.prompt_chars for call in calls if call.status == 200)
     p50 = statistics.median(served) if served else float("nan")
-    p99 = served[int(0.99 * (len(served) - 1))] if served else float("nan")
+    p99 = nearest_rank(served, 0.99) if served else float("nan")
     return (
         f"{name:<28} {len(calls):>6} {len(good):>6} {refused:>8} {failed:>7}"
         f" {p50:>9.3f} {p99:>9.3f} {hits / max(chars, 1):>6.0%}"

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from moonpool.distributions.quantiles import nearest_rank
 from moonpool_lab.demo.local_server import LocalServer
 
 KEYS = "sk-long long\nsk-short short\n"
@@ -75,7 +76,7 @@ def figures(ttfts: list[float], failed: int) -> dict[str, Any]:
         "failed": failed,
         "mean_s": statistics.mean(ordered),
         "p50_s": statistics.median(ordered),
-        "p90_s": ordered[int(0.9 * len(ordered))],
+        "p90_s": nearest_rank(ordered, 0.9),
     }
 
 

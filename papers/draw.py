@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+from moonpool_lab.plots.style import SERIES, drawing
 from papers.finding import Finding
 from papers.plot import Panel, PlotSeries
 
 PANEL_INCHES = (6.0, 4.4)
 MAX_COLUMNS = 3
 PAPER_COLOURS = ("#9a9a9a", "#c4b6a0", "#6f6f6f", "#d9c9a8", "#b0a0b0", "#808a90")
-OUR_COLOURS = ("#1f77b4", "#d9541e", "#2c9a4b", "#8c4fb4", "#c7a000", "#0aa5a5")
+"""Pale, beside ours, which are those of all pages."""
+OUR_COLOURS = (*SERIES[:4], "#8c4fb4", "#c7a000")
 MAX_LEVEL_NAMES = 4  # longer lists of group names stand slanted
 
 
@@ -25,14 +25,12 @@ def draw(finding: Finding, folder: Path) -> Path | None:
     columns = 2 if len(finding.panels) == 4 else min(len(finding.panels), MAX_COLUMNS)
     lines = -(-len(finding.panels) // columns)
     width, height = PANEL_INCHES
-    figure = Figure(figsize=(columns * width, lines * height), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(f"{finding.title}\n{finding.source}", fontsize=11)
-    for number, panel in enumerate(finding.panels):
-        _draw_panel(figure.add_subplot(lines, columns, number + 1), panel)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{finding.name}.png"
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    with drawing(path, columns * width, lines * height) as figure:
+        figure.suptitle(f"{finding.title}\n{finding.source}", fontsize=11)
+        for number, panel in enumerate(finding.panels):
+            _draw_panel(figure.add_subplot(lines, columns, number + 1), panel)
     return path
 
 
@@ -60,11 +58,11 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.set_yscale("log")
     if panel.y_limits is not None:
         axes.set_ylim(panel.y_limits)
-    axes.set_title(panel.title, fontsize=10)
+    axes.set_title(panel.title)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    axes.grid(True, axis="y", alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.grid(visible=False, axis="x")
+    axes.legend()
 
 
 def _draw_bars(

@@ -6,14 +6,18 @@ import gc
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-# No example may fail because the machine is busy. A property that names no number of examples has
-# half as many in `make test` as in `make long`, which repeats it.
+# No example may fail because the machine is busy. A property has half as many examples in
+# `make test` as in `make long`, which repeats it. One that names a few has them in `make test`.
 settings.register_profile("short", deadline=None, max_examples=50)
 settings.register_profile("long", deadline=None, max_examples=100)
+
+MANY_EXAMPLES = 60
+"""A property that names fewer is quick."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,13 +26,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items if _is_long(config) else ():
+    halved: set[int] = set()
+    usual: Any = settings.default
+    for item in items:
         test = getattr(item, "obj", None)
-        own = getattr(test, "_hypothesis_internal_use_settings", None)
-        own = own or getattr(getattr(item, "cls", None), "settings", settings.default)
-        repeats = own.max_examples == settings.default.max_examples
-        if repeats and getattr(test, "is_hypothesis_test", False):
+        if not getattr(test, "is_hypothesis_test", False):
+            continue
+        holder, name = getattr(item, "function", test), "_hypothesis_internal_use_settings"
+        if not hasattr(holder, name):  # of a state machine
+            holder, name = getattr(item, "cls", None), "settings"
+        own: Any = getattr(holder, name, usual)
+        is_default = own.max_examples == usual.max_examples
+        if not is_default and own.max_examples < MANY_EXAMPLES:
+            continue
+        if _is_long(config):
             item.add_marker(pytest.mark.long)
+        elif not is_default and id(holder) not in halved and not item.get_closest_marker("long"):
+            halved.add(id(holder))  # parameters of one test share them
+            setattr(holder, name, settings(own, max_examples=own.max_examples // 2))
 
 
 def _is_long(config: pytest.Config) -> bool:

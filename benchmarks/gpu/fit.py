@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool.distributions.quantiles import interpolated
+
 Array = NDArray[np.float64]
 
 PEAK_FLOPS, PEAK_BYTES_PER_S = 989e12, 4.8e12  # NVIDIA H200 SXM, data sheet, dense bf16
@@ -115,7 +117,7 @@ def layer_errors(
         errors += own
     return {
         "mape": float(np.mean(errors)),
-        "p90": float(np.percentile(errors, 90)),
+        "p90": interpolated(sorted(errors), 0.9),
         "worst": float(max(errors)),
         "per_model": per_model,
     }

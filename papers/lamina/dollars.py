@@ -88,8 +88,8 @@ BASELINES: dict[str, Callable[[DollarCell], Offer]] = {
 def run(options: Options) -> Finding:
     options.progress("rooflines")
     prices = catalogue_prices()
-    cells = _cells(COMPUTE, MEMORY, prices)
-    printed = _cells(("H100-SXM",), ("H20",), USD_PER_H)
+    cells = dollar_cells(COMPUTE, MEMORY, prices)
+    printed = dollar_cells(("H100-SXM",), ("H20",), USD_PER_H)
     return Finding(
         name="lamina-dollars",
         title="Tokens per dollar of attention offloading",
@@ -134,7 +134,7 @@ def catalogue_prices() -> dict[str, float]:
     return found
 
 
-def _cells(compute: Sequence[str], memory: Sequence[str], prices: Prices) -> list[DollarCell]:
+def dollar_cells(compute: Sequence[str], memory: Sequence[str], prices: Prices) -> list[DollarCell]:
     return [
         _cell(device, model, context, memory, prices)
         for device in compute

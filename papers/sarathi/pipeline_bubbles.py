@@ -72,14 +72,14 @@ class Runs:
 def run(options: Options) -> Finding:
     num_requests = PIPELINE_QUICK_REQUESTS if options.quick else PIPELINE_REQUESTS
     jobs = all_at_once(draw_lengths(num_requests, options.seed))
-    runs = _run_all(jobs, options.progress)
+    runs = run_all(jobs, options.progress)
     return Finding(
         name="sarathi-pipeline-bubbles",
         title="Pipeline bubbles with whole prompts and with chunks",
         source="SARATHI (arXiv 2308.16369): GPT-3 with pipeline parallelism",
         paper_inputs=PAPER_INPUTS,
         chosen_inputs=CHOSEN_INPUTS,
-        rows=_rows(runs),
+        rows=rows_of(runs),
         checks=_checks(runs),
         notes=(f"{num_requests:,} requests here.", *NOTES),
         panels=_panels(runs),
@@ -142,7 +142,7 @@ def draw_lengths(num_requests: int, seed: int) -> list[tuple[int, int]]:
     return lengths
 
 
-def _run_all(jobs: list[SoloRequest], progress: Callable[[str], None]) -> Runs:
+def run_all(jobs: list[SoloRequest], progress: Callable[[str], None]) -> Runs:
     stage = gpt3_stage()
     whole = pipeline(stage, NUM_STAGES)
 
@@ -176,7 +176,7 @@ def _counter(progress: Callable[[str], None], label: str, total: int) -> Callabl
     return on_done
 
 
-def _fits(num_devices: int) -> float:
+def batch_that_fits(num_devices: int) -> float:
     """Longest sequences whose KVCache fits beside the weights."""
     stage = gpt3_stage()
     return kv_capacity_tokens(device_of(GPT3_A100), stage.shape, num_devices) / LONGEST_TOKENS
@@ -186,16 +186,18 @@ def _mean_stage_s(served: SoloResult, with_prompt: bool) -> float:
     return fmean(step.stage_s for step in served.steps if bool(step.chunk_tokens) == with_prompt)
 
 
-def _rows(runs: Runs) -> tuple[FindingRow, ...]:
+def rows_of(runs: Runs) -> tuple[FindingRow, ...]:
     whole: StepCost = pipeline(gpt3_stage(), NUM_STAGES)
     memory = "80 GiB a device here; with 80 GB it would be the paper's number"
     rows = [
-        FindingRow("batch that fits, one server", "requests", 11, float(int(_fits(8))), memory),
+        FindingRow(
+            "batch that fits, one server", "requests", 11, float(int(batch_that_fits(8))), memory
+        ),
         FindingRow(
             "batch that fits, a micro-batch of the pipeline",
             "requests",
             27,
-            float(int(_fits(NUM_DEVICES) / NUM_STAGES)),
+            float(int(batch_that_fits(NUM_DEVICES) / NUM_STAGES)),
             memory,
         ),
         FindingRow(

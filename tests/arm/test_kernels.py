@@ -21,7 +21,7 @@ from moonpool_engine.engine.native import ops as native_ops
 from moonpool_engine.engine.native.library import ISAS
 from moonpool_engine.engine.native.linear import PackedMemory
 from moonpool_engine.engine.native.ops import NativeOps
-from moonpool_engine.engine.native.quantized import _REPACKED, _repacked, packed_rows
+from moonpool_engine.engine.native.quantized import REPACKED, packed_rows, repacked
 from moonpool_engine.engine.native.split import NativeSplitOps
 from moonpool_engine.engine.ops import Gate, HeadShape
 from moonpool_engine.engine.quantized.formats import FORMATS
@@ -138,14 +138,14 @@ def test_every_format_has_the_bits_of_the_reference(
     assert [n for n in COUNTS if not same(linear(x[:n]), want[:n])] == []
 
 
-@pytest.mark.parametrize("name", _REPACKED)
+@pytest.mark.parametrize("name", REPACKED)
 def test_weights_are_packed_to_the_same_bytes(arm: Arm, name: str) -> None:
     format = FORMATS[name]
     groups = 3 if format.group == 256 else 24
     data = torch.from_numpy(random_groups(format, 45 * groups, seed=1)).view(45, -1)
     rows = StoredRows(format, data)
     repack = arm.plain._kernels[torch.float32].repack
-    assert torch.equal(_repacked(rows, PackedMemory(), repack), packed_rows(rows, PackedMemory()))
+    assert torch.equal(repacked(rows, PackedMemory(), repack), packed_rows(rows, PackedMemory()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

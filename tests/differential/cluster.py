@@ -149,7 +149,7 @@ class Node:
             return None, None
         model, num_blocks = open_model(options["draft_model"], dtype), options["draft_blocks"]
         drafter = Drafter(model, ops, num_blocks, 16, self.engine.spec.vocab_size)
-        drafter.engine._cache.blocks.fill_(float("nan"))
+        drafter.engine.cache.blocks.fill_(float("nan"))
         cost = options.get("draft_cost", FREE)
         return drafter, DraftModelPlace(cost, num_blocks, 16, model.spec.max_positions)
 
@@ -245,7 +245,7 @@ class MiniCluster:
             send_layer(node.messenger, waits.sound(), layer)
 
         seen: list[Tensor] = []
-        forward = node.engine._model.forward
+        forward = node.engine.model.forward
 
         def spy(*arguments: Any) -> Tensor | None:
             logits = forward(*arguments)
@@ -253,11 +253,11 @@ class MiniCluster:
                 seen.append(logits.clone())
             return logits
 
-        node.engine._model.forward = spy  # type: ignore[method-assign]
+        node.engine.model.forward = spy  # type: ignore[method-assign]
         result = node.engine.step(step.entries, on_layer, waits.before_attend)
         waits.before_attend(node.layout.num_layers - 1)
         self.missed_steps += len(waits.missed)
-        node.engine._model.forward = forward  # type: ignore[method-assign]
+        node.engine.model.forward = forward  # type: ignore[method-assign]
         drawing = [e for e in step.entries if e.draw]
         row = 0
         for entry in drawing:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.differential.plans import EXACT_OPS, OPS_NAMES, missing
+from tests.differential.plans import EXACT_OPS, OPS_NAMES, usable_ops
 
 MOST_TELLING = ("in_a_crowd[native-float32-7]", "in_a_crowd[native-int8-bfloat16-7]", "own_cache")
 """Ways of a request that are tested each time in each dtype."""
@@ -41,15 +41,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=EXACT_OPS)
 def ops_name(request: pytest.FixtureRequest) -> str:
-    why = missing(request.param)
-    if why is not None:
-        pytest.skip(why)
-    return str(request.param)
+    return usable_ops(request)
 
 
 @pytest.fixture(params=OPS_NAMES)
 def each_ops_name(request: pytest.FixtureRequest) -> str:
-    why = missing(request.param)
-    if why is not None:
-        pytest.skip(why)
-    return str(request.param)
+    return usable_ops(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -30,6 +31,14 @@ Prompt = list[int]
 def missing(ops_name: str) -> str | None:
     """The reason why these operations are not available; None if they are."""
     return None if ops_name == "reference" else available()
+
+
+def usable_ops(request: pytest.FixtureRequest) -> str:
+    """The operations that the fixture is asked for; skips the test where they cannot run."""
+    why = missing(request.param)
+    if why is not None:
+        pytest.skip(why)
+    return str(request.param)
 
 
 def make_ops(ops_name: str) -> Ops:

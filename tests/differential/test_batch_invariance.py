@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moonpool_engine.engine.builtin import open_model
-from tests.differential.plans import OPS_NAMES, Lab, make_ops, missing, random_prompts
+from tests.differential.plans import OPS_NAMES, Lab, make_ops, random_prompts, usable_ops
 
 TINY = "random:hidden=96,layers=3,heads=6,kv_heads=2,head_dim=16,inter=112,vocab=300,context=400"
 REAL = "random:m30,layers=2,vocab=512,context=600"  # the linears' shapes of a real model
@@ -18,10 +18,7 @@ PROMPTS = 8
 
 @pytest.fixture(params=OPS_NAMES)
 def ops_name(request: pytest.FixtureRequest) -> str:
-    why = missing(request.param)
-    if why is not None:
-        pytest.skip(why)
-    return str(request.param)
+    return usable_ops(request)
 
 
 def _check(ops_name: str, name: str, dtype: str, plans: int, prompts: int, longest: int) -> None:

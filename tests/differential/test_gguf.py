@@ -19,7 +19,7 @@ from moonpool_engine.engine.gguf.files import PACKAGED, gguf_file
 from moonpool_engine.engine.model import DecoderModel
 from moonpool_engine.engine.reference import ReferenceOps
 from moonpool_engine.engine.tensors import tensor_shapes
-from tests.differential.plans import Lab, make_ops, missing, random_prompts
+from tests.differential.plans import Lab, make_ops, random_prompts, usable_ops
 from tests.unit.engine.gguf_files import tiny_llama
 
 MIXED = {"": "Q4_0", "attn_v": "Q8_0", "ffn_down": "Q5_1", "token_embd": "Q8_0"}
@@ -29,10 +29,7 @@ PROMPT = [random.Random(1).randrange(258) for _ in range(150)]
 
 @pytest.fixture(params=["reference", "native"])
 def ops_name(request: pytest.FixtureRequest) -> str:
-    why = missing(request.param)
-    if why is not None:
-        pytest.skip(why)
-    return str(request.param)
+    return usable_ops(request)
 
 
 def as_folder(gguf: Path, folder: Path) -> None:

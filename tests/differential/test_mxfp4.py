@@ -13,7 +13,13 @@ from moonpool.text.model_error import ModelError
 from moonpool_engine.engine.builtin import open_model
 from moonpool_engine.engine.quantized.matrix import QuantizedMatrix
 from tests.differential.checkpoints import CASES, Case, save
-from tests.differential.test_transformers import PROMPT, _greedy, _ours, _their_greedy, _theirs
+from tests.differential.test_transformers import (
+    PROMPT,
+    greedy_tokens,
+    our_logits,
+    their_greedy_tokens,
+    their_logits,
+)
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 
@@ -42,10 +48,10 @@ def write(folder: Path, num_kv_heads: int = 2) -> torch.nn.Module:
 
 def test_logits_and_tokens_are_those_of_transformers(ops_name: str, tmp_path: Path) -> None:
     model = write(tmp_path)
-    lab, ours = _ours(tmp_path, "float32", ops_name)
-    theirs = _theirs(model)
+    lab, ours = our_logits(tmp_path, "float32", ops_name)
+    theirs = their_logits(model)
     assert (ours - theirs).abs().max() <= 2e-3 * theirs.abs().max()
-    assert _greedy(lab, PROMPT[:40], 20) == _their_greedy(model, PROMPT[:40], 20)
+    assert greedy_tokens(lab, PROMPT[:40], 20) == their_greedy_tokens(model, PROMPT[:40], 20)
 
 
 def test_weights_are_exact_and_stay_quantized(tmp_path: Path) -> None:
@@ -65,8 +71,8 @@ def test_weights_are_exact_and_stay_quantized(tmp_path: Path) -> None:
 
 def test_two_shards_agree(ops_name: str, tmp_path: Path) -> None:
     write(tmp_path)
-    _, whole = _ours(tmp_path, "float32", ops_name)
-    _, shards = _ours(tmp_path, "float32", ops_name, 2)
+    _, whole = our_logits(tmp_path, "float32", ops_name)
+    _, shards = our_logits(tmp_path, "float32", ops_name, 2)
     assert (shards - whole).abs().max() <= 1e-4 * whole.abs().max()
 
 

@@ -18,10 +18,10 @@ from tests.differential.plans import Lab, make_ops, random_prompts
 from tests.differential.test_transformers import (
     LENGTHS,
     PROMPT,
-    _greedy,
-    _ours,
-    _their_greedy,
-    _theirs,
+    greedy_tokens,
+    our_logits,
+    their_greedy_tokens,
+    their_logits,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -42,12 +42,12 @@ TINY = "random:hidden=96,layers=3,heads=8,kv_heads=4,head_dim=16,inter=114,vocab
 @pytest.mark.parametrize("name", SHARDED)
 def test_float32_agrees_with_transformers(name: str, ops_name: str, tmp_path: Path) -> None:
     model = save(CASES[name], tmp_path)
-    theirs = _theirs(model)
-    lab, ours = _ours(tmp_path, "float32", ops_name, SHARDED[name])
-    _, whole = _ours(tmp_path, "float32", ops_name)
+    theirs = their_logits(model)
+    lab, ours = our_logits(tmp_path, "float32", ops_name, SHARDED[name])
+    _, whole = our_logits(tmp_path, "float32", ops_name)
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
     assert (ours - whole).abs().max() <= 1e-4 * whole.abs().max()
-    assert _greedy(lab, PROMPT[:40], 20) == _their_greedy(model, PROMPT[:40], 20)
+    assert greedy_tokens(lab, PROMPT[:40], 20) == their_greedy_tokens(model, PROMPT[:40], 20)
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -56,9 +56,9 @@ def test_bfloat16_rounds_a_little_more_than_one_process(
 ) -> None:
     """A sum of shards is rounded at each `+`, where one process rounds once. Of two tokens, the
     likelier stays so wherever they stand further apart than that."""
-    exact = _theirs(save(CASES[name], tmp_path))
-    one = _ours(tmp_path, "bfloat16", ops_name)[1]
-    several = _ours(tmp_path, "bfloat16", ops_name, SHARDED[name])[1]
+    exact = their_logits(save(CASES[name], tmp_path))
+    one = our_logits(tmp_path, "bfloat16", ops_name)[1]
+    several = our_logits(tmp_path, "bfloat16", ops_name, SHARDED[name])[1]
     one_error, error = ((x - exact).square().mean() for x in (one, several))
     assert error <= 2.0**2 * one_error
     assert (several - one).abs().max() <= 0.05 * exact.abs().max()

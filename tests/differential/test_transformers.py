@@ -30,18 +30,18 @@ LENGTHS = (1, 2, 17, 64, 65, 90)
 
 
 @torch.no_grad()
-def _theirs(model: Any) -> Tensor:
+def their_logits(model: Any) -> Tensor:
     return model(torch.tensor([PROMPT])).logits[0, [n - 1 for n in LENGTHS]].float()
 
 
-def _ours(folder: Path, dtype: str, ops_name: str, num_shards: int = 1) -> tuple[Lab, Tensor]:
+def our_logits(folder: Path, dtype: str, ops_name: str, num_shards: int = 1) -> tuple[Lab, Tensor]:
     model = open_model(str(folder), dtype)
     lab = Lab(model, make_ops(ops_name), 16, 1000, num_shards=num_shards)
     steps = [StepEntry(AttemptId(str(n)), PROMPT[:n], 0, lab.take_blocks(n), None) for n in LENGTHS]
     return lab, lab.engine.logits(steps)
 
 
-def _their_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+def their_greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     given = torch.tensor([prompt])
     generated = model.generate(
         given,
@@ -55,7 +55,7 @@ def _their_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def _greedy(lab: Lab, prompt: list[int], count: int) -> list[int]:
+def greedy_tokens(lab: Lab, prompt: list[int], count: int) -> list[int]:
     params = SamplingParams(temperature=0.0)
     blocks = lab.take_blocks(len(prompt) + count)
     fresh, start, out = prompt, 0, []
@@ -72,10 +72,10 @@ def _greedy(lab: Lab, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("name", CASES)
 def test_float32_agrees(name: str, ops_name: str, tmp_path: Path) -> None:
     model = save(CASES[name], tmp_path)
-    theirs = _theirs(model)
-    lab, ours = _ours(tmp_path, "float32", ops_name)
+    theirs = their_logits(model)
+    lab, ours = our_logits(tmp_path, "float32", ops_name)
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-    assert _greedy(lab, PROMPT[:40], 20) == _their_greedy(model, PROMPT[:40], 20)
+    assert greedy_tokens(lab, PROMPT[:40], 20) == their_greedy_tokens(model, PROMPT[:40], 20)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,11 +83,11 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     name: str, ops_name: str, tmp_path: Path
 ) -> None:
     model = save(CASES[name], tmp_path)
-    exact = _theirs(model)
+    exact = their_logits(model)
     rounded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     rounded.config._experts_implementation = "eager"
-    their_error = _theirs(rounded.eval()) - exact
-    our_error = _ours(tmp_path, "bfloat16", ops_name)[1] - exact
+    their_error = their_logits(rounded.eval()) - exact
+    our_error = our_logits(tmp_path, "bfloat16", ops_name)[1] - exact
     if "num_experts_per_tok" in CASES[name].changes:  # a mixture
         # Rounding sends some rows to other experts, where two scores are near: those are not equal.
         kept = our_error.abs().amax(1).argsort()[: len(LENGTHS) // 2]
@@ -102,7 +102,7 @@ def test_an_exported_model_is_the_same_to_transformers(tmp_path: Path) -> None:
     name = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=256"
     built_in = open_model(name, "float32")
     export_checkpoint(built_in, tmp_path)
-    theirs = _theirs(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    theirs = their_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
     lab = Lab(built_in, make_ops("reference"), 16, 1000)
     ours = torch.stack([lab.whole(PROMPT[:n]) for n in LENGTHS])
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
@@ -122,8 +122,8 @@ def test_the_text_part_of_a_model_that_sees_images(prefix: str, tmp_path: Path) 
     text = json.loads((tmp_path / "config.json").read_text())
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(outer))
-    theirs = _theirs(model)
-    ours = _ours(tmp_path, "float32", "reference")[1]
+    theirs = their_logits(model)
+    ours = our_logits(tmp_path, "float32", "reference")[1]
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
@@ -172,8 +172,8 @@ def test_a_model_that_sees_images_answers_texts(name: str, tmp_path: Path) -> No
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16).to(torch.float32)
     model.save_pretrained(tmp_path)
-    theirs = _theirs(model)
-    ours = _ours(tmp_path, "float32", "reference")[1]
+    theirs = their_logits(model)
+    ours = our_logits(tmp_path, "float32", "reference")[1]
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
@@ -193,6 +193,6 @@ def test_an_older_checkpoint_that_sees_images(tmp_path: Path) -> None:
         "vision_config": {"depth": 32},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    theirs = _theirs(model)
-    ours = _ours(tmp_path, "float32", "reference")[1]
+    theirs = their_logits(model)
+    ours = our_logits(tmp_path, "float32", "reference")[1]
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()

@@ -79,7 +79,7 @@ def ask(data: bytes, folder: Path) -> int:
     except httpx.InvalidURL:
         return 0  # no client can send it
     response = runner.run(client.send(request))
-    for record in (head.requests, head.delivered, head._kept, head.aborted, head.drained):
+    for record in (head.requests, head.delivered, head.kept, head.aborted, head.drained):
         record.clear()
     if response.status_code >= 500:
         raise ServerFailedError(f"status {response.status_code}: {response.text[:300]}")

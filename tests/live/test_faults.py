@@ -20,6 +20,7 @@ from moonpool_lab.demo.local_server import free_port, is_alive
 from tests.forked.commands import LocalServer
 from tests.forked.commands import run_command as run_forked
 from tests.live.conftest import MODEL, SMALL
+from tests.processes import children_of
 
 LONG = {"prompt": [9] * 600, "max_tokens": 600, "temperature": 1, "seed": 5, "ignore_eos": True}
 
@@ -102,31 +103,19 @@ def test_a_killed_head_takes_its_workers_along() -> None:
         assert wait_until_gone(pids) == []
 
 
-def children_of(pid: int) -> list[int]:
-    children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            children.append(int(stat.parent.name))
-    return children
-
-
 @pytest.mark.long
 def test_ctrl_c_while_starting_leaves_nothing() -> None:
     command = [sys.executable, "-m", "moonpool", "serve", "--port", str(free_port())]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while not (children := children_of(process.pid)) and time.monotonic() < deadline:
+    while not (started := children_of(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(children) >= 1
+    assert len(started) >= 1
     time.sleep(0.5)
-    children = children_of(process.pid)
+    started = children_of(process.pid)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
-    assert wait_until_gone(children) == []
+    assert wait_until_gone(started) == []
 
 
 def run_command(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -23,12 +23,13 @@ from tests.live import test_answers_go_on
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_answers_go_on import DRAWN, Got, Reader
-from tests.live.test_faults import children_of, command_of, wait_until_gone
+from tests.live.test_faults import command_of, wait_until_gone
 from tests.live.test_head_death import NUM_STREAMS, Streams, ask, bodies, events, head_of
 from tests.live.test_parts import Part
 from tests.live.test_standby import Pair
 from tests.live.test_upgrade import Load, OneConnection, upgrade
 from tests.live.vllm_stub import VllmStub
+from tests.processes import children_of
 
 FRONTS = ["--fronts", "2"]
 WAIT_S = 120.0

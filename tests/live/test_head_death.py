@@ -21,12 +21,12 @@ from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import (
-    children_of,
     command_of,
     shared_memory_names,
     wait_for_instances,
     wait_until_gone,
 )
+from tests.processes import children_of
 
 NUM_STREAMS = 16
 NUM_KILLS = 5

@@ -19,8 +19,9 @@ import pytest
 from moonpool.api.resume import event_ids
 from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
-from tests.live.test_faults import children_of, command_of, wait_until_gone
+from tests.live.test_faults import command_of, wait_until_gone
 from tests.live.test_parts import Part, Parts
+from tests.processes import children_of
 
 Body = dict[str, Any]
 WAIT_S = 120.0

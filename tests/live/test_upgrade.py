@@ -17,8 +17,9 @@ from benchmarks.suite.live.kills.calls import Body
 from moonpool_lab.demo.local_server import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
-from tests.live.test_faults import children_of, shared_memory_names, wait_until_gone
+from tests.live.test_faults import shared_memory_names, wait_until_gone
 from tests.live.test_head_death import ask, bodies
+from tests.processes import children_of
 
 NEXT = "0.1.0+next"
 

@@ -17,8 +17,9 @@ import pytest
 
 from moonpool_lab.demo.local_server import LocalServer
 from tests.live.calls import fresh
-from tests.live.test_faults import children_of, wait_until_gone
+from tests.live.test_faults import wait_until_gone
 from tests.live.vllm_stub import VllmStub, stubs, tokens_after
+from tests.processes import children_of
 
 pytestmark = pytest.mark.live
 

@@ -65,7 +65,7 @@ class VllmStub:
         self.num_deaths = 0  # how many further calls it ends before a response
         self.refuses: tuple[int, str] | None = None  # status and message
         self._server: ThreadingHTTPServer | None = None
-        self._open: list[socket.socket] = []
+        self.connections: list[socket.socket] = []
         self.port = port
 
     @property
@@ -90,10 +90,10 @@ class VllmStub:
         if server is not None:
             server.shutdown()
             server.server_close()
-        for sock in self._open:
+        for sock in self.connections:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        self._open.clear()
+        self.connections.clear()
 
     def bodies(self, path: str) -> list[Body]:
         """Of the calls of clients: those that measure it are left out."""
@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.served._open.append(self.connection)
+        self.served.connections.append(self.connection)
 
     def do_GET(self) -> None:
         stub = self.served

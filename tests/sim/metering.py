@@ -71,13 +71,13 @@ class Metering:
     def check(self) -> None:
         """Every request that has ended is counted once, by a reason that an alert can know."""
         counted = sum(
-            sum(self._metrics._values[name].values()) for name in ("vllm:request_success", *KNOWN)
+            sum(self._metrics.values(name).values()) for name in ("vllm:request_success", *KNOWN)
         )
         assert counted == self._num_ended, f"{counted} of {self._num_ended} ends are counted"
         for name, known in KNOWN.items():
-            found = {label for label, n in self._metrics._values[name].items() if n}
+            found = {label for label, n in self._metrics.values(name).items() if n}
             assert found <= set(known), f"{name} has {found - set(known)}, which are not known"
-        restarts = sum(self._metrics._values["moonpool:instance_restarts"].values())
+        restarts = sum(self._metrics.values("moonpool:instance_restarts").values())
         assert restarts <= len(self._members)
 
     def check_end(self) -> None:
@@ -91,4 +91,4 @@ class Metering:
         assert self._were_lost or found == damaged
 
     def _value(self, name: str) -> float:
-        return self._metrics._values[name][""]
+        return self._metrics.values(name)[""]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moonpool.kvcache.block_pool import BlockPool
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import InstanceInfo
 from moonpool.scheduler.actions import (
@@ -26,7 +25,6 @@ from moonpool.scheduler.actions import (
     StoreBlocks,
     WorkerAction,
 )
-from moonpool.scheduler.attention_pools.partitions import PartitionedPool
 from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.request_state import PendingTransfer
@@ -198,7 +196,4 @@ class Life(Member):
         self.arena[(block_id, layer)] = content
 
     def _held(self, block_id: BlockId) -> bool:
-        pool: BlockPool = self.instance.pool
-        if isinstance(pool, PartitionedPool):
-            pool, block_id = pool._own(block_id)
-        return pool._num_holds[block_id] > 0
+        return self.instance.pool.is_held(block_id)

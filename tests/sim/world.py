@@ -46,7 +46,7 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.refusal import Refusal
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
 from moonpool.types import BlockKey, FinishReason, InstanceId, Request, RequestId, Role, Slo
-from moonpool.vllm.worker import _layout
+from moonpool.vllm.worker import layout_of
 from tests.sim.clock import Clock, Link
 from tests.sim.disk import Disk, DiskDriver
 from tests.sim.endings import check_ending
@@ -108,7 +108,7 @@ class World:
         )
         self.vllm_servers: dict[str, VllmServer] = {}
         if opts.engine == "vllm":
-            self.layout = _layout("fake", VllmServer(self, "").facts())
+            self.layout = layout_of("fake", VllmServer(self, "").facts())
         self._num_heads = 0
         self.conductor = self._new_conductor()
         self.head_is_up = True

@@ -241,14 +241,14 @@ class SoakInstance:
         if tier is None or tier.lost or pool.find(key) is not None:
             return -1
         slot = tier.slot_of(key)
-        if slot is None or slot in self._flipped or tier.slots._num_holds[slot]:
+        if slot is None or slot in self._flipped or tier.slots.is_held(slot):
             return -1
         return int(slot)
 
     def _flip_memory(self, key: BlockKey) -> bool:
         pool, tier = self._instance.pool, self._instance.tier
         block_id = pool.find(key)
-        if block_id is None or pool._num_holds[block_id]:
+        if block_id is None or pool.is_held(block_id):
             return False
         if tier is not None and tier.slot_of(key) is not None:
             return False

@@ -69,7 +69,7 @@ class Soak:
         self._sizes: dict[tuple[str, int], orders.Checked] = {}
         self._own_fds = 0
         self._over_s: list[tuple[float, Callable[[], None]]] = []
-        self._faults = self._draw_faults()
+        self.faults = self._draw_faults()
 
     def done(self) -> int:
         """Block operations so far."""
@@ -90,7 +90,7 @@ class Soak:
         for number in range(1, CHECKPOINTS + MORE_CHECKPOINTS + 1):
             if number > CHECKPOINTS and not lacking(self.figures(0.0)):
                 break
-            self._work_until(number * self.operations // CHECKPOINTS, drilled)
+            self.work_until(number * self.operations // CHECKPOINTS, drilled)
             self.checkpoint()
             before = self.done()
             self.drills.run()
@@ -99,7 +99,7 @@ class Soak:
             self._echo(f"{self.done():>9,} block operations, {seconds:.0f} s: all is well")
         self.checkpoint()
         self.cluster.close()
-        self._verify_folders()
+        self.verify_folders()
         return self.figures(time.monotonic() - began_s)
 
     def figures(self, wall_s: float) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Soak:
             "counters": {name: int(sum(m.total(name) for m in members)) for name in names},
         }
 
-    def _work_until(self, operations: int, drilled: int) -> None:
+    def work_until(self, operations: int, drilled: int) -> None:
         """Runs traffic until the next stop; the operations of drills do not count."""
         last, last_s = -1, time.monotonic()
         while (done := self.done() - drilled) < operations:
@@ -147,8 +147,8 @@ class Soak:
         for at_s, end in [one for one in self._over_s if one[0] <= now_s]:
             self._over_s.remove((at_s, end))
             end()
-        while self._faults and self._faults[-1][0] <= done:
-            _, kind = self._faults.pop()
+        while self.faults and self.faults[-1][0] <= done:
+            _, kind = self.faults.pop()
             up = self.cluster.up
             if up:
                 self._fault(kind, self._rng.choice(up))
@@ -235,7 +235,7 @@ class Soak:
 
     # The end
 
-    def _verify_folders(self) -> None:
+    def verify_folders(self) -> None:
         """Checks the folders: all blocks are correct except for flips that no read has found."""
         seen = self.cluster.seen
         for member in self.cluster.members:

@@ -43,15 +43,15 @@ def test_a_short_soak_keeps_invariants(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_unknown_flip_on_the_disk_ends_the_soak(tmp_path: Path) -> None:
     soak = Soak(tmp_path, 1000, 3, 6, lambda text: None)
     try:
-        soak._faults.clear()
-        soak._work_until(6000, 0)
+        soak.faults.clear()
+        soak.work_until(6000, 0)
         soak.checkpoint()
         member = max(soak.cluster.members, key=lambda m: len(m.on_ssd))
         assert any(soak.drills.flip_disk(member, key) for key in sorted(member.on_ssd))
         member.flipped.clear()
         soak.cluster.close()
         with pytest.raises(SoakError, match="bad blocks"):
-            soak._verify_folders()
+            soak.verify_folders()
     finally:
         soak.cluster.close()
 

@@ -66,7 +66,7 @@ def bench_autoscale(
         found = run_day(day)
         runs.append(found)
         tell(_line(found))
-    return {"runs": runs, "cheaper_by": _saving(runs)}
+    return {"runs": runs, "cheaper_by": saving(runs)}
 
 
 def run_day(day: ScaledDay) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _line(found: dict[str, Any]) -> str:
     )
 
 
-def _saving(runs: list[dict[str, Any]]) -> dict[str, float | None]:
+def saving(runs: list[dict[str, Any]]) -> dict[str, float | None]:
     """By how much each autoscaled run is cheaper than the cheapest fixed numbers with at least as
     many effective requests; None where no fixed numbers have as many."""
     fixed = [run for run in runs if run["load"] is None]

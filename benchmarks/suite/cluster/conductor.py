@@ -24,6 +24,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import ConductorConfig
 from moonpool.cost.fitted import FittedCost
+from moonpool.distributions.quantiles import nearest_rank
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
     AttemptSpec,
@@ -236,5 +237,5 @@ def _summary(times_ns: Sequence[float]) -> dict[str, float]:
     return {
         "median": statistics.median(times_us),
         "best_tenth": statistics.fmean(tenth),
-        "p99": times_us[min(len(times_us) * 99 // 100, len(times_us) - 1)],
+        "p99": nearest_rank(times_us, 0.99),
     }

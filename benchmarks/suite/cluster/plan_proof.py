@@ -57,35 +57,35 @@ class PlanProof:
     ) -> None:
         """Raises ConfigError."""
         shape = BUILT_IN.shape(base.hardware.shape)
-        self._workload = workload
-        self._base = truth_for(base, kinds, None)
-        self._priced = Priced(parse_prices(), shape.kv_bytes_per_token)
+        self.workload = workload
+        self.base = truth_for(base, kinds, None)
+        self.priced = Priced(parse_prices(), shape.kv_bytes_per_token)
         self._max_nodes = max_nodes
         goal = PlanGoal(num_draws=DRAWS)
         self._goal = goal
-        prepared = prepare(workload, self._base, kinds, self._priced, goal.wanted)
-        self._prepared = change(prepared, steps=_fewer(prepared.steps))
-        self._bounds = Bounds(workload, self._base, self._prepared.demand)
-        self._found: list[Candidate] = []
+        prepared = prepare(workload, self.base, kinds, self.priced, goal.wanted)
+        self.prepared = change(prepared, steps=_fewer(prepared.steps))
+        self._bounds = Bounds(workload, self.base, self.prepared.demand)
+        self.found: list[Candidate] = []
         self._excluded: list[Candidate] = []
         self.counts = {"candidates": 0, "arithmetic": 0, "clear": 0, "simulated": 0}
 
     def run(self, audits: int, say: Callable[[str], None]) -> dict[str, Any]:
         """Returns the figures. Raises ConfigError."""
-        with Workforce(self._workload, 1) as workforce:
+        with Workforce(self.workload, 1) as workforce:
             began = time.process_time()
-            assessor = Assessor(workforce, self._base, self._goal, self._priced)
-            planned = Planner(assessor, self._prepared, self._bounds).plan()
+            assessor = Assessor(workforce, self.base, self._goal, self.priced)
+            planned = Planner(assessor, self.prepared, self._bounds).plan()
             plan_cpu_s, plan_runs = time.process_time() - began, planned.runs
             if planned.choice is None:
                 return {"named": None, "right": False, "plan_cpu_s": round(plan_cpu_s, 1)}
             say(f"named {_words(planned.choice)} after {plan_runs:.0f} runs")
-            self._search(assessor, planned.choice)
+            self.search(assessor, planned.choice)
             kept = self._audit(assessor, audits)
             fresh = change(self._goal, first_seed=FRESH_SEEDS_FROM)
-            checked = check(planned.choice, Assessor(workforce, self._base, fresh, self._priced))
+            checked = check(planned.choice, Assessor(workforce, self.base, fresh, self.priced))
             runs = assessor.runs - plan_runs
-        best = min(self._found, key=self._priced.usd_per_h, default=None)
+        best = min(self.found, key=self.priced.usd_per_h, default=None)
         return {
             "named": _figures(planned.choice),
             "sure": None if planned.sure is None else _figures(planned.sure),
@@ -94,7 +94,7 @@ class PlanProof:
             "cheaper": None if best is None else _figures(assessor.known(best)),
             "over_best": 0.0
             if best is None
-            else round(planned.choice.usd_per_h / self._priced.usd_per_h(best) - 1, 4),
+            else round(planned.choice.usd_per_h / self.priced.usd_per_h(best) - 1, 4),
             "right": best is None,
             "searched": self.counts,
             "search_runs": runs,
@@ -104,11 +104,11 @@ class PlanProof:
             "fresh": [round(o.share, 4) for o in checked.fresh.outcomes],
         }
 
-    def _search(self, assessor: Assessor, choice: Assessment) -> None:
+    def search(self, assessor: Assessor, choice: Assessment) -> None:
         below = choice.usd_per_h / (1 + WITHIN)
         named = choice.candidate
         for arrangement in arrangements(
-            self._prepared.starts, self._prepared.layout, self._max_nodes
+            self.prepared.starts, self.prepared.layout, self._max_nodes
         ):
             one = change(arrangement, placement=named.placement, admission=named.admission)
             settings = list(self._settings(one, below))
@@ -124,7 +124,7 @@ class PlanProof:
 
     def _settings(self, one: Candidate, below: float) -> Iterator[Candidate]:
         """Yields all settings below a price, by chunk size, the richest first."""
-        steps = self._prepared.steps
+        steps = self.prepared.steps
         for chunk in steps.chunks:
             for cache in reversed(steps.caches):
                 for ssd in reversed(steps.ssds):
@@ -136,7 +136,7 @@ class PlanProof:
                             ssd_tokens=ssd,
                             eviction=eviction,
                         )
-                        if self._priced.usd_per_h(each) < below:
+                        if self.priced.usd_per_h(each) < below:
                             yield each
 
     def _decide(self, assessor: Assessor, group: list[Candidate]) -> None:
@@ -147,7 +147,7 @@ class PlanProof:
             self.counts["clear"] += len(group) - 1
             self._excluded += group[1:]
             return
-        evictions = self._prepared.steps.evictions
+        evictions = self.prepared.steps.evictions
         group.sort(key=lambda c: (-c.cache_tokens, c.ssd_tokens, evictions.index(c.eviction)))
         for one in group:
             plain = change(one, ssd_tokens=0, eviction=evictions[0])
@@ -155,7 +155,7 @@ class PlanProof:
             if plain != one and self._evicts_nothing(assessor, plain):
                 continue
             if self._keeps(assessor, one):
-                self._found.append(one)
+                self.found.append(one)
 
     def _evicts_nothing(self, assessor: Assessor, plain: Candidate) -> bool:
         """Whether the whole trace was simulated with as many hits as an endless cache has."""
@@ -168,7 +168,7 @@ class PlanProof:
 
     @property
     def _endless(self) -> float:
-        demand = self._prepared.demand
+        demand = self.prepared.demand
         return sum(demand.hit_tokens) / sum(demand.input_tokens)
 
     def _keeps(self, assessor: Assessor, one: Candidate) -> bool:

@@ -91,13 +91,13 @@ def bench_role_balance(
         )
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = []
-        for figures in pool.map(_run_apart, runs):
+        for figures in pool.map(run_apart, runs):
             found.append(figures)
             tell(_line(figures))
-    return {"runs": found, **_compare(found), **phase_figures(found)}
+    return {"runs": found, **compare(found), **phase_figures(found)}
 
 
-def _compare(found: list[dict[str, Any]]) -> dict[str, Any]:
+def compare(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Shares of effective requests, by split, over all seeds."""
     shares: dict[str, list[float]] = {}
     for figures in found:
@@ -124,7 +124,7 @@ def _line(figures: dict[str, Any]) -> str:
     )
 
 
-def _run_apart(run: RoleBalanceRun) -> dict[str, Any]:
+def run_apart(run: RoleBalanceRun) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.suite.cluster.role_balance"]
     done = subprocess.run(
         command, input=msgspec.json.encode(run), capture_output=True, check=False, cwd=ROOT

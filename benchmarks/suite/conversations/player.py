@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.suite.conversations.sessions import Session, SessionTurn
+from moonpool.distributions.quantiles import percentiles
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId, Slo
 from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
@@ -184,5 +185,4 @@ def run_figures(played: Sequence[PlayedTurn], seconds: float) -> dict[str, Any]:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """P50 and P90; zeros without values."""
-    ordered = sorted(values) or [0.0]
-    return {f"p{p}": ordered[min(len(ordered) * p // 100, len(ordered) - 1)] for p in (50, 90)}
+    return percentiles(values, 50, 90)

@@ -55,8 +55,8 @@ def bench_occupation(
     measured = {way: statistics.median(values) for way, values in taken.items()}
     simulated = {
         "inlined": _inlined(far, prompt_tokens, tbt_s, cost),
-        "separate": _separate(prompt_tokens, cost, layer_wise=False),
-        "separate, layer-wise": _separate(prompt_tokens, cost, layer_wise=True),
+        "separate": separate_s(prompt_tokens, cost, layer_wise=False),
+        "separate, layer-wise": separate_s(prompt_tokens, cost, layer_wise=True),
     }
     for way in WAYS:
         say(
@@ -116,7 +116,7 @@ def _inlined(far: LayerwisePair, prompt_tokens: int, tbt_s: float, cost: FittedC
     return timed.held_block_s[-1] * layout.block_bytes
 
 
-def _separate(prompt_tokens: int, cost: FittedCost, layer_wise: bool) -> float:
+def separate_s(prompt_tokens: int, cost: FittedCost, layer_wise: bool) -> float:
     """The prefill instance of a simulated 1P+1D. Without streams nothing leaves before the whole
     prompt is computed, so it is one chunk."""
     chunk_tokens = CHUNK_TOKENS if layer_wise else max(prompt_tokens, CHUNK_TOKENS)

@@ -20,6 +20,7 @@ from benchmarks.suite.engine.timed_instance import UNLIMITED, TimedJob, TimedRes
 from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk
+from moonpool.distributions.quantiles import nearest_rank
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.scheduler.instance_config import InstanceConfig
@@ -216,18 +217,14 @@ def _load(bench: _Bench, seed: int) -> dict[str, Any]:
 def _tails(timed: TimedResult, slo_s: float) -> dict[str, float]:
     gaps, ttfts = sorted(timed.gaps_s), sorted(timed.ttft_s)
     return {
-        "tbt_p50_s": _at(gaps, 0.5),
-        "tbt_p99_s": _at(gaps, 0.99),
+        "tbt_p50_s": nearest_rank(gaps, 0.5),
+        "tbt_p99_s": nearest_rank(gaps, 0.99),
         "tbt_max_s": gaps[-1],
         "within_slo": sum(gap <= slo_s for gap in gaps) / len(gaps),
-        "ttft_p50_s": _at(ttfts, 0.5),
-        "ttft_p99_s": _at(ttfts, 0.99),
+        "ttft_p50_s": nearest_rank(ttfts, 0.5),
+        "ttft_p99_s": nearest_rank(ttfts, 0.99),
         "makespan_s": timed.makespan_s,
     }
-
-
-def _at(ordered: list[float], share: float) -> float:
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 def _occupation(bench: _Bench, model: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class SoloInstance:
         other = copy(self)
         cache = empty_cache(self.layout, self._instance.pool.num_blocks)
         other.engine = copy(self.engine)
-        other.engine._cache = cache
+        other.engine.cache = cache
         other._config = msgspec.structs.replace(self._config, speculative=settings)
         other._instance = Instance(
             other._config,

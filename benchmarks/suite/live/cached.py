@@ -36,16 +36,19 @@ async def _measure(server: LocalServer, prefix_tokens: int, repeats: int) -> dic
     client = CompletionClient(server.url)
     rng = random.Random(1)
     found: dict[str, list[float]] = {"computed": [], "own_cache": [], "fetched": []}
-    fetched_tokens = 0
+    cached_tokens: dict[str, int] = {}
     await _ask(client, _tokens(rng, WARM_TOKENS))
     for _ in range(repeats):
         prefix = _tokens(rng, prefix_tokens)
-        found["computed"].append((await _ask(client, prefix + _tokens(rng, 16))).ttft_s)
-        found["own_cache"].append((await _ask(client, prefix + _tokens(rng, 16))).ttft_s)
+        for name in ("computed", "own_cache"):
+            answer = await _ask(client, prefix + _tokens(rng, 16))
+            cached_tokens[name] = (await client.explain(answer.request_id))["cached_tokens"]
+            found[name].append(answer.ttft_s)
         await _restart_prefill(client)
         await _ask(client, _tokens(rng, WARM_TOKENS))  # a new process is slow at first
         answer = await _ask(client, prefix + _tokens(rng, 16))
         fetched_tokens = (await client.explain(answer.request_id))["fetched_tokens"]
+        cached_tokens["fetched"] = fetched_tokens
         if fetched_tokens < prefix_tokens - 256:
             raise BenchError(f"only {fetched_tokens} tokens were fetched, not the prefix")
         found["fetched"].append(answer.ttft_s)
@@ -53,7 +56,8 @@ async def _measure(server: LocalServer, prefix_tokens: int, repeats: int) -> dic
     best = {name: min(values) for name, values in found.items()}
     return {
         "prefix_tokens": prefix_tokens,
-        "fetched_tokens": fetched_tokens,
+        "fetched_tokens": cached_tokens["fetched"],
+        "cached_tokens": cached_tokens,
         "ttft_s": best,
         "fetched_over_computed": best["fetched"] / best["computed"],
         "own_cache_over_computed": best["own_cache"] / best["computed"],

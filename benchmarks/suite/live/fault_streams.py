@@ -6,11 +6,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from statistics import quantiles
 from typing import Any
 
 import httpx
 import msgspec
+
+from moonpool.distributions.quantiles import interpolated
 
 MODEL = "random:hidden=64,layers=4,heads=4,kv_heads=2,inter=128,vocab=300"
 SIZES = ("--kv-tokens", "8192", "--block-size", "16", "--admission", "none")
@@ -95,7 +96,6 @@ def fault_row(
     name: str, promised: str, recoveries: list[float | None], seen: Mapping[str, int]
 ) -> dict[str, Any]:
     known = sorted(r for r in recoveries if r is not None)
-    cuts = quantiles(known, n=100, method="inclusive") if len(known) > 1 else known * 99
     return {
         "fault": name,
         "promised": promised,
@@ -103,6 +103,6 @@ def fault_row(
         "seen": dict(seen),
         "not_recovered": len(recoveries) - len(known),
         "recovery_s": known,
-        "p50_s": cuts[49] if known else None,
-        "p99_s": cuts[98] if known else None,
+        "p50_s": interpolated(known, 0.5) if known else None,
+        "p99_s": interpolated(known, 0.99) if known else None,
     }

@@ -25,6 +25,7 @@ import httpx
 from benchmarks.suite.live.vllm_router import RouterServer
 from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer
 from benchmarks.suite.live.vllm_shapes import FrontServer, reset_prefix_cache
+from moonpool.distributions.quantiles import nearest_rank
 from moonpool.types import Struct
 from moonpool_lab.demo.client import CompletionClient
 from moonpool_lab.demo.local_server import LocalServer, ServerError, free_port
@@ -102,7 +103,7 @@ async def _converse(url: str, talk: FrontWorkload, turns: int, seed: int) -> dic
         "requests": len(ttfts_s),
         "seconds": time.monotonic() - began_s,
         "ttft_mean_s": statistics.fmean(ttfts_s),
-        "ttft_p90_s": ttfts_s[int(0.9 * (len(ttfts_s) - 1))],
+        "ttft_p90_s": nearest_rank(ttfts_s, 0.9),
     }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.errors import BenchError
+from moonpool.distributions.quantiles import percentiles
 from moonpool_lab.demo.client import ClientResponse, CompletionClient
 from moonpool_lab.demo.local_server import LocalServer
 
@@ -77,22 +78,15 @@ async def _load(url: str, seconds: float, seed: int) -> list[ClientResponse]:
 
 
 def _figures(answers: list[ClientResponse], seconds: float) -> dict[str, float]:
-    gaps = sorted(gap for answer in answers for gap in answer.gaps_s)
-    firsts = sorted(answer.ttft_s for answer in answers)
+    gaps = [gap for answer in answers for gap in answer.gaps_s] or [float("nan")]
+    firsts = [answer.ttft_s for answer in answers] or [float("nan")]
     return {
         "answers": len(answers),
         "tokens_per_s": sum(answer.generated_tokens for answer in answers) / seconds,
-        "ttft_p50_s": _at(firsts, 0.5),
-        "ttft_p99_s": _at(firsts, 0.99),
-        "tbt_p50_s": _at(gaps, 0.5),
-        "tbt_p90_s": _at(gaps, 0.9),
-        "tbt_p99_s": _at(gaps, 0.99),
-        "tbt_max_s": gaps[-1] if gaps else float("nan"),
+        **{f"ttft_{p}_s": each_s for p, each_s in percentiles(firsts, 50, 99).items()},
+        **{f"tbt_{p}_s": each_s for p, each_s in percentiles(gaps, 50, 90, 99).items()},
+        "tbt_max_s": max(gaps),
     }
-
-
-def _at(ordered: list[float], share: float) -> float:
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
 def _line(figures: dict[str, float]) -> str:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from benchmarks.errors import BenchError
 from moonpool.config.tables import (
@@ -36,6 +35,7 @@ from moonpool.config.tables import (
     PoolConfig,
     SloConfig,
 )
+from moonpool.distributions.quantiles import interpolated
 from moonpool.gc_tuning import settle_memory, settle_threads
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.frames import Setup
@@ -135,7 +135,7 @@ def _quiet_row(pairs: dict[str, list[_Pair]]) -> dict[str, Any]:
 def _busy_row(phase: str, pairs: list[_Pair]) -> dict[str, Any]:
     def ratio(drawn: Sequence[_Pair]) -> float:
         busy_s, quiet_s = _gaps_s(p.busy for p in drawn), _gaps_s(p.quiet for p in drawn)
-        return float(np.percentile(busy_s, 99) / np.percentile(quiet_s, 99))
+        return interpolated(sorted(busy_s), 0.99) / interpolated(sorted(quiet_s), 0.99)
 
     row = _row(phase, [pair.busy for pair in pairs])
     _gaps_enough("quiet", _gaps_s(pair.quiet for pair in pairs))
@@ -155,7 +155,7 @@ def _gaps_enough(phase: str, gaps_s: list[float]) -> None:
 
 
 def _row(phase: str, phases: list[_Phase]) -> dict[str, Any]:
-    gaps_s = _gaps_s(phases)
+    gaps_s = sorted(_gaps_s(phases))
     _gaps_enough(phase, gaps_s)
     engine_s = [step_s for one in phases for step_s in one.engine_s]
     seconds = sum(one.seconds for one in phases)
@@ -163,10 +163,10 @@ def _row(phase: str, phases: list[_Phase]) -> dict[str, Any]:
         "phase": phase,
         "steps": len(gaps_s),
         "mean_s": statistics.fmean(gaps_s),
-        "p50_s": float(np.percentile(gaps_s, 50)),
-        "p99_s": float(np.percentile(gaps_s, 99)),
-        "max_s": max(gaps_s),
-        "engine_p99_s": float(np.percentile(engine_s, 99)),
+        "p50_s": interpolated(gaps_s, 0.5),
+        "p99_s": interpolated(gaps_s, 0.99),
+        "max_s": gaps_s[-1],
+        "engine_p99_s": interpolated(sorted(engine_s), 0.99),
         "written_mb_per_s": round(sum(one.written_bytes for one in phases) / seconds / 1e6, 1),
         "read_mb_per_s": round(sum(one.read_bytes for one in phases) / seconds / 1e6, 1),
     }

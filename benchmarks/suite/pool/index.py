@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.errors import BenchError
+from moonpool.distributions.quantiles import nearest_rank
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.types import BlockKey, InstanceId
 
@@ -146,7 +147,7 @@ def _match_times(
     misses = [min(column) for column in zip(*_rounds(index, unknown), strict=True)]
     return {
         "match_us": round(statistics.fmean(best), 2),
-        "match_p99_us": round(best[int(0.99 * (len(best) - 1))], 2),
+        "match_p99_us": round(nearest_rank(best, 0.99), 2),
         "miss_us": round(statistics.fmean(misses), 2),
     }
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchError
+from moonpool.distributions.quantiles import nearest_rank
 from moonpool_lab.demo.client import ClientResponse, CompletionClient
 from moonpool_lab.demo.local_server import LocalServer
 
@@ -38,7 +39,7 @@ _VOCABULARY = 256
 
 
 @dataclass(slots=True)
-class _Sums:
+class TierSums:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     fetched_tokens: int = 0
@@ -60,7 +61,7 @@ def bench_tiers_live(
     names: list[str] = []
     with contextlib.ExitStack() as stack:
         servers = []
-        for name, flags in _configs(*tokens):
+        for name, flags in tier_configs(*tokens):
             arguments = [model, *flags]
             if "--ssd-tokens" in flags:
                 ssd = tempfile.TemporaryDirectory(prefix="moonpool-bench-", dir=folder)
@@ -68,10 +69,10 @@ def bench_tiers_live(
             servers.append(stack.enter_context(LocalServer(arguments)))
             names.append(name)
         urls = [server.url for server in servers]
-        sums, skipped = asyncio.run(_converse(urls, _schedule(sessions, turns), seconds))
+        sums, skipped = asyncio.run(_converse(urls, draw_schedule(sessions, turns), seconds))
     rows: list[dict[str, Any]] = []
     for name, one, before in zip(names, sums, [None, *sums], strict=False):
-        row = {"tiers": name, **_row(one), **_saved(one, before)}
+        row = {"tiers": name, **_row(one), **saved_by_tier(one, before)}
         rows.append(row)
         echo(
             f"{name:<16} hit {row['hit_ratio']:6.1%} (others {row['others']:5.1%}, SSD"
@@ -92,7 +93,7 @@ def bench_tiers_live(
     }
 
 
-def _configs(
+def tier_configs(
     engine_tokens: int, kv_tokens: int, ssd_tokens: int
 ) -> Iterator[tuple[str, list[str]]]:
     common = ["--prefill", "0", "--decode", "0", "--mixed", str(INSTANCES), "--threads", "1"]
@@ -106,7 +107,7 @@ def _configs(
     yield "+ SSD", [*pooled, "--ssd-tokens", str(ssd_tokens)]
 
 
-def _schedule(sessions: int, turns: int) -> list[list[list[int]]]:
+def draw_schedule(sessions: int, turns: int) -> list[list[list[int]]]:
     """Prompts in steps of as many as there are instances, each of another conversation: the next
     turn of any that has one. The same for every cluster."""
     rng = random.Random(0)
@@ -126,10 +127,10 @@ def _schedule(sessions: int, turns: int) -> list[list[list[int]]]:
 
 async def _converse(
     urls: list[str], steps: list[list[list[int]]], seconds: float
-) -> tuple[list[_Sums], int]:
+) -> tuple[list[TierSums], int]:
     """What each cluster gave, and how many requests there was no time for."""
     clients = [CompletionClient(url) for url in urls]
-    rng, sums = random.Random(1), [_Sums() for _ in urls]
+    rng, sums = random.Random(1), [TierSums() for _ in urls]
     try:
         for client in clients:
             for _ in range(2 * INSTANCES):
@@ -155,7 +156,7 @@ async def _ask(client: CompletionClient, prompt: list[int]) -> ClientResponse:
     return answer
 
 
-def _add(sums: _Sums, answer: ClientResponse, explained: dict[str, Any]) -> None:
+def _add(sums: TierSums, answer: ClientResponse, explained: dict[str, Any]) -> None:
     sums.prompt_tokens += answer.prompt_tokens
     sums.cached_tokens += explained["cached_tokens"]
     sums.fetched_tokens += explained["fetched_tokens"]
@@ -163,7 +164,7 @@ def _add(sums: _Sums, answer: ClientResponse, explained: dict[str, Any]) -> None
     sums.ttfts_s.append(answer.ttft_s)
 
 
-def _row(sums: _Sums) -> dict[str, Any]:
+def _row(sums: TierSums) -> dict[str, Any]:
     total = max(sums.prompt_tokens, 1)
     ordered = sorted(sums.ttfts_s)
     return {
@@ -172,11 +173,11 @@ def _row(sums: _Sums) -> dict[str, Any]:
         "others": round(sums.fetched_tokens / total, 4),
         "ssd": round(sums.loaded_tokens / total, 4),
         "mean_ttft_s": round(statistics.fmean(ordered), 4),
-        "p99_ttft_s": round(ordered[int(0.99 * (len(ordered) - 1))], 4),
+        "p99_ttft_s": round(nearest_rank(ordered, 0.99), 4),
     }
 
 
-def _saved(sums: _Sums, before: _Sums | None) -> dict[str, float]:
+def saved_by_tier(sums: TierSums, before: TierSums | None) -> dict[str, float]:
     """Seconds of TTFT that the tier saves a request, by the same requests without it."""
     if before is None:
         return {"saved_s": 0.0, "saved_error_s": 0.0}

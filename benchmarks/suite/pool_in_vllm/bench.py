@@ -37,6 +37,7 @@ from benchmarks.suite.pool_in_vllm.workload import (
     Prefixes,
     prefixes_of,
 )
+from moonpool.distributions.quantiles import percentiles
 from moonpool.types import Struct
 from moonpool_lab.demo.local_server import ServerError
 from moonpool_lab.trial.reference import Reference
@@ -232,11 +233,7 @@ def run_figures(played: Sequence[Played], seconds: float, counts: CacheCounts) -
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values) or [0.0]
-    return {
-        "mean": statistics.fmean(ordered),
-        "p90": ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)],
-    }
+    return {"mean": statistics.fmean(values or [0.0]), **percentiles(values, 90)}
 
 
 def _figures(rows: Mapping[PoolName, Row]) -> dict[str, Any]:

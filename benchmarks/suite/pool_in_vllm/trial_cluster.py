@@ -70,10 +70,10 @@ class TrialPool(MoonpoolPool):
         whatever the pool does meanwhile. Returns how many."""
         arenas = self._memory.glob("*/arena") if self._memory.exists() else ()
         files = [p for p in self.disk.rglob("*") if p.is_file()] if self.disk.exists() else ()
-        return sum(_damage(path, rng, share) for path in (*arenas, *files))
+        return sum(damage_file(path, rng, share) for path in (*arenas, *files))
 
 
-def _damage(path: Path, rng: random.Random, share: float) -> int:
+def damage_file(path: Path, rng: random.Random, share: float) -> int:
     changed = 0
     with suppress(OSError), path.open("r+b", buffering=0) as file:
         for start in range(0, path.stat().st_size, DAMAGE_STEP_BYTES):

@@ -29,6 +29,7 @@ from benchmarks.suite.routers.fronts import (
     tree_cpu_s,
 )
 from benchmarks.suite.routers.workloads import RouterWorkload, arriving, at_once
+from moonpool.distributions.quantiles import percentiles
 from moonpool.types import Slo, Struct
 from moonpool_lab.demo.local_server import ServerError
 from moonpool_lab.profiling.live_cluster import TBT_FACTOR, TTFT_FACTOR, UNBOUNDED, run_on_uvloop
@@ -192,8 +193,7 @@ def _run(
 
 
 def _tails(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values) or [0.0]
-    return {f"p{p}": ordered[min(len(ordered) * p // 100, len(ordered) - 1)] for p in TAILS}
+    return percentiles(values, *TAILS)
 
 
 def _warm_up(front: RunningFront, workload: RouterWorkload, plan: RouterPlan, number: int) -> None:

@@ -84,9 +84,9 @@ class TimedEngine:
         self.running: list[TimedRequest] = []
         self.queries = self.hits = self.preemptions = 0
         self.news: list[BlockNews] = []
-        self._users: dict[bytes, int] = {}
+        self.users: dict[bytes, int] = {}
         self._unused: OrderedDict[bytes, None] = OrderedDict()  # cached; the oldest use first
-        self._num_free = size.num_blocks  # neither held nor cached
+        self.num_free = size.num_blocks  # neither held nor cached
         self._plan: list[tuple[TimedRequest, int]] = []
 
     def submit(self, request: TimedRequest) -> None:
@@ -105,7 +105,7 @@ class TimedEngine:
         """Empties the cache; False, and nothing, while requests are under way."""
         if self.running or self.waiting:
             return False
-        self._num_free += len(self._unused)
+        self.num_free += len(self._unused)
         self.news += [BlockNews(key) for key in self._unused]
         self._unused.clear()
         return True
@@ -177,7 +177,7 @@ class TimedEngine:
     # Blocks
 
     def _has_room(self, request: TimedRequest, chunk: int) -> bool:
-        return self._needed(request, chunk) <= self._num_free + len(self._unused)
+        return self._needed(request, chunk) <= self.num_free + len(self._unused)
 
     def _needed(self, request: TimedRequest, chunk: int) -> int:
         return -(-(request.computed + chunk) // self.size.block_tokens) - request.num_held
@@ -198,21 +198,21 @@ class TimedEngine:
 
     def _hold(self, request: TimedRequest, chunk: int) -> None:
         needed = self._needed(request, chunk)
-        while self._num_free < needed:
+        while self.num_free < needed:
             key, _ = self._unused.popitem(last=False)
             self.news.append(BlockNews(key))
-            self._num_free += 1
-        self._num_free -= needed
+            self.num_free += 1
+        self.num_free -= needed
         request.num_held += needed
 
     def _take_cached(self, request: TimedRequest) -> None:
         """The blocks at the begin of its tokens that are cached; the last token is always
         computed."""
         for key in block_keys(request, self.size.block_tokens, len(request.tokens) - 1):
-            if key not in self._users and key not in self._unused:
+            if key not in self.users and key not in self._unused:
                 break
             self._unused.pop(key, None)
-            self._users[key] = self._users.get(key, 0) + 1
+            self.users[key] = self.users.get(key, 0) + 1
             request.blocks.append(key)
         request.num_held = len(request.blocks)
         request.computed = request.num_held * self.size.block_tokens
@@ -224,12 +224,12 @@ class TimedEngine:
         for number in range(first, request.computed // size):
             own = tuple(request.tokens[number * size : (number + 1) * size])
             key = _key(parent or request.salt, own)
-            if key in self._unused or key in self._users:
-                self._num_free += 1  # another request has computed the same: one copy is enough
+            if key in self._unused or key in self.users:
+                self.num_free += 1  # another request has computed the same: one copy is enough
                 self._unused.pop(key, None)
             else:
                 self.news.append(BlockNews(key, parent, own))
-            self._users[key] = self._users.get(key, 0) + 1
+            self.users[key] = self.users.get(key, 0) + 1
             request.blocks.append(key)
             parent = key
 
@@ -239,11 +239,11 @@ class TimedEngine:
 
     def _give_up(self, request: TimedRequest) -> None:
         """Returns its blocks: full ones stay cached, the last of them forgotten first."""
-        self._num_free += request.num_held - len(request.blocks)
+        self.num_free += request.num_held - len(request.blocks)
         for key in reversed(request.blocks):
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
+            self.users[key] -= 1
+            if not self.users[key]:
+                del self.users[key]
                 self._unused[key] = None
         request.blocks, request.num_held, request.computed = [], 0, 0
 

@@ -63,14 +63,14 @@ def origin() -> dict[str, str]:
     from moonpool.cores import cpu_name
 
     return {
-        "command": "moonpool " + " ".join(_without_keys(sys.argv[1:])),
+        "command": "moonpool " + " ".join(without_keys(sys.argv[1:])),
         "version": __version__,
         "commit": _commit(),
         "machine": f"{platform.machine()}, {cpu_name()}, Python {platform.python_version()}",
     }
 
 
-def _without_keys(words: list[str]) -> list[str]:
+def without_keys(words: list[str]) -> list[str]:
     """A command line without its API keys: figures are passed on."""
     shown = [re.sub(r"^--api-key=.*", "--api-key=...", word, flags=re.S) for word in words]
     return [

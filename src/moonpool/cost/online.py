@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections import deque
 from math import fsum, inf
 
+from moonpool.distributions.quantiles import rank_above
+
 STEPS_PER_SAMPLE = 4
 """Observations with a time above 0 that make one sample."""
 WINDOW = 31
@@ -216,7 +218,7 @@ class FactorsBySize:
             ratios += [ratio for other, ratio in self._all if other != own]
         if len(ratios) < MIN_SAMPLES:
             return 1.0
-        return sorted(ratios)[min(int(self._share * len(ratios)), len(ratios) - 1)]
+        return sorted(ratios)[rank_above(self._share, len(ratios))]
 
     def observe(self, size: int, seconds: float, expected_s: float) -> None:
         """Enters a step. Invalid times (negative, infinite, NaN) are ignored."""

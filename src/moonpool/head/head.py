@@ -127,7 +127,7 @@ class Head:
         self._joined = asyncio.Event()
         self._secret = secret
         self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
-        self._open: set[WorkerLink] = set()
+        self.open_links: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
         self._inherited: set[InstanceId] = set()  # from an earlier head
         self._attention = AttentionLinks(config.cluster.attention_each, self._links, self.setup)
@@ -159,7 +159,7 @@ class Head:
                 ssl=None if tls is None else tls.server,
                 ssl_handshake_timeout=None if tls is None else TLS_HANDSHAKE_S,
             )
-        self.ticker = asyncio.create_task(self._tick_forever())
+        self.ticker = asyncio.create_task(self.tick_forever())
 
     async def expect(
         self, roles: Mapping[InstanceId, Role], offers: Mapping[InstanceId, ModelOffer]
@@ -198,12 +198,12 @@ class Head:
             await asyncio.to_thread(self._traces.close)
         if self._server is not None:
             self._server.close()
-        for link in list(self._open):
+        for link in list(self.open_links):
             if not self.config.network.keep_workers:
                 link.channel.send(Stop())
             link.channel.close()
         for _ in range(LAST_LOOKS):
-            if self._open:
+            if self.open_links:
                 await asyncio.sleep(LAST_LOOK_S)
 
     async def wait_for_instances(self, count: int) -> None:
@@ -447,7 +447,7 @@ class Head:
             oldest = next(iter(self._half_open))
             oldest.channel.abort("too many connections that have not proved the secret")
             self._half_open.pop(oldest, None)
-        self._open.add(link)
+        self.open_links.add(link)
         self._half_open[link] = None
 
     def listened_s(self) -> float:
@@ -474,7 +474,7 @@ class Head:
         return None
 
     def on_standby(self, link: WorkerLink, apply: ApplyStandby) -> None:
-        if self.standbys.note(link, apply, self._open):
+        if self.standbys.note(link, apply, self.open_links):
             link.channel.send(self.setup())
             self._lead()
         if self.standbys.replaced:
@@ -482,7 +482,7 @@ class Head:
             self.end_answers("head_replaced", "Another head has replaced this one: ask it again.")
 
     def _lead(self) -> None:
-        self.standbys.lead(self._open, self.served.expected, self.served.offers)
+        self.standbys.lead(self.open_links, self.served.expected, self.served.offers)
 
     def _tell_instances(self) -> None:
         self.on_instances(self.served.expected, self.served.offers)
@@ -518,7 +518,7 @@ class Head:
             self._post(Reported(link.instance_id, report), model)
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
-        self._open.discard(link)
+        self.open_links.discard(link)
         self._half_open.pop(link, None)
         default = self.served.default
         if self._attention.drop(link) and not (self._stopping or link.is_ordered) and default:
@@ -569,7 +569,7 @@ class Head:
     def setup(self) -> Setup:
         return setup_of(self.config)
 
-    async def _tick_forever(self) -> None:
+    async def tick_forever(self) -> None:
         while True:
             await self._ticks.next(self.served.is_busy, self.standbys.next_due_s)
             missed_s = self._clock.tick(self.now())

@@ -16,7 +16,7 @@ _THINGS_TEXT = (
     "lark ledge lily marsh meadow mesa mill moor moss oak otter pearl pier pine pond port "
     "quay reef rill"
 )
-_KINDS, _THINGS = _KINDS_TEXT.split(), _THINGS_TEXT.split()
+SPOKEN_KINDS, SPOKEN_THINGS = _KINDS_TEXT.split(), _THINGS_TEXT.split()
 
 
 def spoken_name(key: bytes) -> str:
@@ -25,6 +25,6 @@ def spoken_name(key: bytes) -> str:
     if len(key) < 4:
         raise ValueError(f"a name needs four bytes, not {len(key)}")
     number = int.from_bytes(key[:4], "big")
-    number, kind = divmod(number, len(_KINDS))
-    number, thing = divmod(number, len(_THINGS))
-    return f"{_KINDS[kind]}-{_THINGS[thing]}-{number % 100}"
+    number, kind = divmod(number, len(SPOKEN_KINDS))
+    number, thing = divmod(number, len(SPOKEN_THINGS))
+    return f"{SPOKEN_KINDS[kind]}-{SPOKEN_THINGS[thing]}-{number % 100}"

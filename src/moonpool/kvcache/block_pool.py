@@ -220,7 +220,7 @@ class BlockPool:
             self._held_by.setdefault(owner, []).extend(block_ids)
 
     def is_held(self, block_id: BlockId) -> bool:
-        """Whether a cached block has an owner."""
+        """Whether a block has an owner."""
         return self._num_holds[block_id] > 0
 
     def withdraw(self, owner: BlockOwner, num_blocks: int) -> list[BlockId]:

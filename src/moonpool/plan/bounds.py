@@ -153,7 +153,7 @@ class Bounds:
             left = answer - 1
             found.append(
                 min(
-                    left / _tokens_of_step(acceptance, drafts, left) * share_s
+                    left / tokens_of_step(acceptance, drafts, left) * share_s
                     for drafts, share_s in enumerate(shares[size])
                 )
             )
@@ -164,7 +164,7 @@ def _pairs(left: np.ndarray, right: np.ndarray) -> Sequence[tuple[int, int]]:
     return list(zip(left.tolist(), right.tolist(), strict=True))
 
 
-def _tokens_of_step(acceptance: float, drafts: int, answer_tokens: int) -> float:
+def tokens_of_step(acceptance: float, drafts: int, answer_tokens: int) -> float:
     """Returns the tokens that a step with so many drafts brings an answer with luck: their mean and
     twice its deviation over the steps of the answer."""
     if not drafts or answer_tokens <= 0:

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from moonpool.config.tables import Config, ConfigError
+from moonpool.distributions.quantiles import nearest_rank
 from moonpool.plan.candidate import (
     CACHE_STEPS,
     CHUNK_STEPS,
@@ -131,8 +132,7 @@ def need_of(
     inside = [i for i, at in enumerate(demand.arrived_s) if span.begin_s <= at < end_s]
     length_s = max(end_s - span.begin_s, 1e-9)
     prefill = max(ceil(fsum(work_s[i] for i in inside) / length_s * wanted), 1)
-    ranked = sorted(work_s)
-    idle_ttft_s = ranked[min(ceil(wanted * len(ranked)), len(ranked)) - 1]
+    idle_ttft_s = nearest_rank(sorted(work_s), wanted)
     context = demand.context_tokens
     idle_tbt_s = decoder.estimate.decode_step_s(1, round(context))
     decode = _decode_instances(demand, len(inside) / length_s, decoder, config)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from math import fsum, inf
 from typing import Any
 
+from moonpool.distributions.quantiles import rounded
 from moonpool.plan.assess import Assessment
 from moonpool.plan.candidate import Candidate, Priced
 from moonpool.plan.demand import Demand, Prepared
 from moonpool.sim.hardware import calibrated
-from moonpool.sim.metrics import rounded
 
 MILLION = 1e6
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from moonpool.distributions.quantiles import rounded
 from moonpool.plan.advice import InstanceLossEffect, binding, main_cause, worst_moment
 from moonpool.plan.assess import Assessment, NeighbourFound, PlanCheck, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
@@ -16,7 +17,6 @@ from moonpool.plan.demand import Prepared
 from moonpool.plan.offloading import Balance, DecodeNode
 from moonpool.plan.running_costs import cost_lines, costs_of
 from moonpool.plan.search import ClusterPlan, MixFound
-from moonpool.sim.metrics import rounded
 
 FRONT_ROWS = 12
 

@@ -15,11 +15,12 @@ from math import ceil
 
 from moonpool.config.tables import Config, ConfigError
 from moonpool.cost.fitted import FittedCost
+from moonpool.distributions.quantiles import rounded
 from moonpool.plan.confidence import Attainment
 from moonpool.request_record import RequestRecord
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
-from moonpool.sim.metrics import COMPLETED, Collector, rounded
+from moonpool.sim.metrics import COMPLETED, Collector
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival, make_arrivals
 from moonpool.trace.resample import resample

@@ -1,102 +1,24 @@
 """What a run records, in memory that does not grow with the number of requests.
 
-`Histogram` keeps a distribution, `Timeline` a sampled series, `Collector` the figures of all
-requests. A histogram of our own: its bins are at most 0.05 % off, it takes a count with each value
-(millions of token gaps come as runs of equal ones), and its results are the same on every machine.
-`numpy.histogram` needs all values at once, and hdrhistogram and ddsketch would be dependencies for
-60 lines.
+`Timeline` keeps a sampled series, `Collector` the figures of all requests.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import exp, floor, log
 from typing import Any
 
+from moonpool.distributions.histogram import Histogram
+from moonpool.distributions.quantiles import rounded
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId
-
-GROWTH = 1.001
-_LOG_GROWTH = log(GROWTH)
-SMALLEST = 1e-7
 
 MAX_SAMPLES = 1440
 MAX_TENANTS = 1000
 OTHER_TENANTS = "(others)"
 COMPLETED = ("stop", "length")
 """The outcomes of an answered request."""
-
-
-class Histogram:
-    """A distribution of values >= 0 in logarithmic bins. Mean and maximum are exact."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total = 0.0
-        self.largest = 0.0
-        self._bins: dict[int, int] = {}
-
-    def add(self, value: float, times: int = 1) -> None:
-        """Adds `times` values of the same size."""
-        assert value >= 0 and times >= 0
-        if not times:
-            return
-        self.count += times
-        self.total += value * times
-        if value > self.largest:
-            self.largest = value
-        index = floor(log(value / SMALLEST) / _LOG_GROWTH) if value > SMALLEST else -1
-        self._bins[index] = self._bins.get(index, 0) + times
-
-    @property
-    def mean(self) -> float:
-        """0 without values."""
-        return self.total / self.count if self.count else 0.0
-
-    def quantile(self, share: float) -> float:
-        """The smallest value with at least `share` of all values at or below it."""
-        wanted = max(1.0, share * self.count)
-        seen = 0
-        for index in sorted(self._bins):
-            seen += self._bins[index]
-            if seen >= wanted - 1e-9:
-                return min(_middle(index), self.largest)
-        return 0.0
-
-    def share_up_to(self, value: float) -> float:
-        """The share of values that are at most `value`."""
-        below = sum(number for index, number in self._bins.items() if _middle(index) <= value)
-        return below / self.count if self.count else 0.0
-
-    def summary(self) -> dict[str, float]:
-        """Mean, p50, p90 and p99, rounded."""
-        return {
-            "mean": rounded(self.mean),
-            "p50": rounded(self.quantile(0.5)),
-            "p90": rounded(self.quantile(0.9)),
-            "p99": rounded(self.quantile(0.99)),
-        }
-
-    def curve(self, num_points: int = 100) -> list[tuple[float, float]]:
-        """The cumulative distribution as about `num_points` points (value, share at or below)."""
-        points: list[tuple[float, float]] = []
-        seen = 0
-        for index in sorted(self._bins):
-            seen += self._bins[index]
-            share = seen / self.count
-            if not points or share - points[-1][1] >= 1 / num_points or seen == self.count:
-                points.append((rounded(min(_middle(index), self.largest)), rounded(share)))
-        return points
-
-
-def _middle(index: int) -> float:
-    return 0.0 if index < 0 else SMALLEST * exp((index + 0.5) * _LOG_GROWTH)
-
-
-def rounded(value: Any, digits: int = 6) -> float:
-    """Rounds to significant digits: printed figures must not depend on a library's last bit."""
-    return float(f"{value:.{digits}g}")
 
 
 class Timeline:

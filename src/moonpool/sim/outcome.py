@@ -8,7 +8,8 @@ import msgspec
 
 from moonpool.conductor.forecast.cost_estimator import learned_factors
 from moonpool.config.tables import Config
-from moonpool.sim.metrics import Collector, rounded
+from moonpool.distributions.quantiles import rounded
+from moonpool.sim.metrics import Collector
 from moonpool.sim.node import Node
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moonpool.distributions.histogram import Histogram
+from moonpool.distributions.quantiles import rounded
 from moonpool.request_record import RequestRecord
-from moonpool.sim.metrics import Histogram, rounded
 from moonpool.trace.closed_loop import LoopCall
 
 ANSWERED = ("stop", "length")

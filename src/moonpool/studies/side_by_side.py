@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from moonpool.sim.report.chart import bars
+from moonpool.pages.chart import bars
+from moonpool.pages.units import counted, duration, joined, percent, significant
 from moonpool.sim.report.page import CONFIG_TABLES, environment
 from moonpool.sim.report.plots import ReportFigure, Table
-from moonpool.sim.report.units import counted, duration, joined, percent, significant
 from moonpool.studies.run_inputs import different_inputs
 
 MAX_RUNS = 12

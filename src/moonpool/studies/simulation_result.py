@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moonpool.config.tables import Config
-from moonpool.sim.metrics import rounded
+from moonpool.distributions.quantiles import rounded
 from moonpool.studies.result_table import ResultTable
 
 if TYPE_CHECKING:

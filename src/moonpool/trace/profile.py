@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from moonpool.distributions.quantiles import interpolated
 from moonpool.trace.row import TraceError
 from moonpool.types import MALFORMED, Struct
 
@@ -117,13 +118,7 @@ def quantiles_of(values: Sequence[float], digits: int = 0) -> Quantiles:
     ranked = sorted(values)
     if ranked[0] == ranked[-1]:
         return (round(float(ranked[0]), digits),)
-    table = []
-    for probability in PROBABILITIES:
-        place = probability * (len(ranked) - 1)
-        low = min(int(place), len(ranked) - 2)
-        value = ranked[low] + (place - low) * (ranked[low + 1] - ranked[low])
-        table.append(round(float(value), digits))
-    return tuple(table)
+    return tuple(round(float(interpolated(ranked, share)), digits) for share in PROBABILITIES)
 
 
 def length_class(own_tokens: int) -> int:

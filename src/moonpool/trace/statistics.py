@@ -13,6 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from moonpool.distributions.quantiles import interpolated
 from moonpool.trace.blocks import LruCurve, TurnTracker
 from moonpool.trace.row import TraceError, TraceRow
 from moonpool.types import Struct
@@ -113,7 +114,7 @@ def spread_of(values: Sequence[float]) -> Distribution | None:
     if not values:
         return None
     ranked = sorted(values)
-    at = [_quantile(ranked, share) for share in (0.1, 0.5, 0.75, 0.9, 0.99)]
+    at = [interpolated(ranked, share) for share in (0.1, 0.5, 0.75, 0.9, 0.99)]
     return Distribution(
         mean=sum(ranked) / len(ranked),
         p10=at[0],
@@ -123,13 +124,6 @@ def spread_of(values: Sequence[float]) -> Distribution | None:
         p99=at[4],
         max=ranked[-1],
     )
-
-
-def _quantile(ranked: Sequence[float], share: float) -> float:
-    place = share * (len(ranked) - 1)
-    low = int(place)
-    high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (place - low) * (ranked[high] - ranked[low])
 
 
 def dispersion(times_s: Iterable[float], window_s: float) -> float | None:

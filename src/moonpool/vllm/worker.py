@@ -289,7 +289,7 @@ class VllmWorker(InstanceProcess):
         url, facts = self._place.url, engine.facts
         if setup.engine.kind != "vllm":
             return "the head serves with Moonpool's own engine; start it with --engine vllm"
-        layout = _layout(setup.model.name, facts)
+        layout = layout_of(setup.model.name, facts)
         if engine.layout not in (None, layout):
             return "the head came back with another configuration; restart this worker"
         if self.role is not Role.MIXED and facts.make != "vLLM":
@@ -556,7 +556,7 @@ def make_worker(settings: WorkerSettings) -> VllmWorker:
     )
 
 
-def _layout(model: str, facts: VllmFacts) -> BlockLayout:
+def layout_of(model: str, facts: VllmFacts) -> BlockLayout:
     """Returns a nominal layout: the blocks stay in vLLM, and only their keys are used here."""
     return BlockLayout(
         model_fingerprint=f"vllm {model}",

@@ -80,7 +80,7 @@ class ScriptedHead:
         self.reasons: list[str] = []  # of those
         self.finished: list[tuple[str, FinishReason, int]] = []
         self.drained: list[tuple[str, float]] = []
-        self._kept: list[AsyncGenerator[Output, None]] = []
+        self.kept: list[AsyncGenerator[Output, None]] = []
         self.refused: Counter[str] = Counter()
         self.answered: list[tuple[int, ...]] = []
         self.is_healthy = True
@@ -141,7 +141,7 @@ class ScriptedHead:
     ) -> AsyncGenerator[Output, None]:
         self.delivered.append(delivered)
         outputs = self._outputs(request)
-        self._kept.append(outputs)  # so that only an explicit close ends it, never the collector
+        self.kept.append(outputs)  # so that only an explicit close ends it, never the collector
         return outputs
 
     async def _outputs(self, request: Request) -> AsyncGenerator[Output, None]:

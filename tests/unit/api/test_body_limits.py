@@ -22,6 +22,7 @@ from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.errors import ApiError
 from moonpool.api.frontend import ApiOptions
 from moonpool.api.helpers import process as helper_process
+from tests.processes import children
 from tests.unit.engine.test_tokenizer_huggingface import byte_level, write_folder
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -88,15 +89,15 @@ def test_a_template_that_takes_too_much_is_one_clear_error(bad: str) -> None:
 
 def test_what_does_not_return_from_c_ends_with_its_process_alone() -> None:
     """Python's own limit on digits is off: the number's text takes minutes in one call."""
-    options = template(STUCK_IN_C)
+    options, others = template(STUCK_IN_C), children()
 
     async def work(reader: BodyReader) -> None:
         assert await ask(reader, "good") == 2
-        process = reader._small._helper.process
+        before = children() - others
         with pytest.raises(ApiError, match="chat template takes more than"):
             await ask(reader, "bad")
         assert await ask(reader, "good") == 2
-        assert process is not None and reader._small._helper.process is not process
+        assert before and not before & children()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONINTMAXSTRDIGITS", "0")
@@ -167,15 +168,16 @@ def test_each_call_that_takes_too_long_shortens_the_next_and_each_good_one_lengt
 
 
 def test_calls_that_are_in_a_process_when_it_dies_are_read_by_the_next() -> None:
+    others = children()
+
     async def work(reader: BodyReader) -> None:
         await ask(reader, "good")
         for _ in range(3):
-            process = reader._small._helper.process
-            assert process is not None and process.pid is not None
+            [pid] = children() - others
             calls = [asyncio.create_task(ask(reader, f"good {n}")) for n in range(30)]
-            os.kill(process.pid, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(0)
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             assert await asyncio.gather(*calls) == [2] * 30
 
     run(template(ENDLESS), work)
@@ -183,12 +185,12 @@ def test_calls_that_are_in_a_process_when_it_dies_are_read_by_the_next() -> None
 
 def test_a_process_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helper_process, "LATE_S", 0.0)
+    others = children()
 
     async def work(reader: BodyReader) -> None:
         await ask(reader, "good")
-        process = reader._small._helper.process
-        assert process is not None and process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
+        [pid] = children() - others
+        os.kill(pid, signal.SIGSTOP)
         assert await ask(reader, "good") == 2
 
     run(template(ENDLESS), work)

@@ -12,6 +12,7 @@ from scripted_head import ScriptedHead, complete
 
 from moonpool.api.errors import ApiError
 from moonpool.api.grammars.check import GrammarCheck
+from tests.processes import children
 
 
 def chained(num_rules: int, rule: str = "r{next}") -> str:
@@ -120,13 +121,14 @@ def test_the_loop_turns_while_grammars_are_compiled_and_each_is_compiled_once() 
 
 def test_a_compiler_that_is_killed_is_replaced() -> None:
     async def check() -> None:
-        checks = GrammarCheck()
+        before, checks = children(), GrammarCheck()
         await checks.require("f", '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}', "", 60.0)
-        process = checks._helper.process
-        assert process is not None and process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
+        [pid] = children() - before
+        os.kill(pid, signal.SIGKILL)
+        while pid in children():
+            await asyncio.sleep(0.01)
         await checks.require("f", '{"grammars": [{"lark_grammar": "start: \\"b\\""}]}', "", 60.0)
-        assert checks._helper.process is not process
+        assert len(children() - before) == 1
         checks.close()
 
     asyncio.run(check())

@@ -50,4 +50,7 @@ def test_malformed_headers_count_as_none(header: bytes) -> None:
 
 
 def test_later_versions_may_have_more() -> None:
-    assert read_traceparent(b"01" + HEADER[2:] + b"-more", exports=False) is not None
+    found = read_traceparent(b"01" + HEADER[2:] + b"-more", exports=True)
+    assert found is not None and found.exported
+    assert (found.trace_id, found.parent_id) == (TRACE, PARENT)
+    assert found.traceparent == f"00-{TRACE}-{found.span_id}-01"

@@ -288,7 +288,7 @@ def test_a_worker_reports_an_invalid_step(transport: str) -> None:
         step = StepEntry(AttemptId("0"), [1], 0, [BLOCKS_EACH - 1], GREEDY)
         assert made.engine.step([step]).tokens
         meta = _decode_meta(BLOCKS_EACH + 3)
-        model, cache = made.engine._model, made.engine._cache
+        model, cache = made.engine.model, made.engine.cache
         rows = torch.tensor([0])
         with pytest.raises(AttentionLostError, match="block table"):
             model.forward(torch.tensor([1]), cache, meta, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.suite.cluster.autoscale import ScaledDay, _saving, run_day
+from benchmarks.suite.cluster.autoscale import ScaledDay, run_day, saving
 
 
 def test_the_saving_is_against_fixed_numbers_that_serve_as_many() -> None:
@@ -15,7 +15,7 @@ def test_the_saving_is_against_fixed_numbers_that_serve_as_many() -> None:
         {"name": "scaled", "load": 0.7, "effective": 80, "usd": 30.0},
         {"name": "roomy", "load": 0.5, "effective": 99, "usd": 50.0},
     ]
-    assert _saving(runs) == {"scaled": 0.25, "roomy": None}
+    assert saving(runs) == {"scaled": 0.25, "roomy": None}
 
 
 @pytest.mark.long

@@ -53,7 +53,7 @@ def test_processes_are_told_apart_by_their_command_lines() -> None:
 def test_the_same_seed_gives_the_same_faults_and_calls_and_each_kind_its_turn() -> None:
     def plans(seed: int) -> list[tuple[str, signal.Signals]]:
         drawn = random.Random(seed)
-        return Campaign((), 4, drawn, (1.0, 2.0), print)._plans(["a", "b", "c"], 6, 3)
+        return Campaign((), 4, drawn, (1.0, 2.0), print).plans(["a", "b", "c"], 6, 3)
 
     assert plans(1) == plans(1) != plans(2)
     assert sorted(plans(1)) == sorted(

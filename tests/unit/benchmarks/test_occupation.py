@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.suite.engine.busy_memory import WAYS, _separate, bench_occupation
+from benchmarks.suite.engine.busy_memory import WAYS, bench_occupation, separate_s
 from moonpool.cost.fitted import FittedCost
 
 pytestmark = pytest.mark.long
@@ -22,10 +22,10 @@ COST = FittedCost(
 
 def test_simulated_a_prompt_is_held_while_it_is_computed_and_until_it_has_left() -> None:
     kv_bytes = 2048 * COST.token_bytes
-    after = _separate(2048, COST, layer_wise=False)
+    after = separate_s(2048, COST, layer_wise=False)
     assert after == pytest.approx(kv_bytes * (2.048 + kv_bytes / RATE), rel=0.02)
     # Sending takes half as long as computing: all but the end of it is hidden.
-    beside = _separate(2048, COST, layer_wise=True)
+    beside = separate_s(2048, COST, layer_wise=True)
     assert beside == pytest.approx(kv_bytes * 2.048, rel=0.1)
 
 

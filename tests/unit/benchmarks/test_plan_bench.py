@@ -20,22 +20,22 @@ def proof() -> PlanProof:
     [workload] = [one for one in PROOF_WORKLOADS if one.name == "half cached, 16k"]
     made = prove(workload._replace(rate_rps=0.4), 30, 2)
     steps = Steps((125_000, 500_000), (0,), ("lru",), (256, 1024))
-    made._prepared = msgspec.structs.replace(made._prepared, steps=steps)
+    made.prepared = msgspec.structs.replace(made.prepared, steps=steps)
     return made
 
 
 @pytest.mark.long
 def test_a_plan_that_is_too_dear_is_found_out(proof: PlanProof) -> None:
-    [mixed] = [start for start in proof._prepared.starts if start.mixed]
+    [mixed] = [start for start in proof.prepared.starts if start.mixed]
     dear = msgspec.structs.replace(mixed, mixed=2, cache_tokens=500_000, chunk_tokens=256)
-    with Workforce(proof._workload, 1) as workforce:
-        assessor = Assessor(workforce, proof._base, PlanGoal(), proof._priced)
+    with Workforce(proof.workload, 1) as workforce:
+        assessor = Assessor(workforce, proof.base, PlanGoal(), proof.priced)
         assert assessor.look([dear])[0].share >= 0.9
         choice = assessor.known(dear)
-        proof._search(assessor, choice)
-        assert proof._found
-        for one in proof._found:
-            assert proof._priced.usd_per_h(one) * (1 + WITHIN) <= choice.usd_per_h
+        proof.search(assessor, choice)
+        assert proof.found
+        for one in proof.found:
+            assert proof.priced.usd_per_h(one) * (1 + WITHIN) <= choice.usd_per_h
             assert assessor.looks[one].share >= 0.9
     counts = proof.counts
     decided = counts["arithmetic"] + counts["clear"] + counts["simulated"]

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.pool_trial import kinds_of_kills, verdict
 from benchmarks.suite.pool_in_vllm.judge import TokenAnswer, counts_of, judge
-from benchmarks.suite.pool_in_vllm.trial_cluster import DAMAGE_STEP_BYTES, _damage
+from benchmarks.suite.pool_in_vllm.trial_cluster import DAMAGE_STEP_BYTES, damage_file
 
 TIE_NATS = 0.5
 
@@ -105,8 +105,8 @@ def test_each_kind_is_killed_and_most_kills_are_the_pools() -> None:
 def test_damage_changes_as_many_bytes_as_it_says(tmp_path: Path) -> None:
     file, size = tmp_path / "arena", 9 * DAMAGE_STEP_BYTES
     file.write_bytes(bytes(size))
-    assert _damage(file, random.Random(1), 1.0) == 9
+    assert damage_file(file, random.Random(1), 1.0) == 9
     changed = [number for number, byte in enumerate(file.read_bytes()) if byte]
     assert [number // DAMAGE_STEP_BYTES for number in changed] == list(range(9))
-    assert _damage(file, random.Random(1), 0.0) == 0
-    assert _damage(tmp_path / "gone", random.Random(1), 1.0) == 0
+    assert damage_file(file, random.Random(1), 0.0) == 0
+    assert damage_file(tmp_path / "gone", random.Random(1), 1.0) == 0

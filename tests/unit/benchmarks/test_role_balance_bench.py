@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.suite.cluster.role_balance import RoleBalanceRun, _compare, _run_apart
+from benchmarks.suite.cluster.role_balance import RoleBalanceRun, compare, run_apart
 
 
 def figures(prefill: int, mode: str, share: float, **known: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def figures(prefill: int, mode: str, share: float, **known: Any) -> dict[str, An
 
 
 def test_switching_is_held_against_the_best_fixed_split() -> None:
-    found = _compare(
+    found = compare(
         [
             figures(1, "advise", 0.5),
             figures(2, "advise", 0.8),
@@ -42,6 +42,6 @@ def test_switching_is_held_against_the_best_fixed_split() -> None:
 @pytest.mark.long
 def test_a_run_apart_tells_its_figures() -> None:
     run = RoleBalanceRun(prefill=1, decode=1, mode="switch", window_s=30.0, seed=1, day_s=300.0)
-    found = _run_apart(run)
+    found = run_apart(run)
     assert found["requests"] > 50
     assert found["name"] == "shifting day 1P+1D switch" and found["switches"] == 0

@@ -91,7 +91,7 @@ def test_every_request_ends_and_gives_its_memory_back(
         if number not in cancelled:
             assert sum(one.name == str(number) for one in found) == most
     assert not engine.running and not engine.waiting and engine.forget()
-    assert engine._num_free == SIZE.num_blocks and not engine._users
+    assert engine.num_free == SIZE.num_blocks and not engine.users
 
 
 def test_what_can_never_be_served_is_refused() -> None:

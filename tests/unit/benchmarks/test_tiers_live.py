@@ -10,19 +10,19 @@ from benchmarks.suite.pool import tiers_live
 from benchmarks.suite.pool.tiers_live import (
     INSTANCES,
     OPENING_TOKENS,
-    _configs,
-    _saved,
-    _schedule,
-    _Sums,
+    TierSums,
     bench_tiers_live,
+    draw_schedule,
+    saved_by_tier,
+    tier_configs,
 )
 
 pytestmark = pytest.mark.long
 
 
 def test_every_row_has_the_same_conversations_and_one_tier_more() -> None:
-    steps = _schedule(5, 3)
-    assert steps == _schedule(5, 3)
+    steps = draw_schedule(5, 3)
+    assert steps == draw_schedule(5, 3)
     prompts = [prompt for step in steps for prompt in step]
     assert len(prompts) == 15 and all(len(step) <= INSTANCES for step in steps)
     last: dict[tuple[int, ...], list[int]] = {}
@@ -30,15 +30,15 @@ def test_every_row_has_the_same_conversations_and_one_tier_more() -> None:
         name = tuple(prompt[OPENING_TOKENS : OPENING_TOKENS + 8])
         assert prompt[: len(last.get(name, []))] == last.get(name, [])
         last[name] = prompt
-    rows = dict(_configs(512, 1024, 4096))
+    rows = dict(tier_configs(512, 1024, 4096))
     assert list(rows) == ["engine memory", "+ DRAM", "+ remote DRAM", "+ SSD"]
     assert set(rows["+ SSD"]) - set(rows["+ remote DRAM"]) == {"--ssd-tokens", "4096"}
 
 
 def test_what_a_tier_saves_is_counted_request_by_request() -> None:
-    with_it, without = _Sums(ttfts_s=[0.1, 0.2, 0.3]), _Sums(ttfts_s=[0.3, 0.4, 0.5])
-    assert _saved(with_it, without) == {"saved_s": 0.2, "saved_error_s": 0.0}
-    assert _saved(without, None)["saved_s"] == 0.0
+    with_it, without = TierSums(ttfts_s=[0.1, 0.2, 0.3]), TierSums(ttfts_s=[0.3, 0.4, 0.5])
+    assert saved_by_tier(with_it, without) == {"saved_s": 0.2, "saved_error_s": 0.0}
+    assert saved_by_tier(without, None)["saved_s"] == 0.0
 
 
 @pytest.mark.live
@@ -46,8 +46,8 @@ def test_a_cluster_with_an_ssd_reads_back_what_its_memory_could_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = (1024, 2048, 32_768)
-    rows = list(_configs(*sizes))
-    monkeypatch.setattr(tiers_live, "_configs", lambda *sizes: rows[-1:])
+    rows = list(tier_configs(*sizes))
+    monkeypatch.setattr(tiers_live, "tier_configs", lambda *sizes: rows[-1:])
     lines: list[str] = []
     found = bench_tiers_live("random:m30,layers=2", 6, 3, sizes, 60.0, tmp_path, lines.append)
     (row,) = found["rows"]

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from moonpool.cli import doctor
 from moonpool.cli.completion import PLACES, contexts
 from moonpool.cli.main import cli
-from moonpool.head.spoken_names import _KINDS, _THINGS, spoken_name
+from moonpool.head.spoken_names import SPOKEN_KINDS, SPOKEN_THINGS, spoken_name
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_there_is_a_manual_page_of_every_command(tmp_path: Path) -> None:
 
 
 def test_a_hash_has_a_name_that_stays() -> None:
-    assert len(set(_KINDS)) == len(set(_THINGS)) == 64
+    assert len(set(SPOKEN_KINDS)) == len(set(SPOKEN_THINGS)) == 64
     assert spoken_name(b"abcdefgh") == spoken_name(b"abcd") != spoken_name(b"abce")
     with pytest.raises(ValueError, match="four bytes"):
         spoken_name(b"abc")

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from test_options import COMMANDS
 
 from moonpool.cli.main import cli
-from moonpool.cli.output import _without_keys
+from moonpool.cli.output import without_keys
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, OWN_KEYS, full_url, is_address
 
 ROOT = Path(__file__).parents[3]
@@ -232,5 +232,5 @@ def test_addresses_are_completed() -> None:
 
 def test_figures_name_no_key() -> None:
     words = ["trial", "u", "--api-key", "sk-1", "--api-key=sk-2", "--seed", "1"]
-    shown = _without_keys(words)
+    shown = without_keys(words)
     assert shown == ["trial", "u", "--api-key", "...", "--api-key=...", "--seed", "1"]

@@ -420,10 +420,10 @@ def test_a_stop_string_that_is_found_after_a_fault_is_a_finish() -> None:
     desk.decoding()
     desk.tokens("d0", 51, 52)
     desk.handle(InstanceLost(InstanceId("d0"), "it died"))
-    assert len(desk.conductor._lifecycle.waiting) == 1
+    assert desk.conductor.num_waiting == 1
     (ended,) = of(desk.handle(finished(2)), RequestEnded)
     assert (ended.record.outcome, ended.record.num_generated_tokens) == ("stop", 2)
-    assert len(desk.conductor._lifecycle.waiting) == 0
+    assert desk.conductor.num_waiting == 0
     desk.assert_nothing_is_booked()
 
 

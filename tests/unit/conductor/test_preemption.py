@@ -113,11 +113,11 @@ def test_two_tenants_that_flood_end_up_with_equal_parts() -> None:
     flood = Flood("m0")
     for number in range(10):
         flood.ask(f"o{number}", "other", 20_000 + 100 * number)
-    pauses = [flood.desk.conductor._lifecycle.num_pauses]
+    pauses = [flood.desk.conductor.num_pauses]
     for _ in range(200):
         flood.desk.now += 0.5
         flood.desk.handle(Tick())
-        pauses.append(flood.desk.conductor._lifecycle.num_pauses)
+        pauses.append(flood.desk.conductor.num_pauses)
     running = [t for t in flood.desk.conductor.requests.values() if t.attempt is not None]
     parts = [sum(t.request.tenant == name for t in running) for name in ("flood", "other")]
     assert sum(parts) == 10 and abs(parts[0] - parts[1]) <= 2, parts
@@ -169,4 +169,4 @@ def test_a_tenant_alone_uses_all_and_pauses_nothing() -> None:
     flood = Flood()
     for number in range(5):
         assert not paused(flood.ask(f"g{number}", "flood", 30_000 + number))
-    assert flood.desk.conductor._lifecycle.num_pauses == 0
+    assert flood.desk.conductor.num_pauses == 0

@@ -12,9 +12,9 @@ from moonpool.conductor.admission.resource_prices import (
     MAX_ARRIVALS,
     MIN_ARRIVALS,
     ClusterCapacity,
+    RecentArrivals,
     RequestNeed,
     ResourcePrices,
-    _Recent,
 )
 
 CAPACITY = ClusterCapacity(
@@ -164,7 +164,7 @@ def test_decode_instances_that_compute_prompts_add_to_the_capacity() -> None:
 def test_recent_rows_are_the_last_ones_and_stay(
     steps: list[tuple[int, float]],
 ) -> None:
-    recent, expected, now = _Recent(2), [], 0.0
+    recent, expected, now = RecentArrivals(2), [], 0.0
     for num_rows, window in steps:
         taken = recent.columns
         before = taken.copy()

@@ -62,7 +62,7 @@ class SurvivalMachine(RuleBasedStateMachine):
             self.forecast.leave(self.known.pop(place).interval, self.now)
 
     def lasts(self, seconds: float) -> float:
-        survival = self.forecast._survival
+        survival = self.forecast.survival
         return float(survival[min(int(seconds / SURVIVAL_BUCKET_S), NUM_SURVIVAL_BUCKETS - 1)])
 
     @rule(ahead_s=SECONDS)
@@ -121,11 +121,11 @@ def test_old_durations_fade() -> None:
     for _ in range(500):
         forecast.observe(1.0)
     assert forecast.mean_s == pytest.approx(1.0)
-    assert forecast._survival[20] < 0.02
+    assert forecast.survival[20] < 0.02
     for _ in range(10_000):
         forecast.observe(30.0)
     assert forecast.mean_s == pytest.approx(30.0, rel=0.01)
-    assert forecast._survival[20] > 0.98
+    assert forecast.survival[20] > 0.98
 
 
 def test_its_error_is_measured_when_the_time_comes() -> None:

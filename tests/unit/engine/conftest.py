@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moonpool_engine.engine.parallel import process_group
+from tests.forked.commands import begin_peer
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
@@ -15,3 +18,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def forked_peers() -> Iterator[None]:
+    """Peers of stages and ranks are forked: new interpreters would take several times as long as
+    the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "begin_spare", begin_peer)
+        yield

@@ -109,7 +109,7 @@ def test_every_layer_matters_far_back() -> None:
     for layer in (None, 3, 4):
         writer = Writer("float32", len(text) + 100)
         writer.read(list(text.encode()))
-        cache = writer.engine._cache.blocks
+        cache = writer.engine.cache.blocks
         if layer is not None:
             cache[0, layer] = cache[1, layer]
         recalled = writer.answer(f" [{key}=", 7) == pairs[key] + "]"

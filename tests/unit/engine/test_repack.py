@@ -7,14 +7,14 @@ import torch
 
 from moonpool_engine.engine import native
 from moonpool_engine.engine.native.linear import PackedMemory
-from moonpool_engine.engine.native.quantized import _REPACKED, _repacked, packed_rows
+from moonpool_engine.engine.native.quantized import REPACKED, packed_rows, repacked
 from moonpool_engine.engine.quantized.formats import FORMATS
 from moonpool_engine.engine.quantized.matrix import StoredRows
 from tests.unit.engine.gguf_files import random_groups
 
 
 @pytest.mark.parametrize("out", [1, 32, 45])
-@pytest.mark.parametrize("name", _REPACKED)
+@pytest.mark.parametrize("name", REPACKED)
 def test_the_same_bytes(name: str, out: int) -> None:
     missing = native.available()
     if missing is not None:
@@ -26,4 +26,4 @@ def test_the_same_bytes(name: str, out: int) -> None:
     groups = 3 if format.group == 256 else 24
     data = torch.from_numpy(random_groups(format, out * groups, seed=out)).view(out, -1)
     rows = StoredRows(format, data)
-    assert torch.equal(_repacked(rows, PackedMemory(), repack), packed_rows(rows, PackedMemory()))
+    assert torch.equal(repacked(rows, PackedMemory(), repack), packed_rows(rows, PackedMemory()))

@@ -41,7 +41,7 @@ def test_only_entries_with_a_draw_get_a_token(engine: Engine) -> None:
 
 
 def test_layers_are_announced_once_their_blocks_are_filled(engine: Engine) -> None:
-    blocks = engine._cache.blocks
+    blocks = engine.cache.blocks
     seen: list[tuple[int, list[bool]]] = []
     for draw in (GREEDY, None):
         blocks.zero_()
@@ -70,17 +70,17 @@ def test_an_entry_whose_blocks_never_arrive_draws_nothing_and_others_are_unchang
     """Even where it reads NaN."""
     other = _step([7, 8, 9], blocks=(3,))
     right = engine.step([other]).tokens[0]
-    engine._cache.blocks[0] = float("nan")
+    engine.cache.blocks[0] = float("nan")
     late = _step([5], start=16, blocks=(0, 1))
     first, second = engine.step([late, other], None, lambda layer: [0] if layer else []).tokens
     assert first is None and second == right
 
 
 def test_writes_only_the_blocks_of_its_entries(engine: Engine) -> None:
-    engine._cache.blocks.fill_(9)
+    engine.cache.blocks.fill_(9)
     engine.step([_step([1] * 20, blocks=(3, 1))])
-    assert (engine._cache.blocks[[0, 2, 4, 5]] == 9).all()
-    untouched = engine._cache.blocks[1, 0] == 9
+    assert (engine.cache.blocks[[0, 2, 4, 5]] == 9).all()
+    untouched = engine.cache.blocks[1, 0] == 9
     assert untouched.float().mean() == 12 / 16  # 4 of its 16 tokens are written
 
 
@@ -102,7 +102,7 @@ def test_impossible_steps_are_refused_untouched(
 ) -> None:
     with pytest.raises(StepError, match=says):
         engine.step([_step([5], blocks=(5,)), sequence])
-    assert not engine._cache.blocks.any()
+    assert not engine.cache.blocks.any()
 
 
 def test_an_arena_of_another_model_is_refused() -> None:
@@ -124,4 +124,4 @@ def test_calibration_measures_all_kinds_within_the_engine_s_means(engine: Engine
     cost = fit_samples(samples)
     assert cost.prefill_s(60, 0) > 0
     assert cost.decode_step_s(1, 10) > 0
-    assert torch.isfinite(engine._cache.blocks).all()
+    assert torch.isfinite(engine.cache.blocks).all()

@@ -244,9 +244,9 @@ def test_any_combination_draws_as_plain_arithmetic(case: Case) -> None:
 def test_the_largest_of_many_equal_ones_are_those_of_the_lowest_ids() -> None:
     row = np.zeros(3000)
     row[[7, 2999]] = 1.0
-    assert sampler._largest(row, 5).tolist() == [7, 2999, 0, 1, 2]
+    assert sampler.largest_ids(row, 5).tolist() == [7, 2999, 0, 1, 2]
     row[::2] = -np.inf
-    assert sampler._largest(row, 2000)[:4].tolist() == [7, 2999, 1, 3]
+    assert sampler.largest_ids(row, 2000)[:4].tolist() == [7, 2999, 1, 3]
 
 
 def test_a_rank_counts_the_tokens_before() -> None:

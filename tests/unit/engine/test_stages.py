@@ -35,21 +35,12 @@ from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 from moonpool_engine.engine.step import StepError
 from moonpool_engine.transfer.arena import Arena
 from moonpool_lab.demo.local_server import is_alive
-from tests.forked.commands import begin_peer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_peers")
 
 MODEL = "random:hidden=64,layers=5,heads=4,kv_heads=2,inter=96,vocab=300"
 SAMPLED = SamplingParams(temperature=0.7, seed=3, logprobs=2)
 NUM_BLOCKS = 96
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked_peers() -> Iterator[None]:
-    """New interpreters would take several times as long as the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "begin_spare", begin_peer)
-        yield
 
 
 class Pair:

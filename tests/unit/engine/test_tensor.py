@@ -23,7 +23,6 @@ from moonpool.scheduler.actions import StepEntry
 from moonpool.types import SamplingParams
 from moonpool_engine.engine.builtin import open_model
 from moonpool_engine.engine.ops import KvCache, empty_cache
-from moonpool_engine.engine.parallel import process_group
 from moonpool_engine.engine.parallel.process_group import StageLostError
 from moonpool_engine.engine.parallel.tensor_gloo import GlooGroup, create_store
 from moonpool_engine.engine.parallel.tensor_group import RankLostError, ShmGroup, add_up
@@ -37,21 +36,12 @@ from moonpool_engine.engine.runner import choose_ops, make_layout
 from moonpool_engine.engine.step import StepError
 from moonpool_engine.transfer.arena import Arena
 from moonpool_lab.demo.local_server import is_alive
-from tests.forked.commands import begin_peer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_peers")
 
 MODEL = "random:hidden=64,layers=3,heads=8,kv_heads=4,inter=90,vocab=300,head_dim=16"
 SAMPLED = SamplingParams(temperature=0.7, seed=3, logprobs=2)
 NUM_BLOCKS = 96
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked_peers() -> Iterator[None]:
-    """New interpreters would take several times as long as the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "begin_spare", begin_peer)
-        yield
 
 
 class Pair:

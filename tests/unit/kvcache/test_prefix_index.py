@@ -144,7 +144,7 @@ class IndexMachine(RuleBasedStateMachine):
         everything = [k for known in self.known.values() for k in known or ()]
         assert len(self.index) == len(set(everything))
         for name in range(8):
-            assert (key(name) in self.index._holders) == (key(name) in everything)
+            assert bool(self.index.holders_of(key(name))) == (key(name) in everything)
         for name, known in self.known.items():
             assert self.index.num_blocks(InstanceId(name)) == len(known or ())
             assert all(self.index.holds(InstanceId(name), k) for k in known or ())

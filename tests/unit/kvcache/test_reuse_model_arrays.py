@@ -8,13 +8,13 @@ from random import Random
 import pytest
 
 from moonpool.kvcache.eviction.survival import (
-    _DELAYS,
-    _PRIOR,
-    _WIDTHS,
+    DELAYS,
     MAX_AGE,
     NUM_AGES,
+    PRIOR,
     PRIOR_BLOCKS,
     PRIOR_HITS,
+    WIDTHS,
     ReuseModel,
 )
 
@@ -50,7 +50,7 @@ class PlainModel:
         if self.epoch == self.period:
             self.epoch, self.num_learned = 0, len(self.families)
             for each, releases in enumerate(self.releases):
-                for age, delay in enumerate(_DELAYS):
+                for age, delay in enumerate(DELAYS):
                     end = len(releases) - int(delay)
                     fresh = sum(releases[end - self.period : end])
                     exposed, reused = self.exposed[each], self.reused[each]
@@ -62,7 +62,7 @@ class PlainModel:
 
     def worths(self) -> list[list[float]]:
         known = range(self.num_learned)
-        overall = self.curve(list(known), _PRIOR.tolist()) if known else _PRIOR.tolist()
+        overall = self.curve(list(known), PRIOR.tolist()) if known else PRIOR.tolist()
         found = []
         for each, family in enumerate(self.families):
             own = [other for other in known if self.families[other] == family]
@@ -84,7 +84,7 @@ class PlainModel:
 def steepest(shares: list[float]) -> list[float]:
     """The concave hull from each age on, from the last age to the first."""
     survivors, steps = 1.0, []
-    for share, width in zip(shares, _WIDTHS, strict=True):
+    for share, width in zip(shares, WIDTHS, strict=True):
         gain = min(share, 0.98 * survivors)
         steps.append((gain, (survivors - gain / 2) * width))
         survivors -= gain

@@ -118,7 +118,7 @@ def test_at_the_price_that_breaks_even_the_gain_is_the_claims(per_dollar: Findin
     usd = next(row.ours for row in per_dollar.rows if row.label == label)
     (cell,) = (
         cell
-        for cell in dollars._cells(("H100-SXM",), ("H20",), USD_PER_H)
+        for cell in dollars.dollar_cells(("H100-SXM",), ("H20",), USD_PER_H)
         if label.startswith(cell.name)
     )
     cheaper = {**USD_PER_H, "H20": usd}

@@ -136,19 +136,19 @@ def test_lengths_are_zipf_and_in_proportion() -> None:
 def test_chunks_leave_fewer_bubbles_and_are_faster() -> None:
     heard: list[str] = []
     lengths = sarathi_pipeline_bubbles.draw_lengths(240, seed=0)
-    runs = sarathi_pipeline_bubbles._run_all(all_at_once(lengths), heard.append)
+    runs = sarathi_pipeline_bubbles.run_all(all_at_once(lengths), heard.append)
     assert runs.bubbles_divided_by > 6.29
     assert runs.sarathi_bubbles.share < runs.orca_bubbles.share
     assert runs.over_orca > 1.15 and runs.over_nodes > 1.0  # 2.9 and 1.45 with 10,000
     assert heard
-    rows = sarathi_pipeline_bubbles._rows(runs)
+    rows = sarathi_pipeline_bubbles.rows_of(runs)
     kinds = Counter(row.label.split()[-1] for row in rows if "share of it" in row.label)
     assert kinds == {"PB1": 2, "PB2": 2, "PB3": 2}
 
 
 def test_the_batches_of_the_paper_are_about_what_fits() -> None:
-    assert 11 <= sarathi_pipeline_bubbles._fits(8) < 15
-    assert 27 <= sarathi_pipeline_bubbles._fits(64) / 8 < 31
+    assert 11 <= sarathi_pipeline_bubbles.batch_that_fits(8) < 15
+    assert 27 <= sarathi_pipeline_bubbles.batch_that_fits(64) / 8 < 31
 
 
 # Budgets

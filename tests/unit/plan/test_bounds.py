@@ -7,7 +7,7 @@ import pytest
 
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import Config
-from moonpool.plan.bounds import Bounds, _tokens_of_step
+from moonpool.plan.bounds import Bounds, tokens_of_step
 from moonpool.plan.candidate import Candidate, NodeKind
 from moonpool.plan.demand import demand_of, truth_for
 from moonpool.plan.trial import Trial, Workload, run_trial
@@ -83,11 +83,11 @@ def test_the_bound_counts_drafts(method: str) -> None:
 
 
 def test_an_answer_may_be_luckier_than_the_mean_but_not_than_all_right() -> None:
-    assert _tokens_of_step(0.5, 0, 100) == 1.0
-    assert _tokens_of_step(1.0, 4, 100) == 5.0
+    assert tokens_of_step(0.5, 0, 100) == 1.0
+    assert tokens_of_step(1.0, 4, 100) == 5.0
     mean = 1 + 0.5 + 0.25
-    assert mean < _tokens_of_step(0.5, 2, 1000) < _tokens_of_step(0.5, 2, 50) < 3.0
-    assert _tokens_of_step(0.5, 2, 1) == 3.0
+    assert mean < tokens_of_step(0.5, 2, 1000) < tokens_of_step(0.5, 2, 50) < 3.0
+    assert tokens_of_step(0.5, 2, 1) == 3.0
 
 
 def test_hardware_that_cannot_exist_has_no_bound_above_nothing() -> None:

@@ -9,36 +9,36 @@ from moonpool.types import RequestId
 from moonpool_lab.profiling.live_profile import (
     DECODE_TOKENS,
     NO_SLO,
-    _common_step_s,
-    _prefill_s,
-    _Timed,
+    TimedPart,
+    common_step_s,
+    prefill_time_s,
 )
 
 
-def timed(instants_s: list[float]) -> _Timed:
-    return _Timed(RequestRecord(RequestId("probe"), 4, NO_SLO, 0.0), {}, tuple(instants_s))
+def timed(instants_s: list[float]) -> TimedPart:
+    return TimedPart(RequestRecord(RequestId("probe"), 4, NO_SLO, 0.0), {}, tuple(instants_s))
 
 
 def test_steps_are_timed_while_all_answers_run() -> None:
     early = timed([0.1 * n for n in range(40)])
     late = timed([0.5 + 0.1 * n for n in range(40)])
-    assert _common_step_s([early, late]) == pytest.approx(0.1)
+    assert common_step_s([early, late]) == pytest.approx(0.1)
 
 
 def test_answers_that_overlap_too_shortly_have_no_step() -> None:
     early = timed([0.1 * n for n in range(DECODE_TOKENS)])
     late = timed([2.0 + 0.1 * n for n in range(DECODE_TOKENS)])
-    assert _common_step_s([early, late]) is None
+    assert common_step_s([early, late]) is None
 
 
 def test_tokens_that_come_in_one_bunch_have_no_step() -> None:
     """A head that is delayed delivers them so: a step of no time would be divided by."""
     bunch = timed([1.0] * 40)
-    assert _common_step_s([bunch, bunch]) is None
+    assert common_step_s([bunch, bunch]) is None
 
 
 def test_a_prefill_whose_reports_come_together_has_its_time() -> None:
     prompt = {"queue_and_fetch": 0.002, "prefill": 0.040}
     together = {"queue_and_fetch": 0.0418, "prefill": 0.0002}
-    assert _prefill_s(prompt, 0.002) == pytest.approx(0.040)
-    assert _prefill_s(together, 0.002) == pytest.approx(0.040)
+    assert prefill_time_s(prompt, 0.002) == pytest.approx(0.040)
+    assert prefill_time_s(together, 0.002) == pytest.approx(0.040)

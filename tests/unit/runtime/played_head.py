@@ -186,7 +186,7 @@ async def played(
         **known,
     )
     head = Head(Config(), ApiModel(card, tokenizer), SECRET, time.monotonic)
-    ticker = asyncio.create_task(head._tick_forever())
+    ticker = asyncio.create_task(head.tick_forever())
     instance = PlayedInstance(head, play)
     instance.join()
     transport = httpx.ASGITransport(make_app(head, options))

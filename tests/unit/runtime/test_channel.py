@@ -71,7 +71,7 @@ class Meeting:
     async def client(self, secret: bytes = SECRET) -> tuple[Channel[Word, Word], Ear]:
         client, ear = make(ClientHandshake(secret, identity("c")))
         loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: client, "127.0.0.1", self.port)
+        self.transport, _ = await loop.create_connection(lambda: client, "127.0.0.1", self.port)
         return client, ear
 
 
@@ -145,10 +145,9 @@ def test_a_silent_client_is_given_up() -> None:
 def test_oversized_and_malformed_frames_cut_the_peer_off() -> None:
     async def run(body: bytes, word: str) -> None:
         async with Meeting() as meeting:
-            client, ear = await meeting.client()
+            _, ear = await meeting.client()
             await asyncio.wait_for(ear.heard.wait(), 60)
-            assert client._transport is not None
-            client._transport.write(body)
+            meeting.transport.write(body)
             assert word in await asyncio.wait_for(meeting.ear.closed, 60)
             assert meeting.ear.words == []
 
@@ -159,10 +158,9 @@ def test_oversized_and_malformed_frames_cut_the_peer_off() -> None:
 def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with Meeting() as meeting:
-            client, ear = await meeting.client()
+            _, ear = await meeting.client()
             await asyncio.wait_for(ear.heard.wait(), 60)
-            assert client._transport is not None
-            client._transport.pause_reading()
+            meeting.transport.pause_reading()
             for _ in range(200):
                 meeting.server.send(Word(text="y" * 100_000))
             assert "does not read" in await asyncio.wait_for(meeting.ear.closed, 60)
@@ -191,8 +189,7 @@ def test_abort_does_not_wait_for_a_peer_that_does_not_read() -> None:
         async with Meeting() as meeting:
             client, ear = await meeting.client()
             await asyncio.wait_for(ear.heard.wait(), 60)
-            assert client._transport is not None
-            client._transport.pause_reading()
+            meeting.transport.pause_reading()
             meeting.server.send(Word(text="x" * 20_000_000))
             meeting.server.abort("it said nothing")
             assert await asyncio.wait_for(meeting.ear.closed, 60) == "it said nothing"

@@ -27,7 +27,7 @@ def test_half_open_connections_are_few_and_do_not_keep_workers_out(
         port = listener.getsockname()[1]
         await head.start(listener)
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
-        while len(head._open) != 8:  # the others were ended
+        while len(head.open_links) != 8:  # the others were ended
             await asyncio.sleep(0.01)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         me = Identity(instance_id=InstanceId("w"), service="control", fingerprint=b"")
@@ -37,7 +37,7 @@ def test_half_open_connections_are_few_and_do_not_keep_workers_out(
             writer.write(len(body).to_bytes(4, "little") + body)
             size = int.from_bytes(await reader.readexactly(4), "little")
             body = handshake.feed(await reader.readexactly(size))
-        assert sum(link.instance_id == "w" for link in head._open) == 1
+        assert sum(link.instance_id == "w" for link in head.open_links) == 1
         for _, stranger in strangers:
             stranger.close()
         await head.stop()

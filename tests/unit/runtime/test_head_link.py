@@ -41,9 +41,9 @@ class FakeHead:
 
     async def start(self, port: int = 0) -> asyncio.Server:
         loop = asyncio.get_running_loop()
-        return await loop.create_server(self._accept, "127.0.0.1", port)
+        return await loop.create_server(self.accept, "127.0.0.1", port)
 
-    def _accept(self) -> HeadChannel:
+    def accept(self) -> HeadChannel:
         me = Identity(instance_id=InstanceId("head"), service=CONTROL_SERVICE, fingerprint=b"")
         handshake = ServerHandshake(self._secret, me)
         self._channel = Channel(handshake, msgspec.msgpack.Decoder(UpFrame), self)
@@ -149,7 +149,7 @@ def test_only_a_head_that_never_answered_may_want_certificates(
 
     async def run() -> str:
         def accept() -> asyncio.Protocol:
-            return head._accept() if head.acts else Cutting()
+            return head.accept() if head.acts else Cutting()
 
         server = await asyncio.get_running_loop().create_server(accept, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]

@@ -6,7 +6,7 @@ import json
 
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import Config
-from moonpool.head.watch.live_view import NUM_LISTED, RECENT_S, describe_live, percentiles
+from moonpool.head.watch.live_view import NUM_LISTED, RECENT_S, describe_live
 from moonpool.request_record import RequestRecord
 from moonpool.types import InstanceId, RequestId, Slo
 
@@ -79,9 +79,3 @@ def test_a_frame_lists_a_bounded_number_of_requests() -> None:
     assert len(listed) == NUM_LISTED
     assert listed[0]["id"] == "r0"
     assert sum(listed[0]["stages_s"].values()) == listed[0]["seconds"] == 2.0
-
-
-def test_percentiles_are_nearest_ranks() -> None:
-    assert percentiles([]) is None
-    assert percentiles([float(n) for n in range(1, 101)]) == {"p50": 50, "p90": 90, "p99": 99}
-    assert percentiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}

@@ -118,7 +118,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
         head.on_silent = silent.append
         link, channel = link_of(head)
         link.on_frame(Joined(info=info(7)))
-        ticker = asyncio.create_task(head._tick_forever())
+        ticker = asyncio.create_task(head.tick_forever())
         now_s += 10 * SILENCE_S  # the head itself stood still
         await asyncio.sleep(0.02)
         for _ in range(int(SILENCE_S - MAX_TURN_S) - 2):

@@ -155,7 +155,7 @@ class TiersMachine(RuleBasedStateMachine):
         pool = self.kv_cache.pool
         for load, arrived in self.hung_loads:
             for block in load.block_ids[arrived:]:
-                assert pool.key_of(block) is None and pool._num_holds[block] == 1
+                assert pool.key_of(block) is None and pool.is_held(block)
                 self.arena[block] = key(999_999)
             self.promotion.on_returned(LoadReturned(load_id=load.load_id))
         for store, stored in self.hung_stores:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,14 @@ from test_instance import COST, EOS, LAYOUT, SIZE, attempt, keys_of, of
 
 from moonpool.protocol.messages import Abort, AttemptId, StartPrefill
 from moonpool.protocol.transfer_events import LoadEnded, StoreEnded, StoreLost
-from moonpool.scheduler.actions import LoadBlocks, StepEnded, StoreBlocks, WorkerAction, WorkerEvent
+from moonpool.scheduler.actions import (
+    LoadBlocks,
+    RunStep,
+    StepEnded,
+    StoreBlocks,
+    WorkerAction,
+    WorkerEvent,
+)
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.types import BlockKey, Role, Token
@@ -29,11 +37,13 @@ class Copier:
         )
         self.instance = Instance(config, LAYOUT, num_blocks, Role.MIXED, FAST, (EOS,))
         self.stores: list[StoreBlocks] = []
+        self.steps: deque[RunStep] = deque()
 
     def handle(self, event: WorkerEvent) -> list[WorkerAction]:
         actions = self.instance.handle(event, 0.0)
         self.instance.validate()
         self.stores += of(actions, StoreBlocks)
+        self.steps += of(actions, RunStep)
         return actions
 
     def begin(self, name: str, prompt: Sequence[int] = PROMPT) -> None:
@@ -43,8 +53,7 @@ class Copier:
         self.step()  # the first may have been under way
 
     def step(self) -> None:
-        step = self.instance._scheduler.steps[0]
-        self.handle(StepEnded((Token(7),) * len(step), 0.01))
+        self.handle(StepEnded((Token(7),) * len(self.steps.popleft().entries), 0.01))
 
     def written(self) -> list[BlockKey]:
         """Ends the writes, one after the other, and returns their keys."""
@@ -127,8 +136,8 @@ def test_copies_never_hold_more_than_is_reserved(
         first = 1000 * prompt
         work = attempt(f"r{number}", token_ids=tuple(range(first, first + 5 * SIZE + 1)))
         copier.handle(StartPrefill(work=work))
-        while copier.instance._scheduler.steps:
-            entries = copier.instance._scheduler.steps[0]
+        while copier.steps:
+            entries = copier.steps.popleft().entries
             copier.handle(StepEnded((Token(EOS),) * len(entries), 0.01))
         if ends:
             for store in copier.stores:

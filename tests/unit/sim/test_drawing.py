@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib import resources
 from itertools import pairwise
 from math import inf
 from xml.etree import ElementTree
 
 import pytest
 
-from moonpool.sim.report.chart import (
+from moonpool.pages import look
+from moonpool.pages.chart import (
     HeatRow,
     Plot,
     bars,
@@ -19,8 +21,8 @@ from moonpool.sim.report.chart import (
     share_axis,
     time_axis,
 )
+from moonpool.pages.units import byte_size, counted, duration, joined, percent, significant
 from moonpool.sim.report.plots import busy_shares, rates, thinned, values_at, window_edges
-from moonpool.sim.report.units import byte_size, counted, duration, joined, percent, significant
 
 
 @pytest.mark.parametrize(
@@ -155,3 +157,28 @@ def test_strips_join_equal_cells_and_never_show_a_little_as_none() -> None:
         if e.attrib["class"].startswith("heat")
     }
     assert runs == {"heat h0": 2, "heat h1": 1, "heat h10": 1}
+
+
+def test_both_charts_use_the_classes_of_the_one_style_sheet() -> None:
+    def classes_in(text: str, pattern: str) -> set[str]:
+        return {name for found in re.findall(pattern, text) for name in found.split()}
+
+    known = classes_in(look(), r"\.([a-z][\w-]*)")
+    script = resources.files("moonpool.pages").joinpath("chart.js").read_text()
+    by_script = classes_in(script, r'class: (?:share \? )?"([\w ]+?)(?: c)?"')
+    plot = Plot(time_axis(10.0), count_axis(4.0, "requests"))
+    plot.line([(0.0, 1.0), (9.0, 2.0)], "c1")
+    plot.area([(0.0, 1.0), (9.0, 2.0)], "c1")
+    plot.limit_y(3.0, "SLO")
+    plot.limit_x(3.0, "SLO")
+    plot.mark(1.0, 1.0, "p50", "c2")
+    plot.hover([(0.0, 1.0, "text")])
+    row = HeatRow("a", "x", [0.0, 0.5], "50 %", "a, half")
+    drawn = (
+        plot.svg("plot"),
+        bars([("a", 1.0, "1", "c3")], "bars"),
+        heat_map([row], [0.0, 5.0, 10.0], time_axis(10.0), "heat"),
+    )
+    by_report = classes_in("".join(drawn), r'class="([\w -]+)"') - {"plot", "bars", "unit"}
+    assert {"line", "area", "grid", "bound", "limit"} <= by_script & by_report
+    assert by_script | by_report <= known

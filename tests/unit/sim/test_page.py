@@ -16,11 +16,11 @@ from xml.etree import ElementTree
 import pytest
 
 from moonpool.config.parse import parse_config
+from moonpool.pages.units import byte_size, duration, percent, significant
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.report.page import render_report
-from moonpool.sim.report.units import byte_size, duration, percent, significant
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys

@@ -124,7 +124,7 @@ def run(
     by_tenant: dict[str, list[RequestRecord]] = {}
     for record in sorted(records, key=lambda record: record.arrived_s):
         by_tenant.setdefault(record.tenant, []).append(record)
-    return Found(by_tenant, tokens, conductor._lifecycle.num_pauses)
+    return Found(by_tenant, tokens, conductor.num_pauses)
 
 
 @pytest.mark.parametrize("cluster", [SEPARATE, MIXED], ids=["separate", "mixed"])

@@ -17,7 +17,7 @@ from moonpool_engine.storage import store as store_module
 from moonpool_engine.storage.folder import segments_in
 from moonpool_engine.transfer.gate import LayerGate
 
-LOGGER = store_module._log
+LOGGER = logging.getLogger(store_module.__name__)
 NUM_BLOCKS = 6
 PAIRS = {slot: slot for slot in range(NUM_BLOCKS)}
 
@@ -87,7 +87,7 @@ def test_damage_is_said_once_with_its_file_and_counted(
         else:
             os.truncate(path, 0)
     if damage == "deleted":
-        bench.store._segments.close()
+        bench.store.segments.close()
         for path in paths:
             path.unlink()
     assert load(bench) < NUM_BLOCKS
@@ -129,7 +129,7 @@ def test_a_read_that_fails_is_said(
     def fails(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(bench.store._segments, "read", fails)
+    monkeypatch.setattr(bench.store.segments, "read", fails)
     assert load(bench) == 0
     assert bench.store.counts().failed_operations >= 1
     assert str(bench.store.folder) in " ".join(lines(caplog))

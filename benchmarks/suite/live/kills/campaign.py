@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from statistics import quantiles
 from typing import Any, NamedTuple
 
 import httpx
@@ -24,6 +23,7 @@ from benchmarks.suite.live.damage import REPORT_S, corrupt_slices
 from benchmarks.suite.live.kills.calls import calls
 from benchmarks.suite.live.kills.load import OUTCOMES, Load, Reply
 from benchmarks.suite.live.kills.processes import victims
+from moonpool.distributions.quantiles import interpolated
 from moonpool_lab.demo.local_server import LocalServer, is_alive
 
 MODEL = "random:hidden=64,layers=4,heads=4,kv_heads=2,inter=128,vocab=300"
@@ -103,7 +103,7 @@ class Campaign:
                 kinds = [kind for kind in wanted if not self._only or kind in self._only]
                 if not kinds:
                     raise BenchError(f"this cluster has no {', '.join(self._only)}")
-                for plan in self._plans(kinds, kills, stops):
+                for plan in self.plans(kinds, kills, stops):
                     if time.monotonic() - began_s > seconds:
                         break
                     self._inject(server, plan, wanted)
@@ -115,7 +115,7 @@ class Campaign:
             self.exit_status = server.stop()
             self.left = _still_alive(pids)
 
-    def _plans(self, kinds: list[str], kills: int, stops: int) -> list[FaultPlan]:
+    def plans(self, kinds: list[str], kills: int, stops: int) -> list[FaultPlan]:
         """Each kind in turn, from a random one on, in a random order."""
         self._rng.shuffle(kinds)
         plans = [(kinds[n % len(kinds)], signal.SIGKILL) for n in range(kills)]
@@ -271,11 +271,10 @@ def _spread(pauses: Sequence[float]) -> dict[str, float | int]:
     if not pauses:
         return {"count": 0}
     ordered = sorted(pauses)
-    cuts = quantiles(ordered, n=100, method="inclusive") if len(ordered) > 1 else ordered * 99
     return {
         "count": len(ordered),
-        "p50": round(cuts[49], 4),
-        "p99": round(cuts[98], 4),
+        "p50": round(interpolated(ordered, 0.5), 4),
+        "p99": round(interpolated(ordered, 0.99), 4),
         "max": round(ordered[-1], 4),
     }
 

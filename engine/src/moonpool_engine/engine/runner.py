@@ -90,21 +90,21 @@ class Engine:
             )
         check_layout(cache.layout)
         self.grammars = grammars_of(model)
-        self._cache = cache
+        self.cache = cache
         self._device = ops.device
         self._adapters = model.adapter_numbers
         self.host_sync = host_sync
-        self._model: Model
+        self.model: Model
         self._states: DecoderModel | ShardedModel  # gives hidden states, and logits of them
         if sharded is not None:
-            self._model = self._states = sharded
+            self.model = self._states = sharded
             return
         with torch.inference_mode():
             if decoder is None:
                 decoder = DecoderModel(model.spec, model.weights, ops, adapters=model.adapters)
                 model.release()
             self._states = decoder
-            self._model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
+            self.model = StaggeredModel(decoder) if staggered else with_graphs(decoder, ops)
 
     def step(
         self,
@@ -219,8 +219,8 @@ class Engine:
             layer_done = self.host_sync.begin(rows.meta, announced=on_layer is not None)
         with torch.inference_mode():
             token_ids = rows.token_ids.to(self._device)
-            forward = self._states.hidden if hidden else self._model.forward
-            logits = forward(token_ids, self._cache, rows.meta, wanted, layer_done, before_attend)
+            forward = self._states.hidden if hidden else self.model.forward
+            logits = forward(token_ids, self.cache, rows.meta, wanted, layer_done, before_attend)
         if self.host_sync is not None:
             self.host_sync.end(on_layer)
         return logits

@@ -271,7 +271,7 @@ def _candidates(row: Row, params: SamplingParams) -> tuple[Ids, Row]:
     total = float(np.exp(row).sum())
     count = min(params.top_k or FIRST_CANDIDATES, len(row))
     while True:
-        ids = _largest(row, count)
+        ids = largest_ids(row, count)
         weights = np.exp(row[ids])
         if params.top_k:
             total = float(weights.sum())  # top_p applies to what top_k keeps, as in vLLM
@@ -284,7 +284,7 @@ def _candidates(row: Row, params: SamplingParams) -> tuple[Ids, Row]:
     return ids[strong], weights[strong]
 
 
-def _largest(row: Row, count: int) -> Ids:
+def largest_ids(row: Row, count: int) -> Ids:
     """Ids of the `count` largest numbers in falling order; ties by id."""
     ids = np.arange(len(row))
     if count < len(row):
@@ -312,7 +312,7 @@ def _logprobs(raw: Row, token_id: int, count: int, listed: Sequence[int] = ()) -
     if listed:
         top: Ids = np.asarray(list(dict.fromkeys((token_id, *listed))), dtype=np.int64)
     else:
-        top = _largest(raw, min(count, len(raw))) if count else np.empty(0, dtype=np.int64)
+        top = largest_ids(raw, min(count, len(raw))) if count else np.empty(0, dtype=np.int64)
     return TokenLogprobs(
         float(scaled[token_id] - normaliser),
         tuple((int(i), float(scaled[i] - normaliser)) for i in top),

@@ -88,7 +88,7 @@ class BlockStore:
         self._arena = arena
         self._slots = slots
         self._blocks = ArenaBlocks(arena, slots.geometry)
-        self._segments = slots.segments
+        self.segments = slots.segments
         self._index = slots.index
         self._post = post
         self._counters = StoreCounters()
@@ -263,7 +263,7 @@ class BlockStore:
                 buffers.append(self._padding)
         try:
             self._index.flush()  # void before the write: see `format`
-            self._segments.write(job.slots[start], buffers)
+            self.segments.write(job.slots[start], buffers)
             if job.ended:  # abandoned: the blocks may have been reused meanwhile
                 job.group_done(start, 0, end - start)
                 return
@@ -292,7 +292,7 @@ class BlockStore:
             if self._padding:
                 buffers.append(self._scratch.padding)
         try:
-            got_bytes = self._segments.read(job.slots[start], buffers)
+            got_bytes = self.segments.read(job.slots[start], buffers)
         except OSError as failure:
             job.group_done(start, 0, end - start, error=self._read_failed(failure))
             return
@@ -314,10 +314,10 @@ class BlockStore:
             for i in range(start, end):
                 layer_bytes = self._blocks.layers(job.block_ids[i], part.first, part.end)
                 if number:
-                    self._segments.read(job.slots[i], [layer_bytes], first_bytes)
+                    self.segments.read(job.slots[i], [layer_bytes], first_bytes)
                 else:
                     header = headers[i - start]
-                    got_bytes = self._segments.read(job.slots[i], [header, layer_bytes])
+                    got_bytes = self.segments.read(job.slots[i], [header, layer_bytes])
                     if got_bytes >= geometry.header_bytes:
                         layers.headers[i] = header_of(header, geometry, job.slots[i])
         except OSError as failure:

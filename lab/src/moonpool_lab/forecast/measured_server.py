@@ -17,6 +17,7 @@ import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
 from moonpool.cost.step_curves import with_decode_curve
+from moonpool.distributions.quantiles import rank_above
 from moonpool.types import Struct
 from moonpool_lab.forecast.front_door import FrontDoor, Prompt, TimedAnswer
 
@@ -68,7 +69,7 @@ class TraceLengths(Struct, frozen=True):
     context_tokens: tuple[int, ...]  # of prompts and answers, sorted
 
     def prompt_at(self, share: float) -> int:
-        return self.prompt_tokens[min(int(share * len(self.prompt_tokens)), len(self) - 1)]
+        return self.prompt_tokens[rank_above(share, len(self))]
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)

@@ -8,30 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from moonpool.plan.assess import Assessment
 from moonpool.plan.search import ClusterPlan
 from moonpool.types import Slo
+from moonpool_lab.plots.style import BLUE, GREEN, RED, SOFT, drawing
 
-_COLOURS = {True: "#2c9a4b", False: "#d9541e"}
-_GREY = "#555555"
+_COLOURS = {True: GREEN, False: RED}
 
 
 def draw_plan(plan: ClusterPlan, wanted: float, slo: Slo, path: Path) -> None:
     """Writes the picture. Raises OSError."""
-    figure = Figure(figsize=(12.0, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
     shown = [one for one in plan.assessed if not one.gave_up]
-    _attainment(left, plan, shown, wanted)
-    _ttft(right, plan, shown, slo, wanted)
-    with rc_context({"svg.hashsalt": "moonpool"}):  # byte for byte reproducible
-        stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[path.suffix.lower()]
-        figure.savefig(path, dpi=120, metadata={stamp: None})
+    with drawing(path, 12.0, 4.8) as figure:
+        left, right = figure.subplots(1, 2)
+        _attainment(left, plan, shown, wanted)
+        _ttft(right, plan, shown, slo, wanted)
 
 
 def _attainment(axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], wanted: float) -> None:
@@ -50,17 +43,17 @@ def _attainment(axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], want
     axes.plot(
         [one.usd_per_h for one in front],
         [one.share for one in front],
-        color=_GREY,
+        color=SOFT,
         linewidth=1,
         label="front",
     )
-    axes.axhline(wanted, color=_GREY, linestyle="--", linewidth=1, label=f"wanted, {wanted:.0%}")
+    axes.axhline(wanted, color=SOFT, linestyle="--", linewidth=1, label=f"wanted, {wanted:.0%}")
     choice = plan.choice
     if choice is not None and choice.interval is not None:
         low, high = choice.interval.low, choice.interval.high
-        axes.vlines(choice.usd_per_h, low, high, color="#1f77b4", label="other samples")
+        axes.vlines(choice.usd_per_h, low, high, color=BLUE, label="other samples")
     _mark_choice(axes, plan, [0.0] if choice is None else [choice.share])
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend()
 
 
 def _ttft(
@@ -76,7 +69,7 @@ def _ttft(
             color=colour,
             markersize=4,
         )
-    axes.axhline(slo.ttft_s, color=_GREY, linestyle="--", linewidth=1)
+    axes.axhline(slo.ttft_s, color=SOFT, linestyle="--", linewidth=1)
     _mark_choice(axes, plan, [0.0] if plan.choice is None else [plan.choice.ttft_p90_s])
 
 
@@ -84,7 +77,7 @@ def _mark_choice(axes: Axes, plan: ClusterPlan, at: Sequence[float]) -> None:
     if plan.choice is None:
         return
     one = plan.choice.candidate
-    axes.plot([plan.choice.usd_per_h], at, "*", color="#1f77b4", markersize=15, zorder=5)
+    axes.plot([plan.choice.usd_per_h], at, "*", color=BLUE, markersize=15, zorder=5)
     axes.annotate(
         f"{one.roles}, {one.hardware}",
         (plan.choice.usd_per_h, at[0]),

@@ -85,7 +85,7 @@ class LiveProfile(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class TimedPart:
     """One completed probe."""
 
     record: RequestRecord
@@ -256,7 +256,9 @@ class LiveProfiler:
     def _prompt(self, num_tokens: int) -> list[int]:
         return [self._rng.randrange(self._vocab) for _ in range(num_tokens)]
 
-    async def _probe(self, prompt: Sequence[int], num_tokens: int, request_id: str = "") -> _Timed:
+    async def _probe(
+        self, prompt: Sequence[int], num_tokens: int, request_id: str = ""
+    ) -> TimedPart:
         record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, monotonic())
         receiver = TokenTimesReceiver(record)
         body = msgspec.json.encode(
@@ -279,9 +281,9 @@ class LiveProfiler:
             raise ProfileError(f"a probe failed: {receiver.error_message or 'no tokens came'}")
         start_s = receiver.timings_s.get("queue_and_fetch", inf)
         self._least_start_s = min(self._least_start_s, start_s)
-        return _Timed(record, receiver.timings_s, tuple(receiver.token_s))
+        return TimedPart(record, receiver.timings_s, tuple(receiver.token_s))
 
-    async def _probe_together(self, count: int, prompt: int, answer: int) -> list[_Timed]:
+    async def _probe_together(self, count: int, prompt: int, answer: int) -> list[TimedPart]:
         probes = [self._probe(self._prompt(prompt), answer) for _ in range(count)]
         return list(await asyncio.gather(*probes))
 
@@ -293,7 +295,7 @@ class LiveProfiler:
             await self._probe(prefix, 1)
         for _ in range(REPEATS):
             timed = await self._probe(prefix + self._prompt(tokens - cached), 1)
-            times_s.append(_prefill_s(timed.stages_s, self._least_start_s))
+            times_s.append(prefill_time_s(timed.stages_s, self._least_start_s))
             found = timed.record.cached_tokens
             if times_s[-1] > SLOW_PROBE_S:
                 break
@@ -310,7 +312,7 @@ class LiveProfiler:
         for _ in range(MOST_REPEATS):
             began_s = monotonic()
             probes = [self._probe([*prompt, *self._prompt(1)], answer) for prompt in prompts]
-            step_s = _common_step_s(await asyncio.gather(*probes))
+            step_s = common_step_s(await asyncio.gather(*probes))
             if step_s is None:
                 answer = min(2 * answer, most)
                 continue
@@ -386,7 +388,7 @@ class LiveProfiler:
             times_s = []
             for _ in range(REPEATS):
                 timed = await self._probe_together(len(self._instances), tokens, 1)
-                times_s += [_prefill_s(t.stages_s, self._least_start_s) for t in timed]
+                times_s += [prefill_time_s(t.stages_s, self._least_start_s) for t in timed]
             return median(times_s) / alone.seconds
         count = BACKGROUND_BATCH * self._num_decoders
         async with self._background(count, 64, BACKGROUND_TOKENS):
@@ -418,7 +420,7 @@ def believed_cost(instance: dict[str, Any]) -> FittedCost:
     return msgspec.convert(instance["cost"], FittedCost)
 
 
-def _common_step_s(timed: Sequence[_Timed]) -> float | None:
+def common_step_s(timed: Sequence[TimedPart]) -> float | None:
     """Returns the mean step time while all answers ran; None if that was too short.
 
     The median of single gaps would not do: a delayed head delivers tokens in bunches.
@@ -434,7 +436,7 @@ def _common_step_s(timed: Sequence[_Timed]) -> float | None:
     return fmean(found)
 
 
-def _prefill_s(stages_s: Mapping[str, float], least_start_s: float) -> float:
+def prefill_time_s(stages_s: Mapping[str, float], least_start_s: float) -> float:
     """Returns the time of a prefill on an idle instance, where prefills begin `least_start_s` after
     their placement.
 
@@ -444,7 +446,7 @@ def _prefill_s(stages_s: Mapping[str, float], least_start_s: float) -> float:
     return stages_s["prefill"] + stages_s["queue_and_fetch"] - least_start_s
 
 
-def _front_s(timed: _Timed) -> float:
+def _front_s(timed: TimedPart) -> float:
     """Returns the part of the client's TTFT that the head does not account for."""
     ttft_s = timed.record.ttft_s
     assert ttft_s is not None

@@ -18,8 +18,9 @@ from time import monotonic
 
 import msgspec
 
+from moonpool.distributions.histogram import Histogram
 from moonpool.request_record import RequestRecord
-from moonpool.sim.metrics import Collector, Histogram
+from moonpool.sim.metrics import Collector
 from moonpool.sim.programs import ProgramFigures
 from moonpool.trace.closed_loop import ClosedLoop, retry_after_s
 from moonpool.trace.row import TraceRow

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from moonpool.distributions.quantiles import rounded
 from moonpool.protocol.frames import HEARTBEAT_S
-from moonpool.sim.metrics import rounded
 from moonpool.sim.outcome import request_figures
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceRow

@@ -91,6 +91,10 @@ class ServerMetrics(Collector):
         values = self._values[name]
         values[label] = values.get(label, 0.0) + amount
 
+    def values(self, name: str) -> Mapping[str, float]:
+        """The values of a gauge or counter by label; the label is "" where it has none."""
+        return self._values[name]
+
     def set(self, name: str, value: float) -> None:
         """Sets a gauge, or the total of a counter that is kept elsewhere."""
         self._values[name][""] = value

@@ -65,7 +65,7 @@ class ClusterCapacity(NamedTuple):
 Floats = npt.NDArray[np.float64]
 
 
-class _Recent:
+class RecentArrivals:
     """The last `MAX_ARRIVALS` rows of numbers, as arrays by column. A row is written once, so that
     no array is built anew for each decision."""
 
@@ -102,9 +102,9 @@ class ResourcePrices:
     """Learns from every arrival, admitted or not."""
 
     def __init__(self) -> None:
-        self._needs = _Recent(len(RequestNeed._fields))
+        self._needs = RecentArrivals(len(RequestNeed._fields))
         # Time of the placement, seconds of prefill on prefill instances and on decode instances.
-        self._placed = _Recent(3)
+        self._placed = RecentArrivals(3)
         self._prefill = self._decode = (
             0.0  # effective requests per second and per `RequestNeed.decode_s`
         )

@@ -278,7 +278,7 @@ class SurvivalForecast(_Measured):
         self._lasted = np.zeros(NUM_SURVIVAL_BUCKETS)
         self._lasted[:FIRST_GUESS_BUCKETS] = FIRST_GUESS_WEIGHT / FIRST_GUESS_BUCKETS
         self._num_new = 0
-        self._survival = self._learn()
+        self.survival = self._learn()
         self._shares: dict[int, tuple[Floats, Floats]] = {}  # by buckets ahead
 
     @property
@@ -316,7 +316,7 @@ class SurvivalForecast(_Measured):
         if self._num_new >= RELEARN_EVERY:
             if self._lasted.sum() > 2 * MEMORY_ANSWERS:
                 self._lasted *= 0.5
-            self._survival, self._num_new = self._learn(), 0
+            self.survival, self._num_new = self._learn(), 0
             self._shares.clear()
 
     def project(self, at_s: float, now: float) -> tuple[float, float]:
@@ -366,7 +366,7 @@ class SurvivalForecast(_Measured):
     def _share(self, ahead: int) -> tuple[Floats, Floats]:
         """The shares that will decode `ahead` buckets from now, in whole numbers of 1 / ONE: of the
         present decodes, oldest first, and of those that begin in each bucket until then."""
-        survival = self._survival
+        survival = self.survival
         later = np.concatenate([survival[ahead:], np.full(ahead, survival[-1])])
         return np.rint((later / survival)[::-1] * ONE), np.rint(survival[ahead::-1] * ONE)
 

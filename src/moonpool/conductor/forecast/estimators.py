@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import frexp
 
+from moonpool.distributions.quantiles import nearest_bin
+from moonpool.distributions.ratio_histogram import place_of, ratio_at
 from moonpool.types import BlockKey
 
 FIRST_GUESS_TOKENS = 256.0
@@ -18,8 +19,6 @@ MAX_LOOK_BACK = 64
 NUM_LENGTH_BUCKETS = 64
 OWN_WEIGHT = 0.5
 """Weight of a conversation's last answer against the mean: it predicts the next one poorly."""
-RATIO_BINS = 32
-"""Bins between a ratio and its double, of equal width: 1.6 to 3.1 % each."""
 
 
 class RunningMean:
@@ -53,8 +52,7 @@ class PredictionError:
         else:
             self.too_little += actual - predicted
         if predicted > 0 and actual > 0:
-            fraction, exponent = frexp(predicted / actual)
-            place = exponent * RATIO_BINS + round((2.0 * fraction - 1.0) * RATIO_BINS)
+            place = round(place_of(predicted / actual))
             self._ratios[place] = self._ratios.get(place, 0) + 1
             self.num_ratios += 1
 
@@ -69,13 +67,9 @@ class PredictionError:
     def ratio(self, share: float) -> float:
         """The quantile `share` of predicted over actual, to 3 %. Pairs with a 0 have no ratio and
         are left out; 0 without any ratio."""
-        seen = 0
-        for place in sorted(self._ratios):
-            seen += self._ratios[place]
-            if seen >= share * self.num_ratios:
-                exponent, part = divmod(place, RATIO_BINS)
-                return float(2.0 ** (exponent - 1) * (1.0 + part / RATIO_BINS))
-        return 0.0
+        if not self.num_ratios:
+            return 0.0
+        return ratio_at(nearest_bin(self._ratios, share, self.num_ratios))
 
     def summary(self) -> dict[str, float]:
         return {

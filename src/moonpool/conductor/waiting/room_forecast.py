@@ -22,6 +22,7 @@ from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS
 from moonpool.conductor.instance_table import Floats, InstanceTable
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
+from moonpool.distributions.quantiles import rank_above
 
 MEMORY_ANSWERS = 256
 """Recent answers whose lengths are remembered."""
@@ -54,7 +55,7 @@ class RecentLengths:
         longer = len(self._sorted) - first
         if longer < LEAST_LONGER:
             return max(float(num_tokens), FIRST_GUESS_TOKENS - num_tokens)
-        return float(self._sorted[first + min(int(share * longer), longer - 1)] - num_tokens)
+        return float(self._sorted[first + rank_above(share, longer)] - num_tokens)
 
 
 class RoomForecast:

@@ -1,22 +1,23 @@
 """An hour of history for the live page, in fixed memory: one sample each ten seconds.
 
 The head adds each ended request, and closes a sample by the first tick of the next ten seconds. A
-tenant's samples hold its own requests and no loads. Percentiles come from logarithmic buckets, so a
-sample is as large after a million requests as after one; their error is at most 2.2 %.
+tenant's samples hold its own requests and no loads. Percentiles come from a `Histogram`, whose
+memory does not grow with the number of requests.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil, exp2, isfinite, log2
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from moonpool.conductor.conductor import Conductor, PoolLoads
+from moonpool.distributions.histogram import Histogram
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, payer_of
 
@@ -29,7 +30,6 @@ _COUNTS = ("answered", "effective", "not_answered", "generated_tokens")
 _GAUGES = ("hit", "ttft_p50_s", "ttft_p90_s", "tbt_p50_s", "tbt_p90_s")
 _LOADS = ("prefill_load", "decode_load")
 _COLUMNS = (*_COUNTS, *_GAUGES, *_LOADS)
-_BUCKETS_PER_OCTAVE = 16
 _LEAST_S, _MOST_S = 1e-5, 1e5
 _NONE = float("nan")
 
@@ -125,8 +125,8 @@ class _Sample:
     generated_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    ttft: Counter[int] = field(default_factory=Counter)  # by bucket
-    tbt: Counter[int] = field(default_factory=Counter)
+    ttft_s: Histogram = field(default_factory=Histogram)
+    tbt_s: Histogram = field(default_factory=Histogram)
 
     def add(self, record: RequestRecord) -> None:
         self.generated_tokens += record.num_generated_tokens
@@ -138,9 +138,9 @@ class _Sample:
         self.prompt_tokens += record.num_prompt_tokens
         self.cached_tokens += record.cached_tokens
         if record.ttft_s is not None:
-            self.ttft[_bucket(record.ttft_s)] += 1
+            self.ttft_s.add(_bounded(record.ttft_s))
         if record.tbt_top10_mean_s is not None:
-            self.tbt[_bucket(record.tbt_top10_mean_s)] += 1
+            self.tbt_s.add(_bounded(record.tbt_top10_mean_s))
 
     def values(self, loads: tuple[float, float]) -> list[float]:
         """Returns one number per column."""
@@ -148,24 +148,18 @@ class _Sample:
         return [
             *(float(getattr(self, name)) for name in _COUNTS),
             hit,
-            *(_percentile(self.ttft, share) for share in (0.5, 0.9)),
-            *(_percentile(self.tbt, share) for share in (0.5, 0.9)),
+            *(_quantile(self.ttft_s, share) for share in (0.5, 0.9)),
+            *(_quantile(self.tbt_s, share) for share in (0.5, 0.9)),
             *loads,
         ]
 
 
-def _bucket(seconds: float) -> int:
-    return round(log2(min(max(seconds, _LEAST_S), _MOST_S)) * _BUCKETS_PER_OCTAVE)
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, _LEAST_S), _MOST_S)
 
 
-def _percentile(buckets: Counter[int], share: float) -> float:
-    """Returns the middle of the bucket of the nearest rank."""
-    rank = max(ceil(share * buckets.total()), 1)
-    for bucket in sorted(buckets):
-        rank -= buckets[bucket]
-        if rank <= 0:
-            return exp2(bucket / _BUCKETS_PER_OCTAVE)
-    return _NONE
+def _quantile(values: Histogram, share: float) -> float:
+    return values.quantile(share) if values.count else _NONE
 
 
 def _rounded(value: float) -> float | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import ceil, isfinite
+from math import isfinite
 from typing import Any
 
 from moonpool.conductor.actions import HotRequested
 from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
+from moonpool.distributions.quantiles import percentiles
 from moonpool.head.watch.hot_list import HotList
 from moonpool.head.watch.live_events import LiveEvents
 from moonpool.head.watch.live_history import ANSWERED, LiveHistory, most_loaded
@@ -27,7 +28,7 @@ NUM_LISTED = 40
 """Most requests that a frame lists, those under way included."""
 MAX_GROUPS = 20
 """Most tenants, and most programs, that a frame lists."""
-PERCENTILES = (0.5, 0.9, 0.99)
+PERCENTILES = (50, 90, 99)
 
 
 class LiveView:
@@ -196,8 +197,8 @@ def _totals(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "answered": len(answered),
         "effective": sum(record.effective for record in answered),
         "generated_tokens": sum(record.num_generated_tokens for record in records),
-        "ttft_s": percentiles([r.ttft_s for r in answered if r.ttft_s is not None]),
-        "tbt_s": percentiles(
+        "ttft_s": _percentiles([r.ttft_s for r in answered if r.ttft_s is not None]),
+        "tbt_s": _percentiles(
             [tbt_s for r in answered if (tbt_s := r.tbt_top10_mean_s) is not None]
         ),
         "tokens": _tokens_by_tier(records),
@@ -234,15 +235,8 @@ def _describe_groups(
     ]
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns nearest-rank percentiles; None without values."""
-    if not values:
-        return None
-    ranked = sorted(values)
-    return {
-        f"p{round(100 * share)}": ranked[max(ceil(share * len(ranked)) - 1, 0)]
-        for share in PERCENTILES
-    }
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    return percentiles(values, *PERCENTILES) if values else None
 
 
 # Instances

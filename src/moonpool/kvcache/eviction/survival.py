@@ -51,9 +51,9 @@ def _prior() -> tuple[float, ...]:
 
 AGE_RANGE = _age_table()
 """The range of each age, in whole epochs up to MAX_AGE."""
-_DELAYS = np.array([(a + b) // 2 for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False)])
-_WIDTHS = tuple(b - a for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False))
-_PRIOR = np.array(_prior())
+DELAYS = np.array([(a + b) // 2 for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False)])
+WIDTHS = tuple(b - a for a, b in zip((0, *AGE_LIMITS), AGE_LIMITS, strict=False))
+PRIOR = np.array(_prior())
 
 Floats = npt.NDArray[np.float64]
 
@@ -111,10 +111,10 @@ class ReuseModel:
         families = self._families
         exposed, reused = np.zeros((2, len(families), num_ages))
         exposed[:num_learned], reused[:num_learned] = self._exposed, self._reused
-        overall = _PRIOR
+        overall = PRIOR
         shares_of: dict[int, Floats] = {}
         if num_learned:
-            overall = _shares(_total(reused[:num_learned]), _total(exposed[:num_learned]), _PRIOR)
+            overall = _shares(_total(reused[:num_learned]), _total(exposed[:num_learned]), PRIOR)
             learned = np.array(families[:num_learned])
             for family in dict.fromkeys(families[:num_learned]):
                 own = (learned == family).nonzero()[0]
@@ -136,7 +136,7 @@ class ReuseModel:
         by = self._released_by
         by[:, :-period] = by[:, period:]
         by[:, -period:] = by[:, [-period - 1]] + np.cumsum(self._released_now, axis=1)
-        fresh = by[:, -1 - _DELAYS] - by[:, -1 - _DELAYS - period]
+        fresh = by[:, -1 - DELAYS] - by[:, -1 - DELAYS - period]
         self._exposed = self._exposed * self._decay + fresh
         reused_now = np.array(self._reused_now)[:, :-1]
         self._reused = self._reused * self._decay + reused_now
@@ -169,7 +169,7 @@ def _worths(shares: list[float]) -> list[float]:
     hits over cache space x time, which is the slope of its concave hull."""
     survivors = 1.0
     costs, gains = [], []
-    for share, width in zip(shares, _WIDTHS, strict=True):
+    for share, width in zip(shares, WIDTHS, strict=True):
         gain = min(share, 0.98 * survivors)
         costs.append((survivors - gain / 2) * width)
         gains.append(gain)

@@ -204,6 +204,10 @@ class PartitionedPool(BlockPool):
         pool, own = self._own(block_id)
         return pool.key_of(own)
 
+    def is_held(self, block_id: BlockId) -> bool:
+        pool, own = self._own(block_id)
+        return pool.is_held(own)
+
     def depth_of(self, block_id: BlockId) -> int:
         pool, own = self._own(block_id)
         return pool.depth_of(own)

@@ -112,7 +112,7 @@ class RooflineCost:
             attention = self._latent_products()
         embedding = shape.bytes_per_embedding
         self._lm_head = self._product("lm_head", hidden, -(-shape.vocab // tp), embedding)
-        self._experts: ExpertCost | None = None
+        self.experts: ExpertCost | None = None
         mixture = shape.experts
         if mixture is None:
             self._products = (*attention, *self._feed_forward(shape.ffn))
@@ -125,7 +125,7 @@ class RooflineCost:
             self._product("experts_gate_up", hidden, 2 * mixture.ffn, each),
             self._product("experts_down", mixture.ffn, hidden, each),
         )
-        self._experts = ExpertCost(mixture.count, mixture.per_token, tp, products)
+        self.experts = ExpertCost(mixture.count, mixture.per_token, tp, products)
 
     def _feed_forward(self, ffn: int) -> tuple[Product, ...]:
         own, hidden = -(-ffn // self.num_devices), self.shape.hidden
@@ -166,15 +166,15 @@ class RooflineCost:
         heads = -(-shape.heads // self.num_devices)
         kv_heads = -(-shape.kv_heads // self.num_devices)
         flops = 4 * layers * heads * shape.head_dim  # per pair of query and key
-        self._key_compute_s = flops / (attention.flops_share * self.device.peak_flops_per_s)
+        self.key_compute_s = flops / (attention.flops_share * self.device.peak_flops_per_s)
         kv_bytes = 2 * layers * kv_heads * shape.head_dim * shape.bytes_per_kv
         rate = attention.bandwidth_share * self.device.memory_bytes_per_s
         self._key_memory_s = kv_bytes / rate
-        decode_compute_s = self._key_compute_s
+        decode_compute_s = self.key_compute_s
         if shape.latent is not None:  # prefills expand keys and values, decodes read the latent
             part, rate_flops = shape.latent, attention.flops_share * self.device.peak_flops_per_s
             expanded = part.nope + part.rope + part.value
-            self._key_compute_s = 2 * layers * heads * expanded / rate_flops
+            self.key_compute_s = 2 * layers * heads * expanded / rate_flops
             decode_compute_s = 2 * layers * heads * (2 * part.rank + part.rope) / rate_flops
             self._key_memory_s = shape.kv_bytes_per_token / rate
         # A decode has one query per key it reads, so the same limit binds at any length.
@@ -219,14 +219,14 @@ class RooflineCost:
         tokens = logit_rows = decode_batch
         attention_s = 0.0
         if chunks:
-            key_compute_s, key_memory_s = self._key_compute_s, self._key_memory_s
+            key_compute_s, key_memory_s = self.key_compute_s, self._key_memory_s
             attention_s = self._attention_launch_s
             for chunk in chunks:
                 new, start = chunk.num_tokens, chunk.start
                 tokens += new
                 logit_rows += chunk.last
                 if self._windowed:
-                    attention_s += max(self._chunk_limits(chunk))
+                    attention_s += max(self.chunk_limits(chunk))
                     continue
                 compute_s = key_compute_s * (new * (start + 0.5 * (new + 1)))
                 memory_s = key_memory_s * (start + new)
@@ -312,7 +312,7 @@ class RooflineCost:
 
     def _mixture_s(self, tokens: int) -> float:
         """The feed-forward parts of all layers of a mixture; 0 for other models."""
-        experts, mixture = self._experts, self.shape.experts
+        experts, mixture = self.experts, self.shape.experts
         if experts is None or mixture is None or tokens == 0:
             return 0.0
         layer_s = experts.launch_s + experts.time_s(tokens)
@@ -332,7 +332,7 @@ class RooflineCost:
 
     def chunk_attention_s(self, chunk: Chunk) -> float:
         """Attention of a prefill chunk over all layers, without launches."""
-        return max(self._chunk_limits(chunk))
+        return max(self.chunk_limits(chunk))
 
     def decode_attention_s(self, context_tokens: int) -> float:
         """Attention of decodes whose contexts sum to `context_tokens`, without launches."""
@@ -343,7 +343,7 @@ class RooflineCost:
         """Launches of all layers, for the chunks or for the decodes of a step."""
         return self._attention_launch_s
 
-    def _chunk_limits(self, chunk: Chunk) -> tuple[float, float]:
+    def chunk_limits(self, chunk: Chunk) -> tuple[float, float]:
         """Attention time by compute, and by memory."""
         new, start = chunk.num_tokens, chunk.start
         pairs: float = new * (start + 0.5 * (new + 1))
@@ -354,7 +354,7 @@ class RooflineCost:
             near = below * (start + 0.5 * (below + 1)) + (new - below) * window
             pairs = (1.0 - share) * pairs + share * near
             keys = (1.0 - share) * keys + share * min(start + new, window + new)
-        return self._key_compute_s * pairs, self._key_memory_s * keys
+        return self.key_compute_s * pairs, self._key_memory_s * keys
 
     def stage(self, num_stages: int) -> RooflineCost:
         """The slowest of `num_stages` stages: ceil(layers / stages) layers and the LM head."""
@@ -382,7 +382,7 @@ class RooflineCost:
         if tokens == 0:
             return StepParts({}, 0.0, 0.0, 0.0, 0.0)
         calls = [(product, tokens, layers) for product in self._products]
-        experts, expert_limits = self._experts, [(0.0, 0.0)]
+        experts, expert_limits = self.experts, [(0.0, 0.0)]
         sparse = 0
         if experts is not None and self.shape.experts is not None:
             dense = self.shape.experts.dense_layers
@@ -398,7 +398,7 @@ class RooflineCost:
         if experts is not None:
             parts["experts"] = sparse * experts.time_s(tokens)
         keys = self._decode_keys(decode_batch, decode_context_tokens) if decode_batch else 0
-        limits = [self._chunk_limits(chunk) for chunk in chunks]
+        limits = [self.chunk_limits(chunk) for chunk in chunks]
         elementwise_s = layers * self._elementwise_row_s * tokens
         launch_s = layers * self._elementwise_launch_s
         launch_s += sum(n * p.launch_s for p, _, n in calls)

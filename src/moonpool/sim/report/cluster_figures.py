@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from moonpool.pages.chart import HeatRow, bars, count_axis, heat_map, time_axis
+from moonpool.pages.units import (
+    byte_size,
+    counted,
+    duration,
+    percent,
+    short_count,
+    significant,
+    whole,
+)
 from moonpool.sim.network import Link
 from moonpool.sim.node import Node
-from moonpool.sim.report.chart import HeatRow, bars, count_axis, heat_map, time_axis
 from moonpool.sim.report.plots import (
     NO_REQUEST,
     TOO_SHORT,
@@ -19,15 +28,6 @@ from moonpool.sim.report.plots import (
     over_time,
     thinned,
     window_edges,
-)
-from moonpool.sim.report.units import (
-    byte_size,
-    counted,
-    duration,
-    percent,
-    short_count,
-    significant,
-    whole,
 )
 from moonpool.sim.simulation import Simulation
 from moonpool.types import InstanceId, Role

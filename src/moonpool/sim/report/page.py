@@ -18,12 +18,7 @@ from markupsafe import Markup
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import Config
 from moonpool.pages import look
-from moonpool.sim.defaults import DEFAULTS
-from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
-from moonpool.sim.report.cluster_figures import busy_share, cluster_figures, kvcache_figures
-from moonpool.sim.report.notes import notes
-from moonpool.sim.report.plots import Table
-from moonpool.sim.report.units import (
+from moonpool.pages.units import (
     GAP,
     byte_size,
     counted,
@@ -32,6 +27,11 @@ from moonpool.sim.report.units import (
     percent,
     significant,
 )
+from moonpool.sim.defaults import DEFAULTS
+from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
+from moonpool.sim.report.cluster_figures import busy_share, cluster_figures, kvcache_figures
+from moonpool.sim.report.notes import notes
+from moonpool.sim.report.plots import Table
 from moonpool.sim.report.user_figures import user_figures
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from moonpool.sim.metrics import Histogram
-from moonpool.sim.report.chart import (
+from moonpool.distributions.histogram import Histogram
+from moonpool.pages.chart import (
     HALF,
     WIDE,
     Axis,
@@ -23,7 +23,7 @@ from moonpool.sim.report.chart import (
     share_axis,
     time_axis,
 )
-from moonpool.sim.report.units import duration, percent
+from moonpool.pages.units import duration, percent
 
 NUM_HOVER_COLUMNS = 60
 NUM_CURVE_POINTS = 250

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from moonpool.pages.chart import bars, count_axis
+from moonpool.pages.units import counted, duration, percent, significant
 from moonpool.request_record import STAGES
-from moonpool.sim.report.chart import bars, count_axis
 from moonpool.sim.report.plots import (
     NO_REQUEST,
     ReportFigure,
@@ -15,7 +16,6 @@ from moonpool.sim.report.plots import (
     rates,
     window_edges,
 )
-from moonpool.sim.report.units import counted, duration, percent, significant
 from moonpool.sim.simulation import Simulation
 
 MAX_WINDOWS = 120

@@ -44,12 +44,12 @@ def test_several_decode_steps_are_the_sum_of_single_ones(name: str) -> None:
 
 def test_experts_touched_grow_from_one_token_to_all() -> None:
     shape = BUILT_IN.shape("qwen3-30b-a3b")
-    experts = RooflineCost(H200, shape, 1)._experts
+    experts = RooflineCost(H200, shape, 1).experts
     assert experts is not None
     assert experts.touched(1)[0] == pytest.approx(8)
     assert experts.touched(10_000)[0] == pytest.approx(128)
     assert 8 < experts.touched(8)[0] < 64
-    shared = RooflineCost(H200, shape, 8)._experts
+    shared = RooflineCost(H200, shape, 8).experts
     assert shared is not None
     assert 1 < shared.touched(1)[0] < 3, "the fullest of eight devices has more than the mean"
     assert shared.touched(10_000)[0] == 16
@@ -75,8 +75,8 @@ def test_a_chunk_counts_the_pairs_inside_the_window() -> None:
     cost = RooflineCost(H200, msgspec.structs.replace(BUILT_IN.shape("gpt-oss-20b"), full_every=0))
     for start, new in ((0, 100), (0, 500), (100, 60), (5000, 10)):
         pairs = sum(min(start + i + 1, 128) for i in range(new))
-        seen_s = cost._chunk_limits(Chunk(new, start, start, True))[0]
-        assert seen_s == pytest.approx(cost._key_compute_s * pairs)
+        seen_s = cost.chunk_limits(Chunk(new, start, start, True))[0]
+        assert seen_s == pytest.approx(cost.key_compute_s * pairs)
 
 
 def test_each_device_holds_the_latent() -> None:

@@ -143,16 +143,25 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_the_table(base: str) -> None:
-    """Latency, nodes' time and bytes sent of one prompt alone; run with -s to see it."""
-    for num_tokens in (1024, 8192, 32768, 131072):
-        for nodes in (1, 2, 4):
-            row = [
-                f"{kind} {latency_s(base, kind, nodes, num_tokens):7.3f} s"
-                f" {node_s(base, kind, nodes, num_tokens):7.3f} node-s"
-                f" {group_nic_bytes(SHAPE, nodes, kind, num_tokens) / 1e9:6.1f} GB"
-                for kind in KINDS
-            ]
-            print(f"\n{base} {num_tokens:6} X={nodes}: " + " | ".join(row), end="")
-            for kind in KINDS:
-                assert latency_s(base, kind, nodes, num_tokens) > 0
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("num_tokens", [1024, 8192, 32768, 131072])
+def test_what_a_prompt_alone_costs_each_kind_of_group(
+    base: str, nodes: int, num_tokens: int
+) -> None:
+    alone_s = latency_s(base, "tp", 1, num_tokens)
+    lasts_s = {kind: latency_s(base, kind, nodes, num_tokens) for kind in KINDS}
+    busy_s = {kind: node_s(base, kind, nodes, num_tokens) for kind in KINDS}
+    sent = {kind: group_nic_bytes(SHAPE, nodes, kind, num_tokens) for kind in KINDS}
+    for kind in KINDS:
+        assert alone_s / nodes <= lasts_s[kind] and alone_s <= busy_s[kind] * 1.001
+    # All nodes work on each layer; in a pipeline the others are free for other prompts.
+    assert busy_s["tp"] == pytest.approx(nodes * lasts_s["tp"])
+    assert busy_s["tp+sp"] == pytest.approx(nodes * lasts_s["tp+sp"])
+    assert busy_s["pp"] == pytest.approx(alone_s, rel=0.1)
+    assert lasts_s["tp+sp"] < lasts_s["tp"] and lasts_s["tp+sp"] < lasts_s["pp"]
+    in_chunks = num_tokens > CHUNK_TOKENS
+    assert (lasts_s["cpp"] < 0.7 * lasts_s["pp"]) == in_chunks
+    assert busy_s["cpp"] == pytest.approx(alone_s, rel=0.2)  # chunks cost a little
+    assert sent["tp"] > sent["tp+sp"] > sent["cpp"] == sent["pp"] > 0
+    once = group_nic_bytes(SHAPE, 2, "pp", num_tokens)  # from each stage to the next
+    assert sent["pp"] == pytest.approx((nodes - 1) * once)

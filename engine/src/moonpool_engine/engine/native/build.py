@@ -153,7 +153,7 @@ def build(folder: Path | None = None, everything: bool = False) -> Path:
         )
     target = (folder or _writable_folder()) / library_name()
     for built in _built_in(target.parent):
-        if built == target or (not everything and _is_for_this_cpu(built)):
+        if built == target or (not everything and is_for_this_cpu(built)):
             _remove_others(built)
             return built
     found = (shutil.which(name) for name in COMPILERS)
@@ -173,7 +173,7 @@ def build(folder: Path | None = None, everything: bool = False) -> Path:
     return target
 
 
-def _is_for_this_cpu(built: Path) -> bool:
+def is_for_this_cpu(built: Path) -> bool:
     try:
         library = ctypes.CDLL(str(built))
         return usable_isas(library)[-1:] == (best_isa(library),)

@@ -37,7 +37,7 @@ _FORMS = (
     (8, "whole", False),
 )
 """Bits, scales and minimums of the kernels' forms, in the order of linear_quantized.cpp."""
-_REPACKED = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+REPACKED = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """The formats that repack.cpp arranges, in its order."""
 _FIRST = tuple(4 * (lane // 2) + lane % 2 for lane in range(16))
 """The first of the two weights that lane i of a row meets; the second is 2 later."""
@@ -121,14 +121,14 @@ def _form(format: Format) -> int:
 
 def _pack(rows: StoredRows, memory: PackedMemory, repack: Call) -> _Packed:
     format, out = rows.format, len(rows.data)
-    if format.name in _REPACKED:
-        weight = _repacked(rows, memory, repack)
+    if format.name in REPACKED:
+        weight = repacked(rows, memory, repack)
     else:
         weight = packed_rows(rows, memory)
     return _Packed(_form(format), weight, out, format.offset)
 
 
-def _repacked(rows: StoredRows, memory: PackedMemory, repack: Call) -> Tensor:
+def repacked(rows: StoredRows, memory: PackedMemory, repack: Call) -> Tensor:
     """What `packed_rows` gives, by the kernels."""
     out, format = len(rows.data), rows.format
     panel_bytes = _panels(StoredRows(format, rows.data[:1]), rows.width // BLOCK).shape[1]
@@ -136,7 +136,7 @@ def _repacked(rows: StoredRows, memory: PackedMemory, repack: Call) -> Tensor:
     weight = memory.take(panels * panel_bytes).view(panels, panel_bytes)
     data = rows.data.contiguous()
     wrong = repack(
-        _REPACKED.index(format.name),
+        REPACKED.index(format.name),
         data.data_ptr(),
         weight.data_ptr(),
         out,

@@ -1,12 +1,5 @@
-// Elements, numbers and charts of the live page.
-const $ = id => document.getElementById(id);
+// Charts of pages that run scripts. Reports have none: chart.py draws theirs, with the same classes and steps.
 const el = (tag, cls, ...inner) => { const e = document.createElement(tag); if (cls) e.className = cls; e.append(...inner); return e; };
-const ms = s => s == null ? "–" : s >= 10 ? s.toFixed(1) + " s" : s >= 1 ? s.toFixed(2) + " s" : s >= 0.1 ? (1000 * s).toFixed(0) + " ms" : (1000 * s).toFixed(1) + " ms";
-const num = n => Math.round(n).toLocaleString("en");
-const pct = (a, b) => b ? (100 * a / b).toFixed(0) + " %" : "–";
-const bytes = n => n >= 1e12 ? (n / 1e12).toFixed(2) + " TB" : n >= 1e9 ? (n / 1e9).toFixed(2) + " GB" : n >= 1e6 ? (n / 1e6).toFixed(1) + " MB" : n >= 1e3 ? (n / 1e3).toFixed(1) + " kB" : num(n) + " B";
-const ago = s => s < 90 ? Math.round(s) + " s ago" : s < 5400 ? Math.round(s / 60) + " min ago" : (s / 3600).toFixed(1) + " h ago";
-const naturally = (a, b) => a.localeCompare(b, "en", { numeric: true });
 function keyOf(target, entries) {
   target.replaceChildren(...entries.map(([text, cls]) => el("span", "", el("i", cls), text)));
 }
@@ -23,7 +16,7 @@ function shape(tag, attributes, text) {
   return e;
 }
 const lastOf = values => { const known = values.filter(v => v != null); return known.length ? known[known.length - 1] : null; };
-function roundUp(v) { const unit = 10 ** Math.floor(Math.log10(v)); return [1, 2, 2.5, 5, 10].map(m => m * unit).find(m => m >= v * 0.999999); }
+function roundUp(v) { const unit = 10 ** Math.floor(Math.log10(v)); return [1, 2, 5, 10].map(m => m * unit).find(m => v <= m * (1 + 1e-9)); }
 // Coordinates of a chart: a plot of W x H with room for the axes' labels.
 const W = 420, H = 150, LEFT = 60, RIGHT = 8, TOP = 8, BOTTOM = 22;
 function stepPath(values, x, y) {  // each sample is a step; an unknown one leaves a gap

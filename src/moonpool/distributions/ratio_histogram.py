@@ -12,6 +12,7 @@ from itertools import accumulate
 from math import frexp
 
 BINS_PER_OCTAVE = 32
+"""Between a ratio and its double, of equal width: 1.6 to 3.1 % each."""
 LOWEST_OCTAVE, HIGHEST_OCTAVE = -1, 3
 """Ratios below 1/4 count as 1/4, those above 8 as 8: both are far from any SLO."""
 NUM_BINS = (HIGHEST_OCTAVE - LOWEST_OCTAVE + 1) * BINS_PER_OCTAVE
@@ -19,17 +20,26 @@ MEMORY = 512.0
 """At twice this weight, the weights of all values so far are halved."""
 
 
+def place_of(ratio: float, lowest_octave: int = 0) -> float:
+    """The ratio's place on a grid without ends, in bins; the ratio must be above 0."""
+    fraction, exponent = frexp(ratio)
+    return (exponent - lowest_octave + 2.0 * fraction - 1.0) * BINS_PER_OCTAVE
+
+
+def ratio_at(place: int, lowest_octave: int = 0) -> float:
+    """The inverse of `place_of`."""
+    octave, part = divmod(place, BINS_PER_OCTAVE)
+    return float(2.0 ** (octave + lowest_octave - 1) * (1.0 + part / BINS_PER_OCTAVE))
+
+
 def position(ratio: float) -> float:
     """The ratio's place on the grid, from 0 to `NUM_BINS`; the ratio must be above 0."""
-    fraction, exponent = frexp(ratio)
-    place = (exponent - LOWEST_OCTAVE + 2.0 * fraction - 1.0) * BINS_PER_OCTAVE
-    return min(max(place, 0.0), float(NUM_BINS))
+    return min(max(place_of(ratio, LOWEST_OCTAVE), 0.0), float(NUM_BINS))
 
 
 def edge(index: int) -> float:
     """The ratio at the lower edge of a bin: the inverse of `position`."""
-    octave, part = divmod(index, BINS_PER_OCTAVE)
-    return float(2.0 ** (octave + LOWEST_OCTAVE - 1) * (1.0 + part / BINS_PER_OCTAVE))
+    return ratio_at(index, LOWEST_OCTAVE)
 
 
 def share_at(shares: list[float], ratio: float) -> float:

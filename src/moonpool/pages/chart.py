@@ -17,7 +17,7 @@ from math import ceil, floor, log10
 
 from markupsafe import Markup
 
-from moonpool.sim.report.units import duration, short_count
+from moonpool.pages.units import duration, short_count
 
 HALF, WIDE = 540, 1100
 """Width of a chart in a half column and over the whole page, in pixels of its own."""

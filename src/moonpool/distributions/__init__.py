@@ -1,0 +1,1 @@
+"""Quantiles and histograms, for everything that decides, measures or prints."""
