@@ -17,9 +17,9 @@ log = logging.getLogger("moonpool.launcher")
 
 MAX_RESTARTS = 5
 """More of one process end the start of the cluster. Later, none is given up."""
-STARTING = RetryDelays((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0), steady_s=60.0)
-SERVING = RetryDelays(STARTING.delays_s, steady_s=10.0)
-"""Once the cluster is up. Most deaths are then no fault of the start."""
+RESTARTS = RetryDelays((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0), steady_s=60.0)
+SERVING_STEADY_S = 10.0
+"""Replaces `steady_s` once the cluster is up. Most deaths are then no fault of the start."""
 
 
 class Keeper:
@@ -49,7 +49,7 @@ class Keeper:
         self._oom_kills = oom_kills or OomKills()
         self._began_s = 0.0
         self._has_left = False
-        self._successors = Successors(name, self._run_once, self._after, STARTING, log)
+        self._successors = Successors(name, self._run_once, self._after, RESTARTS, log)
 
     @property
     def pid(self) -> int:
@@ -89,8 +89,8 @@ class Keeper:
             return Next.AT_ONCE
         if code == 0:
             return self._note_left()
-        delays = SERVING if self.is_started else STARTING
-        if time.monotonic() - self._began_s > delays.steady_s:
+        steady_s = SERVING_STEADY_S if self.is_started else RESTARTS.steady_s
+        if time.monotonic() - self._began_s > steady_s:
             return Next.AFTER_GOOD_LIFE
         if self._successors.num_deaths >= MAX_RESTARTS and not self.is_started:
             log.error("%s ended with code %s too often; giving up on it", self.name, code)

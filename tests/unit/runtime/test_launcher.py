@@ -148,8 +148,8 @@ def test_a_worker_that_served_well_is_started_again_without_a_delay(
     async def spawn(*_: Any) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec("sh", "-c", "sleep 0.15; exit 1")
 
-    serving = RetryDelays((0.0, 0.02, 0.04), serving_steady_s)
-    monkeypatch.setattr(keeper_module, "SERVING", serving)
+    monkeypatch.setattr(keeper_module, "RESTARTS", RetryDelays((0.0, 0.02, 0.04)))
+    monkeypatch.setattr(keeper_module, "SERVING_STEADY_S", serving_steady_s)
     monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
 
     def waited() -> list[str]:
