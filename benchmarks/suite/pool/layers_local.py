@@ -37,7 +37,7 @@ from moonpool.scheduler.actions import (
     WorkerAction,
 )
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
 from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams, Slo
 from moonpool_engine.engine.builtin import open_model
 from moonpool_engine.engine.calibrate import fit_samples, measure_samples
@@ -241,7 +241,9 @@ class LayerwiseInstance:
             store_shared=self._store is not None and self._store.shared,
         )
         layout, cost = self.layout, self.cost
-        return Instance(config, layout, self.num_blocks, Role.MIXED, cost, (), self._stored)
+        return Instance(
+            config, layout, self.num_blocks, Role.MIXED, cost, (), InstanceMemory(self._stored)
+        )
 
     def _perform(self, action: WorkerAction) -> None:
         match action:

@@ -32,7 +32,7 @@ from moonpool.protocol.messages import AttemptId, InstanceInfo, Report
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig, instance_config
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory, instance_config
 from moonpool.sim.clients import Clients
 from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.drafter import Acceptance, SimDrafter
@@ -206,7 +206,7 @@ class Simulation:
             role,
             hardware.estimate,
             (EOS_TOKEN_ID,),
-            arenas=hardware.arenas,
+            InstanceMemory(arenas=hardware.arenas),
             draft_model=None if draft is None else draft.place,
         )
         info = InstanceInfo(

@@ -20,7 +20,7 @@ from moonpool.protocol.frames import Setup
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, TierLoad
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig, instance_config
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory, instance_config
 from moonpool.scheduler.speculation.draft_model import DraftModelPlace
 from moonpool.types import BlockId, BlockKey, InstanceId, Role
 from moonpool_engine.attention_offload.boot import OffloadedParts
@@ -323,10 +323,12 @@ def _state_machine(
             role,
             cost,
             eos_token_ids,
-            arenas=parts.group.sizes,
-            kept=parts.group.cached,
-            segment_blocks=parts.segment_blocks,
-            draft_model=draft_model,
+            InstanceMemory(
+                arenas=parts.group.sizes,
+                kept=parts.group.cached,
+                segment_blocks=parts.segment_blocks,
+            ),
+            draft_model,
         )
     instance = Instance(
         config,
@@ -335,9 +337,8 @@ def _state_machine(
         role,
         cost,
         eos_token_ids,
-        stored,
-        kept=kept,
-        draft_model=draft_model,
+        InstanceMemory(stored=stored, kept=kept),
+        draft_model,
     )
     instance.pool.watch_keys()
     return instance
