@@ -23,6 +23,7 @@ from moonpool.sim.hardware.parallel_cost import (
     group_prefill_s,
 )
 from moonpool.sim.outcome import summarise
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
 from papers.constants import (
@@ -173,7 +174,7 @@ def serve_groups(workload: MooncakeWorkload, name: str, seed: int) -> ClusterNic
     overrides["engine"] = {"batching": "whole-prompts" if whole else "chunked"}
     config = parse_config("", overrides, PAPERS_DEFAULTS)
     hardware = build_hardware(parse_config("", _believed(overrides, whole), DEFAULTS))
-    simulation = Simulation(config, hardware, seed)
+    simulation = Simulation(config, hardware, SimulationSettings(seed=seed))
     simulation.run(
         make_arrivals(
             workload.rows,

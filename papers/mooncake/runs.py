@@ -17,6 +17,7 @@ from moonpool.sim.hardware.build import Hardware, build_hardware
 from moonpool.sim.hardware.calibrated import DEVICE, NUM_DEVICES, SHAPE
 from moonpool.sim.hardware.node_cost import kv_capacity_tokens
 from moonpool.sim.outcome import summarise
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
 from moonpool.trace.row import TraceRow
@@ -131,7 +132,7 @@ def serve(
     hardware = build_hardware(config)
     if nic_bytes_per_s is not None:
         hardware = with_nic(hardware, nic_bytes_per_s)
-    simulation = Simulation(config, hardware, seed, layer_wise=layer_wise)
+    simulation = Simulation(config, hardware, SimulationSettings(seed=seed, layer_wise=layer_wise))
     if watch is not None:
         watch(simulation)
     rows = faster(workload.rows, speed)

@@ -236,6 +236,11 @@ class Request(Struct, frozen=True):
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_embedding(self) -> bool:
+        """Whether the prompt's embedding is the answer, which is no answer of one token."""
+        return self.sampling.pooling != "none"
+
 
 def payer_of(tenant: str) -> str:
     """Returns the tenant whose share counts: cache salts do not multiply it."""

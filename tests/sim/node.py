@@ -27,6 +27,7 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance_config import InstanceMemory
 from moonpool.scheduler.request_state import PendingTransfer
 from moonpool.types import BlockId, BlockKey, InstanceId, Role
 from tests.sim.disk import DiskDriver
@@ -58,9 +59,11 @@ class Life(Member):
             role,
             world.cost,
             (world.eos,),
-            self.disk.index(),
-            world.options.arenas,
-            segment_blocks=world.options.segment_blocks,
+            InstanceMemory(
+                self.disk.index(),
+                world.options.arenas,
+                segment_blocks=world.options.segment_blocks,
+            ),
         )
         self.arena: dict[tuple[BlockId, int], Content] = {}
         self.reads: dict[str, FetchOperation] = {}

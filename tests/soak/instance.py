@@ -34,7 +34,7 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
 from moonpool.types import BlockId, BlockKey, InstanceId, Role
 from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.storage import io_threads
@@ -103,7 +103,9 @@ class SoakInstance:
         )
         cost = msgspec.structs.replace(COST, ssd_read_bytes_per_s=1e9)
         stored = self._store.stored
-        self._instance = Instance(config, LAYOUT, plan.num_blocks, Role.MIXED, cost, (), stored)
+        self._instance = Instance(
+            config, LAYOUT, plan.num_blocks, Role.MIXED, cost, (), InstanceMemory(stored)
+        )
         self._engine = FillingEngine(self._arena, self._messenger, plan.seed, post, self.wrong)
         self._driver = self._drive()
         self._flipped = set(plan.flipped)

@@ -93,7 +93,7 @@ def compare_policies(draw: AdmissionDraw) -> dict[str, Any]:
     workload = draw_workload(draw)
     if draw.folder is not None:
         write_trace(workload.rows, Path(draw.folder) / f"{draw.seed}-{draw.number}.jsonl")
-    runner = Runner(workload.config, workload.hardware, _arrivals(workload), {})
+    runner = Runner(workload.config, workload.hardware, _arrivals(workload))
     with rare_collections():
         effective = {name: len(runner.policy(name)) for name in ADMISSIONS}
     return {"number": draw.number, **workload.words, "effective": effective}

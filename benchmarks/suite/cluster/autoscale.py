@@ -15,6 +15,7 @@ from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware, instance_usd_per_h
 from moonpool.sim.hardware.prices import parse_prices
 from moonpool.sim.outcome import summarise
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
 from moonpool.trace.builtin import SHIFTING_DAY
@@ -83,7 +84,7 @@ def run_day(day: ScaledDay) -> dict[str, Any]:
         DEFAULTS,
     )
     hardware = build_hardware(config)
-    simulation = Simulation(config, hardware, day.seed, boot_s=day.boot_s)
+    simulation = Simulation(config, hardware, SimulationSettings(seed=day.seed, boot_s=day.boot_s))
     rows = generate_mix(SHIFTING_DAY, duration_s=day.day_s, seed=day.seed)
     simulation.run(make_arrivals(rows, BLOCK_TOKENS, BLOCK_TOKENS, hardware.largest_request_tokens))
     figures = summarise(simulation, 0.0)

@@ -27,6 +27,7 @@ from moonpool.config.tables import RoleBalance
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
 from moonpool.trace.builtin import BUILT_IN
@@ -153,11 +154,12 @@ def run_one(run: RoleBalanceRun) -> dict[str, Any]:
     config = parse_config("", overrides, DEFAULTS)
     hardware = build_hardware(config)
     log = PhaseLog()
-    simulation = Simulation(config, hardware, run.seed, on_end=log.note)
+    simulation = Simulation(config, hardware, SimulationSettings(seed=run.seed))
     log.watch(simulation, run.day_s)
     began_s = time.perf_counter()
     simulation.run(
-        make_arrivals(_rows(run), BLOCK_TOKENS, BLOCK_TOKENS, hardware.largest_request_tokens)
+        make_arrivals(_rows(run), BLOCK_TOKENS, BLOCK_TOKENS, hardware.largest_request_tokens),
+        log.note,
     )
     figures = summarise(simulation, time.perf_counter() - began_s)
     return {

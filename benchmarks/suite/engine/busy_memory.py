@@ -21,6 +21,7 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.gc_tuning import settle_threads
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
 from moonpool.trace.row import TraceRow
@@ -131,7 +132,9 @@ def separate_s(prompt_tokens: int, cost: FittedCost, layer_wise: bool) -> float:
             "hardware": {"cost": "profile.json"},
         },
     )
-    simulation = Simulation(config, build_hardware(config, cost), layer_wise=layer_wise)
+    simulation = Simulation(
+        config, build_hardware(config, cost), SimulationSettings(layer_wise=layer_wise)
+    )
     row = TraceRow(0.0, prompt_tokens, 2, tuple(range(-(-prompt_tokens // BLOCK_TOKENS))))
     simulation.run(make_arrivals([row], BLOCK_TOKENS, BLOCK_TOKENS, 4 * prompt_tokens))
     held_block_s = sum(

@@ -34,7 +34,7 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
 from moonpool.sim.solo import solo_attempt
 from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams
 from moonpool_engine.engine.builtin import open_model
@@ -232,7 +232,9 @@ class LayerwiseInstance:
             store_shared=self._store is not None and self._store.shared,
         )
         layout, cost = self.layout, self.cost
-        return Instance(config, layout, self.num_blocks, Role.MIXED, cost, (), self._stored)
+        return Instance(
+            config, layout, self.num_blocks, Role.MIXED, cost, (), InstanceMemory(self._stored)
+        )
 
     def _performers(self) -> Performers:
         transfers = transfers_by(self._messenger, self.layout.num_layers, self._gates)

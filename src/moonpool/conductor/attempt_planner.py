@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from math import inf
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from moonpool.conductor.admission.context import AdmissionContext, SloBudget
-from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction, admit
-from moonpool.conductor.forecast.learners import Learners
-from moonpool.conductor.instance_table import to_ns
+from moonpool.conductor.admission.check import AdmissionCheck, goes_on
+from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction
+from moonpool.conductor.forecast.output_predictor import OutputPredictor
 from moonpool.conductor.placement.choice import (
     LONG_QUEUE,
     NO_ROOM,
     Placement,
     PlacementFunction,
+    PlannedAttempt,
     Rejection,
     place,
 )
@@ -33,14 +32,13 @@ from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.protocol.block_hash import block_keys, root_key
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
-    AttemptId,
     AttemptSpec,
     Command,
     PrefixSource,
     ReserveDecode,
     StartPrefill,
 )
-from moonpool.types import InstanceId, Request, Role, Slo
+from moonpool.types import InstanceId, Request, Slo
 
 POLICY_ERROR = "policy_error"
 """The reason of a rejection because a policy from outside the package failed."""
@@ -56,33 +54,22 @@ class Policies(NamedTuple):
     admission: AdmissionFunction | None = None
 
 
-class PlannedAttempt(NamedTuple):
-    placement: Placement
-    footprint: RequestFootprint
-    tokens: Sequence[int]  # prompt, and what earlier attempts generated
-
-
 class AttemptPlanner:
     def __init__(
         self,
         config: ConductorConfig,
         policies: Policies,
         reservations: Reservations,
-        learners: Learners,
-        life: str,
-        default_slo: Slo,
+        output_predictor: OutputPredictor,
+        admission: AdmissionCheck,
     ) -> None:
-        self.layout: BlockLayout | None = None  # of all instances, once one has joined
-        self._token_bytes = 0
+        self.max_attempts = config.max_attempts  # of a request, without a new token
         self._config = config
         self._policies = policies
         self._reservations = reservations
         self._table, self._instances = reservations.instance_table, reservations.instances
-        self._output_predictor = learners.output_predictor
-        self._cost_estimator = learners.cost_estimator
-        self._goodput, self._roles = learners.goodput, learners.roles
-        self._life = f"{life}." if life else ""
-        self._default_slo = default_slo
+        self._output_predictor = output_predictor
+        self._admission = admission
         self._numbers = count(1)  # a client may reuse its request id
 
     @property
@@ -91,12 +78,9 @@ class AttemptPlanner:
         missed."""
         return self._config.admission != "none"
 
-    def set_layout(self, layout: BlockLayout) -> None:
-        self.layout, self._token_bytes = layout, layout.token_bytes
-
     def plan(self, tracked: TrackedRequest, now: float) -> PlannedAttempt | Rejection:
         """Decides on the request's next attempt."""
-        request, layout = tracked.request, self.layout
+        request, layout = tracked.request, self._reservations.layout
         if not self._instances or layout is None:
             return Rejection(503, "no_instance", "no instance is up", 5.0)
         tokens: Sequence[int] = request.token_ids
@@ -112,9 +96,8 @@ class AttemptPlanner:
             what = "with this adapter" if request.adapter else "that may serve this request"
             return Rejection(503, "no_instance", f"no instance {what} is up", 5.0)
         decision = self._decide(tracked, footprint, match, [*lacking, *avoid], now)
-        if not tracked.arrival_noted:
-            tracked.arrival_noted = True
-            self._note_arrival(footprint, decision, match, request.sampling.max_tokens, now)
+        if tracked.found_tokens is None:
+            tracked.found_tokens = _found_tokens(footprint, decision, match)
         if isinstance(decision, Rejection) and avoid:
             decision = self._decide(tracked, footprint, match, lacking, now)
         if isinstance(decision, Rejection):
@@ -150,27 +133,6 @@ class AttemptPlanner:
             or (adapter and adapter not in state.info.adapters)
         ]
 
-    def attempt(self, tracked: TrackedRequest, planned: PlannedAttempt) -> Attempt:
-        placement, footprint = planned.placement, planned.footprint
-        # A prefill instance's own queue waits for room. On a mixed instance, a prefill without a
-        # decode must not take the room that was booked for others.
-        mixed = self._instances[placement.prefill].role is Role.MIXED
-        return Attempt(
-            attempt_id=AttemptId(f"{tracked.request.request_id}/{self._life}{footprint.number}"),
-            prefill=placement.prefill,
-            decode=placement.decode,
-            fetch_from=placement.fetch_from,
-            prefill_ns=to_ns(placement.prefill_s),
-            num_tokens=footprint.num_tokens,
-            booked_tokens=footprint.expected_tokens if footprint.decodes or mixed else 0,
-            decodes=footprint.decodes,
-            expected_keys=tracked.keys[placement.held_blocks :],
-            tbt_s=placement.tbt_s,
-            begins_at=len(tracked.generated),
-            waits=placement.max_step_s is not None,
-            in_chunks=placement.in_chunks,
-        )
-
     def commands(
         self, tracked: TrackedRequest, attempt: Attempt, planned: PlannedAttempt, now: float
     ) -> list[tuple[InstanceId, Command]]:
@@ -185,49 +147,14 @@ class AttemptPlanner:
         tolerance = 1.0 if self._config.admission == "baseline" else RECHECK_TOLERANCE
         return tolerance / table.tbt_tail_of(row)
 
-    def _with_decode_wait(
-        self, tracked: TrackedRequest, context: AdmissionContext
-    ) -> AdmissionContext:
-        """The context with what `goodput` expects, and a placement with the wait for room in the
-        decode batch. A request that goes on never waits."""
-        by_goodput = self._config.admission == "goodput"
-        if context.budget.slo is UNLIMITED or not (by_goodput or self._config.decode_wait):
-            return context
-        load = self._goodput.decode.load(context)
-        expected = None
-        if by_goodput:
-            expected = self._goodput.expect(context, load, tracked.keys, not tracked.num_decisions)
-        tracked.predicted_step_s = load.with_s if load.lasts else 0.0
-        placement = msgspec.structs.replace(
-            context.placement,
-            ttft_s=context.placement.ttft_s + load.wait_s,
-            decode_wait_s=load.wait_s,
-            max_step_s=load.max_step_s,
-        )
-        return msgspec.structs.replace(context, placement=placement, expected=expected)
-
-    def _note_arrival(
-        self,
-        footprint: RequestFootprint,
-        decision: Placement | Rejection,
-        match: PrefixMatch,
-        max_tokens: int,
-        now: float,
-    ) -> None:
-        if isinstance(decision, Placement):
-            cached_tokens = decision.hit_tokens
-        else:
-            cached_tokens = min(match.deepest, footprint.usable_blocks) * footprint.block_tokens
-        self._roles.note_arrival(footprint.num_tokens, cached_tokens, max_tokens, now)
-
     def _footprint(
         self, tracked: TrackedRequest, num_tokens: int, layout: BlockLayout
     ) -> RequestFootprint:
         left = tracked.request.sampling.max_tokens - len(tracked.generated)
-        predictor, expected = self._output_predictor, num_tokens
+        expected = num_tokens
         if left > 1:
             # Clients set `max_tokens` far above the usual length: the mean is the better estimate.
-            expected += min(left, int(predictor.lengths.mean.value))
+            expected += min(left, int(self._output_predictor.lengths.mean.value))
             # The answer may be shorter than the mean: a request that could just fit is not rejected
             # on every attempt.
             expected = min(expected, max(self._table.most_decode_tokens, num_tokens + 1))
@@ -238,9 +165,9 @@ class AttemptPlanner:
             expected_tokens=layout.blocks_for(expected) * layout.block_tokens,
             decodes=left > 1,
             block_tokens=layout.block_tokens,
-            token_bytes=self._token_bytes,
-            answer_s=predictor.mean_s,
-            tbt_s=min(tracked.request.slo.tbt_s, self._default_slo.tbt_s),
+            token_bytes=self._reservations.token_bytes,
+            answer_s=self._reservations.answer_s,
+            tbt_s=min(tracked.request.slo.tbt_s, self._table.tbt_slo_s),
             competes=tracked.competes,
         )
 
@@ -253,57 +180,23 @@ class AttemptPlanner:
         now: float,
     ) -> Placement | Rejection:
         """Applies both policies, without side effects on the bookings."""
-        config, policies = self._config, self._policies
+        policy = self._policies.placement
         try:
-            decision = place(footprint, self._table, match, config, now, avoid, policies.placement)
+            decision = place(footprint, self._table, match, self._config, now, avoid, policy)
             if isinstance(decision, Rejection):
                 return decision
-            request = tracked.request
-            # A request that was admitted or had to wait is not rejected for being slow.
-            slo = UNLIMITED if _goes_on(tracked) else request.slo.limits
-            budget = SloBudget(slo, max(now - request.arrived_s, 0.0), request.slo)
-            forecast = self._output_predictor.forecast
-            context = AdmissionContext(
-                footprint, decision, budget, self._table, forecast, config, now
-            )
-            context = self._with_decode_wait(tracked, context)
-            decision = context.placement
-            tracked.num_decisions += 1
-            rejection = admit(context, policies.admission) or _long_queue(context)
+            return self._admission.check(tracked, footprint, decision, now)
         except PolicyError as error:
             return Rejection(500, POLICY_ERROR, str(error), 0.0)
-        if rejection is None:
-            if context.expected is not None:
-                self._goodput.note_placed(context)
-            return decision
-        row, limit = self._instances[decision.prefill].row, config.load_limit
-        if policies.admission is not None:
-            return rejection
-        if not self._cost_estimator.may_probe(decision, row, budget, limit, now):
-            return rejection
-        tracked.explanation.add(
-            f"admitted to check the cost estimate, although {rejection.message}"
-        )
-        return decision
 
 
-def _goes_on(tracked: TrackedRequest) -> bool:
-    """Whether it was admitted before, or had to wait."""
-    return bool(tracked.generated) or tracked.has_waited
-
-
-def _long_queue(context: AdmissionContext) -> Rejection | None:
-    """A request whose TTFT nobody has stated is not refused for it. But the queue of an instance
-    gets no longer than an assumed one allows: others have stated theirs. The rest waits at the
-    Conductor, which keeps the order of priorities and tenants."""
-    budget, placement = context.budget, context.placement
-    if budget.slo is UNLIMITED or budget.slo.ttft_s < inf:
-        return None
-    queue_s, limit_s = placement.queue_s + placement.decode_wait_s, budget.yardstick.ttft_s
-    if queue_s <= limit_s:
-        return None
-    text = f"the prompts before it take {queue_s:.1f} s, more than {limit_s:g} s"
-    return Rejection(503, LONG_QUEUE, text, queue_s - limit_s)
+def _found_tokens(
+    footprint: RequestFootprint, decision: Placement | Rejection, match: PrefixMatch
+) -> int:
+    """Tokens of the prompt that are cached where it goes, or anywhere if it goes nowhere."""
+    if isinstance(decision, Placement):
+        return decision.hit_tokens
+    return min(match.deepest, footprint.usable_blocks) * footprint.block_tokens
 
 
 def name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLayout) -> None:
@@ -353,7 +246,7 @@ def _local_slo(tracked: TrackedRequest, config: ConductorConfig, waits: bool) ->
     """The SLO that the decode instance checks again, or by which it tells requests apart that wait
     for different steps (`waits`)."""
     slo, limit = tracked.request.slo.limits, config.load_limit
-    if _goes_on(tracked) or (config.admission == "none" and not waits):
+    if goes_on(tracked) or (config.admission == "none" and not waits):
         return UNLIMITED
     return slo if limit == 1.0 else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
 

@@ -32,19 +32,24 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
+from moonpool.conductor.admission.check import AdmissionCheck
 from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.attempt_planner import AttemptPlanner, Policies
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.forecast.cost_estimator import CostEstimator
-from moonpool.conductor.forecast.learners import Learners
-from moonpool.conductor.forecast.output_predictor import OutputPredictor
+from moonpool.conductor.forecast.decode_forecast import Forecast, IntervalForecast, SurvivalForecast
+from moonpool.conductor.forecast.output_predictor import LengthPredictor, OutputPredictor
+from moonpool.conductor.observers import ClusterObserver, Observers
 from moonpool.conductor.placement.prefetching import Prefetching
-from moonpool.conductor.placement.replication import Replication
+from moonpool.conductor.placement.replication import ReplicaMarks, Replication
+from moonpool.conductor.programs.keeper import ProgramKeeper
 from moonpool.conductor.programs.programs import Programs
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
+from moonpool.conductor.waiting.fair_share import FairShare
+from moonpool.conductor.waiting.rules import WaitRules
 from moonpool.config.slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
 from moonpool.config.tables import ADMISSIONS, PLACEMENTS, ConductorConfig
 from moonpool.protocol.messages import (
@@ -57,7 +62,6 @@ from moonpool.protocol.messages import (
     InstanceLoad,
     LeaveRequested,
     ListHot,
-    MarkReplicas,
     PrefixTakenOver,
     Report,
     Resync,
@@ -67,8 +71,6 @@ from moonpool.protocol.messages import (
 from moonpool.types import InstanceId, RequestId, Role, Slo
 
 DEFAULT_SLO = Slo(ttft_s=ASSUMED_TTFT_S, tbt_s=ASSUMED_TBT_S)
-MAX_MARKED_REPLICAS = 8192
-"""Blocks per tick whose number of replicas is sent to the instances."""
 MAX_WITHIN_S = 3600.0
 OPERATOR_LIST = 0
 """The number of a list of hot prefixes that was requested by the API, and not by a drain."""
@@ -103,48 +105,57 @@ class Conductor:
         assert policies.placement is not None or config.placement in PLACEMENTS
         assert policies.admission is not None or config.admission in ADMISSIONS
         self.default_slo = default_slo
-        self.output_predictor = OutputPredictor(config.decode_prediction == "length")
-        self.forecast = self.output_predictor.forecast
+        by_length = config.decode_prediction == "length"
+        self.forecast: Forecast = IntervalForecast() if by_length else SurvivalForecast()
         # `inline_chunks` is off where instances do not size chunks (`Config.for_conductor`).
         sizes_chunks = config.inline_chunks
-        self.reservations = Reservations(self.forecast, default_slo.tbt_s, sizes_chunks)
+        self.reservations = Reservations(self.forecast, default_slo.tbt_s, sizes_chunks, life)
         # All parts work on these; they are also what drivers read.
         self.index = self.reservations.index
         self.instance_table = self.reservations.instance_table
         self.instances = self.reservations.instances
+        self._actions: list[ConductorAction] = []
+        shares = FairShare(tenant_weights, tenant_caches)
+        wait_rules = WaitRules(self.reservations, shares, config.admission != "none")
+        keeper = ProgramKeeper(
+            config.programs, self.reservations, wait_rules.waiting, self._actions
+        )
         self.roles = RoleSwitching(config, self.reservations, default_slo)
         self.drains = Draining(self.reservations)
         self.cost_estimator = CostEstimator(self.reservations, config.learning, self.forecast.error)
         self.goodput = GoodputModel(config.learning, config.decode_wait)
-        self._prefetching = Prefetching(self.reservations) if config.prefetch else None
-        self.replication = Replication(self.reservations) if config.replicate else None
-        learners = Learners(
-            self.output_predictor,
-            self.cost_estimator,
-            self.goodput,
-            self.roles,
-            self._prefetching,
-            self.replication,
+        self.output_predictor = (LengthPredictor if by_length else OutputPredictor)(
+            self.reservations
         )
-        self._actions: list[ConductorAction] = []
+        self.replication = Replication(self.reservations) if config.replicate else None
+        options: tuple[ClusterObserver | None, ...] = (
+            Prefetching(self.reservations) if config.prefetch else None,
+            self.replication,
+            ReplicaMarks(self.index) if config.spare_copies_first else None,
+        )
+        self._observers = Observers(
+            [
+                self.cost_estimator,
+                shares,
+                keeper,
+                wait_rules.retries,
+                wait_rules.rooms,
+                self.roles,
+                self.drains,
+                *filter(None, options),
+                self.output_predictor,
+                self.goodput,
+            ]
+        )
+        admission = AdmissionCheck(
+            config, policies.admission, self.reservations, self.cost_estimator, self.goodput
+        )
         self._planner = AttemptPlanner(
-            config,
-            policies,
-            self.reservations,
-            learners,
-            life,
-            default_slo,
+            config, policies, self.reservations, self.output_predictor, admission
         )
         self._lifecycle = RequestLifecycle(
-            self._planner,
-            self.reservations,
-            learners,
-            config,
-            self._actions,
-            tenant_weights or {},
-            dict(tenant_caches or {}),
+            self._planner, self.reservations, wait_rules, keeper, self._observers, self._actions
         )
-        self._marks_replicas = config.spare_copies_first
         self._launched: set[InstanceId] = set()
 
     def watch(self, on_work: Callable[[RequestId | None], None]) -> None:
@@ -252,16 +263,14 @@ class Conductor:
     def validate(self) -> None:
         """Asserts that reservations and requests agree in both directions."""
         self._lifecycle.validate()
-        self.drains.validate()
-        if self._prefetching is not None:
-            self._prefetching.validate()
+        for validate in self._observers.validate:
+            validate()
 
     # Instances
 
     def _on_instance_joined(self, info: InstanceInfo, now: float) -> None:
         if info.instance_id in self.instances:
             self._on_instance_lost(info.instance_id, "it joined again", now)
-        self._planner.set_layout(info.layout)
         self._resync(self.reservations.join(info))
         self._actions += self.roles.assign_roles()
         self._lifecycle.waiting.note_joined(info.instance_id)
@@ -299,8 +308,9 @@ class Conductor:
                     report.demoted,
                 ):
                     self._resync(state)
-                elif self._prefetching is not None and report.demoted:
-                    self._prefetching.on_demoted(report.demoted, now)
+                elif report.demoted:
+                    for demoted in self._observers.blocks_demoted:
+                        demoted(report.demoted, now)
             case BlocksSnapshot():
                 state.resyncing = False
                 self.index.load_snapshot(
@@ -324,9 +334,8 @@ class Conductor:
                 else:
                     self._actions += self.drains.on_hot(state, report, now)
             case PrefixTakenOver():
-                self._actions += self.drains.on_taken(report, now)
-                if self.replication is not None:
-                    self.replication.on_taken(report)
+                for taken in self._observers.prefix_taken:
+                    self._actions += taken(report, now)
             case LeaveRequested():
                 self._on_leave_requested(state, report.within_s, now)
             case _:
@@ -373,19 +382,8 @@ class Conductor:
         self._lifecycle.place_waiting(now)
         for tracked in self.drains.to_move(now):
             self._lifecycle.move(tracked, now)
-        self._lifecycle.keeper.tick(now)
-        self._actions += self.roles.tick(now)
-        self._actions += self.drains.tick(now)
-        if self._prefetching is not None:
-            for instance_id, prefetch in self._prefetching.tick(now):
-                self._actions.append(Send(instance_id, prefetch))
-        if self.replication is not None:
-            for instance_id, copy in self.replication.tick(now):
-                self._actions.append(Send(instance_id, copy))
-        if self._marks_replicas:
-            for instance_id, changes in self.index.take_replica_changes(MAX_MARKED_REPLICAS):
-                command = MarkReplicas(spare=tuple(changes.spare), last=tuple(changes.last))
-                self._actions.append(Send(instance_id, command))
+        for tick in self._observers.tick:
+            self._actions += tick(now)
 
 
 def _how_to_start(what: str) -> str:

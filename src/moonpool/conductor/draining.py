@@ -23,6 +23,7 @@ from enum import Enum
 from itertools import count
 
 from moonpool.conductor.actions import Announce, ConductorAction, Send
+from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import Drain, InstanceState, TrackedRequest
 from moonpool.protocol.messages import (
@@ -86,7 +87,7 @@ class _PrefixTransfer:
     num_tokens: int
 
 
-class Draining:
+class Draining(ClusterObserver):
     """Owns the drains that end with a departure. Books roles and room only."""
 
     def __init__(self, reservations: Reservations) -> None:
@@ -178,7 +179,7 @@ class Draining:
         departure.waiting.extend((prefix, 0) for prefix in report.prefixes)
         return self._advance(departure, now)
 
-    def on_taken(self, report: PrefixTakenOver, now: float) -> list[ConductorAction]:
+    def prefix_taken(self, report: PrefixTakenOver, now: float) -> list[ConductorAction]:
         fetch = self._end_fetch(report.number)
         if fetch is None:
             return []

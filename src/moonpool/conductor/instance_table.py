@@ -35,7 +35,7 @@ class InstanceTable:
 
     def __init__(self, tbt_slo_s: float = float("inf"), sizes_chunks: bool = True) -> None:
         """`sizes_chunks`: see `beside_decodes`."""
-        self._tbt_slo_s = tbt_slo_s
+        self.tbt_slo_s = tbt_slo_s
         self._sizes_chunks = sizes_chunks
         self.ids: list[InstanceId] = []
         self.prefills: Bools = np.zeros(0, dtype=np.bool_)  # accepts new prefills
@@ -218,7 +218,7 @@ class InstanceTable:
         that keep the TBT SLO. `alone_s`: the time without them."""
         batch, decodes_s = self.booked_batch[rows], self.decodes_s(rows)
         s_per_token = np.maximum(self.prefill_s_per_token[rows], LEAST_STEP_S)
-        room_s = CHUNKED_STEP_SHARE * self._tbt_slo_s - decodes_s
+        room_s = CHUNKED_STEP_SHARE * self.tbt_slo_s - decodes_s
         tokens = np.minimum(room_s / s_per_token, self.chunk_tokens[rows])
         num_steps = np.maximum(new_tokens / np.maximum(tokens, LEAST_CHUNK_TOKENS), 1.0)
         steps_s = np.maximum(alone_s, num_steps * self.decode_base_s[rows])
@@ -241,7 +241,7 @@ class InstanceTable:
         factor, tile = self.prefill_factor[rows], self.tile_tokens[rows]
         begin_s = self.prefill_base_s[rows] / factor
         s_per_token = np.maximum(self.prefill_s_per_token[rows] / factor, LEAST_STEP_S)
-        room_s = CHUNKED_STEP_SHARE * self._tbt_slo_s - decodes_s - begin_s
+        room_s = CHUNKED_STEP_SHARE * self.tbt_slo_s - decodes_s - begin_s
         most = np.minimum(room_s / s_per_token + batch, self.chunk_tokens[rows])
         least = np.ceil((batch + LEAST_CHUNK_TOKENS) / tile)
         tokens = np.maximum(np.floor(most / tile), least) * tile
@@ -259,7 +259,7 @@ class InstanceTable:
         tokens = np.ceil((batch + LEAST_CHUNK_TOKENS) / tile) * tile - batch
         chunk_s = self.prefill_base_s[rows] + self.prefill_s_per_token[rows] * tokens
         chunk_s = np.maximum(chunk_s / self.prefill_factor[rows], self.decode_base_s[rows])
-        fits: Bools = chunk_s + self.decodes_s(rows) <= CHUNKED_STEP_SHARE * self._tbt_slo_s
+        fits: Bools = chunk_s + self.decodes_s(rows) <= CHUNKED_STEP_SHARE * self.tbt_slo_s
         return fits
 
     def decodes_s(self, rows: Rows) -> Floats:

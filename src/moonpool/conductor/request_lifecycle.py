@@ -10,7 +10,7 @@ attempt's prompt. Each draw is keyed by (seed, position), so the answer continue
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,22 +22,18 @@ from moonpool.conductor.actions import (
     RequestEnded,
     Send,
 )
-from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner, PlannedAttempt
+from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner
 from moonpool.conductor.crashes.suspects import Suspects, culprit_rejection
-from moonpool.conductor.forecast.answer_learning import AnswerLearning
 from moonpool.conductor.forecast.estimators import RunningMean
-from moonpool.conductor.forecast.learners import Learners
-from moonpool.conductor.placement.choice import NO_ROOM, Rejection
+from moonpool.conductor.observers import Observers
+from moonpool.conductor.placement.choice import NO_ROOM, PlannedAttempt, Rejection
 from moonpool.conductor.programs.keeper import ProgramKeeper
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.conductor.waiting.deadlines import Deadlines
-from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.preemption import Preemption
-from moonpool.conductor.waiting.queue import RETRIES, WaitingRequests, WaitNeed
-from moonpool.conductor.waiting.retry_schedule import RetrySchedule
+from moonpool.conductor.waiting.queue import RETRIES, WaitNeed
 from moonpool.conductor.waiting.rules import FAIR_SHARE, WaitRules
-from moonpool.config.tables import ConductorConfig
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -80,7 +76,8 @@ AttemptReport = (
 
 
 class RequestLifecycle:
-    """All requests under way. Appends what is to be done to `actions`."""
+    """All requests under way. Appends what is to be done to `actions`, and tells `observers` what
+    has happened."""
 
     NOT_STORED = ("on_work",)
     on_work: Callable[[RequestId | None], None] = staticmethod(_note_nothing)
@@ -89,36 +86,27 @@ class RequestLifecycle:
         self,
         planner: AttemptPlanner,
         reservations: Reservations,
-        learners: Learners,
-        config: ConductorConfig,
+        wait_rules: WaitRules,
+        keeper: ProgramKeeper,
+        observers: Observers,
         actions: list[ConductorAction],
-        tenant_weights: Mapping[str, float],
-        tenant_caches: Mapping[str, float],
     ) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
-        self.shares = FairShare(tenant_weights)
-        self._tenant_caches = tenant_caches
-        self.waiting = WaitingRequests(self.shares)
-        refuses = config.admission != "none"  # what would miss its SLO
-        self.wait_rules = WaitRules(reservations, self.shares, self.waiting, refuses)
-        self.keeper = ProgramKeeper(config.programs, reservations, self.waiting, actions)
+        self.wait_rules, self.keeper = wait_rules, keeper
+        self.shares, self.waiting = wait_rules.shares, wait_rules.waiting
         self._preemption = Preemption(reservations, self.shares)
         self.num_pauses = 0  # of answers that gave way to another tenant's
         self._has_room = False  # an answer has ended since the last look at waiting requests
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
-        self._retries = RetrySchedule()
         self._deadlines = Deadlines(self.requests)
         self._planner = planner
         self._reservations = reservations
         self._table, self._instances = reservations.instance_table, reservations.instances
-        self._output_predictor = learners.output_predictor
-        self._cost_estimator = learners.cost_estimator
-        self._max_attempts = config.max_attempts
+        self._max_attempts = planner.max_attempts
+        self._observers = observers
         self._actions = actions
-        self._copiers = [each for each in (learners.prefetching, learners.replication) if each]
         self._suspects = Suspects(self.requests)
-        self._learning = AnswerLearning(self._instances, learners, self.wait_rules.rooms)
 
     # Arrival and placement
 
@@ -145,20 +133,16 @@ class RequestLifecycle:
             tracked.has_waited = True
         self._deadlines.add(tracked)
         self.requests[request.request_id] = tracked
-        self._cost_estimator.learn_first_prefills(now)
-        tenant = payer_of(request.tenant)
-        tracked.share = self.shares.weight(tenant)
-        tracked.cache_share = self._tenant_caches.get(tenant, 1.0)
-        tracked.account, tracked.competes = self.shares.begin(tenant, now), self.shares.compete(now)
-        self.keeper.arrive(tracked, self._planner.layout, now)
-        if delivered is None and self.shares.must_yield(tenant, now):
+        for arrived in self._observers.arrived:
+            arrived(tracked, now)
+        if delivered is None and self.shares.must_yield(payer_of(request.tenant), now):
             text = "other tenants wait for their share of this cluster, and yours is used up"
             self._wait_or_reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
         else:
             self._place(tracked, now)
-        for copier in self._copiers:
-            if request.request_id in self.requests:
-                copier.arrive(tracked, now)
+        if request.request_id in self.requests:
+            for accepted in self._observers.accepted:
+                accepted(tracked, now)
 
     def _place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
@@ -169,7 +153,11 @@ class RequestLifecycle:
             self._wait_or_reject(tracked, waits, now)
             return
         self.on_work(tracked.request.request_id)
+        is_new = tracked.found_tokens is None
         planned = self._planner.plan(tracked, now)
+        if is_new and tracked.found_tokens is not None:
+            for considered in self._observers.considered:
+                considered(tracked, now)
         if isinstance(planned, Rejection):
             planned = self._claim(tracked, planned, now)
         self.on_work(None)
@@ -209,7 +197,7 @@ class RequestLifecycle:
         self.waiting.add(tracked, now, need)
 
     def _wait_or_reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
-        answer_s = self._output_predictor.mean_s
+        answer_s = self._reservations.answer_s
         waited = tracked.request.request_id in self.waiting
         if not waited:
             rejection = self.wait_rules.with_wait(tracked, rejection, answer_s, now)
@@ -235,23 +223,18 @@ class RequestLifecycle:
 
     def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         placement, footprint = planned.placement, planned.footprint
-        attempt = self._planner.attempt(tracked, planned)
-        self.keeper.place(tracked, attempt.decoder, placement.hit_tokens, now)
         self.wait_rules.note_attempt(tracked.request, 1)
         self.waiting.remove(tracked.request.request_id)
         if not tracked.num_attempts:
             tracked.account.charge(footprint.num_tokens - placement.hit_tokens, now)
-        tracked.account.held_tokens += attempt.booked_tokens
         record = tracked.record
         record.attempts = tracked.num_attempts = tracked.num_attempts + 1
         self._suspects.note_placed(tracked, now)
-        tracked.attempt = attempt
+        attempt = tracked.attempt = self._reservations.book(tracked, planned, now)
+        tracked.account.held_tokens += attempt.booked_tokens
         self._attempts[attempt.attempt_id] = tracked
-        self._reservations.book(tracked, attempt, now)
-        if attempt.decodes:
-            context_tokens = (footprint.num_tokens + footprint.expected_tokens) // 2
-            begins_s = now + placement.ttft_s
-            self._output_predictor.enter(tracked, attempt, begins_s, context_tokens, now)
+        for placed in self._observers.placed:
+            placed(tracked, planned, now)
         self.mean_ttft_s.add(placement.ttft_s)
         record.begin_attempt(now)
         record.prefill_instance, record.decode_instance = attempt.prefill, attempt.decoder
@@ -307,9 +290,8 @@ class RequestLifecycle:
         self, tracked: TrackedRequest, attempt: Attempt, report: PrefillStarted, now: float
     ) -> None:
         self._reservations.start_prefill(attempt, now)
-        source = self._instances.get(attempt.fetch_from) if attempt.fetch_from else None
-        state = self._instances[attempt.prefill]
-        self._cost_estimator.start_prefill(state, source, attempt, report)
+        for started in self._observers.prefill_started:
+            started(tracked, report, now)
         record = tracked.record
         if record.prefill_started_s is None:
             record.prefill_started_s = now
@@ -340,17 +322,21 @@ class RequestLifecycle:
         """The prefill has succeeded."""
         attempt.prefilled_s = now
         tracked.record.end_prefill(now)
-        self._cost_estimator.end_prefill(self._instances.get(attempt.prefill), attempt, now)
+        for done in self._observers.prefill_done:
+            done(tracked, now)
         self._reservations.end_prefill(tracked, attempt, now)
 
     def _begin_decoding(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
         if tracked.record.first_token_s is None:
             tracked.record.decode_started_s = now
         self._reservations.begin_decoding(attempt, now)
-        self._output_predictor.begin(tracked, attempt, now)
+        for started in self._observers.decode_started:
+            started(tracked, now)
 
     def on_step_tokens(self, state: InstanceState, report: StepTokens, now: float) -> None:
-        self._cost_estimator.learn_steps(state, report, self._attempts)
+        for step in self._observers.step:
+            step(state, report, self._attempts, now)
+        added = self._observers.tokens
         num_tokens = room_tokens = 0
         ending: list[tuple[TrackedRequest, FinishReason]] = []
         for item in report.works:
@@ -367,8 +353,8 @@ class RequestLifecycle:
             if attempt.decodes:
                 num_tokens += len(item.tokens)
                 room_tokens += self._add_tokens(tracked, attempt, len(item.tokens))
-                if attempt.interval_tokens:
-                    self._output_predictor.note_tokens(tracked, attempt, now)
+                for tokens in added:
+                    tokens(tracked, now)
             if item.finish is not None:
                 ending.append((tracked, item.finish))
         self._table.grow(state.row, num_tokens, room_tokens)
@@ -396,12 +382,13 @@ class RequestLifecycle:
             self._has_room = True  # for the next one
         tracked.account.charge(len(tokens), now)
         is_first = tracked.record.first_token_s is None
-        if is_first and tracked.request.sampling.pooling != "none":
+        if is_first and tracked.request.is_embedding:
             tracked.record.note_embedding(now)
         else:
             tracked.record.note_tokens(len(tokens), now, gap_s, longest_gap_s)
-        if is_first:
-            self._learning.learn_first(tracked)
+        if is_first and not tracked.request.forwarded:
+            for noted in self._observers.first_token:
+                noted(tracked, now)
         self._actions.append(
             Deliver(tracked.request.request_id, tokens, finish, tracked.record.cached_tokens)
         )
@@ -420,7 +407,7 @@ class RequestLifecycle:
             self._retry(tracked, 503, report.reason, text, now)
         else:
             # Not placed again: the pool is full, and more wasted prefills would not empty it.
-            wait_s = self._output_predictor.mean_s
+            wait_s = self._reservations.answer_s
             self._reject(tracked, Rejection(429, TBT_SLO_LATE, text, wait_s), now)
 
     def on_instance_lost(self, state: InstanceState, reason: str, now: float) -> None:
@@ -467,7 +454,7 @@ class RequestLifecycle:
             self._place(waiting, now)
         for victim in self._preemption.overfull(now):
             self._pause(victim, now)
-        for tracked, rejection in self._deadlines.late(now, self._output_predictor.mean_s):
+        for tracked, rejection in self._deadlines.late(now, self._reservations.answer_s):
             self._reject(tracked, rejection, now)
 
     def _retry(
@@ -520,7 +507,7 @@ class RequestLifecycle:
     def _reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
         retry_after_s = None
         if rejection.status in (429, 503) and rejection.retry_after_s < float("inf"):
-            retry_after_s = self._retries.retry_after_s(rejection.retry_after_s, now)
+            retry_after_s = self.wait_rules.retries.retry_after_s(rejection.retry_after_s, now)
         tracked.explanation.add(f"refused: {rejection.message}")
         tracked.record.projection = rejection.projection
         told = rejection.status, rejection.reason, rejection.message, retry_after_s
@@ -534,21 +521,25 @@ class RequestLifecycle:
         """Removes all bookings, whatever the stage, and completes the record. `engine_goes_on`:
         although the answer is complete; the engine of one that is not is told in any case."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
-        self.keeper.end(tracked, finished, now)
-        if finished:
-            self._retries.note_completed(now)
-            assert self._planner.layout is not None
-            self._learning.learn(tracked, self._planner.layout.block_tokens, now)
+        self._tell_end(tracked, finished, now)
         self._unbook(tracked, now, abort=engine_goes_on or not finished, answered=finished)
         self.waiting.remove(tracked.request.request_id)
         self._suspects.forget(tracked.request.request_id)
         self._has_room = True
         del self.requests[tracked.request.request_id]
-        self.shares.end(payer_of(tracked.request.tenant), tracked.account)
         self._deadlines.trim()
         tracked.record.finished_s = now
         tracked.record.outcome = outcome
         self._actions.append(RequestEnded(tracked.record, tracked.explanation))
+
+    def _tell_end(self, tracked: TrackedRequest, is_answered: bool, now: float) -> None:
+        for ended in self._observers.ended:
+            ended(tracked, is_answered, now)
+        if is_answered and not tracked.request.forwarded:
+            attempt = tracked.attempt
+            decoder = None if attempt is None else self._instances.get(attempt.decoder)
+            for answered in self._observers.answered:
+                answered(tracked, decoder, now)
 
     def _unbook(
         self, tracked: TrackedRequest, now: float, abort: bool = True, answered: bool = False
@@ -585,5 +576,5 @@ class RequestLifecycle:
         for tracked in self.requests.values():
             tokens = 0 if tracked.attempt is None else tracked.attempt.booked_tokens
             held.setdefault(payer_of(tracked.request.tenant), []).append(tokens)
-        self.shares.validate(held)
+        self.shares.validate_held(held)
         self._reservations.validate(list(self._attempts.values()))

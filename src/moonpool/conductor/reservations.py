@@ -9,23 +9,43 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moonpool.conductor.forecast.decode_forecast import DecodeInterval, Forecast
-from moonpool.conductor.instance_table import NEVER_S, InstanceTable
+from moonpool.conductor.instance_table import NEVER_S, InstanceTable, to_ns
+from moonpool.conductor.placement.choice import PlannedAttempt
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.kvcache.prefix_index import PrefixIndex
-from moonpool.protocol.messages import InstanceInfo
-from moonpool.types import InstanceId
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import AttemptId, InstanceInfo
+from moonpool.types import InstanceId, Role
+
+FIRST_ANSWER_S = 10.0
+"""Assumed duration of an answer until one has ended."""
 
 
 class Reservations:
     def __init__(
-        self, forecast: Forecast, tbt_slo_s: float = float("inf"), sizes_chunks: bool = True
+        self,
+        forecast: Forecast,
+        tbt_slo_s: float = float("inf"),
+        sizes_chunks: bool = True,
+        life: str = "",
     ) -> None:
+        """`life`: part of all attempt ids, as of `Conductor`."""
+        self.layout: BlockLayout | None = None  # of all instances, once one has joined
+        self.token_bytes = 0  # likewise
+        self._life = f"{life}." if life else ""
         self.instance_table = InstanceTable(tbt_slo_s, sizes_chunks)
         self.index = PrefixIndex()
         self.forecast = forecast
         self.instances: dict[InstanceId, InstanceState] = {}
 
+    @property
+    def answer_s(self) -> float:
+        """Mean duration of a decode."""
+        mean_s = self.forecast.mean_s
+        return FIRST_ANSWER_S if mean_s is None else mean_s
+
     def join(self, info: InstanceInfo) -> InstanceState:
+        self.layout, self.token_bytes = info.layout, info.layout.token_bytes
         row = self.index.add_instance(info.instance_id, info.incarnation, info.num_blocks)
         self.instance_table.join(row, info)
         state = InstanceState(info, row, info.role)
@@ -50,8 +70,9 @@ class Reservations:
             )
         return state
 
-    def book(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
-        """Books the whole attempt on all its instances."""
+    def book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> Attempt:
+        """Books the whole attempt on all its instances, and returns it."""
+        attempt = self._attempt(tracked, planned)
         attempt_id, table = attempt.attempt_id, self.instance_table
         prefill, decoder = self.instances[attempt.prefill], self.instances[attempt.decoder]
         prefill.prefills[attempt_id] = tracked
@@ -69,6 +90,28 @@ class Reservations:
             source = self.instances[attempt.fetch_from]
             source.serving[attempt_id] = attempt
             table.num_serving[source.row] += 1
+        return attempt
+
+    def _attempt(self, tracked: TrackedRequest, planned: PlannedAttempt) -> Attempt:
+        placement, footprint = planned.placement, planned.footprint
+        # A prefill instance's own queue waits for room. On a mixed instance, a prefill without a
+        # decode must not take the room that was booked for others.
+        mixed = self.instances[placement.prefill].role is Role.MIXED
+        return Attempt(
+            attempt_id=AttemptId(f"{tracked.request.request_id}/{self._life}{footprint.number}"),
+            prefill=placement.prefill,
+            decode=placement.decode,
+            fetch_from=placement.fetch_from,
+            prefill_ns=to_ns(placement.prefill_s),
+            num_tokens=footprint.num_tokens,
+            booked_tokens=footprint.expected_tokens if footprint.decodes or mixed else 0,
+            decodes=footprint.decodes,
+            expected_keys=tracked.keys[placement.held_blocks :],
+            tbt_s=placement.tbt_s,
+            begins_at=len(tracked.generated),
+            waits=placement.max_step_s is not None,
+            in_chunks=placement.in_chunks,
+        )
 
     def start_prefill(self, attempt: Attempt, now: float) -> None:
         state = self.instances[attempt.prefill]

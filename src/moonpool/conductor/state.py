@@ -10,7 +10,7 @@ from moonpool.conductor.forecast.decode_forecast import DecodeInterval
 from moonpool.conductor.instance_table import NEVER_S, S_PER_NS
 from moonpool.conductor.placement.choice import Explanation
 from moonpool.conductor.programs.program import Program
-from moonpool.conductor.waiting.fair_share import ShareAccount
+from moonpool.conductor.waiting.share_account import ShareAccount
 from moonpool.cost.online import LearnedFactor
 from moonpool.protocol.messages import AttemptId, HotPrefixes, InstanceInfo, InstanceLoad
 from moonpool.request_record import RequestRecord
@@ -76,7 +76,7 @@ class TrackedRequest:
     num_faults: int = 0  # since the last token
     has_waited: bool = False  # for an instance or for room, which is not its fault
     call_has_begun: bool = False  # another choice of its call was admitted before
-    arrival_noted: bool = False
+    found_tokens: int | None = None  # cached where it was first considered; None: not yet
     num_named_tokens: int = -1  # `keys` are those of so many tokens
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)

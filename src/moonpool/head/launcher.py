@@ -18,7 +18,7 @@ from functools import partial
 
 from moonpool.children.process import ChildProcess, ForkedProcess
 from moonpool.children.start import moonpool_line, start_child
-from moonpool.config.tables import ClusterConfig, EngineConfig, VllmConfig
+from moonpool.config.tables import ClusterConfig, Config, EngineConfig
 from moonpool.cores import CoreShare, format_cores
 from moonpool.head.fork_server import ForkServer, ForkServerError
 from moonpool.head.keeper import Keeper
@@ -59,33 +59,27 @@ class LocalLauncher:
 
     def __init__(
         self,
-        cluster: ClusterConfig,
+        config: Config,
         head_port: int,
         secret: bytes,
         threads: int,
         shares: Sequence[CoreShare] = (),
         fork_server: ForkServer | None = None,
-        vllm: VllmConfig | None = None,
-        flags: Sequence[str] = (),
-        engine: EngineConfig | None = None,
     ) -> None:
-        """`shares` has the cores of each worker of `cluster.roles`; if empty, none is pinned.
-
-        Workers are forked from `fork_server`, or start as new interpreters without it. `vllm` has
-        the servers of workers with vLLM, and `flags` further options of every worker. `engine` says
-        how many processes an instance has.
-        """
+        """`shares` has the cores of each worker of the cluster's roles; if empty, none is pinned.
+        Workers are forked from `fork_server`, or start as new interpreters without it."""
+        cluster = config.cluster
         self._head = f"127.0.0.1:{head_port}"
         self._environment = os.environ | worker_environment(secret, threads)
         self._fork_server = fork_server
-        self._flags = flags
+        self._flags = config.tls.flags()
         counts: Counter[Role] = Counter()
         self._wanted: list[tuple[str, str]] = []
         self._places: dict[str, tuple[str, ...]] = {}
         for role, name in local_instances(cluster):
             instance_id = str(name)
             self._wanted.append((role.value, instance_id))
-            places = () if vllm is None else getattr(vllm, role.value)
+            places = getattr(config.vllm, role.value)
             if places:
                 self._places[instance_id] = ("--vllm", places[counts[role]])
             counts[role] += 1
@@ -96,7 +90,7 @@ class LocalLauncher:
                 own, other = format_cores(share.engine), format_cores(share.others)
                 self._cores[instance_id] = ("--cores", own, "--other-cores", other)
         self._wanted += [(ATTENTION, f"{ATTENTION}-{i}") for i in range(cluster.attention)]
-        self._num_parts = {} if engine is None else _num_parts(engine)
+        self._num_parts = _num_parts(config.engine)
         self._memory: dict[str, KeptMemoryFiles] = {}
         self._oom_kills = OomKills()
         self._kept = {

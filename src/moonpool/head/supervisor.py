@@ -316,15 +316,12 @@ class Supervisor:
 
     def _new_launcher(self, prepared: HeadPrepared) -> LocalLauncher:
         launcher = LocalLauncher(
-            self._config.cluster,
+            self._config,
             self._control.getsockname()[1],
             self._secret,
             prepared.threads,
             [CoreShare(engine, others) for engine, others in prepared.cores],
             self._fork_server,
-            self._config.vllm,
-            self._config.tls.flags(),
-            self._config.engine,
         )
         launcher.on_crash = self._on_crash
         return launcher

@@ -21,6 +21,7 @@ from moonpool.request_record import RequestRecord
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
 from moonpool.sim.metrics import COMPLETED, Collector
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival, make_arrivals
 from moonpool.trace.resample import resample
@@ -211,13 +212,9 @@ def run_trial(
             workload.prefill_belief,
             workload.decode_belief,
         )
-        simulation = Simulation(
-            trial.config,
-            hardware,
-            trial.seed + trial.config.conductor.seed,
-            workload.noise,
-            sample_s=SAMPLE_S,
-        )
+        seed = trial.seed + trial.config.conductor.seed
+        settings = SimulationSettings(noise=workload.noise, seed=seed, sample_s=SAMPLE_S)
+        simulation = Simulation(trial.config, hardware, settings)
         span = trial.span
         rows = [
             row

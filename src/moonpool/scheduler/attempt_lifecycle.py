@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moonpool.cost.model import CostModel
 from moonpool.protocol.instance_counters import ATTEMPT_PREEMPTIONS, STEP_TOKENS
 from moonpool.protocol.messages import (
     Abort,
@@ -41,7 +40,6 @@ from moonpool.scheduler.actions import (
 from moonpool.scheduler.attention_pools.arena_tracker import ArenaTracker
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
-from moonpool.scheduler.loading.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.prefix_loader import PrefixLoader
 from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState
 from moonpool.scheduler.scheduler import Scheduler, Step
@@ -63,13 +61,10 @@ class AttemptLifecycle:
         requests: dict[AttemptId, RequestState],
         kv_cache: KVCacheManager,
         scheduler: Scheduler,
-        overlap: LayerwiseOverlap,
         prefix_loader: PrefixLoader,
         arenas: ArenaTracker[RequestState],
         effects: Effects,
-        cost: CostModel,
         eos_token_ids: frozenset[int],
-        speculation: Speculation | None = None,
     ) -> None:
         """`requests` is shared with the instance; only this class adds and removes entries."""
         self._config = config
@@ -78,13 +73,13 @@ class AttemptLifecycle:
         self._pool = kv_cache.pool
         self._layout = kv_cache.layout
         self._scheduler = scheduler
-        self._overlap = overlap
+        self._overlap = scheduler.overlap
         self._prefix_loader = prefix_loader
         self._arenas = arenas
         self._effects = effects
-        self._cost = cost
+        self._cost = scheduler.cost
         self._eos = eos_token_ids
-        self._speculation = speculation
+        self._speculation = scheduler.speculation
         self._unreserved: list[RequestState] = []  # decodes that wait for blocks
 
     # Begin

@@ -69,7 +69,7 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.attempt_lifecycle import AttemptLifecycle
 from moonpool.scheduler.attention_pools.arena_tracker import ArenaTracker
-from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.instance_config import NEW_MEMORY, InstanceConfig, InstanceMemory
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.loading.handover import KvHandover, hottest
 from moonpool.scheduler.loading.layerwise_overlap import LayerwiseOverlap
@@ -127,23 +127,19 @@ class Instance:
         role: Role,
         cost: CostModel,
         eos_token_ids: Iterable[int],
-        stored: Sequence[tuple[int, BlockKey]] = (),
-        arenas: Sequence[int] = (),
-        kept: Sequence[tuple[BlockId, BlockKey]] = (),
-        segment_blocks: int = 0,
+        memory: InstanceMemory = NEW_MEMORY,
         draft_model: DraftModelPlace | None = None,
     ) -> None:
-        """`stored`: the SSD's content from earlier runs as (slot, key), least recently used first.
-        `arenas`: blocks of each arena if there are several; `kept`: their content from earlier
-        runs. `segment_blocks`: consecutive blocks of a sequence that share an arena, if one
-        sequence may use several. `draft_model`: guesses tokens that steps verify."""
+        """`draft_model`: guesses tokens that steps verify."""
         self.config = config
         self.layout = layout
         self.role = role
         self.cost = cost
         self.requests: dict[AttemptId, RequestState] = {}
         self._effects = Effects()
-        self._kv_cache = KVCacheManager(config, layout, num_blocks, arenas, segment_blocks)
+        self._kv_cache = KVCacheManager(
+            config, layout, num_blocks, memory.arenas, memory.segment_blocks
+        )
         self._arenas = ArenaTracker[RequestState](self._kv_cache.pool)
         self._promotion = Promotion(self._kv_cache, self._effects)
         self._demotion = Demotion(self._kv_cache, self._effects)
@@ -170,19 +166,16 @@ class Instance:
             self.requests,
             self._kv_cache,
             self._scheduler,
-            self._overlap,
             self._prefix_loader,
             self._arenas,
             self._effects,
-            cost,
             ends,
-            speculation,
         )
         self._handover = KvHandover(self._kv_cache, self._effects)
         self._handlers = self._make_handlers()
-        self._adopt(stored)
-        if kept:
-            self.pool.adopt(kept)
+        self._adopt(memory.stored)
+        if memory.kept:
+            self.pool.adopt(memory.kept)
 
     def _make_speculation(
         self, eos_token_ids: frozenset[int], place: DraftModelPlace | None

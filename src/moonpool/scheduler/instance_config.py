@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from moonpool.config.tables import (
     Batching,
     EngineConfig,
@@ -11,7 +14,7 @@ from moonpool.config.tables import (
     SpeculativeConfig,
     SsdAdmission,
 )
-from moonpool.types import Struct
+from moonpool.types import BlockId, BlockKey, Struct
 
 
 class InstanceConfig(Struct, frozen=True):
@@ -35,6 +38,25 @@ class InstanceConfig(Struct, frozen=True):
     learning: bool = True  # measured times correct the cost model
     kept_tokens: int = 0  # a token sees this many, its own included; 0: all before it
     speculative: SpeculativeConfig | None = None  # None: steps have no drafts
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceMemory:
+    """What the memories of an instance are beside their blocks, and what they hold from earlier
+    runs.
+
+    `stored`: the SSD's content as (slot, key), least recently used first. `arenas`: blocks of each
+    arena if there are several; `kept`: what the blocks contain. `segment_blocks`: consecutive
+    blocks of a sequence that share an arena, if one sequence may use several.
+    """
+
+    stored: Sequence[tuple[int, BlockKey]] = ()
+    arenas: Sequence[int] = ()
+    kept: Sequence[tuple[BlockId, BlockKey]] = ()
+    segment_blocks: int = 0
+
+
+NEW_MEMORY = InstanceMemory()
 
 
 def instance_config(

@@ -61,7 +61,7 @@ class Scheduler:
         self.joining: deque[RequestState] = deque()
         self.steps: deque[Step] = deque()
         self._config = config
-        self._cost = cost
+        self.cost = cost
         self.decode_factor = LearnedFactor()  # by which decodes take longer than `cost` predicts
         self._plan = PLANNERS[config.batching]()
         # The baselines ignore the time between tokens; that is what makes them baselines.
@@ -69,14 +69,14 @@ class Scheduler:
         self._contended_chunks = None
         if config.batching == "chunked":
             self._contended_chunks = ContendedChunks(config.chunk_tokens, cost)
-        self._speculation = speculation
+        self.speculation = speculation
         # What is predicted of the steps in progress: of a mixed one, and the seconds of one with
         # drafts. None and 0: it is not of that kind.
         self._expected: deque[tuple[ExpectedStep | None, float]] = deque()
         self._kv_cache = kv_cache
         self._layout = kv_cache.layout
         self._effects = effects
-        self._overlap = overlap
+        self.overlap = overlap
         self._repeating = False
         self._newest_joining: RequestState | None = None  # it may have joined
         self.order = QueueOrder()
@@ -92,7 +92,7 @@ class Scheduler:
         """Predicted time of a step of all running and joining decodes and this one."""
         num_running = len(self.running) + len(self.joining)
         context_tokens = self.context_tokens + request.tokens.size
-        seconds = self._cost.decode_step_s(num_running + 1, context_tokens)
+        seconds = self.cost.decode_step_s(num_running + 1, context_tokens)
         return seconds * self.decode_factor.value
 
     def has_room(self, num_tokens: int, tolerance: float = 1.0) -> bool:
@@ -167,8 +167,8 @@ class Scheduler:
         mixed, drafted_s = self._expected.popleft()
         if self._chunk_budget is not None and mixed is not None and seconds:
             self._chunk_budget.learn(mixed, seconds)
-        if self._speculation is not None and seconds and drafted_s:
-            self._speculation.learn(drafted_s * self.decode_factor.value, seconds)
+        if self.speculation is not None and seconds and drafted_s:
+            self.speculation.learn(drafted_s * self.decode_factor.value, seconds)
         for request, _ in step:
             request.steps_pending -= 1
         return step
@@ -216,8 +216,8 @@ class Scheduler:
             return False
         mixed = None if chunk_budget is None else chunk_budget.expect(step)
         drafted = None
-        if self._speculation is not None:
-            drafted = self._speculation.add_drafts(step, budget)
+        if self.speculation is not None:
+            drafted = self.speculation.add_drafts(step, budget)
         if drafted is not None:
             self._start(drafted.step, (None, drafted.seconds), 1, drafted.drafting_s)
         else:
@@ -276,8 +276,8 @@ class Scheduler:
         request.num_preemptions += 1
         request.num_overlap_blocks = 0
         self._kv_cache.free(request)
-        if self._speculation is not None:
-            self._speculation.forget(request)
+        if self.speculation is not None:
+            self.speculation.forget(request)
         self.running.remove(request)
         request.phase = RequestPhase.WAITING
         self.waiting.appendleft(request)
@@ -315,7 +315,7 @@ class Scheduler:
         if newest.slo == attempt.slo and newest.max_step_s is not None:
             max_step_s = newest.max_step_s  # the Conductor has learned since
         context_tokens = sum(r.tokens.size for r in self.running) + request.tokens.size
-        seconds = self._cost.decode_step_s(len(self.running) + 1, context_tokens)
+        seconds = self.cost.decode_step_s(len(self.running) + 1, context_tokens)
         return seconds * self.decode_factor.value <= max_step_s
 
     def _admit_waiting(self) -> None:
@@ -378,7 +378,7 @@ class Scheduler:
             return False
         if any(r.decoding for r in self.running) or self.joining:
             return False
-        return self._overlap.try_allocate(request)
+        return self.overlap.try_allocate(request)
 
     def _release_fetched(self) -> bool:
         """Releases the fetched blocks of waiting requests: the first of them may need the room, and
@@ -526,7 +526,7 @@ class Scheduler:
             draw=attempt.sampling if last else None,
             generated=tokens.generated if last else (),
             sends=sends,
-            arriving=self._overlap.arriving(request) if request.num_overlap_blocks else None,
+            arriving=self.overlap.arriving(request) if request.num_overlap_blocks else None,
             prompt_ids=tokens.prompt_ids if needs_prompt_ids else frozenset(),
             targets=self._targets(request, start, end),
             num_logprobs=attempt.sampling.prompt_logprobs or 0,

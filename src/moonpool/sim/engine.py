@@ -66,6 +66,19 @@ class _Held:
     ended: StepEnded | None = None  # set by whichever comes first: end of compute, or release
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """`domain`: what the cost was measured for. `acceptance`: which drafts are right. `drafter`:
+    the draft model."""
+
+    domain: CostDomain | None = None
+    acceptance: Acceptance = NEVER
+    drafter: SimDrafter | None = None
+
+
+PLAIN = EngineTraits()
+
+
 class SimEngine:
     """The accelerators of one instance. Submitted steps end in order, each with one event."""
 
@@ -78,22 +91,19 @@ class SimEngine:
         post: Callable[[StepEnded | StepsEnded], None],
         factor: Callable[[bool, bool], float],
         note_prefill: Callable[[AttemptId, float], None],
-        domain: CostDomain | None = None,
-        acceptance: Acceptance = NEVER,
-        drafter: SimDrafter | None = None,
+        traits: EngineTraits = PLAIN,
     ) -> None:
         """`num_output_tokens` is the length of an answer, `num_prompt_tokens` that of a prompt (0:
         unknown). `factor` multiplies the time of a step (see `StepFactor`). `note_prefill` takes
-        the compute time spent on a prompt. `domain` is what `cost` was measured for.
-        `acceptance`: which drafts are right. `drafter`: the draft model."""
+        the compute time spent on a prompt."""
         self.figures = EngineFigures()
         self._clock = clock
         self._cost = cost
         self._num_output_tokens = num_output_tokens
         self._num_prompt_tokens = num_prompt_tokens
-        self._domain = domain
-        self._acceptance = acceptance
-        self._drafter = drafter
+        self._domain = traits.domain
+        self._acceptance = traits.acceptance
+        self._drafter = traits.drafter
         self._post = post
         self._factor = factor
         self._note_prefill = note_prefill

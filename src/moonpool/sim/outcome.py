@@ -245,7 +245,7 @@ def _instance_hours(simulation: Simulation, nodes: list[Node]) -> dict[str, floa
     hours: dict[str, float] = {}
     for role in Role:
         seconds = sum(node.role_s.get(role, 0.0) for node in nodes)
-        seconds += simulation.scaling.num_boots[role] * simulation.boot_s
+        seconds += simulation.scaling.num_boots[role] * simulation.settings.boot_s
         if seconds:
             hours[role.value] = rounded(seconds / 3600.0)
     return hours

@@ -7,9 +7,8 @@ than memory. The same seed gives the same run, event for event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from random import Random
-from types import MappingProxyType
 
 from moonpool.conductor.actions import (
     Announce,
@@ -28,23 +27,23 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.attempt_planner import POLICY_ERROR
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import Config, ConfigError
-from moonpool.cost.recorded import CostEstimatorRecord
-from moonpool.plugins.policies import Objects, load_eviction, load_policies
+from moonpool.plugins.policies import load_eviction, load_policies
 from moonpool.protocol.messages import AttemptId, InstanceInfo, Report
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig, instance_config
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory, instance_config
 from moonpool.sim.clients import Clients
 from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.drafter import Acceptance, SimDrafter
-from moonpool.sim.engine import EOS_TOKEN_ID, SimEngine
+from moonpool.sim.engine import EOS_TOKEN_ID, EngineTraits, SimEngine
 from moonpool.sim.hardware.build import Hardware, NodeHardware
 from moonpool.sim.metrics import Collector, Timeline
 from moonpool.sim.network import Link, Network
 from moonpool.sim.node import Node
 from moonpool.sim.perturbation import Perturbation, StepFactor
 from moonpool.sim.scaling import Scaling
+from moonpool.sim.settings import USUAL_SETTINGS, SimulationSettings
 from moonpool.sim.transfers import NodeLinks, SimMessenger
 from moonpool.sim.workload import Arrival
 from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams
@@ -74,79 +73,64 @@ class Simulation:
         self,
         config: Config,
         hardware: Hardware,
-        seed: int = 0,
-        noise: float = 0.0,
-        layer_wise: bool = True,
-        sample_s: float = 5.0,
-        node_series: int = 32,
-        capped: bool = False,
-        slow: Mapping[str, float] | None = None,
-        recorded: CostEstimatorRecord | None = None,
-        drains: Mapping[str, float] | None = None,
-        restarts: Mapping[str, float] | None = None,
-        boot_s: float = 0.0,
-        tenant_shares: Mapping[str, float] | None = None,
-        tenant_caches: Mapping[str, float] | None = None,
-        objects: Objects = MappingProxyType({}),
-        on_end: Callable[[RequestRecord], None] | None = None,
-        most_programs: int | None = None,
+        settings: SimulationSettings = USUAL_SETTINGS,
     ) -> None:
-        """For `noise`, `slow` and `recorded` see `Perturbation`.
-
-        `capped`: requests limit their answers to the true length, as a replay does. `drains` gives
-        the times at which instances drain and leave; `restarts` likewise, and an empty instance of
-        the same name joins afterwards. `boot_s`: until an instance that autoscale starts has
-        joined. `tenant_shares`: of an overloaded cluster, relative to 1. `tenant_caches`: most of
-        each instance's cache. `objects` are policies themselves, by config key. `on_end` gets the
-        record of each request that has ended. `most_programs`: that run at a time. Raises
-        ConfigError for unknown instance names.
-        """
+        """Raises ConfigError for unknown instance names, and for policies that cannot be loaded."""
         self.config = config
         self.hardware = hardware
-        self.seed = seed
-        self._acceptance = Acceptance(config.hardware.draft_acceptance, seed)
+        self.settings = settings
+        self.seed = config.conductor.seed if settings.seed is None else settings.seed
+        self._acceptance = Acceptance(config.hardware.draft_acceptance, self.seed)
         self.clock = Clock()
         self.network = Network(self.clock)
         self._slo = config.slo.usual
-        load_eviction(config.pool.eviction, objects)
-        policies = load_policies(config.conductor, objects)
+        load_eviction(config.pool.eviction, settings.objects)
         self.conductor = Conductor(
-            config.for_conductor(), "", self._slo, policies, tenant_shares, tenant_caches
+            config.for_conductor(),
+            default_slo=self._slo,
+            policies=load_policies(config.conductor, settings.objects),
+            tenant_weights=settings.tenant_share,
+            tenant_caches=settings.tenant_cache,
         )
-        self._on_end = on_end
+        self._on_end: Callable[[RequestRecord], None] | None = None
         self.collector = Collector()
         self.nodes: dict[InstanceId, Node] = {}
         self.past_nodes: list[Node] = []  # replaced by a restart
         self.last_arrival_s = self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
         self.wanted: list[tuple[float, int, int]] = []  # seconds, prefill, decode
-        self.boot_s = boot_s
-        self.timeline = Timeline(POOL_SERIES, sample_s)
-        self._perturbation = Perturbation(noise, slow, recorded)
-        self._layer_wise, self._capped = layer_wise, capped
+        self.timeline = Timeline(POOL_SERIES, settings.sample_s)
+        self._perturbation = Perturbation(settings.noise, settings.slow, settings.recorded)
         self._latency_s = hardware.control_latency_s
-        self._rng = Random(seed)
+        self._rng = Random(self.seed)
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._links: dict[InstanceId, NodeLinks] = {}
         self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
         self._num_prompt_tokens: dict[str, int] = {}
         self._ticking = False
-        self.clients = self._clients(most_programs)
+        self.clients = self._clients()
         self._add_nodes()
-        self._check_names([*(slow or {}), *(drains or {}), *(restarts or {})])
+        self._check_names([*settings.slow, *settings.drain, *settings.restart])
         count = config.cluster
         self._next_number = {Role.PREFILL: count.prefill, Role.DECODE: count.decode}
         self.scaling = Scaling(self.conductor.instances, self._boot, self._post, DRAIN_S)
-        self._returning = {InstanceId(name) for name in restarts or {}}
-        self._plan_drains([*(drains or {}).items(), *(restarts or {}).items()])
-        self.node_timeline = Timeline(tuple(list(self.nodes)[:node_series]), sample_s)
+        self._returning = {InstanceId(name) for name in settings.restart}
+        self._plan_drains([*settings.drain.items(), *settings.restart.items()])
+        sampled = tuple(list(self.nodes)[: settings.node_series])
+        self.node_timeline = Timeline(sampled, settings.sample_s)
 
-    def _clients(self, most_programs: int | None) -> Clients:
+    def _clients(self) -> Clients:
         block_tokens = self.hardware.layout.block_tokens
-        return Clients(self.clock, self._arrive, block_tokens, most_programs)
+        return Clients(self.clock, self._arrive, block_tokens, self.settings.most_programs)
 
-    def run(self, arrivals: Iterable[Arrival]) -> None:
-        """Simulates until all requests have ended. Arrivals must be in order of time."""
+    def run(
+        self,
+        arrivals: Iterable[Arrival],
+        on_end: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        """Simulates until all requests have ended. Arrivals must be in order of time. `on_end` gets
+        the record of each request that has ended."""
+        self._on_end = on_end
         self.clients.start(iter(arrivals))
         self.clock.after(0.0, Priority.TICK, self._sample)
         self.clock.run()
@@ -183,7 +167,7 @@ class Simulation:
         self._add_node(instance_id, role, number, self.nodes[instance_id].info.incarnation + 1)
 
     def _boot(self, role: Role) -> None:
-        self.clock.after(self.boot_s, Priority.FAULT, self._booted, role)
+        self.clock.after(self.settings.boot_s, Priority.FAULT, self._booted, role)
 
     def _booted(self, role: Role) -> None:
         number = self._next_number[role]
@@ -222,7 +206,7 @@ class Simulation:
             role,
             hardware.estimate,
             (EOS_TOKEN_ID,),
-            arenas=hardware.arenas,
+            InstanceMemory(arenas=hardware.arenas),
             draft_model=None if draft is None else draft.place,
         )
         info = InstanceInfo(
@@ -254,24 +238,20 @@ class Simulation:
             node.post,
             self._step_factor(instance_id, role, number, hardware),
             self._note_prefill,
-            hardware.domain,
-            self._acceptance,
-            self._drafter(role, hardware),
+            EngineTraits(hardware.domain, self._acceptance, self._drafter(role, hardware)),
         )
         links = self._links.get(instance_id)
         if links is None:
             links = self._links[instance_id] = self._add_links(instance_id, hardware)
         messenger = SimMessenger(
             instance_id,
-            self.clock,
             self.network,
             links,
-            self.hardware.layout.block_bytes,
+            self.hardware.layout,
             self._latency_s,
-            self._layer_wise,
+            self.settings.layer_wise,
             node.post,
             self._messengers,
-            self.hardware.layout.num_layers,
         )
         node.attach(engine, messenger)
         self.nodes[instance_id] = node
@@ -305,7 +285,7 @@ class Simulation:
             ssd_blocks=hardware.num_slots,
             store_shared=False,
             engine_tokens=hardware.engine_tokens,
-            layer_wise_load=self._layer_wise,
+            layer_wise_load=self.settings.layer_wise,
             # Where instances slow each other down, each step depends on which others compute.
             max_repeats=MAX_REPEATS if hardware.steady else 1,
             kept_tokens=hardware.kept_tokens,
@@ -340,7 +320,7 @@ class Simulation:
         self.last_arrival_s = now
         self._num_output_tokens[request_id] = arrival.output_tokens
         self._num_prompt_tokens[request_id] = arrival.input_tokens
-        max_tokens = arrival.output_tokens if self._capped else MAX_ANSWER_TOKENS
+        max_tokens = arrival.output_tokens if self.settings.capped_answers else MAX_ANSWER_TOKENS
         request = Request(
             request_id=request_id,
             token_ids=range(arrival.input_tokens),

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import (
     FetchEnded,
     FetchProgress,
@@ -39,7 +40,7 @@ from moonpool.scheduler.actions import (
     StepEntry,
     StoreBlocks,
 )
-from moonpool.sim.clock import Clock, Priority, Timer
+from moonpool.sim.clock import Priority, Timer
 from moonpool.sim.network import Flow, Link, Network
 from moonpool.types import BlockId, InstanceId
 
@@ -121,26 +122,24 @@ class SimMessenger:
     def __init__(
         self,
         instance_id: InstanceId,
-        clock: Clock,
         network: Network,
         links: NodeLinks,
-        block_bytes: int,
+        layout: BlockLayout,
         latency_s: float,
         layer_wise: bool,
         post: Callable[[MessengerEvent], None],
         peers: dict[InstanceId, SimMessenger],
-        num_layers: int = 1,
     ) -> None:
         self.figures = TransferFigures()
         self.gone = False  # its instance has left
         self._id = instance_id
-        self._clock = clock
+        self._clock = network.clock
         self._network = network
         self._links = links
-        self._block_bytes = block_bytes
+        self._block_bytes = layout.block_bytes
         self._latency_s = latency_s
         self._layer_wise = layer_wise
-        self._num_layers = num_layers
+        self._num_layers = layout.num_layers
         self._waiting: dict[_Name, list[Ended]] = {}  # callbacks by transfer
         self._under_way: set[_Name] = set()
         self._post = post

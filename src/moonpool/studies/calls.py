@@ -80,9 +80,10 @@ def simulate(
         requests=requests,
         scale_tokens=as_share(scale_tokens),
         trace_format=trace_format,
+        objects=objects,
         **settings,
     )
-    return run_simulation(as_trace(trace), cluster_config(config, overrides), run, objects)
+    return run_simulation(as_trace(trace), cluster_config(config, overrides), run)
 
 
 def _policy_name(policy: Any) -> str | None:

@@ -230,15 +230,14 @@ def test_transfer_times_are_learned() -> None:
     for number in range(1, ENOUGH + 1):
         work = AttemptId(f"r{number}/{number}")
         desk.ask(f"r{number}", use_cache=False)
-        attempt = desk.conductor.requests[RequestId(f"r{number}")].attempt
+        tracked = desk.conductor.requests[RequestId(f"r{number}")]
+        attempt = tracked.attempt
         assert attempt is not None
         prefill = attempt.prefill
-        source = InstanceId("p1" if prefill == "p0" else "p0")
+        attempt.fetch_from = InstanceId("p1" if prefill == "p0" else "p0")
         started = PrefillStarted(work, 8, 8, fetch_s=3 * expected_s)
-        states = desk.conductor.instances
-        desk.conductor.cost_estimator.start_prefill(
-            states[prefill], states[source], attempt, started
-        )
+        desk.conductor.cost_estimator.prefill_started(tracked, started, desk.now)
+        attempt.fetch_from = None
         desk.report(prefill, PrefillDone(work, Token(50), FinishReason.STOP))
     factors = [desk.conductor.instances[InstanceId(p)].transfer_factor for p in ("p0", "p1")]
     assert sum(len(factor.samples) for factor in factors) > 0

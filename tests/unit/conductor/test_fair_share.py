@@ -168,4 +168,4 @@ def test_no_tenant_with_requests_under_way_is_forgotten(monkeypatch: pytest.Monk
         name = f"t{number}"
         shares.end(name, shares.begin(name, float(number)))
     assert shares.level("busy", 20.0) == 10.0
-    shares.validate({"busy": [10]})
+    shares.validate_held({"busy": [10]})

@@ -13,7 +13,7 @@ import uvloop
 
 from moonpool.api.connection.listening import listen
 from moonpool.config.parse import parse_config
-from moonpool.config.tables import ClusterConfig
+from moonpool.config.tables import ClusterConfig, Config
 from moonpool.cores import CoreShare
 from moonpool.head import keeper as keeper_module
 from moonpool.head import launcher as launcher_module
@@ -25,10 +25,11 @@ from moonpool.types import Role
 from moonpool_lab.demo.local_server import is_alive
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(60)")
+PAIR = Config(cluster=ClusterConfig(prefill=1, decode=1))
 
 
 def make_launcher() -> LocalLauncher:
-    return LocalLauncher(ClusterConfig(prefill=1, decode=0), 1, b"secret", 1)
+    return LocalLauncher(Config(cluster=ClusterConfig(prefill=1, decode=0)), 1, b"secret", 1)
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -74,7 +75,7 @@ def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
             return process
 
         monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
-        launcher = LocalLauncher(ClusterConfig(prefill=1, decode=1), 1, b"secret", 1)
+        launcher = LocalLauncher(PAIR, 1, b"secret", 1)
         launcher.start()
         await asyncio.sleep(0.05)
         await launcher.stop()
@@ -96,7 +97,7 @@ def test_a_worker_is_told_its_cores_each_time_it_is_started(
     shares = [CoreShare((0, 1), (4,)), CoreShare((2, 3), (4,))]
 
     async def run() -> None:
-        launcher = LocalLauncher(ClusterConfig(prefill=1, decode=1), 1, b"secret", 2, shares)
+        launcher = LocalLauncher(PAIR, 1, b"secret", 2, shares)
         for role, name in ((Role.DECODE, "decode-0"), (Role.PREFILL, "prefill-0")) * 2:
             await launcher._spawn(role, name)
         await make_launcher()._spawn(Role.PREFILL, "prefill-0")

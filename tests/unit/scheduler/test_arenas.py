@@ -16,7 +16,7 @@ from moonpool.protocol.messages import (
 from moonpool.protocol.transfer_events import ReceiveEnded
 from moonpool.scheduler.actions import ArenaBack, ArenaLost, CancelStream, ExpectStream
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
 from moonpool.types import Role, Token
 
 
@@ -29,8 +29,7 @@ def bench_of(arenas: tuple[int, ...], segment_blocks: int = 0) -> Bench:
         Role.DECODE,
         COST,
         (EOS,),
-        arenas=arenas,
-        segment_blocks=segment_blocks,
+        InstanceMemory(arenas=arenas, segment_blocks=segment_blocks),
     )
     return bench
 

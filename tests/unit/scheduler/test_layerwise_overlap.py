@@ -32,7 +32,7 @@ from moonpool.scheduler.actions import (
     WorkerEvent,
 )
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
 from moonpool.types import Role, Token
 
 QUICK = msgspec.structs.replace(
@@ -47,9 +47,10 @@ class Bench:
 
     def __init__(self, cost: Any = QUICK, num_blocks: int = 32, **config: Any) -> None:
         options = {"chunk_tokens": 64, "layer_wise_load": True, **config}
-        stored = [(slot, KEYS[slot]) for slot in reversed(range(config.get("ssd_blocks", 0) // 8))]
+        slots = reversed(range(config.get("ssd_blocks", 0) // 8))
+        memory = InstanceMemory([(slot, KEYS[slot]) for slot in slots])
         self.instance = Instance(
-            InstanceConfig(**options), LAYOUT, num_blocks, Role.MIXED, cost, (EOS,), stored
+            InstanceConfig(**options), LAYOUT, num_blocks, Role.MIXED, cost, (EOS,), memory
         )
 
     def handle(self, event: WorkerEvent) -> list[WorkerAction]:

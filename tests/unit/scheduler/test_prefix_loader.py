@@ -38,7 +38,7 @@ from moonpool.scheduler.actions import (
     WorkerEvent,
 )
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
 from moonpool.types import Role, Token
 
 FAST = msgspec.structs.replace(COST, ssd_read_bytes_per_s=1e9)
@@ -50,10 +50,10 @@ class Bench:
     """An instance whose SSD holds the first `num_stored` blocks of PROMPT from an earlier run."""
 
     def __init__(self, num_stored: int = 6, cost: Any = FAST, num_blocks: int = 32) -> None:
-        stored = [(slot, KEYS[slot]) for slot in reversed(range(num_stored))]
+        memory = InstanceMemory([(slot, KEYS[slot]) for slot in reversed(range(num_stored))])
         self.round = 0
         config = InstanceConfig(ssd_blocks=64, chunk_tokens=64)
-        self.instance = Instance(config, LAYOUT, num_blocks, Role.MIXED, cost, (EOS,), stored)
+        self.instance = Instance(config, LAYOUT, num_blocks, Role.MIXED, cost, (EOS,), memory)
 
     def handle(self, event: WorkerEvent) -> list[WorkerAction]:
         actions = self.instance.handle(event, 0.0)
@@ -241,9 +241,9 @@ def test_serving_goes_on_without_a_lost_tier() -> None:
 
 
 def test_stored_blocks_that_cannot_be_adopted_are_forgotten() -> None:
-    stored = [(0, KEYS[0]), (99, KEYS[1]), (1, KEYS[0])]
     config = InstanceConfig(ssd_blocks=64)
-    instance = Instance(config, LAYOUT, 32, Role.MIXED, FAST, (EOS,), stored)
+    memory = InstanceMemory([(0, KEYS[0]), (99, KEYS[1]), (1, KEYS[0])])
+    instance = Instance(config, LAYOUT, 32, Role.MIXED, FAST, (EOS,), memory)
     assert of(instance.handle(Resync(), 0.0), ForgetStored) == [ForgetStored((99, 1))]
-    without = Instance(InstanceConfig(), LAYOUT, 32, Role.MIXED, FAST, (EOS,), stored)
+    without = Instance(InstanceConfig(), LAYOUT, 32, Role.MIXED, FAST, (EOS,), memory)
     assert of(without.handle(Resync(), 0.0), ForgetStored) == [ForgetStored((0, 99, 1))]

@@ -40,14 +40,14 @@ def meet(cluster: dict[str, int], warm: int) -> list[RequestRecord]:
     }
     config = parse_config("", tables)
     records: list[RequestRecord] = []
-    simulation = Simulation(config, build_hardware(config, COST), on_end=records.append)
+    simulation = Simulation(config, build_hardware(config, COST))
     prefix, num_tokens = private_keys(1, 31 * BLOCK, BLOCK), 2040
     times_s = [float(number) for number in range(warm)] + [60.0 + n * 0.02 for n in range(12)]
     arrivals = [
         Arrival(at_s, num_tokens, 64, prefix + private_keys(100 + number, num_tokens, BLOCK)[31:])
         for number, at_s in enumerate(times_s)
     ]
-    simulation.run(arrivals)
+    simulation.run(arrivals, records.append)
     return [record for record in records if record.arrived_s >= 60.0]
 
 
@@ -75,13 +75,14 @@ def test_a_cold_cluster_of_a_slow_machine_is_known_by_its_first_prompts(
     config = parse_config("", tables)
     records: list[RequestRecord] = []
     hardware = build_hardware(config, COST, prefill_error=1.0 / slower)
-    simulation = Simulation(config, hardware, on_end=records.append)
+    simulation = Simulation(config, hardware)
     lengths = [400 + 617 * number % 2000 for number in range(12)]
     simulation.run(
         [
             Arrival(8.0 * number, length, 32, private_keys(number, length, BLOCK))
             for number, length in enumerate(lengths)
-        ]
+        ],
+        records.append,
     )
     predicted = [record.expected_ttft_s or 0.0 for record in records]
     real = [record.ttft_s or 0.0 for record in records]

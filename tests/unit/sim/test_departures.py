@@ -8,6 +8,7 @@ from test_simulation import BLOCK, assert_nothing_left, config
 from moonpool.config.tables import ConfigError
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
@@ -33,7 +34,11 @@ def simulate(
 ) -> tuple[Simulation, list[tuple[float, str]]]:
     """And when which prefill instance was chosen."""
     settings = config(cluster=CLUSTER)
-    simulation = Simulation(settings, build_hardware(settings), **departures)  # type: ignore[arg-type]
+    simulation = Simulation(
+        settings,
+        build_hardware(settings),
+        SimulationSettings(**departures),  # type: ignore[arg-type]
+    )
     placed: list[tuple[float, str]] = []
     note_ended = simulation.collector.note_ended
 
@@ -50,7 +55,7 @@ def simulate(
 @pytest.mark.long
 def test_a_new_empty_instance_attracts_its_share_and_no_more() -> None:
     requests = sessions(500, 8, 0.05)  # more than all of them can do
-    simulation, placed = simulate(requests, restarts={"prefill-1": RESTART_S})
+    simulation, placed = simulate(requests, restart={"prefill-1": RESTART_S})
     assert simulation.conductor.drains.num_left == 1
     left_s = next(at_s for at_s, text in simulation.announced if "has left" in text)
     assert RESTART_S <= left_s <= RESTART_S + 61
@@ -74,7 +79,7 @@ def test_a_new_empty_instance_attracts_its_share_and_no_more() -> None:
 def test_what_it_had_is_not_lost_with_it() -> None:
     requests = sessions(60, 8, 0.5)
     stays, _ = simulate(requests)
-    leaves, placed = simulate(requests, drains={"prefill-1": RESTART_S})
+    leaves, placed = simulate(requests, drain={"prefill-1": RESTART_S})
     before = summarise(stays, 0.0)["cache"]["hit_ratio"]
     after = summarise(leaves, 0.0)["cache"]["hit_ratio"]
     assert after > 0.95 * before
@@ -84,12 +89,14 @@ def test_what_it_had_is_not_lost_with_it() -> None:
 def test_an_unknown_instance_cannot_drain() -> None:
     settings = config(cluster=CLUSTER)
     with pytest.raises(ConfigError, match="there is no instance 'prefill-9'"):
-        Simulation(settings, build_hardware(settings), drains={"prefill-9": 1.0})
+        Simulation(settings, build_hardware(settings), SimulationSettings(drain={"prefill-9": 1.0}))
 
 
 def test_the_last_of_its_role_stays() -> None:
     settings = config(cluster={"prefill": 1, "decode": 2})
-    simulation = Simulation(settings, build_hardware(settings), drains={"prefill-0": 1.0})
+    simulation = Simulation(
+        settings, build_hardware(settings), SimulationSettings(drain={"prefill-0": 1.0})
+    )
     simulation.run(sessions(5, 2, 0.5))
     assert [text for _, text in simulation.announced if "is the last instance" in text]
     assert simulation.collector.num_completed == 10

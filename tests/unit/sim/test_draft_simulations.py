@@ -11,6 +11,7 @@ from moonpool.config.tables import Config
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
@@ -35,7 +36,7 @@ def arrivals(number: int, gap_s: float, answer: int = 300) -> list[Arrival]:
 
 
 def run(settings: Config, requests: list[Arrival], **options: Any) -> dict[str, Any]:
-    simulation = Simulation(settings, build_hardware(settings), **options)
+    simulation = Simulation(settings, build_hardware(settings), SimulationSettings(**options))
     simulation.run(requests)
     for node in simulation.nodes.values():
         node.instance.validate()
@@ -117,6 +118,6 @@ def test_every_arrangement_uses_it(settings: Config) -> None:
 def test_an_instance_that_leaves_loses_its_guesses_and_nothing_else() -> None:
     settings = config(0.8, cluster={"prefill": 1, "decode": 2})
     requests = arrivals(8, 0.5, answer=400)
-    found = run(settings, requests, drains={"decode-0": 3.0})
+    found = run(settings, requests, drain={"decode-0": 3.0})
     assert found["completed"] == 8 and found["drains"]["left"] == 1
     assert found["output_tokens"] == 8 * 400

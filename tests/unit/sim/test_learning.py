@@ -16,6 +16,7 @@ from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.outcome import summarise
 from moonpool.sim.perturbation import Perturbation
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
@@ -43,7 +44,7 @@ def run(
     settings: Config, requests: list[Arrival], error: float = 1.0, **options: Any
 ) -> tuple[Simulation, dict[str, Any]]:
     hardware = build_hardware(settings, EXACT, prefill_error=error)
-    simulation = Simulation(settings, hardware, **options)
+    simulation = Simulation(settings, hardware, SimulationSettings(**options))
     simulation.run(requests)
     return simulation, summarise(simulation, 0.0)
 

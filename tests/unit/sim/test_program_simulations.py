@@ -12,6 +12,7 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.request_record import RequestRecord
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
 from moonpool.trace.row import TraceRow
@@ -46,9 +47,9 @@ def run(
     config = parse_config("", {**defaults, **tables}, {})
     records: list[RequestRecord] = []
     simulation = Simulation(
-        config, build_hardware(config, COST), on_end=records.append, most_programs=most_programs
+        config, build_hardware(config, COST), SimulationSettings(most_programs=most_programs)
     )
-    simulation.run(make_arrivals(rows, BLOCK, BLOCK, 8192))
+    simulation.run(make_arrivals(rows, BLOCK, BLOCK, 8192), records.append)
     simulation.conductor.validate()
     return summarise(simulation, 0.0), records
 

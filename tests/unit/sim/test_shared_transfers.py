@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId
 from moonpool.protocol.transfer_events import (
     FetchEnded,
@@ -23,7 +24,14 @@ from moonpool.sim.network import Network
 from moonpool.sim.transfers import NodeLinks, SimMessenger
 from moonpool.types import BlockId, BlockKey, InstanceId
 
-BLOCK_BYTES = 1000
+LAYOUT = BlockLayout(
+    model_fingerprint="m",
+    dtype="float32",
+    block_tokens=125,  # a block has 1000 bytes
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=1,
+)
 NIC = 1e6  # bytes per second: a block takes a millisecond
 PCIE = 2e6
 SSD_READ = 0.5e6
@@ -53,10 +61,9 @@ class Bench:
             )
             self.messengers[name] = SimMessenger(
                 InstanceId(name),
-                self.clock,
                 self.network,
                 links,
-                BLOCK_BYTES,
+                LAYOUT,
                 0.0,
                 layer_wise,
                 lambda event, name=name: self._hear(name, event),

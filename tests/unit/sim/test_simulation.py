@@ -18,6 +18,7 @@ from moonpool.cost.model import prompt_s
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import CONTROL_LATENCY_S, build_hardware
 from moonpool.sim.outcome import summarise
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
@@ -46,7 +47,7 @@ def arrivals(number: int, gap_s: float = 0.5, shared_blocks: int = 8) -> list[Ar
 def run(
     settings: Config, requests: list[Arrival], **options: Any
 ) -> tuple[Simulation, dict[str, Any]]:
-    simulation = Simulation(settings, build_hardware(settings), **options)
+    simulation = Simulation(settings, build_hardware(settings), SimulationSettings(**options))
     simulation.run(requests)
     return simulation, summarise(simulation, 0.0)
 

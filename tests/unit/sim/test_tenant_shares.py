@@ -13,6 +13,7 @@ from moonpool.config.parse import parse_config
 from moonpool.cost.fitted import FittedCost
 from moonpool.request_record import RequestRecord
 from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
@@ -101,9 +102,7 @@ def run(
     simulation = Simulation(
         config,
         build_hardware(config, COST),
-        on_end=records.append,
-        tenant_shares=shares,
-        capped=True,
+        SimulationSettings(tenant_share=shares or {}, capped_answers=True),
     )
     tokens: list[tuple[float, str, int]] = []
     conductor = simulation.conductor
@@ -119,7 +118,7 @@ def run(
 
     conductor.handle = noted  # type: ignore[method-assign]
     arrivals = [arrival for part in parts for arrival in part]
-    simulation.run(sorted(arrivals, key=lambda arrival: arrival.arrived_s))
+    simulation.run(sorted(arrivals, key=lambda arrival: arrival.arrived_s), records.append)
     conductor.validate()
     by_tenant: dict[str, list[RequestRecord]] = {}
     for record in sorted(records, key=lambda record: record.arrived_s):

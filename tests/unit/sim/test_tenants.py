@@ -58,8 +58,8 @@ def _run(
     }
     config = parse_config("", settings, DEFAULTS)
     hardware = build_hardware(config)
-    simulation = Simulation(config, hardware, on_end=note)
-    simulation.run(sorted(requests, key=lambda arrival: arrival.arrived_s))
+    simulation = Simulation(config, hardware)
+    simulation.run(sorted(requests, key=lambda arrival: arrival.arrived_s), note)
     assert sum(map(len, found.values())) == len(requests)
     chunk = Chunk(chunk_tokens, 16_000 - chunk_tokens, 0, True)
     step_s = hardware.prefill.ground_truth.step_s([chunk], 0, 0)

@@ -19,7 +19,7 @@ from moonpool.protocol.frames import Setup
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, TierLoad
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
 from moonpool.scheduler.instance import Instance
-from moonpool.scheduler.instance_config import InstanceConfig, instance_config
+from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory, instance_config
 from moonpool.types import BlockId, BlockKey
 from moonpool_engine.attention_offload.offload import Event, Offload
 from moonpool_engine.engine.drafting.drafter import Drafter
@@ -292,10 +292,12 @@ def _state_machine(
             place.role,
             cost,
             eos_token_ids,
-            arenas=parts.group.sizes,
-            kept=parts.group.cached,
-            segment_blocks=parts.segment_blocks,
-            draft_model=draft_model,
+            InstanceMemory(
+                arenas=parts.group.sizes,
+                kept=parts.group.cached,
+                segment_blocks=parts.segment_blocks,
+            ),
+            draft_model,
         )
     instance = Instance(
         config,
@@ -304,9 +306,8 @@ def _state_machine(
         place.role,
         cost,
         eos_token_ids,
-        stored,
-        kept=kept,
-        draft_model=draft_model,
+        InstanceMemory(stored=stored, kept=kept),
+        draft_model,
     )
     instance.pool.watch_keys()
     return instance

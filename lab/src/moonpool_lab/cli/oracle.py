@@ -102,6 +102,7 @@ def oracle(
     schedule that a search with an admission that knows the future finds, which is a run of the
     simulator.
     """
+    from moonpool.sim.settings import SimulationSettings
     from moonpool.trace.row import TraceError
     from moonpool_lab.oracle.bound import upper_bound
     from moonpool_lab.oracle.cluster import limits_of
@@ -114,7 +115,8 @@ def oracle(
         arrivals = _read_arrivals(trace_file, config, hardware, requests, speed, scale)
         demand, resources = limits_of(config, hardware, arrivals, noise)
         bound = upper_bound(demand, resources)
-        runner = Runner(config, hardware, arrivals, {"noise": noise, "capped": capped_answers})
+        settings = SimulationSettings(noise=noise, capped_answers=capped_answers)
+        runner = Runner(config, hardware, arrivals, settings)
         with rare_collections():
             policies = _run_policies(runner, config)
             budget = Budget(runs, float("inf") if time_limit is None else time_limit)

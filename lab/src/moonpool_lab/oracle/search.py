@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +24,7 @@ from moonpool.config.tables import Config
 from moonpool.request_record import RequestRecord
 from moonpool.sim.hardware.build import Hardware
 from moonpool.sim.metrics import Collector
+from moonpool.sim.settings import USUAL_SETTINGS, SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool_lab.oracle.bound import Bound, Resource, upper_bound
@@ -57,12 +57,12 @@ class EffectiveCollector(Collector):
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs the simulator on some of the requests. `options` are further ones of `Simulation`."""
+    """Runs the simulator on some of the requests. `settings`: those of each run."""
 
     config: Config
     hardware: Hardware
     arrivals: Sequence[Arrival]
-    options: dict[str, Any]
+    settings: SimulationSettings = USUAL_SETTINGS
 
     def policy(self, name: str, decode_wait: bool = True) -> Chosen:
         """The effective requests with this admission policy."""
@@ -79,9 +79,7 @@ class Runner:
         simulation = Simulation(
             msgspec.structs.replace(self.config, conductor=conductor),
             self.hardware,
-            self.config.conductor.seed,
-            sample_s=SAMPLE_S,
-            **self.options,
+            msgspec.structs.replace(self.settings, sample_s=SAMPLE_S),
         )
         collector = EffectiveCollector()
         simulation.collector = collector

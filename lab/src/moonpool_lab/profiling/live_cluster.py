@@ -19,6 +19,7 @@ from moonpool.config.tables import Admission, Config
 from moonpool.cost.fitted import OffloadParts
 from moonpool.sim.hardware.build import Hardware, build_hardware
 from moonpool.sim.outcome import summarise
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
 from moonpool.trace.builtin import CONVERSATION
@@ -194,7 +195,8 @@ def simulate_rows(
 ) -> tuple[dict[str, Any], Simulation]:
     """Simulates the cluster with these rows; returns the figures and the simulation."""
     hardware = cluster.hardware(profile)
-    simulation = Simulation(cluster.config(profile), hardware, sample_s=SAMPLE_S, capped=True)
+    settings = SimulationSettings(sample_s=SAMPLE_S, capped_answers=True)
+    simulation = Simulation(cluster.config(profile), hardware, settings)
     largest = hardware.largest_request_tokens
     simulation.run(make_arrivals(rows, block_tokens, cluster.block_tokens, largest))
     return summarise(simulation, 0.0), simulation

@@ -35,9 +35,10 @@ from moonpool.conductor.admission.resource_prices import (
 from moonpool.conductor.admission.sharing_forecast import SharingForecast
 from moonpool.conductor.admission.slo_chances import TtftChances
 from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS, RunningMean, length_bucket
+from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import Rejection
-from moonpool.request_record import RequestRecord
-from moonpool.types import BlockKey
+from moonpool.conductor.state import InstanceState, TrackedRequest
+from moonpool.types import BlockKey, Role
 
 MIN_SIMILAR = 8
 """Answers to prompts of one length, from which on their mean is used."""
@@ -66,7 +67,7 @@ class AnswerLengths:
         return max(similar.value, 1.0) / max(self._mean.value, 1.0)
 
 
-class GoodputModel:
+class GoodputModel(ClusterObserver):
     """What the Conductor has learned for this admission. One per Conductor. With `learning` off,
     the first guesses of the chances remain in use; the prices follow the arrivals in any case."""
 
@@ -81,17 +82,19 @@ class GoodputModel:
         # Of requests that could meet their SLOs on idle instances.
         self._usual_prefill_s, self._usual_step_s = RunningMean(0.0), RunningMean(0.0)
 
-    def note_answer(self, record: RequestRecord, predicted_step_s: float, mixed: bool) -> None:
-        """Learns from an answer. `predicted_step_s`: as of `expect`; 0 if nothing was predicted
-        that lasts. A request with several attempts says nothing about its first placement, and is
-        ignored."""
-        if not self._learning or record.attempts != 1:
+    def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
+        """Learns from an answer. A request with several attempts says nothing about its first
+        placement, and is ignored, as is an embedding."""
+        record = tracked.record
+        if not self._learning or record.attempts != 1 or tracked.request.is_embedding:
             return
-        self.decode.note_answer(record, predicted_step_s, mixed)
+        mixed = decoder is not None and decoder.role is not Role.DECODE
+        self.decode.note_answer(record, tracked.predicted_step_s, mixed)
         self.lengths.note_answer(record.num_prompt_tokens, record.num_generated_tokens)
 
-    def note_first_token(self, record: RequestRecord) -> None:
+    def first_token(self, tracked: TrackedRequest, now: float) -> None:
         """Learns from the first token of a request; not if it had several attempts."""
+        record = tracked.record
         ttft_s, predicted_s = record.placed_ttft_s, record.predicted_ttft_s
         if self._learning and record.attempts == 1 and ttft_s is not None and predicted_s:
             self.ttft.note_first_token(ttft_s, predicted_s, record.slo.ttft_s)

@@ -22,16 +22,16 @@ from msgspec import structs
 from moonpool.conductor.admission.context import SloBudget
 from moonpool.conductor.forecast.estimators import PredictionError
 from moonpool.conductor.instance_table import NEVER_S
+from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import Placement
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
+from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.cost.derived import scaled
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.online import MAX_FACTOR, LearnedFactor
 from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StepTokens
-from moonpool.request_record import RequestRecord
-from moonpool.types import InstanceId
+from moonpool.types import InstanceId, Role
 
 PROBE_EVERY_S = 5.0
 """Least time between two requests that test the cost estimate of an idle instance."""
@@ -43,7 +43,7 @@ TTFT_SHARE = 0.9
 place of a rejected one."""
 
 
-class CostEstimator:
+class CostEstimator(ClusterObserver):
     """One per Conductor. With `learning` off, the profiles remain in use; the factors are still
     measured and reported."""
 
@@ -60,14 +60,12 @@ class CostEstimator:
         self._beginners: dict[InstanceId, InstanceState] = {}
         """Instances that have started a prefill, and whose times are not learned yet."""
 
-    def start_prefill(
-        self,
-        state: InstanceState,
-        source: InstanceState | None,
-        attempt: Attempt,
-        report: PrefillStarted,
-    ) -> None:
+    def prefill_started(self, tracked: TrackedRequest, report: PrefillStarted, now: float) -> None:
         """Notes that the first chunk is computed now, and a fetch has ended."""
+        attempt, instances = tracked.attempt, self._reservations.instances
+        assert attempt is not None
+        state = instances[attempt.prefill]
+        source = instances.get(attempt.fetch_from) if attempt.fetch_from else None
         cost = state.info.cost
         attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
         if report.early or attempt.in_chunks or self._table.decodes_remain(state.row):
@@ -91,9 +89,12 @@ class CostEstimator:
         )
         self._learn(state, state.transfer_factor, report.fetch_s, expected_s)
 
-    def end_prefill(self, state: InstanceState | None, attempt: Attempt, now: float) -> None:
-        """Must be called while the prefill is still booked. Prefills run one after another: the
-        oldest has had all the time since its predecessor ended; one out of turn counts as 0."""
+    def prefill_done(self, tracked: TrackedRequest, now: float) -> None:
+        """Prefills run one after another: the oldest has had all the time since its predecessor
+        ended; one out of turn counts as 0."""
+        attempt = tracked.attempt
+        assert attempt is not None
+        state = self._reservations.instances.get(attempt.prefill)
         if state is None or attempt.started_s is None or attempt.attempt_id not in state.started:
             return
         seconds = 0.0
@@ -101,8 +102,11 @@ class CostEstimator:
             seconds = now - max(attempt.started_s, state.freed_s)
         self._learn(state, state.prefill_factor, seconds, attempt.expected_s)
 
+    def arrived(self, tracked: TrackedRequest, now: float) -> None:
+        self.learn_first_prefills(now)
+
     def learn_first_prefills(self, now: float) -> None:
-        """Call it before a request is placed: the first dozen prompts of an instance make no
+        """Called before a request is placed: the first dozen prompts of an instance make no
         sample, but one that takes three times as long as predicted says much about those behind it.
         An instance is looked at only once that can have changed its factor.
         """
@@ -128,16 +132,20 @@ class CostEstimator:
             elif now > began_s or not state.started:
                 state.teaches_at_s = began_s + factor.begins_after_s(expected_s)
 
-    def learn_steps(
-        self, state: InstanceState, report: StepTokens, works: Mapping[AttemptId, TrackedRequest]
+    def step(
+        self,
+        state: InstanceState,
+        report: StepTokens,
+        attempts: Mapping[AttemptId, TrackedRequest],
+        now: float,
     ) -> None:
-        """Learns from steps of decodes only. Must be called before their tokens are added."""
+        """Learns from steps of decodes only."""
         if not report.gap_s:
             return
         batch, num_steps = len(report.works), len(report.works[0].tokens)
         context_tokens = 0
         for item in report.works:
-            tracked = works.get(item.attempt_id)
+            tracked = attempts.get(item.attempt_id)
             if tracked is None or tracked.attempt is None:
                 return  # the context of an ended attempt is unknown
             context_tokens += tracked.attempt.num_tokens
@@ -148,8 +156,9 @@ class CostEstimator:
         )
         self._learn(state, state.decode_factor, report.gap_s, expected_s)
 
-    def note_first_token(self, record: RequestRecord) -> None:
+    def first_token(self, tracked: TrackedRequest, now: float) -> None:
         """Learns from the first token of a request; not if it had several attempts."""
+        record = tracked.record
         ttft_s, predicted_s = record.placed_ttft_s, record.predicted_ttft_s
         if record.attempts != 1 or ttft_s is None or predicted_s is None:
             return
@@ -157,15 +166,17 @@ class CostEstimator:
         if self.ttft_tail.observe(ttft_s, predicted_s) and self._learning:
             self._table.ttft_tail = max(self.ttft_tail.value, 1.0)
 
-    def note_answer(self, record: RequestRecord, decodes_only: bool) -> None:
-        """Learns from an answered request. `decodes_only`: its decode instance has no other role. A
-        request with several attempts says nothing about its first placement, and is ignored."""
-        if record.attempts != 1:
+    def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
+        """Learns from an answered request. One with several attempts says nothing about its first
+        placement, and is ignored, as is an embedding."""
+        record = tracked.record
+        if record.attempts != 1 or tracked.request.is_embedding:
             return
         tpot_s, longest_s = record.tpot_s, record.tbt_top10_mean_s
         if tpot_s is not None and record.predicted_tbt_s:
             self.tbt_s.note(record.predicted_tbt_s, tpot_s)
         # A gap in which a prompt was computed is as long as its chunk, at any load.
+        decodes_only = decoder is not None and decoder.role is Role.DECODE
         alone = decodes_only and not record.shared_steps
         if alone and tpot_s is not None and longest_s is not None:
             changed = self.tbt_tail.observe(longest_s, tpot_s)

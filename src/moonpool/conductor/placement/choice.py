@@ -130,6 +130,14 @@ class Placement(msgspec.Struct, frozen=True):
     in_chunks: bool = False  # the decode instance computes the prompt in chunks beside its decodes
 
 
+class PlannedAttempt(NamedTuple):
+    """A placement that the policies admit, and what it was planned for."""
+
+    placement: Placement
+    footprint: RequestFootprint
+    tokens: Sequence[int]  # prompt, and what earlier attempts generated
+
+
 NO_ROOM = "no_decode_capacity"
 """The reason of a rejection because others hold the KVCache that the request needs."""
 

@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from moonpool.conductor.actions import ConductorAction, Send
 from moonpool.conductor.forecast.estimators import RunningMean
 from moonpool.conductor.forecast.turn_forecast import (
     AGE_LIMITS_S,
@@ -25,10 +26,11 @@ from moonpool.conductor.forecast.turn_forecast import (
     TurnForecast,
     session_class,
 )
+from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.reservations import Reservations
-from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.protocol.messages import PrefetchBlocks
-from moonpool.types import BlockKey, InstanceId
+from moonpool.types import BlockKey
 
 MAX_WAITING_BLOCKS = 1 << 19
 """Blocks of all waiting sessions that are remembered; the oldest sessions are given up first."""
@@ -54,7 +56,7 @@ class _Session:
     waiting: bool = True
 
 
-class Prefetching:
+class Prefetching(ClusterObserver):
     """The waiting sessions, and which of them are due."""
 
     def __init__(self, reservations: Reservations) -> None:
@@ -69,8 +71,8 @@ class Prefetching:
         self._demoted_rate = RunningMean(0.0)
         self._demoted_age_s = RunningMean(0.0)
 
-    def arrive(self, tracked: TrackedRequest, now: float) -> None:
-        """Notes that a prompt arrived: a session that it continues waits no more."""
+    def accepted(self, tracked: TrackedRequest, now: float) -> None:
+        """A session that the prompt continues waits no more."""
         keys = tracked.keys
         if not keys or self._waiting.keys().isdisjoint(keys):
             return
@@ -83,8 +85,8 @@ class Prefetching:
                 tracked.num_turns, tracked.pause_s = session.num_turns, pause_s
                 return
 
-    def end(self, tracked: TrackedRequest, now: float) -> None:
-        """Notes that a request was answered: its session waits from now on."""
+    def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
+        """Its session waits from now on."""
         keys = tracked.keys
         if not keys:
             return
@@ -100,8 +102,7 @@ class Prefetching:
         while self._num_blocks > MAX_WAITING_BLOCKS:
             self._forget(next(iter(self._waiting)))
 
-    def on_demoted(self, keys: Iterable[BlockKey], now: float) -> None:
-        """Notes that these blocks left the DRAM of an instance for its SSD."""
+    def blocks_demoted(self, keys: Iterable[BlockKey], now: float) -> None:
         waiting = self._waiting
         for key in keys:
             session = waiting.get(key)
@@ -111,7 +112,7 @@ class Prefetching:
                 self._demoted_age_s.add(age_s)
                 session.demoted = True
 
-    def tick(self, now: float) -> Iterator[tuple[InstanceId, PrefetchBlocks]]:
+    def tick(self, now: float) -> Iterator[ConductorAction]:
         """Yields the commands for sessions that are due."""
         self._age(now)
         for _ in range(min(len(self._to_examine), MAX_EXAMINED)):
@@ -144,7 +145,7 @@ class Prefetching:
         stay_s = self._demoted_age_s.value
         return self.forecast.chance(session.of, age_s, stay_s) >= MIN_CHANCE
 
-    def _command(self, session: _Session) -> tuple[InstanceId, PrefetchBlocks] | None:
+    def _command(self, session: _Session) -> Send | None:
         """The command for the instance that holds most of the session, preferably one that
         prefills; None if some instance has as much in DRAM."""
         match, table = self._index.match(session.keys), self._table
@@ -156,7 +157,7 @@ class Prefetching:
         instance_id = table.ids[row]
         if self._instances[instance_id].drain is not None:
             return None
-        return instance_id, PrefetchBlocks(keys=tuple(session.keys[: match.deepest]))
+        return Send(instance_id, PrefetchBlocks(keys=tuple(session.keys[: match.deepest])))
 
     def _forget(self, leaf: BlockKey) -> None:
         session = self._waiting.pop(leaf)

@@ -14,11 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import exp
 
+from moonpool.conductor.actions import ConductorAction, Send
 from moonpool.conductor.instance_table import S_PER_NS
+from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import InstanceState, TrackedRequest
-from moonpool.protocol.messages import PrefixTakenOver, TakeOverPrefix
-from moonpool.types import BlockKey, InstanceId
+from moonpool.kvcache.prefix_index import PrefixIndex
+from moonpool.protocol.messages import MarkReplicas, PrefixTakenOver, TakeOverPrefix
+from moonpool.types import BlockKey
 
 MIN_BLOCKS = 4
 """A shorter prefix is fetched or computed in no time."""
@@ -31,6 +34,8 @@ MAX_PREFIXES = 1024
 MAX_FETCHES = 2
 """Prefixes that are copied at a time."""
 FETCH_TIMEOUT_S = 15.0
+MAX_MARKED_REPLICAS = 8192
+"""Blocks per tick whose number of replicas is sent to the instances."""
 ROOM_SHARE = 4
 """A taker must have this multiple of the room that the prefix needs: the rest is for requests."""
 
@@ -43,7 +48,7 @@ class _Prefix:
     num_sessions: int = 0
 
 
-class Replication:
+class Replication(ClusterObserver):
     """The prefixes that several sessions began with, and the copies under way."""
 
     def __init__(self, reservations: Reservations) -> None:
@@ -55,9 +60,9 @@ class Replication:
         self._fetches: dict[int, tuple[BlockKey, float]] = {}  # until when they are waited for
         self._last_number = 0
 
-    def arrive(self, tracked: TrackedRequest, now: float) -> None:
-        """Notes that a request was placed. Only the first turn of a session counts: later turns
-        follow the session's own blocks."""
+    def accepted(self, tracked: TrackedRequest, now: float) -> None:
+        """Notes the work of a request that was placed at once. Only the first turn of a session
+        counts: later turns follow the session's own blocks."""
         attempt = tracked.attempt
         if attempt is None or tracked.num_turns:
             return
@@ -78,7 +83,7 @@ class Replication:
         if prefix.num_sessions >= MIN_SESSIONS:
             self._busy[leaf] = None
 
-    def tick(self, now: float) -> Iterator[tuple[InstanceId, TakeOverPrefix]]:
+    def tick(self, now: float) -> Iterator[ConductorAction]:
         """Yields the commands for prefixes whose holders have too much work."""
         for number, (_, until_s) in list(self._fetches.items()):
             if now > until_s:
@@ -101,13 +106,14 @@ class Replication:
                     num_uses=prefix.num_sessions,
                     timeout_s=FETCH_TIMEOUT_S,
                 )
-                yield taker.info.instance_id, command
+                yield Send(taker.info.instance_id, command)
         self._busy.clear()
 
-    def on_taken(self, report: PrefixTakenOver) -> None:
+    def prefix_taken(self, report: PrefixTakenOver, now: float) -> Sequence[ConductorAction]:
         """Notes that a copy has ended, or it is one of a departure."""
         if self._fetches.pop(report.number, None) is not None:
             self.num_blocks += report.num_blocks
+        return ()
 
     def _choose(self, prefix: _Prefix) -> tuple[InstanceState, InstanceState] | None:
         """The instance that should take the prefix, and one that has it; None if its holders
@@ -132,3 +138,15 @@ class Replication:
             return None
         taker = min(takers, key=lambda state: table.waiting_ns[state.row])
         return taker, min(whole, key=lambda state: table.num_serving[state.row])
+
+
+class ReplicaMarks(ClusterObserver):
+    """Tells the instances which of their blocks are further copies, which leave first."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    def tick(self, now: float) -> Iterator[ConductorAction]:
+        for instance_id, changes in self._index.take_replica_changes(MAX_MARKED_REPLICAS):
+            command = MarkReplicas(spare=tuple(changes.spare), last=tuple(changes.last))
+            yield Send(instance_id, command)

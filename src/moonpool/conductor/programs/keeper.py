@@ -5,9 +5,12 @@ This is the only part of `programs` that the life of a request calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moonpool.conductor.actions import ConductorAction, Send
 from moonpool.conductor.attempt_planner import name_blocks
-from moonpool.conductor.placement.choice import Rejection
+from moonpool.conductor.observers import ClusterObserver
+from moonpool.conductor.placement.choice import PlannedAttempt, Rejection
 from moonpool.conductor.programs.door import Door
 from moonpool.conductor.programs.program import Program
 from moonpool.conductor.programs.programs import Programs
@@ -15,12 +18,10 @@ from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.config.tables import ProgramRules
-from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import MarkReplicas
-from moonpool.types import InstanceId
 
 
-class ProgramKeeper:
+class ProgramKeeper(ClusterObserver):
     """Appends what is to be done to `actions`."""
 
     def __init__(
@@ -33,16 +34,17 @@ class ProgramKeeper:
         self.programs = Programs(waiting)
         self._recognises = rules == "all"
         self._is_on = rules != "off"
+        self._reservations = reservations
         self._index, self._instances = reservations.index, reservations.instances
         self._table = reservations.instance_table
         self.door = Door(self.programs, reservations.instance_table)
         self._actions = actions
 
-    def arrive(self, tracked: TrackedRequest, layout: BlockLayout | None, now: float) -> None:
-        """Notes that a call has arrived. `layout`: of blocks, once an instance has joined."""
+    def arrived(self, tracked: TrackedRequest, now: float) -> None:
+        """Finds the program whose call it is, if it is one."""
         if not self._is_on:
             return
-        program = self.programs.arrive(tracked, now)
+        program, layout = self.programs.arrive(tracked, now), self._reservations.layout
         if program is None and self._recognises and layout is not None:
             name_blocks(tracked, tracked.request.token_ids, layout)
             program = self.programs.recognise(tracked, now)
@@ -64,33 +66,30 @@ class ProgramKeeper:
             tracked.crowded = self.door.crowded(tracked, now)
         return why
 
-    def place(
-        self, tracked: TrackedRequest, decoder: InstanceId, hit_tokens: int, now: float
-    ) -> None:
-        """As `Programs.place`."""
+    def placed(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         program = tracked.program
         if program is not None:
-            self.programs.place(tracked, decoder, hit_tokens, now)
-            is_new = program.num_calls == 1 and not tracked.num_attempts
+            self.programs.place(tracked, planned.placement.hit_tokens, now)
+            is_new = program.num_calls == 1 and tracked.num_attempts == 1
             usual = self.programs.usual_tokens.value
             self.door.note_begun(program, max(program.own_tokens, usual) if is_new else 0.0)
 
-    def end(self, tracked: TrackedRequest, answered: bool, now: float) -> None:
-        """Notes that a call has ended."""
+    def ended(self, tracked: TrackedRequest, is_answered: bool, now: float) -> None:
         program = tracked.program
         if program is None:
             return
-        ended = self.programs.end_call(tracked, answered, now)
+        ended = self.programs.end_call(tracked, is_answered, now)
         if not program.root.has_begun:
             self.door.leave(program)
         if ended is not None:
             self.door.note_ended()
             self._mark(ended, leaves_first=True)
 
-    def tick(self, now: float) -> None:
-        """Time has passed: blocks of programs that pause for long leave first."""
+    def tick(self, now: float) -> Sequence[ConductorAction]:
+        """Blocks of programs that pause for long leave first."""
         for program in self.programs.tick(now):
             self._mark(program, leaves_first=True)
+        return ()
 
     def _mark(self, program: Program, leaves_first: bool) -> None:
         """Tells the instances that hold the program's own blocks whether these leave DRAM first.

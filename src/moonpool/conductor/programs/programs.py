@@ -143,21 +143,19 @@ class Programs:
                 self._forget(oldest)
         return program
 
-    def place(
-        self, tracked: TrackedRequest, decoder: InstanceId, hit_tokens: int, now: float
-    ) -> None:
-        """Notes that a call will be decoded there. `hit_tokens` of its prompt are where it is
+    def place(self, tracked: TrackedRequest, hit_tokens: int, now: float) -> None:
+        """Notes that an attempt of a call is booked. `hit_tokens` of its prompt are where it is
         prefilled."""
-        program = tracked.program
-        assert program is not None
+        program, attempt = tracked.program, tracked.attempt
+        assert program is not None and attempt is not None
         if not program.context_tokens:
             program.shared_tokens = hit_tokens
         known = min(program.context_tokens, tracked.request.num_prompt_tokens)
-        program.recomputed_tokens += max(known - hit_tokens, 0) if not tracked.num_attempts else 0
+        program.recomputed_tokens += max(known - hit_tokens, 0) if tracked.num_attempts == 1 else 0
         program.waited_s += max(now - tracked.request.arrived_s, 0.0)
         program.context_tokens = max(program.context_tokens, tracked.request.num_prompt_tokens)
         program.has_begun = program.root.has_begun = True
-        program.instance = decoder
+        program.instance = attempt.decoder
 
     def end_call(self, tracked: TrackedRequest, answered: bool, now: float) -> Program | None:
         """Notes that a call has ended. Returns its program if that has ended, too."""

@@ -24,11 +24,12 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool.conductor.actions import Announce, ConductorAction, Send
+from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.roles.autoscale import Autoscale
 from moonpool.conductor.roles.mixed_split import assign_roles
 from moonpool.conductor.roles.role_balance import Pools, RoleAdvice, RoleBalance
-from moonpool.conductor.state import Drain, InstanceState
+from moonpool.conductor.state import Drain, InstanceState, TrackedRequest
 from moonpool.config.tables import ConductorConfig
 from moonpool.protocol.messages import SwitchRole
 from moonpool.types import InstanceId, Role, Slo
@@ -50,7 +51,7 @@ class RoleReport(NamedTuple):
     num_given_up: int
 
 
-class RoleSwitching:
+class RoleSwitching(ClusterObserver):
     """Owns the drains that end with a new role. Books roles only."""
 
     def __init__(self, config: ConductorConfig, reservations: Reservations, slo: Slo) -> None:
@@ -75,16 +76,23 @@ class RoleSwitching:
     def _tracks(self) -> bool:
         return self.mode != "off" or self._is_split or self.autoscale is not None
 
-    def note_arrival(
-        self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
-    ) -> None:
-        """Adds an arrived request, placed or rejected."""
+    def considered(self, tracked: TrackedRequest, now: float) -> None:
+        """Adds a request, placed or rejected."""
         if self._tracks:
-            self._balance.note_arrival(num_tokens, cached_tokens, max_answer_tokens, now)
+            request, cached_tokens = tracked.request, tracked.found_tokens
+            assert cached_tokens is not None
+            num_tokens = request.num_prompt_tokens + len(tracked.generated)
+            max_tokens = request.sampling.max_tokens
+            self._balance.note_arrival(num_tokens, cached_tokens, max_tokens, now)
 
-    def note_answer(self, num_prompt_tokens: int, cached_tokens: int, num_generated: int) -> None:
+    def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
         if self._tracks:
-            self._balance.note_answer(num_prompt_tokens, cached_tokens, num_generated)
+            record = tracked.record
+            self._balance.note_answer(
+                tracked.request.num_prompt_tokens,
+                record.cached_tokens or 0,
+                record.num_generated_tokens,
+            )
 
     def tick(self, now: float) -> list[ConductorAction]:
         """Checks the ratio, or the drains under way, and how many instances are wanted."""

@@ -15,13 +15,13 @@ A tenant alone is never affected. Time is the caller's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
-HALF_LIFE_S = 20.0
-"""What was computed for a tenant counts half after this time."""
-FOLD_S = 0.5
-"""Tokens decay in steps of this time: there are many of them."""
+from moonpool.conductor.observers import ClusterObserver
+from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.waiting.share_account import ShareAccount
+from moonpool.types import payer_of
+
 ACTIVE_S = 20.0
 """A tenant competes for so long after its last request."""
 MAX_TENANTS = 4096
@@ -33,38 +33,31 @@ PATIENT_SHARE = 0.125
 """Part of its TTFT SLO that a request waits before it claims more, up to the mean."""
 
 
-@dataclass(slots=True, eq=False)
-class ShareAccount:
-    """What one tenant has and had."""
-
-    weight: float = 1.0
-    given: float = 0.0  # computed tokens over the weight, decayed up to `at_s`
-    at_s: float = 0.0
-    held_tokens: int = 0  # of KVCache, by its requests that are under way
-    num_under_way: int = 0
-    seen_s: float = 0.0
-
-    def level(self, now: float) -> float:
-        kept: float = 0.5 ** (max(now - self.at_s, 0.0) / HALF_LIFE_S)
-        return self.given * kept + self.held_tokens / self.weight
-
-    def charge(self, num_tokens: int, now: float) -> None:
-        """So many tokens were computed for the tenant."""
-        if now - self.at_s > FOLD_S:
-            self.given *= 0.5 ** ((now - self.at_s) / HALF_LIFE_S)
-            self.at_s = now
-        self.given += num_tokens / self.weight
-
-
-class FairShare:
+class FairShare(ClusterObserver):
     """The accounts of the tenants."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """`weights`: shares of tenants relative to 1, the share of all others."""
+    def __init__(
+        self,
+        weights: Mapping[str, float] | None = None,
+        caches: Mapping[str, float] | None = None,
+    ) -> None:
+        """`weights`: shares of tenants relative to 1, the share of all others. `caches`: most of
+        each instance's cache that a tenant may have; 1 for the others."""
         self._weights = dict(weights or {})
+        self._caches = dict(caches or {})
         self._accounts: dict[str, ShareAccount] = {}  # the last one was seen last
         self._busy: dict[str, ShareAccount] = {}  # those with requests under way
         self._num_owed: dict[str, int] = {}  # waiting requests of tenants that are owed
+
+    def arrived(self, tracked: TrackedRequest, now: float) -> None:
+        tenant = payer_of(tracked.request.tenant)
+        tracked.share = self.weight(tenant)
+        tracked.cache_share = self._caches.get(tenant, 1.0)
+        tracked.account = self.begin(tenant, now)
+        tracked.competes = self.compete(now)
+
+    def ended(self, tracked: TrackedRequest, is_answered: bool, now: float) -> None:
+        self.end(payer_of(tracked.request.tenant), tracked.account)
 
     def begin(self, tenant: str, now: float) -> ShareAccount:
         """A request of the tenant arrives, and is under way until `end`."""
@@ -140,7 +133,7 @@ class FairShare:
         else:
             self._num_owed.pop(tenant, None)
 
-    def validate(self, held_tokens: Mapping[str, Sequence[int]]) -> None:
+    def validate_held(self, held_tokens: Mapping[str, Sequence[int]]) -> None:
         """Asserts that the accounts have what the requests under way hold, by tenant."""
         assert held_tokens.keys() == self._busy.keys()
         for tenant, tokens in held_tokens.items():

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from moonpool.conductor.observers import ClusterObserver
+from moonpool.conductor.state import TrackedRequest
+
 WINDOW = 64
 """Completed requests from which the rate follows."""
 STALE_S = 60.0
@@ -14,12 +17,16 @@ STALE_S = 60.0
 MAX_RETRY_AFTER_S = 120.0
 
 
-class RetrySchedule:
+class RetrySchedule(ClusterObserver):
     """Assigns a time of return to each rejected request."""
 
     def __init__(self) -> None:
         self._completed_s: deque[float] = deque(maxlen=WINDOW)
         self._next_s = float("-inf")  # no rejected request is due after it
+
+    def ended(self, tracked: TrackedRequest, is_answered: bool, now: float) -> None:
+        if is_answered:
+            self.note_completed(now)
 
     def note_completed(self, now: float) -> None:
         """Notes a completed request."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS
 from moonpool.conductor.instance_table import Floats, InstanceTable
+from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
 from moonpool.distributions.quantiles import rank_above
@@ -58,7 +59,7 @@ class RecentLengths:
         return float(self._sorted[first + rank_above(share, longer)] - num_tokens)
 
 
-class RoomForecast:
+class RoomForecast(ClusterObserver):
     """Reads the bookings, and changes none."""
 
     def __init__(self, reservations: Reservations) -> None:
@@ -67,9 +68,8 @@ class RoomForecast:
         self._ends: dict[int, _Ends] = {}  # by row
         self._updated_s = float("-inf")
 
-    def note_answer(self, num_tokens: int) -> None:
-        """An answer of so many tokens has ended."""
-        self._lengths.note(num_tokens)
+    def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
+        self._lengths.note(tracked.record.num_generated_tokens)
 
     def wait_s(
         self, num_tokens: int, ahead_tokens: float, answer_s: float, now: float, decodes: bool

@@ -27,6 +27,7 @@ from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.fair_share import PATIENT_SHARE, FairShare
 from moonpool.conductor.waiting.queue import WaitingRequests, WaitNeed
+from moonpool.conductor.waiting.retry_schedule import RetrySchedule
 from moonpool.conductor.waiting.room_forecast import RoomForecast
 from moonpool.types import Request, payer_of
 
@@ -53,20 +54,18 @@ MAX_TRIED_PER_TURN = 8
 
 
 class WaitRules:
-    """Reads the bookings, and adds to the queue."""
+    """Reads the bookings, and adds to the queue. Owns what the rules look at: the queue itself, the
+    shares of tenants, when there will be room, and when rejected requests should come back."""
 
     def __init__(
-        self,
-        reservations: Reservations,
-        shares: FairShare,
-        waiting: WaitingRequests,
-        refuses_for_slo: bool = True,
+        self, reservations: Reservations, shares: FairShare, refuses_for_slo: bool
     ) -> None:
         """`refuses_for_slo`: whether a request that would miss its SLO is refused."""
         self._refuses_for_slo = refuses_for_slo
+        self.shares, self.waiting = shares, WaitingRequests(shares)
         self.rooms = RoomForecast(reservations)
+        self.retries = RetrySchedule()
         self._table: InstanceTable = reservations.instance_table
-        self._shares, self._waiting = shares, waiting
         self._calls: Counter[str] = Counter()  # attempts of calls with several choices
 
     def note_attempt(self, request: Request, number: int) -> None:
@@ -82,7 +81,7 @@ class WaitRules:
     ) -> Iterator[TrackedRequest]:
         """Yields the waiting requests that may find a place now. Those that do leave the queue
         before the next one is asked for."""
-        waiting, most_tokens = self._waiting, self._table.most_room_tokens()
+        waiting, most_tokens = self.waiting, self._table.most_room_tokens()
         num_failures = 0
         least_tokens: float = inf  # for which there was no room
         for tracked in islice(waiting.due(now), MAX_PLACED_PER_TURN):
@@ -90,11 +89,11 @@ class WaitRules:
             tenant = payer_of(tracked.request.tenant)
             if must_wait(tracked) or needed >= least_tokens:
                 continue
-            if self._shares.must_yield(tenant, now):
+            if self.shares.must_yield(tenant, now):
                 continue
             # The first one is always tried: what it needs may have changed.
             lacks_room = num_failures > 0 and needed > most_tokens
-            if lacks_room and not self._shares.may_claim(tenant, needed, True, now):
+            if lacks_room and not self.shares.may_claim(tenant, needed, True, now):
                 continue
             yield tracked
             if tracked.request.request_id in waiting:
@@ -110,7 +109,7 @@ class WaitRules:
         `answer_s`: how long an answer lasts in the mean."""
         if rejection.status == HOPELESS or rejection.reason not in (NO_ROOM, LONG_QUEUE):
             return rejection
-        ahead = self._waiting.ahead(tracked, now)
+        ahead = self.waiting.ahead(tracked, now)
         if rejection.reason == NO_ROOM:
             decodes = tracked.request.sampling.max_tokens - len(tracked.generated) > 1
             wait_s = self.rooms.wait_s(
@@ -126,7 +125,7 @@ class WaitRules:
     ) -> bool:
         """Lets the request wait if time alone may remove the reason of its rejection. `answer_s`:
         as in `with_wait`."""
-        request, waiting = tracked.request, self._waiting
+        request, waiting = tracked.request, self.waiting
         if not waiting.has_place(tracked):
             return False
         is_owed, latest_s = False, None
@@ -136,7 +135,7 @@ class WaitRules:
         elif rejection.status not in (429, 503) or rejection.reason not in LOAD_REASONS:
             return False
         elif self._is_in_time(tracked, rejection, answer_s, now):
-            is_owed = self._shares.may_wait(payer_of(request.tenant), now)
+            is_owed = self.shares.may_wait(payer_of(request.tenant), now)
             if request.slo.ttft_stated:
                 latest_s = _latest_s(request, rejection, answer_s)
         elif self._is_owed(tracked, now):
@@ -154,11 +153,11 @@ class WaitRules:
         request = tracked.request
         if rejection.status not in (429, 503) or rejection.reason not in LOAD_REASONS:
             return False
-        if not self._shares.compete(now):
+        if not self.shares.compete(now):
             return False
         patient_s = request.arrived_s + PATIENT_SHARE * request.slo.ttft_s
         tenant = payer_of(request.tenant)
-        return self._shares.may_claim(tenant, rejection.room_tokens, now >= patient_s, now)
+        return self.shares.may_claim(tenant, rejection.room_tokens, now >= patient_s, now)
 
     def _waits_for_room(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
         """Whether the request waits until its deadline for others that hold the room: it was
@@ -184,7 +183,7 @@ class WaitRules:
         ):
             return False
         latest_s = _latest_s(request, rejection, answer_s)
-        waits = request.request_id in self._waiting
+        waits = request.request_id in self.waiting
         if waits and not request.slo.ttft_stated:
             return True
         return now < latest_s and (waits or now + rejection.retry_after_s <= latest_s)
@@ -194,8 +193,8 @@ class WaitRules:
         request = tracked.request
         if tracked.num_attempts or now - request.arrived_s >= request.slo.ttft_s / 2:
             return False
-        waits = request.request_id in self._waiting
-        return waits or self._shares.may_wait(payer_of(request.tenant), now)
+        waits = request.request_id in self.waiting
+        return waits or self.shares.may_wait(payer_of(request.tenant), now)
 
 
 def _latest_s(request: Request, rejection: Rejection, answer_s: float) -> float:

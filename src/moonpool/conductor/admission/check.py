@@ -1,0 +1,113 @@
+"""Whether a placement that was found may be booked: what admission expects of it, the policy, and
+the exceptions from it."""
+
+from __future__ import annotations
+
+from math import inf
+
+import msgspec
+
+from moonpool.conductor.admission.context import AdmissionContext, SloBudget
+from moonpool.conductor.admission.goodput import GoodputModel
+from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction, admit
+from moonpool.conductor.forecast.cost_estimator import CostEstimator
+from moonpool.conductor.placement.choice import LONG_QUEUE, Placement, Rejection
+from moonpool.conductor.placement.policies import RequestFootprint
+from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.state import TrackedRequest
+from moonpool.config.tables import ConductorConfig
+
+
+class AdmissionCheck:
+    """Applies the admission policy, and books nothing."""
+
+    def __init__(
+        self,
+        config: ConductorConfig,
+        policy: AdmissionFunction | None,
+        reservations: Reservations,
+        cost_estimator: CostEstimator,
+        goodput: GoodputModel,
+    ) -> None:
+        """`policy`: None for the built-in one that the config names."""
+        self._config, self._policy = config, policy
+        self._reservations = reservations
+        self._cost_estimator, self._goodput = cost_estimator, goodput
+
+    def check(
+        self,
+        tracked: TrackedRequest,
+        footprint: RequestFootprint,
+        placement: Placement,
+        now: float,
+    ) -> Placement | Rejection:
+        """Returns the placement, with its wait for room in the decode batch, or why it may not be
+        booked. Raises PolicyError if a policy from outside the package fails."""
+        request, reservations = tracked.request, self._reservations
+        # A request that was admitted or had to wait is not rejected for being slow.
+        slo = UNLIMITED if goes_on(tracked) else request.slo.limits
+        budget = SloBudget(slo, max(now - request.arrived_s, 0.0), request.slo)
+        table, forecast = reservations.instance_table, reservations.forecast
+        context = AdmissionContext(footprint, placement, budget, table, forecast, self._config, now)
+        context = self._with_decode_wait(tracked, context)
+        placement = context.placement
+        tracked.num_decisions += 1
+        rejection = admit(context, self._policy) or _long_queue(context)
+        if rejection is None:
+            if context.expected is not None:
+                self._goodput.note_placed(context)
+            return placement
+        if not self._may_probe(context):
+            return rejection
+        tracked.explanation.add(
+            f"admitted to check the cost estimate, although {rejection.message}"
+        )
+        return placement
+
+    def _with_decode_wait(
+        self, tracked: TrackedRequest, context: AdmissionContext
+    ) -> AdmissionContext:
+        """The context with what `goodput` expects, and a placement with the wait for room in the
+        decode batch. A request that goes on never waits."""
+        by_goodput = self._config.admission == "goodput"
+        if context.budget.slo is UNLIMITED or not (by_goodput or self._config.decode_wait):
+            return context
+        load = self._goodput.decode.load(context)
+        expected = None
+        if by_goodput:
+            expected = self._goodput.expect(context, load, tracked.keys, not tracked.num_decisions)
+        tracked.predicted_step_s = load.with_s if load.lasts else 0.0
+        placement = msgspec.structs.replace(
+            context.placement,
+            ttft_s=context.placement.ttft_s + load.wait_s,
+            decode_wait_s=load.wait_s,
+            max_step_s=load.max_step_s,
+        )
+        return msgspec.structs.replace(context, placement=placement, expected=expected)
+
+    def _may_probe(self, context: AdmissionContext) -> bool:
+        """As `CostEstimator.may_probe`; never against an operator's own policy."""
+        if self._policy is not None:
+            return False
+        placement, limit = context.placement, self._config.load_limit
+        row = self._reservations.instances[placement.prefill].row
+        return self._cost_estimator.may_probe(placement, row, context.budget, limit, context.now)
+
+
+def goes_on(tracked: TrackedRequest) -> bool:
+    """Whether it was admitted before, or had to wait."""
+    return bool(tracked.generated) or tracked.has_waited
+
+
+def _long_queue(context: AdmissionContext) -> Rejection | None:
+    """A request whose TTFT nobody has stated is not refused for it. But the queue of an instance
+    gets no longer than an assumed one allows: others have stated theirs. The rest waits at the
+    Conductor, which keeps the order of priorities and tenants."""
+    budget, placement = context.budget, context.placement
+    if budget.slo is UNLIMITED or budget.slo.ttft_s < inf:
+        return None
+    queue_s, limit_s = placement.queue_s + placement.decode_wait_s, budget.yardstick.ttft_s
+    if queue_s <= limit_s:
+        return None
+    text = f"the prompts before it take {queue_s:.1f} s, more than {limit_s:g} s"
+    return Rejection(503, LONG_QUEUE, text, queue_s - limit_s)

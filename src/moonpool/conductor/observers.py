@@ -1,0 +1,126 @@
+"""What happens in the cluster, told to all that learn from it, count it or follow it.
+
+The Conductor has one list of observers. Of each event, all hear in the order of the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from moonpool.conductor.actions import ConductorAction
+from moonpool.conductor.placement.choice import PlannedAttempt
+from moonpool.conductor.state import InstanceState, TrackedRequest
+from moonpool.protocol.messages import AttemptId, PrefillStarted, PrefixTakenOver, StepTokens
+from moonpool.types import BlockKey
+
+
+class ClusterObserver:
+    """The events of a cluster, in the order of a request's life. An observer overrides those that
+    it wants to hear of; the others cost nothing."""
+
+    def arrived(self, tracked: TrackedRequest, now: float) -> None:
+        """A request has come. Nothing is decided about it yet."""
+
+    def considered(self, tracked: TrackedRequest, now: float) -> None:
+        """A place was looked for, for the first time. `tracked.found_tokens` are cached there."""
+
+    def accepted(self, tracked: TrackedRequest, now: float) -> None:
+        """A request that has come is placed or waits: it was not refused at once."""
+
+    def placed(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
+        """An attempt is booked, which is `tracked.attempt` now."""
+
+    def prefill_started(self, tracked: TrackedRequest, report: PrefillStarted, now: float) -> None:
+        """The first chunk of a prompt is computed."""
+
+    def prefill_done(self, tracked: TrackedRequest, now: float) -> None:
+        """A prompt is computed. Its prefill is still booked."""
+
+    def decode_started(self, tracked: TrackedRequest, now: float) -> None:
+        """An attempt is in the batch of its decode instance."""
+
+    def step(
+        self,
+        state: InstanceState,
+        report: StepTokens,
+        attempts: Mapping[AttemptId, TrackedRequest],
+        now: float,
+    ) -> None:
+        """Steps of an instance have ended. Their tokens are not added yet. `attempts`: all that are
+        under way."""
+
+    def tokens(self, tracked: TrackedRequest, now: float) -> None:
+        """Tokens of a step were added to an answer that decodes."""
+
+    def first_token(self, tracked: TrackedRequest, now: float) -> None:
+        """A request has its first token. Not told of forwarded ones, whose tokens are estimates."""
+
+    def ended(self, tracked: TrackedRequest, is_answered: bool, now: float) -> None:
+        """A request has ended, as a complete answer or not. Its attempt is still booked."""
+
+    def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
+        """A request has ended as a complete answer; told after `ended`, and not of forwarded ones.
+        `decoder`: the instance that made the last tokens, if it is still there."""
+
+    def blocks_demoted(self, keys: Iterable[BlockKey], now: float) -> None:
+        """Blocks have left the DRAM of an instance for its SSD."""
+
+    def prefix_taken(self, report: PrefixTakenOver, now: float) -> Sequence[ConductorAction]:
+        """An instance has taken over a prefix, as it was told to. Returns what is to be done."""
+        return ()
+
+    def tick(self, now: float) -> Iterable[ConductorAction]:
+        """Time has passed. Returns what is to be done."""
+        return ()
+
+    def validate(self) -> None:
+        """Asserts that the observer's state is consistent."""
+
+
+class Observers:
+    """The list of observers. For each event it has the methods of those that override it."""
+
+    def __init__(self, observers: Sequence[ClusterObserver]) -> None:
+        told = ClusterObserver
+        self.arrived: _Notes = _overrides(observers, told.arrived)
+        self.considered: _Notes = _overrides(observers, told.considered)
+        self.accepted: _Notes = _overrides(observers, told.accepted)
+        self.placed: list[Callable[[TrackedRequest, PlannedAttempt, float], None]] = _overrides(
+            observers, told.placed
+        )
+        self.prefill_started: list[Callable[[TrackedRequest, PrefillStarted, float], None]] = (
+            _overrides(observers, told.prefill_started)
+        )
+        self.prefill_done: _Notes = _overrides(observers, told.prefill_done)
+        self.decode_started: _Notes = _overrides(observers, told.decode_started)
+        self.step: list[
+            Callable[[InstanceState, StepTokens, Mapping[AttemptId, TrackedRequest], float], None]
+        ] = _overrides(observers, told.step)
+        self.tokens: _Notes = _overrides(observers, told.tokens)
+        self.first_token: _Notes = _overrides(observers, told.first_token)
+        self.ended: list[Callable[[TrackedRequest, bool, float], None]] = _overrides(
+            observers, told.ended
+        )
+        self.answered: list[Callable[[TrackedRequest, InstanceState | None, float], None]] = (
+            _overrides(observers, told.answered)
+        )
+        self.blocks_demoted: list[Callable[[Iterable[BlockKey], float], None]] = _overrides(
+            observers, told.blocks_demoted
+        )
+        self.prefix_taken: list[Callable[[PrefixTakenOver, float], Sequence[ConductorAction]]] = (
+            _overrides(observers, told.prefix_taken)
+        )
+        self.tick: list[Callable[[float], Iterable[ConductorAction]]] = _overrides(
+            observers, told.tick
+        )
+        self.validate: list[Callable[[], None]] = _overrides(observers, told.validate)
+
+
+_Notes = list[Callable[[TrackedRequest, float], None]]
+
+
+def _overrides(observers: Sequence[ClusterObserver], event: Callable[..., Any]) -> list[Any]:
+    """The bound methods of the observers that hear of an event, in their order."""
+    name = event.__name__
+    return [getattr(each, name) for each in observers if getattr(type(each), name) is not event]
