@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,7 @@ class AutoscalingNodes:
         self._process = subprocess.Popen(
             [*ray_program(), *line], stdout=log, stderr=log, env=environment
         )
-        deadline = time.monotonic() + WAIT_S
-        while not self.num_alive():
-            assert self._process.poll() is None, self._log()
-            assert time.monotonic() < deadline, self._log()
-            time.sleep(1)
+        _wait_until_up(self, self._process, lambda: self.num_alive() > 0)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,7 +165,7 @@ class AutoscalingNodes:
         words = done.stdout.split()
         return int(words[-1]) if done.returncode == 0 and words else 0
 
-    def _log(self) -> str:
+    def log(self) -> str:
         return (Path(self._folder.name) / "log").read_text(errors="replace")[-4000:]
 
 
@@ -197,11 +194,7 @@ class TypedNode:
         self._process = subprocess.Popen(
             [*ray_program(), *line], stdout=log, stderr=log, env=environment
         )
-        deadline = time.monotonic() + WAIT_S
-        while not self._has_dashboard():
-            assert self._process.poll() is None, self._log()
-            assert time.monotonic() < deadline, self._log()
-            time.sleep(1)
+        _wait_until_up(self, self._process, self._has_dashboard)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -227,8 +220,23 @@ class TypedNode:
             return fresh.get(where, timeout=10).is_success
         return False
 
-    def _log(self) -> str:
+    def log(self) -> str:
         return (Path(self._folder.name) / "log").read_text(errors="replace")[-4000:]
+
+
+def _wait_until_up(
+    node: AutoscalingNodes | TypedNode, process: subprocess.Popen[bytes], is_up: Callable[[], bool]
+) -> None:
+    """Ends all that it has started if it does not come up."""
+    deadline = time.monotonic() + WAIT_S
+    try:
+        while not is_up():
+            assert process.poll() is None, node.log()
+            assert time.monotonic() < deadline, node.log()
+            time.sleep(1)
+    except BaseException:
+        node.__exit__()
+        raise
 
 
 def ray_program() -> list[str]:
