@@ -161,7 +161,7 @@ def labelled_endpoint(
 
 
 def has_older_labels(labels: Mapping[str, Any]) -> bool:
-    return any(str(key).startswith(OLDER_PREFIX) for key in labels)
+    return any(isinstance(key, str) and key.startswith(OLDER_PREFIX) for key in labels)
 
 
 def endpoint_of(name: str, role: Role, place: str) -> Endpoint:

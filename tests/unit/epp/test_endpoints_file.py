@@ -70,6 +70,8 @@ def test_the_form_of_llm_d_is_read() -> None:
         "{address: 10.0.0.1, port: '8000'}",
         "{name: a, address: 10.0.0.1, port: '1', labels: {moonpool.dev/kv-events-port: x}}",
         "[]",
+        "{name: a, address: 10.0.0.1, port: 0x%s}" % ("f" * 5000),
+        "{name: a, address: 10.0.0.1, port: '1', labels: {llm-d.ai/role: 0x%s}}" % ("f" * 5000),
         "null",
     ],
 )
