@@ -42,7 +42,6 @@ setup(
             "grpcio-reflection==1.85.1",
             "xds-protos==1.85.0",
             "pyyaml>=6",
-            "dnspython>=2.7",
         ],
     }
 )

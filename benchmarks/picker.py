@@ -35,8 +35,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProces
 from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.config.tables import Config, EngineConfig, ModelConfig
 from moonpool.cost.fitted import FittedCost
+from moonpool.discovery.endpoint import Endpoint, Listing
 from moonpool.distributions.quantiles import percentiles
-from moonpool.epp.endpoint import Endpoint, Listing
 from moonpool.epp.endpoint_worker import EndpointWorker
 from moonpool.epp.members import Members
 from moonpool.epp.picked_call import Picked

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ class RayNodes:
     def address(self) -> str:
         return str(self.cluster.address)
 
-    def add_node(self) -> Any:
+    def add_node(self, **more: Any) -> Any:
+        """`more`: what this one has beside the others, or in place of it."""
         for _ in range(MOST_STARTS):  # Ray gives a raylet 30 s, which a busy machine may exceed
             with contextlib.suppress(Exception):
-                return self.cluster.add_node(**self._node)
+                return self.cluster.add_node(**self._node | more)
         raise AssertionError("Ray cannot start a raylet")
 
     def raylet_of(self, node: Any) -> int:
@@ -130,9 +132,6 @@ class AutoscalingNodes:
     def __enter__(self) -> AutoscalingNodes:
         file = Path(self._folder.name) / "autoscaling.json"
         file.write_text(json.dumps(self._config))
-        command = [str(Path(sys.executable).with_name("ray"))]
-        if not Path(command[0]).exists():
-            command = [sys.executable, "-m", "ray.scripts.scripts"]
         line = ["start", "--head", "--block", "--port", self.address.rpartition(":")[2]]
         line += [f"--autoscaling-config={file}", f"--num-cpus={self._head_cpus}"]
         line += ["--include-dashboard=false", "--object-store-memory=80000000"]
@@ -141,12 +140,10 @@ class AutoscalingNodes:
         environment |= {"AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         environment["RAY_gcs_storage_path"] = self._folder.name
         log = (Path(self._folder.name) / "log").open("wb")
-        self._process = subprocess.Popen([*command, *line], stdout=log, stderr=log, env=environment)
-        deadline = time.monotonic() + WAIT_S
-        while not self.num_alive():
-            assert self._process.poll() is None, self._log()
-            assert time.monotonic() < deadline, self._log()
-            time.sleep(1)
+        self._process = subprocess.Popen(
+            [*ray_program(), *line], stdout=log, stderr=log, env=environment
+        )
+        _wait_until_up(self, self._process, lambda: self.num_alive() > 0)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,8 +165,83 @@ class AutoscalingNodes:
         words = done.stdout.split()
         return int(words[-1]) if done.returncode == 0 and words else 0
 
-    def _log(self) -> str:
+    def log(self) -> str:
         return (Path(self._folder.name) / "log").read_text(errors="replace")[-4000:]
+
+
+class TypedNode:
+    """A Ray of one node, started by `ray start --head` as a person types it, with its dashboard.
+    Ends it after its `with` block."""
+
+    def __init__(self, *words: str) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.dashboard_port = free_port()
+        self._words = words
+        self._folder = tempfile.TemporaryDirectory(prefix="ray")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.environment = {**os.environ, **SETTINGS, "RAY_ADDRESS": self.address}
+        self.environment["RAY_gcs_storage_path"] = self._folder.name
+        self.environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{self.dashboard_port}"
+
+    def __enter__(self) -> TypedNode:
+        line = ["start", "--head", "--block", "--port", self.address.rpartition(":")[2]]
+        line += ["--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
+        line += ["--dashboard-port", str(self.dashboard_port), *self._words]
+        log = (Path(self._folder.name) / "log").open("wb")
+        environment = {
+            key: self.environment[key] for key in self.environment if key != "RAY_ADDRESS"
+        }
+        self._process = subprocess.Popen(
+            [*ray_program(), *line], stdout=log, stderr=log, env=environment
+        )
+        _wait_until_up(self, self._process, self._has_dashboard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        for pid in [self._process.pid, *descendants_of(self._process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._folder.cleanup()
+
+    def type(self, *words: str) -> str:
+        """Returns what `ray WORDS` prints."""
+        done = subprocess.run(
+            [*ray_program(), *words], capture_output=True, env=self.environment, timeout=WAIT_S
+        )
+        printed = (done.stdout + done.stderr).decode(errors="replace")
+        assert done.returncode == 0, printed[-4000:]
+        return printed
+
+    def _has_dashboard(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            where = f"http://127.0.0.1:{self.dashboard_port}/api/jobs/"
+            return fresh.get(where, timeout=10).is_success
+        return False
+
+    def log(self) -> str:
+        return (Path(self._folder.name) / "log").read_text(errors="replace")[-4000:]
+
+
+def _wait_until_up(
+    node: AutoscalingNodes | TypedNode, process: subprocess.Popen[bytes], is_up: Callable[[], bool]
+) -> None:
+    """Ends all that it has started if it does not come up."""
+    deadline = time.monotonic() + WAIT_S
+    try:
+        while not is_up():
+            assert process.poll() is None, node.log()
+            assert time.monotonic() < deadline, node.log()
+            time.sleep(1)
+    except BaseException:
+        node.__exit__()
+        raise
+
+
+def ray_program() -> list[str]:
+    beside = Path(sys.executable).with_name("ray")
+    return [str(beside)] if beside.exists() else [sys.executable, "-m", "ray.scripts.scripts"]
 
 
 class OnRay:

@@ -568,7 +568,7 @@ def test_a_real_vllm_behind_a_real_envoy(tmp_path: Path) -> None:
         wait_until(picker.cluster_is_up)
         assert httpx.get(f"{url}/v1/models").status_code == 503
         labels = (
-            f"{{moonpool.ai/kv-events-port: '{events}', moonpool.ai/kv-replay-port: '{replay}'}}"
+            f"{{moonpool.dev/kv-events-port: '{events}', moonpool.dev/kv-replay-port: '{replay}'}}"
         )
         entry = f"{{name: v, address: 127.0.0.1, port: '{port}', labels: {labels}}}"
         file.write_text(f"endpoints:\n  - {entry}\n")

@@ -5,29 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.config.rules import vllm_place
-from moonpool.discovery.dns_records import parse_srv, resolve, srv_query
+from moonpool.discovery.dns_names import DnsName
+from moonpool.discovery.dns_query import DnsSettings, ask_srv, parse_srv, srv_query
+from moonpool.discovery.endpoint import Endpoint, SourceError, endpoint_of
 from moonpool.discovery.endpoints_file import parse_endpoints
-from moonpool.discovery.listed_server import DnsSource, ListedServer, SourceError, parse_source
+from moonpool.discovery.hold_off import HOLD_OFFS, HoldOff
 from moonpool.discovery.membership import (
-    ABSENT_S,
-    HOLD_OFFS,
-    MAX_SERVERS,
     DrainServer,
     HoldServerOff,
     JoinServer,
     Membership,
     TooManyServers,
 )
+from moonpool.discovery.source_text import DnsSource, parse_source
+from moonpool.discovery.watch import MAX_SERVERS, Discovery
 from moonpool.types import InstanceId, Role
 from tests.live.test_discovery import nameserver
 
-A, B = (ListedServer(name, Role.MIXED, f"http://{name}:8000") for name in "ab")
+A, B = (Endpoint(name=name, host=name, port=8000) for name in "ab")
 
 LLM_D = b"""
 endpoints:
@@ -45,12 +47,12 @@ endpoints:
 
 
 def test_a_file_of_llm_d_is_read() -> None:
-    servers, problems = parse_endpoints(LLM_D)
+    found, problems = parse_endpoints(LLM_D)
     assert problems == []
-    assert servers == [
-        ListedServer("vllm-0", Role.MIXED, "http://10.0.0.1:8000"),
-        ListedServer("vllm-1", Role.PREFILL, "http://10.0.0.2:8001,tcp://10.0.0.2:5557"),
-        ListedServer("vllm-2", Role.DECODE, "http://[fd00::2]:8000"),
+    assert [(each.name, each.role, each.place) for each in found.endpoints] == [
+        ("vllm-0", Role.MIXED, "http://10.0.0.1:8000"),
+        ("llm.vllm-1", Role.PREFILL, "http://10.0.0.2:8001,tcp://10.0.0.2:5557"),
+        ("vllm-2", Role.DECODE, "http://[fd00::2]:8000"),
     ]
 
 
@@ -72,8 +74,8 @@ def test_a_file_of_llm_d_is_read() -> None:
 )
 def test_a_wrong_entry_leaves_out_no_other(entry: str, said: str) -> None:
     text = f"endpoints: [{{name: b, address: h, port: 80}}, {entry}]"
-    servers, (problem,) = parse_endpoints(text.encode())
-    assert [server.name for server in servers] == ["b"]
+    found, (problem,) = parse_endpoints(text.encode())
+    assert [server.name for server in found.endpoints] == ["b"]
     assert said in problem and "entry 2" in problem
 
 
@@ -89,7 +91,7 @@ def test_a_file_that_is_none_is_one_error(data: bytes) -> None:
 def test_any_bytes_are_servers_or_one_error(data: bytes) -> None:
     for text in (data, b"endpoints:\n" + data):
         with contextlib.suppress(SourceError):
-            assert all(server.name for server in parse_endpoints(text)[0])
+            assert all(server.name for server in parse_endpoints(text)[0].endpoints)
 
 
 # DNS
@@ -105,22 +107,34 @@ def test_sources_are_read() -> None:
 
 
 def test_addresses_and_records_of_a_name() -> None:
+    async def names(source: DnsSource, settings: DnsSettings | None = None) -> list[str]:
+        heard = asyncio.Queue[list[str]]()
+        follows = asyncio.create_task(
+            DnsName(source, settings).follow(
+                lambda found: heard.put_nowait([each.place for each in found.endpoints])
+            )
+        )
+        try:
+            return await asyncio.wait_for(heard.get(), 60)
+        finally:
+            follows.cancel()
+
     async def run() -> None:
-        here = await resolve(DnsSource("127.0.0.1", 8000, Role.MIXED))
-        assert here == [ListedServer("mixed-127.0.0.1-8000", Role.MIXED, "http://127.0.0.1:8000")]
-        assert await resolve(DnsSource("nobody.invalid", 8000, Role.MIXED)) == []
-        records = [("vllm-0.llm.svc", 8000), ("vllm-1.llm.svc", 8001)]
+        here = await names(DnsSource("127.0.0.1", 8000))
+        assert here == ["http://127.0.0.1:8000"]
+        assert await names(DnsSource("nobody.invalid", 8000)) == []
+        records = [("127.0.0.1", 8000), ("127.0.0.2", 8001)]
         with nameserver(records) as port:
             source = DnsSource("_http._tcp.llm.svc", None, Role.MIXED, 5557)
-            found = await resolve(source, [("127.0.0.1", port)])
-            assert [server.place for server in found] == [
-                "http://vllm-0.llm.svc:8000,tcp://vllm-0.llm.svc:5557",
-                "http://vllm-1.llm.svc:8001,tcp://vllm-1.llm.svc:5557",
+            settings = DnsSettings((("127.0.0.1", port),))
+            assert await names(source, settings) == [
+                "http://127.0.0.1:8000,tcp://127.0.0.1:5557",
+                "http://127.0.0.2:8001,tcp://127.0.0.2:5557",
             ]
             records.clear()
-            assert await resolve(source, [("127.0.0.1", port)]) == []
+            assert await names(source, settings) == []
         with pytest.raises(SourceError, match="no nameserver"):
-            await resolve(source, [])
+            await ask_srv(source.name, DnsSettings())
 
     asyncio.run(run())
 
@@ -140,11 +154,10 @@ def test_any_answer_is_records_or_one_error(data: bytes) -> None:
 # Who may join
 
 
-def test_a_server_joins_at_once_and_leaves_when_it_stays_away() -> None:
+def test_a_server_joins_and_leaves_at_once() -> None:
     found = Membership()
     assert found.see([A, B], 0.0) == [JoinServer(A), JoinServer(B)]
-    assert found.see([A], 1.0) == [], "DNS leaves out some for a moment"
-    assert found.see([A], ABSENT_S) == [DrainServer(B)]
+    assert found.see([A], 1.0) == [DrainServer(B)]
     assert found.joined == [A]
 
 
@@ -153,41 +166,46 @@ def test_one_that_flaps_is_held_off_longer_each_time() -> None:
     waits = []
     for _ in range(6):
         assert JoinServer(A) in found.see([A], now_s)
-        now_s += ABSENT_S
+        now_s += 3.0
         assert found.see([], now_s) == [DrainServer(A)]
         left_s = now_s
         while JoinServer(A) not in found.see([A], now_s):
             now_s += 1.0
-        found.see([], now_s)
         waits.append(now_s - left_s)
-        now_s += ABSENT_S
         found.see([], now_s)
         now_s += HOLD_OFFS.delays_s[-1]
-    assert (
-        waits == sorted(waits)
-        and waits[0] == HOLD_OFFS.delays_s[1]
-        and waits[-1] == HOLD_OFFS.delays_s[-1]
-    )
+    assert waits == sorted(waits) and waits[0] == 0.0 and waits[-1] == HOLD_OFFS.delays_s[-1]
+
+
+@given(st.lists(st.floats(0.0, 2 * HOLD_OFFS.steady_s), max_size=20))
+def test_a_hold_off_is_bounded_and_a_long_stay_ends_it(stays_s: list[float]) -> None:
+    found = HoldOff()
+    for stay_s in stays_s:
+        hold_s = found.after_stay(stay_s)
+        assert 0.0 <= hold_s <= HOLD_OFFS.delays_s[-1]
+        assert hold_s == 0.0 or stay_s < HOLD_OFFS.steady_s
+    assert found.after_stay(HOLD_OFFS.steady_s) == found.after_stay(1.0) == 0.0
+    assert found.after_stay(1.0) == HOLD_OFFS.delays_s[1]
 
 
 def test_one_that_stayed_long_may_come_back_at_once() -> None:
     found = Membership()
     found.see([A], 0.0)
     found.see([A], HOLD_OFFS.steady_s)
-    assert found.see([], HOLD_OFFS.steady_s + ABSENT_S) == [DrainServer(A)]
-    assert found.see([A], HOLD_OFFS.steady_s + ABSENT_S + 1) == [JoinServer(A)]
+    assert found.see([], HOLD_OFFS.steady_s + 3) == [DrainServer(A)]
+    assert found.see([A], HOLD_OFFS.steady_s + 4) == [JoinServer(A)]
 
 
 def test_another_address_under_a_name_is_another_server() -> None:
     found = Membership()
     found.see([A], 0.0)
-    moved = ListedServer("a", Role.MIXED, "http://a:9000")
+    moved = Endpoint(name="a", host="a", port=9000)
     assert found.see([moved], 1.0) == [DrainServer(A), JoinServer(moved)]
 
 
 def test_there_is_a_limit_which_is_said_once() -> None:
-    many = [ListedServer(f"s{n}", Role.MIXED, f"http://s{n}:1") for n in range(MAX_SERVERS + 2)]
-    found = Membership()
+    many = [Endpoint(name=f"s{n}", host=f"s{n}", port=1) for n in range(MAX_SERVERS + 2)]
+    found = Membership(MAX_SERVERS)
     actions = found.see(many, 0.0)
     assert len(found.joined) == MAX_SERVERS and actions[-1] == TooManyServers(2)
     assert found.see(many, 1.0) == []
@@ -195,10 +213,50 @@ def test_there_is_a_limit_which_is_said_once() -> None:
 
 def test_a_server_that_is_held_off_is_said_once() -> None:
     found = Membership()
-    found.see([A], 0.0)
-    found.see([], ABSENT_S)
+    for left_s in (1.0, 2.0):
+        found.see([A], left_s - 1.0)
+        found.see([], left_s)
     said = [action for at in (4.0, 5.0) for action in found.see([A], at)]
-    assert said == [HoldServerOff(A, ABSENT_S + HOLD_OFFS.delays_s[1] - 4.0)]
+    assert said == [HoldServerOff(A, 2.0 + HOLD_OFFS.delays_s[1] - 4.0)]
+
+
+def test_what_serves_already_stays_until_all_sources_are_read(tmp_path: Path) -> None:
+    """After an upgrade: a source that cannot be read at first drains nothing."""
+    late, there = tmp_path / "late.yaml", tmp_path / "there.yaml"
+    there.write_text("endpoints: [{name: b, address: b, port: 8000}]")
+
+    async def run() -> None:
+        heard: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        discovery = Discovery(
+            [str(late), str(there)],
+            lambda server: heard.put_nowait(("join", server.name)),
+            lambda server: heard.put_nowait(("drain", server.name)),
+        )
+        discovery.membership.adopt([endpoint_of("a", Role.MIXED, A.place)], 0.0)
+        running = asyncio.create_task(discovery.run())
+        async with asyncio.timeout(60):
+            assert await heard.get() == ("join", "b")
+            assert heard.empty()
+            late.write_text("endpoints: []")
+            assert await heard.get() == ("drain", "a")
+        running.cancel()
+
+    asyncio.run(run())
+
+
+@given(
+    st.sampled_from(["h", "10.0.0.1", "fd00::1"]),
+    st.integers(1, 65000),
+    st.integers(0, 65000),
+    st.integers(1, 3),
+)
+def test_a_place_is_read_as_the_endpoint_that_it_is_of(
+    host: str, port: int, events: int, num_ranks: int
+) -> None:
+    whole = Endpoint(name="a", host=host, port=port, events_port=events, num_ranks=num_ranks)
+    for rank in whole.ranks():
+        assert endpoint_of(rank.name, rank.role, rank.place) == rank
+        assert vllm_place(rank.place).url == rank.place.split(",")[0]
 
 
 def test_a_listed_server_that_dies_again_and_again_is_held_off(
@@ -251,7 +309,8 @@ def test_each_data_parallel_rank_is_a_server() -> None:
         " moonpool.dev/kv-replay-port: '5657'}}\n"
         "- {name: b, address: 10.0.0.2, port: 8000, labels: {moonpool.dev/data-parallel-size: 0}}\n"
     )
-    servers, problems = parse_endpoints(text.encode())
+    found, problems = parse_endpoints(text.encode())
+    servers = [rank for each in found.endpoints for rank in each.ranks()]
     assert [(one.name, one.place) for one in servers] == [
         ("a.0", "http://10.0.0.1:8000@0,tcp://10.0.0.1:5557,tcp://10.0.0.1:5657"),
         ("a.1", "http://10.0.0.1:8000@1,tcp://10.0.0.1:5558,tcp://10.0.0.1:5658"),

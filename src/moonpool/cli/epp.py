@@ -27,7 +27,7 @@ from moonpool.config.tables import Config
 from moonpool.gc_tuning import settle_threads
 
 if TYPE_CHECKING:
-    from moonpool.epp.sources.source import EndpointSource
+    from moonpool.discovery.sources import EndpointSource
 
 GRPC_PORT, METRICS_PORT = 9002, 9090
 """Those of llm-d's picker."""
@@ -172,7 +172,7 @@ def epp(
     """Choose the endpoint of each request of an inference gateway, such as Envoy."""
     # gRPC would prepare for forks of its own process, and say so; ours begin other programs.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from moonpool.discovery.listed_server import SourceError
+    from moonpool.discovery.endpoint import SourceError
     from moonpool.epp.server import GrpcPort, PortInUseError
     from moonpool.epp.service import serve_picker
     from moonpool.head.cluster_error import ClusterError
@@ -223,15 +223,17 @@ def _source(
 ) -> EndpointSource:
     """Raises SourceError."""
     if endpoints_file is not None:
-        from moonpool.epp.sources.endpoints_file import EndpointsFile
+        from moonpool.discovery.endpoints_file import EndpointsFile
 
         return EndpointsFile(endpoints_file)
     if dns_names:
-        from moonpool.epp.sources.dns_names import DnsNames, read_dns_name
+        from moonpool.discovery.dns_names import DnsName
+        from moonpool.discovery.source_text import read_dns_name
+        from moonpool.discovery.sources import Sources
 
-        return DnsNames([read_dns_name(text) for text in dns_names])
+        return Sources([DnsName(read_dns_name(text)) for text in dns_names])
     from moonpool.discovery.kubernetes_api import ApiServer, own_namespace
-    from moonpool.epp.sources.inference_pool import InferencePool
+    from moonpool.epp.inference_pool import InferencePool
 
     server = ApiServer(kube_url, None, None) if kube_url else ApiServer.of_pod()
     return InferencePool(server, pool_namespace or own_namespace(), pool_name)

@@ -264,7 +264,7 @@ def _check_events(vllm: VllmConfig) -> None:
 
 def _check_sources(sources: Sequence[str]) -> None:
     """Fails here, where a source of endpoints is none or cannot be read at all."""
-    from moonpool.discovery.listed_server import SourceError
+    from moonpool.discovery.endpoint import SourceError
     from moonpool.discovery.watch import check_source
 
     for source in sources:

@@ -1,109 +1,179 @@
-"""Reads a file in llm-d's `endpoints.yaml` form (YAML, of which JSON is a part).
+"""Endpoints from a file in llm-d's form (YAML, of which JSON is a part), which may change at any
+time.
 
     endpoints:
       - name: vllm-0
         address: 10.0.0.1
         port: "8000"
         labels: {llm-d.ai/role: prefill, moonpool.dev/kv-events-port: "5557"}
+    objectives:
+      - {name: premium, priority: 5}
 
-llm-d needs name, IPv4 address and port. Here the address may be a host name or IPv6, too.
+llm-d needs name, IP address and port. Here the address may be a host name, too, and `objectives` is
+an addition. The file is looked at twice a second. One that has changed is read when it has stayed
+the same from one look to the next, so that nothing is read while it is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from moonpool.discovery.listed_server import (
-    ROLES,
-    ListedServer,
+from moonpool.discovery.endpoint import (
+    OLDER_LABELS,
+    Endpoint,
+    EndpointError,
+    Listing,
+    Notice,
     SourceError,
-    port_of,
-    ranks_of,
-    servers_at,
+    has_older_labels,
+    labelled_endpoint,
 )
+from moonpool.log_limit import limited_logger
 
-MAX_FILE_BYTES = 1 << 20
-"""llm-d's limit, too."""
-ROLE = "llm-d.ai/role"
-RANKS = "moonpool.dev/data-parallel-size"
-EVENTS, REPLAY = "moonpool.dev/kv-events-port", "moonpool.dev/kv-replay-port"
+log = limited_logger("moonpool.discovery")
+
+LOOK_S = 0.5
+MAX_FILE_BYTES = 8 << 20
+_Stamp = tuple[int, int, int]
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_endpoints(path: str) -> tuple[list[ListedServer], list[str]]:
-    """Reads the file as it is now. Returns the servers, and why others are left out. Raises
-    SourceError."""
+class EndpointsFile:
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._notice = Notice(log)
+
+    async def check(self) -> None:
+        """As `EndpointSource.check`."""
+        await asyncio.to_thread(self._read)
+
+    async def follow(self, update: Callable[[Listing], None]) -> None:
+        """As `EndpointSource.follow`."""
+        before = self._stamp()
+        update(await self._read_and_say())
+        seen = before
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                now = self._stamp()
+                if now != before and now == seen:
+                    listing = await self._read_and_say()
+                    if self._stamp() == now:
+                        before = now
+                        update(listing)
+                seen = now
+            except SourceError as error:
+                self._notice.say(f"{error}; its servers stay as they were")
+
+    async def _read_and_say(self) -> Listing:
+        """Raises SourceError."""
+        listing, problems = await asyncio.to_thread(self._read)
+        self._notice.say("; ".join(f"{self._path}: {problem}" for problem in problems))
+        return listing
+
+    def _stamp(self) -> _Stamp:
+        """Raises SourceError."""
+        try:
+            found = os.stat(self._path)
+        except OSError as error:
+            raise SourceError(f"cannot read {self._path}: {error.strerror}") from None
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
+    def _read(self) -> tuple[Listing, list[str]]:
+        """Raises SourceError."""
+        try:
+            with self._path.open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise SourceError(f"cannot read {self._path}: {error.strerror}") from None
+        if len(data) > MAX_FILE_BYTES:
+            raise SourceError(f"{self._path} has more than {MAX_FILE_BYTES >> 20} MiB")
+        try:
+            return parse_endpoints(data)
+        except SourceError as error:
+            raise SourceError(f"{self._path}: {error}") from None
+
+
+def parse_endpoints(data: bytes) -> tuple[Listing, list[str]]:
+    """Reads such a file. Returns also why entries are left out: a wrong one leaves out no other.
+    Raises SourceError."""
+    found = _plain(data)
+    entries = found.get("endpoints", ()) if isinstance(found, dict) else ()
+    if not isinstance(found, dict) or "endpoints" not in found:
+        raise SourceError("no list `endpoints:`")
+    if entries is not None and not isinstance(entries, list):
+        raise SourceError("`endpoints:` is no list")
+    endpoints: dict[str, Endpoint] = {}
+    problems: list[str] = []
+    for number, entry in enumerate(entries or (), 1):
+        try:
+            endpoint = _endpoint(entry)
+            if endpoint is None:
+                continue
+            if endpoint.name in endpoints:
+                raise EndpointError(f"a second {endpoint.name!r}")
+        except ValueError as error:  # also of a number too long to be a text
+            problems.append(f"entry {number} is left out: {error}")
+        else:
+            endpoints[endpoint.name] = endpoint
+    if any(isinstance(each, dict) and has_older_labels(_labels(each)) for each in entries or ()):
+        problems.append(OLDER_LABELS)
+    objectives = _objectives(found.get("objectives"), problems)
+    return Listing(endpoints=tuple(endpoints.values()), objectives=objectives), problems
+
+
+def _plain(data: bytes) -> Any:
+    """The values of a YAML text: no objects, whatever its tags say. Raises SourceError."""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise SourceError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB")
-    try:
-        return parse_endpoints(data)
-    except SourceError as error:
-        raise SourceError(f"{path}: {error}") from None
-
-
-def parse_endpoints(data: bytes) -> tuple[list[ListedServer], list[str]]:
-    """As `read_endpoints`. An entry that is wrong leaves out no other."""
-    try:
-        found = yaml.safe_load(data)
+        loader = _Loader(data)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
         raise SourceError(f"bad YAML{where}") from None
     except (ValueError, RecursionError):  # a date that is none, or lists within lists
         raise SourceError("bad YAML") from None
-    entries = found.get("endpoints") if isinstance(found, dict) else None
-    if not isinstance(entries, list):
-        raise SourceError("no list `endpoints:`")
-    servers: dict[str, ListedServer] = {}
-    problems: list[str] = []
-    for number, entry in enumerate(entries, 1):
-        try:
-            own = _servers(entry)
-            again = next((server.name for server in own if server.name in servers), None)
-            if again is not None:
-                raise SourceError(f"a second {again!r}")
-        except SourceError as error:
-            problems.append(f"entry {number}: {error}")
-        else:
-            servers |= {server.name: server for server in own}
-    return list(servers.values()), problems
 
 
-def _servers(entry: Any) -> list[ListedServer]:
-    """One for each data-parallel rank; none of a kind that computes no text, such as an encoder.
-    Raises SourceError."""
+def _endpoint(entry: Any) -> Endpoint | None:
+    """None: of a kind that computes no text, such as an encoder. Raises EndpointError."""
     if not isinstance(entry, dict):
-        raise SourceError("not a mapping with name, address and port")
-    name, address = (entry.get(key) for key in ("name", "address"))
-    if not isinstance(name, str) or not isinstance(address, str) or not name:
-        raise SourceError("name and address must be texts")
-    labels = entry.get("labels") or {}
-    if not isinstance(labels, dict):
-        raise SourceError("labels must be a mapping")
-    return labelled_servers(name, address, port_of(entry.get("port"), "port"), labels)
+        raise EndpointError("not a mapping with name, address and port")
+    name, address = entry.get("name"), entry.get("address")
+    if not isinstance(name, str) or not isinstance(address, str):
+        raise EndpointError("name and address must be texts")
+    if entry.get("labels") and not isinstance(entry["labels"], dict):
+        raise EndpointError("labels must be a mapping")
+    namespace = str(entry.get("namespace") or "default")
+    whole = name if namespace == "default" else f"{namespace}.{name}"
+    return labelled_endpoint(whole, address, entry.get("port"), _labels(entry))
 
 
-def labelled_servers(
-    name: str, address: str, port: int, labels: Mapping[str, Any]
-) -> list[ListedServer]:
-    """The servers at an address, as these labels say. Raises SourceError."""
-    label = str(labels.get(ROLE, ""))
-    if label == "encode":
-        return []
-    if label not in ROLES:
-        raise SourceError(
-            f"the label {ROLE} is {label[:40]!r}: use {', '.join(filter(None, ROLES))}"
+def _labels(entry: dict[Any, Any]) -> dict[Any, Any]:
+    labels = entry.get("labels")
+    return labels if isinstance(labels, dict) else {}
+
+
+def _objectives(given: Any, problems: list[str]) -> dict[str, int]:
+    """The priorities by name. Adds what is wrong to `problems`."""
+    found: dict[str, int] = {}
+    for each in given if isinstance(given, list) else ():
+        name, priority = (
+            (each.get("name"), each.get("priority", 0)) if isinstance(each, dict) else (None, None)
         )
-    events, replay = (port_of(labels[key], key) if key in labels else 0 for key in (EVENTS, REPLAY))
-    if replay and not events:
-        raise SourceError(f"{REPLAY} needs {EVENTS}")
-    ranks = ranks_of(labels.get(RANKS, 1), RANKS)
-    return servers_at(address, port, ROLES[label], events, replay, name, ranks)
+        if isinstance(name, str) and isinstance(priority, int):
+            found[name] = priority
+        else:
+            problems.append("an objective is left out: it needs a name and a whole priority")
+    if given is not None and not isinstance(given, list):
+        problems.append("`objectives:` is no list")
+    return found

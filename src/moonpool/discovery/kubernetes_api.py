@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from moonpool.discovery.listed_server import SourceError
+from moonpool.discovery.endpoint import SourceError
 from moonpool.log_limit import limited_logger
 from moonpool.types import MALFORMED
 

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from moonpool.discovery.listed_server import ListedServer
-from moonpool.retry_delays import RetryDelays
-
-ABSENT_S = 3.0
-"""A server that is missing for this long leaves. A DNS server may leave out some for a moment."""
-HOLD_OFFS = RetryDelays((0.0, 5.0, 15.0, 60.0, 300.0), steady_s=60.0)
-"""From the end of a server's stay until it may join again: none after a long stay."""
-MAX_SERVERS = 64
-"""Each has a process of some 60 MB on this machine."""
+from moonpool.discovery.endpoint import Endpoint
+from moonpool.discovery.hold_off import HOLD_OFFS, HoldOff
 
 
 @dataclass(frozen=True, slots=True)
 class JoinServer:
-    server: ListedServer
+    server: Endpoint
 
 
 @dataclass(frozen=True, slots=True)
 class DrainServer:
     """It gets no more requests, and ends when it has none."""
 
-    server: ListedServer
+    server: Endpoint
 
 
 @dataclass(frozen=True, slots=True)
 class HoldServerOff:
     """It comes and goes; it joins after `for_s`, if it is then listed."""
 
-    server: ListedServer
+    server: Endpoint
     for_s: float
 
 
@@ -47,53 +39,54 @@ MembershipAction = JoinServer | DrainServer | HoldServerOff | TooManyServers
 
 @dataclass(slots=True)
 class _Known:
-    server: ListedServer
+    server: Endpoint
     joined_s: float | None = None
     seen_s: float = 0.0
-    num_short: int = 1  # stays in a row; even the first one must not be short
     free_s: float = 0.0  # it may not join before
     is_told: bool = False  # that it is held off
+    hold_off: HoldOff = field(default_factory=HoldOff)
 
 
 class Membership:
     """`see` takes what the sources list now. A server is known by its name: one with another
     address or role is another one, which joins when the former has left."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        """`most`: servers that may serve at a time; None: there is no limit."""
+        self._most = most
         self._known: dict[str, _Known] = {}
         self._num_left_out = 0
 
     @property
-    def joined(self) -> list[ListedServer]:
+    def joined(self) -> list[Endpoint]:
         return [each.server for each in self._known.values() if each.joined_s is not None]
 
-    def adopt(self, servers: Sequence[ListedServer], now_s: float) -> None:
+    def adopt(self, servers: Iterable[Endpoint], now_s: float) -> None:
         """These serve already."""
         for server in servers:
             self._known[server.name] = _Known(server, now_s, now_s)
 
-    def see(self, listed: Sequence[ListedServer], now_s: float) -> list[MembershipAction]:
+    def see(self, listed: Sequence[Endpoint], now_s: float) -> list[MembershipAction]:
         actions: list[MembershipAction] = []
         by_name = {server.name: server for server in listed}
         for known in self._known.values():
             wanted = by_name.get(known.server.name)
-            if wanted == known.server:
-                known.seen_s = now_s
-            elif known.joined_s is not None and (wanted or now_s - known.seen_s >= ABSENT_S):
+            if wanted != known.server and known.joined_s is not None:
                 actions.append(DrainServer(known.server))
                 self._note_left(known, now_s, moved=wanted is not None)
         num_joined = len(self.joined)
         num_left_out = 0
         for server in by_name.values():
             known = self._known.setdefault(server.name, _Known(server))
+            known.seen_s = now_s
             if known.joined_s is not None:
                 continue
-            known.server, known.seen_s = server, now_s
+            known.server = server
             if now_s < known.free_s:
                 if not known.is_told:
                     actions.append(HoldServerOff(server, known.free_s - now_s))
                     known.is_told = True
-            elif num_joined >= MAX_SERVERS:
+            elif self._most is not None and num_joined >= self._most:
                 num_left_out += 1
             else:
                 num_joined += 1
@@ -107,10 +100,9 @@ class Membership:
 
     def _note_left(self, known: _Known, now_s: float, moved: bool) -> None:
         assert known.joined_s is not None
-        stayed_s = inf if moved else now_s - known.joined_s
-        known.num_short = HOLD_OFFS.count(known.num_short, stayed_s)
-        known.free_s = now_s + HOLD_OFFS.after(known.num_short)
-        known.joined_s = None
+        stay_s = HOLD_OFFS.steady_s if moved else now_s - known.joined_s
+        known.free_s = now_s + known.hold_off.after_stay(stay_s)
+        known.seen_s, known.joined_s = now_s, None
 
     def _forget(self, now_s: float) -> None:
         """Names that were used once do not add up."""

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from moonpool.discovery.endpoints_file import labelled_servers
+from moonpool.discovery.endpoint import (
+    OLDER_LABELS,
+    Endpoint,
+    EndpointError,
+    Listing,
+    Notice,
+    SourceError,
+    has_older_labels,
+    labelled_endpoint,
+)
 from moonpool.discovery.kubernetes_api import (
     PODS,
     ApiServer,
@@ -14,35 +23,36 @@ from moonpool.discovery.kubernetes_api import (
     is_ready,
     own_namespace,
 )
-from moonpool.discovery.listed_server import ListedServer, PodSource, SourceError
+from moonpool.discovery.source_text import PodSource
+from moonpool.log_limit import limited_logger
+
+log = limited_logger("moonpool.discovery")
 
 
 class LabelledPods:
-    """`run` follows them; `servers` and `problems` are as it has heard last."""
-
     def __init__(self, source: PodSource) -> None:
         """Raises SourceError outside of a cluster."""
         self._port = source.port
         self._server = ApiServer(source.api, None, None) if source.api else ApiServer.of_pod()
         path = PODS.format(source.namespace or own_namespace())
         self._pods = ObjectList(self._server, path, source.selector)
-        self.servers: list[ListedServer] = []
-        self.problems: list[str] = []
+        self._notice = Notice(log)
 
-    async def run(self, changed: Callable[[], None]) -> None:
-        """Until cancelled. Where the API fails for a time, what it said last holds."""
+    async def follow(self, update: Callable[[Listing], None]) -> None:
+        """As `EndpointSource.follow`."""
 
-        def update(pods: Mapping[str, Object]) -> None:
-            self.servers, self.problems = read_pods(pods, self._port)
-            changed()
+        def on_pods(pods: Mapping[str, Object]) -> None:
+            endpoints, problems = read_pods(pods, [self._port])
+            self._notice.say("; ".join(problems))
+            update(Listing(endpoints=tuple(endpoints)))
 
         try:
-            await self._pods.follow(update)
+            await self._pods.follow(on_pods)
         finally:
             await self._server.close()
 
     async def check(self) -> None:
-        """Reads them once. Raises SourceError."""
+        """As `EndpointSource.check`."""
         try:
             await self._pods.check()
         except KubernetesError as error:
@@ -51,16 +61,25 @@ class LabelledPods:
             await self._server.close()
 
 
-def read_pods(pods: Mapping[str, Object], port: int) -> tuple[list[ListedServer], list[str]]:
-    """The servers in those that are ready, and why others are left out. A pod with the name of one
-    that has ended, at another address, is another server."""
-    servers: list[ListedServer] = []
+def read_pods(pods: Mapping[str, Object], ports: Sequence[int]) -> tuple[list[Endpoint], list[str]]:
+    """The servers in those that are ready, one for each port, and why others are left out. A pod
+    with the name of one that has ended, at another address, is another server."""
+    endpoints: list[Endpoint] = []
     problems: list[str] = []
+    is_older = False
     for name, pod in sorted(pods.items()):
-        if is_ready(pod):
-            labels = (pod.get("metadata") or {}).get("labels") or {}
-            try:
-                servers += labelled_servers(name, str(pod["status"]["podIP"]), port, labels)
-            except SourceError as error:
-                problems.append(f"the pod {name}: {error}")
-    return servers, problems
+        if not is_ready(pod):
+            continue
+        labels = (pod.get("metadata") or {}).get("labels") or {}
+        is_older |= has_older_labels(labels)
+        try:
+            for number, port in enumerate(ports):
+                own = name if len(ports) == 1 else f"{name}.{number}"
+                endpoint = labelled_endpoint(own, str(pod["status"]["podIP"]), port, labels)
+                if endpoint is not None:
+                    endpoints.append(endpoint)
+        except EndpointError as error:
+            problems.append(f"the pod {error}; it is left out")
+    if is_older:
+        problems.append(OLDER_LABELS)
+    return endpoints, problems

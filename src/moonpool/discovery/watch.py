@@ -1,4 +1,4 @@
-"""Looks at the sources again and again, and says what changed."""
+"""Follows the sources of `serve --vllm-endpoints`, and says which servers come and go."""
 
 from __future__ import annotations
 
@@ -6,18 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from moonpool.discovery.dns_records import resolve
-from moonpool.discovery.endpoints_file import read_endpoints
-from moonpool.discovery.listed_server import (
-    FileSource,
-    ListedServer,
-    PodSource,
-    Source,
-    SourceError,
-    parse_source,
-)
+from moonpool.discovery.endpoint import Endpoint, Listing
 from moonpool.discovery.membership import (
     DrainServer,
     HoldServerOff,
@@ -25,57 +15,51 @@ from moonpool.discovery.membership import (
     Membership,
     TooManyServers,
 )
-from moonpool.discovery.pods import LabelledPods
+from moonpool.discovery.source_text import parse_source
+from moonpool.discovery.sources import Sources, open_source
 
 log = logging.getLogger("moonpool.discovery")
 
 LOOK_S = 1.0
+"""How often those that were held off are looked at again."""
+MAX_SERVERS = 64
+"""Each has a process of some 60 MB on this machine."""
 
 
 class Discovery:
-    """`run` calls `join` and `drain` as servers come and go. A source that cannot be read keeps
-    what it listed last."""
+    """`run` calls `join` and `drain` as servers come and go, each data-parallel rank a server. A
+    source that cannot be read keeps what it listed last."""
 
     def __init__(
         self,
         sources: Sequence[str],
-        join: Callable[[ListedServer], None],
-        drain: Callable[[ListedServer], None],
+        join: Callable[[Endpoint], None],
+        drain: Callable[[Endpoint], None],
     ) -> None:
         """Raises SourceError for what is no source."""
-        self._sources = [parse_source(text) for text in sources]
+        self._sources = Sources([open_source(parse_source(text)) for text in sources])
         self._join = join
         self._drain = drain
-        self._last: dict[Source, list[ListedServer]] = {}
-        self._said: dict[Source, str] = {}
-        self._pods: dict[Source, LabelledPods] = {
-            source: LabelledPods(source)
-            for source in self._sources
-            if isinstance(source, PodSource)
-        }
-        self.membership = Membership()
+        self._listing = Listing(is_whole=False)
+        self.membership = Membership(MAX_SERVERS)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for source, pods in self._pods.items():
-                group.create_task(pods.run(partial(self._heard, source)))
+            group.create_task(self._sources.follow(self._hear))
             while True:
-                await self.look()
                 await asyncio.sleep(LOOK_S)
+                self._step()
 
-    def _heard(self, source: Source) -> None:
-        self._last[source] = self._pods[source].servers
+    def _hear(self, listing: Listing) -> None:
+        self._listing = listing
+        self._step()
 
-    async def look(self) -> None:
-        """Looks once at all sources, and acts. Not before the pods are known: servers of an earlier
-        supervisor would seem to be gone."""
-        if any(source not in self._last for source in self._pods):
-            return
-        listed: dict[str, ListedServer] = {}
-        for servers in await asyncio.gather(*map(self._read, self._sources)):
-            for server in servers:
-                listed.setdefault(server.name, server)
-        for action in self.membership.see(list(listed.values()), time.monotonic()):
+    def _step(self) -> None:
+        listed = [rank for each in self._listing.endpoints for rank in each.ranks()]
+        if not self._listing.is_whole:  # those of an earlier supervisor would seem to be gone
+            known = {each.name for each in listed}
+            listed += [each for each in self.membership.joined if each.name not in known]
+        for action in self.membership.see(listed, time.monotonic()):
             match action:
                 case JoinServer(server):
                     log.info("%s is listed, at %s", server.name, server.place)
@@ -88,30 +72,7 @@ class Discovery:
                 case TooManyServers(number):
                     log.warning("%d listed servers are too many for one front", number)
 
-    async def _read(self, source: Source) -> list[ListedServer]:
-        problems: list[str] = []
-        try:
-            if isinstance(source, FileSource):
-                self._last[source], problems = await asyncio.to_thread(read_endpoints, source.path)
-            elif isinstance(source, PodSource):
-                problems = self._pods[source].problems
-            else:
-                self._last[source] = await resolve(source)
-        except SourceError as error:
-            problems = [f"{error}; its servers stay as they were"]
-        said = "; ".join(problems)
-        if said and said != self._said.get(source):
-            log.warning("%s", said)
-        self._said[source] = said
-        return self._last.get(source, [])
-
 
 async def check_source(text: str) -> None:
     """Reads a source once, before anything starts. Raises SourceError."""
-    source = parse_source(text)
-    if isinstance(source, FileSource):
-        read_endpoints(source.path)
-    elif isinstance(source, PodSource):
-        await LabelledPods(source).check()
-    else:
-        await resolve(source)
+    await open_source(parse_source(text)).check()

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from moonpool.epp.endpoint import Endpoint
-from moonpool.epp.hold_off import HoldOff
+from moonpool.config.rules import vllm_place
+from moonpool.discovery.endpoint import Endpoint
 from moonpool.epp.local_link import LocalLink
 from moonpool.epp.routed_call import CallDesk
 from moonpool.head.worker_link import LinkOwner
@@ -49,7 +49,6 @@ class PickerShared:
         self.api_key = api_key
         self.now = now
         self.desk = CallDesk()
-        self.hold_off = HoldOff()
         self.measuring = asyncio.Semaphore(MEASURED_AT_A_TIME)
         self.num_endpoints = 0
         self.suspects: set[InstanceId] = set()
@@ -69,7 +68,8 @@ class EndpointWorker(VllmWorker):
         self._shared = shared
         self._look_now = asyncio.Event()
         name, machine = InstanceId(endpoint.name), socket.gethostname()
-        super().__init__(endpoint.role, name, machine, b"", endpoint.place, shared.api_key)
+        place = vllm_place(endpoint.place)
+        super().__init__(endpoint.role, name, machine, b"", place, shared.api_key)
         self._count_s = max(COUNT_S, 5.0 * shared.pause_s)
 
     def post_output(self, output: EngineOutput | SubmitFailed) -> None:
@@ -81,14 +81,6 @@ class EndpointWorker(VllmWorker):
 
     def _open_link(self) -> HeadLink:
         return LocalLink(self.instance_id, self, self._shared.owner)
-
-    async def _found(self) -> FoundServer:
-        now = self._shared.now()
-        held_s = self._shared.hold_off.until_s(self.endpoint.name, now) - now
-        if held_s > 0.0:
-            log.info("%s comes and goes: not used for %.0f s", self.endpoint.name, held_s)
-            await asyncio.sleep(held_s)
-        return await super()._found()
 
     async def _with_parsers(self, facts: VllmFacts) -> VllmFacts:
         """Calls go to the server as they are, so its tokens need not be known: they are estimated
@@ -114,7 +106,6 @@ class EndpointWorker(VllmWorker):
 
     def _leave_gone(self) -> None:
         self._shared.suspects.discard(self.instance_id)
-        self._shared.hold_off.note_left(self.endpoint.name, self._shared.now())
         super()._leave_gone()
 
     def _submit(self, submit: SubmitRequest) -> None:

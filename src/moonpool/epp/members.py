@@ -6,7 +6,14 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moonpool.epp.endpoint import Endpoint
+from moonpool.discovery.endpoint import Endpoint
+from moonpool.discovery.membership import (
+    DrainServer,
+    HoldServerOff,
+    JoinServer,
+    Membership,
+    TooManyServers,
+)
 from moonpool.epp.endpoint_worker import EndpointWorker, PickerShared
 from moonpool.link.head_link import WorkerError
 from moonpool.log_limit import limited_logger
@@ -16,6 +23,8 @@ log = limited_logger("moonpool.epp")
 AGAIN_S = 30.0
 """From the refusal of a server, whose model cannot be read or is another, to the next try."""
 GRACE_S = 2.0
+LATER_S = 0.05
+"""So that one that was held off is free when it is looked at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +51,9 @@ class Members:
         self._drain_s = drain_s
         self._members: dict[str, _Member] = {}
         self._leaving: set[_Member] = set()
+        self._listed: Sequence[Endpoint] = ()
+        self._membership = Membership()
+        self._held: dict[str, asyncio.TimerHandle] = {}
 
     def __iter__(self) -> Iterator[Endpoint]:
         return (member.endpoint for member in self._members.values())
@@ -56,17 +68,29 @@ class Members:
 
     def update(self, endpoints: Sequence[Endpoint]) -> None:
         """Takes the endpoints that there are now."""
-        wanted = {each.name: each for each in endpoints}
-        self._shared.num_endpoints = len(wanted)
-        for name, member in list(self._members.items()):
-            if wanted.get(name) != member.endpoint:
-                self._part_with(name, member)
-        for name, endpoint in wanted.items():
-            if name not in self._members:
-                member = self._members[name] = _Member(endpoint)
-                member.task = asyncio.create_task(self._serve(member))
+        self._listed = endpoints
+        self._shared.num_endpoints = len(endpoints)
+        self._step()
+
+    def _step(self) -> None:
+        for action in self._membership.see(self._listed, self._shared.now()):
+            match action:
+                case JoinServer(endpoint):
+                    member = self._members[endpoint.name] = _Member(endpoint)
+                    member.task = asyncio.create_task(self._serve(member))
+                case DrainServer(endpoint):
+                    self._part_with(endpoint.name, self._members[endpoint.name])
+                case HoldServerOff(endpoint, for_s):
+                    log.warning("%s comes and goes: not used for %.0f s", endpoint.name, for_s)
+                    self._held[endpoint.name] = asyncio.get_running_loop().call_later(
+                        for_s + LATER_S, self._step
+                    )
+                case TooManyServers():
+                    pass  # there is no limit
 
     async def stop(self) -> None:
+        for handle in self._held.values():
+            handle.cancel()
         members = {*self._members.values(), *self._leaving}
         tasks = [member.task for member in members if member.task is not None]
         for task in tasks:
@@ -76,7 +100,6 @@ class Members:
     def _part_with(self, name: str, member: _Member) -> None:
         del self._members[name]
         log.info("%s at %s leaves", name, member.endpoint.address)
-        self._shared.hold_off.note_left(name, self._shared.now())
         member.leaves = True
         assert member.task is not None
         self._leaving.add(member)

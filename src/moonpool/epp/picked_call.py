@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from moonpool.api.frontend import RequestRefused
-from moonpool.epp.endpoint import Endpoint
+from moonpool.discovery.endpoint import Endpoint
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.routed_call import Route, RoutedCall
 from moonpool.head.head import Head

@@ -17,14 +17,15 @@ from moonpool.api.models.model_apis import ModelApi, ModelApis
 from moonpool.api.preparation import PreparedCall, check_model
 from moonpool.api.trace_context import read_traceparent
 from moonpool.config.tables import Config
+from moonpool.discovery.endpoint import Endpoint, Listing, Notice
 from moonpool.epp.call_headers import CallTerms, read_terms, request_id_of
-from moonpool.epp.endpoint import Endpoint, Listing
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.members import Members
 from moonpool.epp.picked_call import BookedAnswer, Picked
 from moonpool.epp.routed_call import Route
 from moonpool.head.head import Head
 from moonpool.head.models.served_model import ServedModel
+from moonpool.log_limit import limited_logger
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import COMPLETIONS, MEDIA_PATHS, POOLING_PATHS
 from moonpool.types import (
@@ -36,6 +37,8 @@ from moonpool.types import (
     Slo,
     paying,
 )
+
+log = limited_logger("moonpool.epp")
 
 GENERATING = (COMPLETIONS, *MEDIA_PATHS)
 NO_ENDPOINT_RETRY_S = 5.0
@@ -74,6 +77,7 @@ class Picker:
         self._options = options
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = 0
+        self._named = Notice(log)
 
     async def start(self) -> None:
         await self.head.start(None)
@@ -87,8 +91,17 @@ class Picker:
         self.models.close()
 
     def update(self, listing: Listing) -> None:
+        """Takes what the source lists. A gateway takes addresses, and none of a rank: a server with
+        several is one endpoint."""
+        named = [each.name for each in listing.endpoints if not each.has_ip]
+        more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        self._named.say(
+            f"{named[0]}{more}: left out, for a gateway takes IP addresses, and no host names"
+            if named
+            else ""
+        )
         self.listing = listing
-        self.members.update(listing.endpoints)
+        self.members.update([each for each in listing.endpoints if each.has_ip])
 
     def endpoint(self, instance_id: InstanceId) -> Endpoint:
         found = self.members.find(instance_id)

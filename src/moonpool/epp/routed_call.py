@@ -16,7 +16,7 @@ from typing import Protocol
 
 from moonpool.api.frontend import RequestRefused
 from moonpool.conductor.actions import Refuse
-from moonpool.epp.endpoint import Endpoint
+from moonpool.discovery.endpoint import Endpoint
 from moonpool.protocol.messages import AttemptId, request_of
 from moonpool.types import FinishReason, InstanceId, RequestId, Struct, Token
 from moonpool.vllm.actions import EngineOutput, SubmitFailed, SubmitRequest

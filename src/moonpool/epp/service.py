@@ -10,10 +10,10 @@ from moonpool.api.access.protection import open_keys, open_tls
 from moonpool.api.app import http_server, make_app
 from moonpool.api.frontend import ApiOptions
 from moonpool.config.tables import Config
-from moonpool.epp.endpoint import Listing
+from moonpool.discovery.endpoint import Listing
+from moonpool.discovery.sources import EndpointSource
 from moonpool.epp.picker import Picker
 from moonpool.epp.server import GrpcPort, GrpcServer
-from moonpool.epp.sources.source import EndpointSource
 from moonpool.gc_tuning import settle_memory
 from moonpool.head.cluster import resolved
 from moonpool.head.head_drain import drain

@@ -25,7 +25,7 @@ from moonpool.children.start import moonpool_line, start_child
 from moonpool.children.successors import Next, Successors
 from moonpool.config.tables import Config
 from moonpool.cores import CoreShare
-from moonpool.discovery.listed_server import ListedServer
+from moonpool.discovery.endpoint import endpoint_of
 from moonpool.discovery.watch import Discovery
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.fork_server import ForkServer, ForkServerError, is_stopped
@@ -306,7 +306,7 @@ class Supervisor:
             lambda server: launcher.add(server.name, server.role, server.place),
             lambda server: launcher.drain(server.name),
         )
-        servers = [ListedServer(name, *of) for name, of in launcher.listed.items()]
+        servers = [endpoint_of(name, *of) for name, of in launcher.listed.items()]
         discovery.membership.adopt(servers, time.monotonic())
         self._discovery = asyncio.create_task(discovery.run())
 

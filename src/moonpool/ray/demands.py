@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -50,6 +51,26 @@ def first_groups(config: Config, num_heads: int) -> list[ActorGroup]:
         for role, count in counts.items()
         if count
     ]
+
+
+def total_of(groups: Iterable[ActorGroup]) -> Bundle:
+    """All that the members of these groups ask for together."""
+    total: Bundle = {}
+    for group in groups:
+        for member in group.members:
+            for resource, amount in member.bundle.items():
+                total[resource] = total.get(resource, 0.0) + amount
+    return total
+
+
+def lacking(total: Bundle, there: Mapping[str, float]) -> str:
+    """What is asked for beyond what is there, in words; "": nothing."""
+    more = (
+        f"{amount:g} of {resource!r} (there are {there.get(resource, 0.0):g})"
+        for resource, amount in sorted(total.items())
+        if amount > there.get(resource, 0.0)
+    )
+    return ", ".join(more)
 
 
 def added_group(config: Config, role: Role, number: int) -> ActorGroup:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import time
@@ -28,7 +29,16 @@ from moonpool.config.tables import Config
 from moonpool.config.toml import write_toml
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.launcher import worker_environment
-from moonpool.ray.demands import HEAD, ActorGroup, Member, added_group, first_groups, settled
+from moonpool.ray.demands import (
+    HEAD,
+    ActorGroup,
+    Member,
+    added_group,
+    first_groups,
+    lacking,
+    settled,
+    total_of,
+)
 from moonpool.ray.head_actor import HeadActor, HeadActorSettings
 from moonpool.ray.head_place import HeadPlace
 from moonpool.ray.pool_actor import PoolActor
@@ -121,11 +131,25 @@ class RayDeployment:
         except ConnectionError as error:
             if address:
                 raise ClusterError(f"no Ray cluster is at {address}: {error}") from None
-            log.info("this machine runs no Ray: starting a local one")
-            ray.init(**common)
+            self._start_local(common)
         except (RuntimeError, ValueError) as error:
             raise ClusterError(f"cannot use Ray: {error}") from None
         self._is_ours = True
+
+    def _start_local(self, common: dict[str, Any]) -> None:
+        """Starts a Ray of this machine alone, whose CPUs are shared by as many processes as are
+        asked for. What else is asked for must be there: nobody would add it. Raises ClusterError.
+        """
+        log.info("this machine runs no Ray: starting a local one")
+        total = total_of(first_groups(self.config, num_heads=1))
+        ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(total["CPU"])), **common)
+        lacks = lacking(total, ray.cluster_resources())
+        if lacks:
+            ray.shutdown()
+            raise ClusterError(
+                f"the cluster asks Ray for {lacks}, which this machine has not: ask for less in"
+                " [ray], or start Ray with `ray start --head`, and further nodes"
+            )
 
     def _check_name(self) -> None:
         """Raises ClusterError if a cluster of this name runs. One that has just been killed may

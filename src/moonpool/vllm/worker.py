@@ -22,7 +22,7 @@ import msgspec
 
 from moonpool.config.tables import VllmAddress
 from moonpool.cost.fitted import FittedCost
-from moonpool.discovery.membership import HOLD_OFFS
+from moonpool.discovery.hold_off import HoldOff
 from moonpool.gc_tuning import settle_memory
 from moonpool.host_pool.places import default_socket
 from moonpool.link.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
@@ -158,7 +158,7 @@ class VllmWorker(InstanceProcess):
 
     async def run(self, head_host: str, head_port: int) -> None:
         """Serves while the vLLM server comes and goes. Raises WorkerError."""
-        num_short = 0
+        hold_off = HoldOff()
         try:
             while True:
                 self._engine = await self._found()
@@ -172,8 +172,7 @@ class VllmWorker(InstanceProcess):
                     await self._end_tasks()
                 if not self._gone:
                     return
-                num_short = HOLD_OFFS.count(num_short, self._loop.time() - began_s)
-                hold_s = HOLD_OFFS.after(num_short)
+                hold_s = hold_off.after_stay(self._loop.time() - began_s)
                 if hold_s:
                     log.warning("vLLM at %s comes and goes: held off %g s", self._place.url, hold_s)
                     await asyncio.sleep(hold_s)

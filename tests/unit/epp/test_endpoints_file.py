@@ -10,10 +10,9 @@ import pytest
 
 yaml = pytest.importorskip("yaml")
 
-from moonpool.discovery.listed_server import SourceError  # noqa: E402
-from moonpool.epp.endpoint import Endpoint, Listing  # noqa: E402
-from moonpool.epp.sources import endpoints_file  # noqa: E402
-from moonpool.epp.sources.endpoints_file import EndpointsFile  # noqa: E402
+from moonpool.discovery import endpoints_file  # noqa: E402
+from moonpool.discovery.endpoint import Endpoint, Listing, SourceError  # noqa: E402
+from moonpool.discovery.endpoints_file import EndpointsFile, parse_endpoints  # noqa: E402
 from moonpool.types import Role  # noqa: E402
 
 # The example of llm-d's own guide, and its labels.
@@ -29,7 +28,7 @@ endpoints:
     namespace: inference
     address: 10.0.0.2
     port: 8000
-    labels: {llm-d.ai/role: decode, moonpool.ai/kv-events-port: "5557"}
+    labels: {llm-d.ai/role: decode, moonpool.dev/kv-events-port: "5557"}
   - {name: vllm-2, address: "fd00::1", port: "8000"}
   - {name: encoder, address: 10.0.0.4, port: "8000", labels: {llm-d.ai/role: encode}}
 objectives:
@@ -38,7 +37,7 @@ objectives:
 
 
 def read(text: str) -> Listing:
-    return EndpointsFile("endpoints.yaml").read(text.encode())
+    return parse_endpoints(text.encode())[0]
 
 
 def test_the_form_of_llm_d_is_read() -> None:
@@ -55,7 +54,7 @@ def test_the_form_of_llm_d_is_read() -> None:
         Endpoint(name="vllm-2", host="fd00::1", port=8000),
     )
     assert found.objectives == {"premium": 5}
-    assert found.endpoints[1].place.events == "tcp://10.0.0.2:5557"
+    assert found.endpoints[1].place == "http://10.0.0.2:8000,tcp://10.0.0.2:5557"
     assert found.endpoints[2].address == "[fd00::1]:8000"
     assert read(json.dumps(yaml.safe_load(TEXT))) == found  # JSON is a form of it
 
@@ -63,14 +62,16 @@ def test_the_form_of_llm_d_is_read() -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        "{name: a, address: host.example, port: '1'}",
+        "{name: a, address: host/example, port: '1'}",
         "{name: a, address: 10.0.0.1, port: '0'}",
         "{name: a, address: 10.0.0.1, port: '65536'}",
         "{name: a, address: 10.0.0.1, port: '8000x'}",
         "{name: a, address: 'fe80::1%eth0', port: '8000'}",
         "{address: 10.0.0.1, port: '8000'}",
-        "{name: a, address: 10.0.0.1, port: '1', labels: {moonpool.ai/kv-events-port: x}}",
+        "{name: a, address: 10.0.0.1, port: '1', labels: {moonpool.dev/kv-events-port: x}}",
         "[]",
+        "{name: a, address: 10.0.0.1, port: 0x%s}" % ("f" * 5000),
+        "{name: a, address: 10.0.0.1, port: '1', labels: {llm-d.ai/role: 0x%s}}" % ("f" * 5000),
         "null",
     ],
 )
@@ -79,10 +80,24 @@ def test_a_bad_entry_is_left_out(entry: str) -> None:
     assert [each.name for each in found.endpoints] == ["b"]
 
 
-@pytest.mark.parametrize("text", ["endpoints: 3", "[1", "- a", "\x00"])
+@pytest.mark.parametrize("text", ["endpoints: 3", "[1", "- a", "\x00", "", "objectives: []"])
 def test_another_text_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(SourceError):
         read(text)
+
+
+def test_the_older_prefix_of_labels_is_read_and_said_to_be_old() -> None:
+    entry = "{name: a, address: 10.0.0.1, port: '1', labels: {%skv-events-port: '5557'}}"
+    older, said = parse_endpoints(f"endpoints: [{entry % 'moonpool.ai/'}]".encode())
+    newer, nothing = parse_endpoints(f"endpoints: [{entry % 'moonpool.dev/'}]".encode())
+    assert older == newer and older.endpoints[0].events_port == 5557
+    assert nothing == [] and len(said) == 1 and "moonpool.dev/" in said[0]
+
+
+def test_an_objective_that_is_wrong_leaves_out_no_other() -> None:
+    text = "endpoints: []\nobjectives: [3, {name: a, priority: x}, {name: b, priority: -1}]"
+    found, problems = parse_endpoints(text.encode())
+    assert found.objectives == {"b": -1} and len(problems) == 2
 
 
 def test_no_endpoint_is_a_listing_too() -> None:

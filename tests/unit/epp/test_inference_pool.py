@@ -15,10 +15,9 @@ kmock = pytest.importorskip("kmock")
 import httpx  # noqa: E402
 
 from moonpool.discovery import kubernetes_api  # noqa: E402
+from moonpool.discovery.endpoint import Listing, SourceError  # noqa: E402
 from moonpool.discovery.kubernetes_api import ApiServer, own_namespace  # noqa: E402
-from moonpool.discovery.listed_server import SourceError  # noqa: E402
-from moonpool.epp.endpoint import Listing  # noqa: E402
-from moonpool.epp.sources.inference_pool import InferencePool  # noqa: E402
+from moonpool.epp.inference_pool import InferencePool  # noqa: E402
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/ns/inferencepools"
 OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/ns/inferenceobjectives"

@@ -10,13 +10,9 @@ pytest.importorskip("kmock")
 
 from test_inference_pool import PODS, a_cluster, pod
 
-from moonpool.discovery.listed_server import (
-    ListedServer,
-    PodSource,
-    SourceError,
-    parse_source,
-)
+from moonpool.discovery.endpoint import Endpoint, SourceError
 from moonpool.discovery.pods import read_pods
+from moonpool.discovery.source_text import PodSource, parse_source
 from moonpool.discovery.watch import Discovery, check_source
 
 RANKS = "moonpool.dev/data-parallel-size"
@@ -30,7 +26,7 @@ async def pods_join_and_leave() -> None:
     async with a_cluster(follows=False) as cluster:
         source = f"kube://ns/app=vllm?port=8000&api={cluster.url}"
         await check_source(source)
-        heard: asyncio.Queue[tuple[str, ListedServer]] = asyncio.Queue()
+        heard: asyncio.Queue[tuple[str, Endpoint]] = asyncio.Queue()
         discovery = Discovery(
             [source],
             lambda server: heard.put_nowait(("join", server)),
@@ -59,8 +55,9 @@ async def pods_join_and_leave() -> None:
 def test_what_labels_say_holds_and_a_wrong_one_leaves_out_its_pod_alone() -> None:
     ranked, wrong = pod("a", "10.0.0.1"), pod("b", "10.0.0.2", role="dancer")
     ranked["metadata"]["labels"][RANKS] = "2"
-    servers, problems = read_pods({"a": ranked, "b": wrong, "c": pod("c", "10.0.0.3")}, 8000)
-    assert [server.name for server in servers] == ["a.0", "a.1", "c"]
+    servers, problems = read_pods({"a": ranked, "b": wrong, "c": pod("c", "10.0.0.3")}, [8000])
+    ranks = [rank.name for server in servers for rank in server.ranks()]
+    assert ranks == ["a.0", "a.1", "c"]
     assert len(problems) == 1 and problems[0].startswith("the pod b: ")
 
 

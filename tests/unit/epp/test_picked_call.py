@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.epp.endpoint import Endpoint
+from moonpool.discovery.endpoint import Endpoint
 from moonpool.epp.picked_call import Picked
 from moonpool.epp.routed_call import Route
 from moonpool.types import FinishReason

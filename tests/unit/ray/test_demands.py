@@ -8,7 +8,7 @@ from moonpool.conductor.actions import InstancesWanted
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import Config, ConfigError
 from moonpool.config.toml import write_toml
-from moonpool.ray.demands import added_group, first_groups, settled
+from moonpool.ray.demands import added_group, first_groups, lacking, settled, total_of
 from moonpool.ray.scaling import changes
 from moonpool.types import Role
 
@@ -38,6 +38,15 @@ def test_a_bundle_has_what_all_processes_of_an_instance_need() -> None:
     wanted = {"CPU": 6.0, "GPU": 2.0, "memory": 1000.0, "ssd": 1.0}
     assert group.members[0].bundle == wanted
     assert added_group(config, Role.DECODE, 0).members[0].bundle == wanted | {"CPU": 3, "GPU": 1}
+
+
+def test_what_a_local_ray_lacks_is_told() -> None:
+    config = parse_config(f"{ON_RAY}prefill = 2\ndecode = 1\n[ray]\ngpus = 1\nssd_resource = 'ssd'")
+    total = total_of(first_groups(config, num_heads=1))
+    assert total == {"CPU": 4.0, "GPU": 3.0, "ssd": 3.0}
+    assert lacking(total, {"CPU": 4.0, "GPU": 3.0, "ssd": 3.0, "memory": 1e9}) == ""
+    said = lacking(total, {"CPU": 8.0, "GPU": 1.0})
+    assert said == "3 of 'GPU' (there are 1), 3 of 'ssd' (there are 0)"
 
 
 def test_processes_compute_with_what_ray_has_set_aside_and_start_no_others() -> None:

@@ -1,4 +1,4 @@
-"""A server that a source lists, and the sources by their names."""
+"""The sources of endpoints by their texts, as commands take them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,12 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
+from moonpool.discovery.endpoint import ROLES, EndpointError, SourceError, read_ranks
 from moonpool.types import Role
 
-ROLES = {
-    "": Role.MIXED,
-    "both": Role.MIXED,
-    "mixed": Role.MIXED,
-    "prefill-decode": Role.MIXED,
-    "prefill": Role.PREFILL,
-    "decode": Role.DECODE,
-}
-"""By the value of the label `llm-d.ai/role`."""
-MAX_RANKS = 64
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _LABELS = re.compile(r"[A-Za-z0-9._/-]+=[A-Za-z0-9._-]*(,[A-Za-z0-9._/-]+=[A-Za-z0-9._-]*)*")
-_HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}", re.ASCII)
-
-
-class SourceError(ValueError):
-    """A source cannot be read; one line. What it listed last holds on."""
-
-
-@dataclass(frozen=True, slots=True)
-class ListedServer:
-    """A vLLM server. `place`: as `--vllm` takes it. Equal servers are the same."""
-
-    name: str
-    role: Role
-    place: str
+_DNS_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._:-]{0,251}[A-Za-z0-9])?\.?", re.ASCII)
+_SHORT = re.compile(r"(?:(?P<role>[a-z-]+)=)?(?P<name>[^:=]+)(?::(?P<port>\d{1,5}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +29,7 @@ class DnsSource:
 
     name: str
     port: int | None
-    role: Role
+    role: Role = Role.MIXED
     events: int = 0
     replay: int = 0
     ranks: int = 1
@@ -87,15 +65,31 @@ def parse_source(text: str) -> Source:
         known = set(asked) <= {"role", "events", "replay", "ranks"}
         role = ROLES[asked.get("role", [""])[0]]
         events, replay = (_port(asked.get(key, ["0"])[0], 0) for key in ("events", "replay"))
-        ranks = ranks_of(asked.get("ranks", ["1"])[0], "ranks")
+        ranks = read_ranks(asked.get("ranks", ["1"])[0], "ranks")
     except (ValueError, KeyError):
         raise SourceError(f"{text!r} is no source: use {form}") from None
     name, is_srv = split.hostname or "", split.scheme == "srv"
-    if not known or not _HOST.fullmatch(name) or (port is None) is not is_srv or split.path:
+    if not known or not _DNS_NAME.fullmatch(name) or (port is None) is not is_srv or split.path:
         raise SourceError(f"{text!r} is no source: use {form}")
     if replay and not events:
         raise SourceError(f"{text!r} has a port of replay, and none of events")
     return DnsSource(name, port, role, events, replay, ranks)
+
+
+def read_dns_name(text: str) -> DnsSource:
+    """Reads NAME:PORT, or the name of a service such as _vllm._tcp.NAME, with ROLE= before it where
+    all its endpoints have a role. Raises SourceError."""
+    found = _SHORT.fullmatch(text)
+    if found is None or not _DNS_NAME.fullmatch(found["name"]):
+        raise SourceError(f"{text!r} must be NAME:PORT or _SERVICE._tcp.NAME")
+    role, name, port = found["role"] or "", found["name"], found["port"]
+    if role not in ROLES:
+        known = ", ".join(filter(None, ROLES))
+        raise SourceError(f"{text!r}: the role {role!r} is none of {known}")
+    is_port = port is not None and 0 < int(port) <= 65535
+    if is_port is name.startswith("_") or (port is not None and not is_port):
+        raise SourceError(f"{text!r} must be NAME:PORT or _SERVICE._tcp.NAME")
+    return DnsSource(name, int(port) if is_port else None, ROLES[role])
 
 
 def _pod_source(text: str) -> PodSource:
@@ -116,62 +110,8 @@ def _pod_source(text: str) -> PodSource:
     return PodSource(split.netloc, selector, port, api)
 
 
-def server_at(
-    host: str, port: int, role: Role, events: int = 0, replay: int = 0, name: str = ""
-) -> ListedServer:
-    """Makes a server. Raises SourceError for a name or address that can be none."""
-    own = name or f"{role.value}-{host.replace(':', '-')}-{port}"
-    if not _NAME.fullmatch(own):
-        raise SourceError(f"{own[:80]!r} is no name: use letters, digits, '.', '_' and '-'")
-    if not _HOST.fullmatch(host):
-        raise SourceError(f"{own}: {host[:80]!r} is no address")
-    at = f"[{host}]" if ":" in host else host
-    ports = [number for number in (events, replay) if number]
-    place = ",".join([f"http://{at}:{port}", *(f"tcp://{at}:{number}" for number in ports)])
-    return ListedServer(own, role, place)
-
-
-def servers_at(
-    host: str,
-    port: int,
-    role: Role,
-    events: int = 0,
-    replay: int = 0,
-    name: str = "",
-    ranks: int = 1,
-) -> list[ListedServer]:
-    """Makes a server for each data-parallel rank of one at this address. vLLM's rank N has the Nth
-    port after that of the first for its events. Raises SourceError."""
-    first = server_at(host, port, role, events, replay, name)
-    if ranks == 1:
-        return [first]
-    found = []
-    for rank in range(ranks):
-        its_events, its_replay = (base and base + rank for base in (events, replay))
-        own = server_at(host, port, role, its_events, its_replay, f"{first.name}.{rank}")
-        url, *others = own.place.split(",")
-        found.append(ListedServer(own.name, role, ",".join([f"{url}@{rank}", *others])))
-    return found
-
-
-def ranks_of(value: object, what: str) -> int:
-    """Reads a number of data-parallel ranks. Raises SourceError."""
-    text = str(value)
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_RANKS:
-        raise SourceError(f"{what}: {text[:40]!r} is no number of ranks, 1 to {MAX_RANKS}")
-    return int(text)
-
-
-def _port(value: object, least: int = 1) -> int:
-    number = int(str(value))
+def _port(value: str, least: int = 1) -> int:
+    number = int(value)
     if not least <= number <= 65535:
-        raise ValueError("out of range")
+        raise EndpointError("out of range")
     return number
-
-
-def port_of(value: object, what: str) -> int:
-    """Reads a port. Raises SourceError."""
-    try:
-        return _port(value)
-    except ValueError:
-        raise SourceError(f"{what}: {str(value)[:40]!r} is no port") from None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from moonpool.discovery.kubernetes_api import PODS, ApiServer, Object, ObjectList, is_ready
-from moonpool.epp.endpoint import Endpoint, EndpointError, Listing, read_endpoint
+from moonpool.discovery.endpoint import Listing, Notice
+from moonpool.discovery.kubernetes_api import PODS, ApiServer, Object, ObjectList
+from moonpool.discovery.pods import read_pods
 from moonpool.log_limit import limited_logger
 
 log = limited_logger("moonpool.epp")
@@ -30,19 +31,19 @@ class InferencePool:
         self._fails_open: bool | None = None
         self._selector: str | None = None  # None: the pool is not known yet
         self._changed = asyncio.Event()
-        self._endpoints: tuple[Endpoint, ...] = ()
         self._objectives: dict[str, int] = {}
         self._pods: Mapping[str, Object] = {}
-        self._said = ""
+        self._notice, self._pool_notice = Notice(log), Notice(log)
         self._before: Listing | None = None
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
         """As `EndpointSource.follow`."""
 
         def tell() -> None:
-            self._endpoints = tuple(self._read_pods())
+            endpoints, problems = read_pods(self._pods, self._ports)
+            self._notice.say("; ".join(problems))
             listing = Listing(
-                endpoints=self._endpoints,
+                endpoints=tuple(endpoints),
                 objectives=dict(self._objectives),
                 fails_open=self._fails_open,
             )
@@ -96,14 +97,15 @@ class InferencePool:
     def _read_pool(self, pool: Object | None) -> None:
         """A pool that is gone leaves its endpoints as they were: it may be written anew."""
         if pool is None:
-            self._say(f"there is no InferencePool {self._name} in namespace {self._namespace}")
+            where = f"in namespace {self._namespace}"
+            self._pool_notice.say(f"there is no InferencePool {self._name} {where}")
             return
         spec = pool.get("spec") or {}
         labels = (spec.get("selector") or {}).get("matchLabels") or {}
         if not labels:  # would select all pods of the namespace
-            self._say(f"the InferencePool {self._name} selects no pods")
+            self._pool_notice.say(f"the InferencePool {self._name} selects no pods")
             return
-        self._said = ""
+        self._pool_notice.say("")
         ports = (each.get("number") for each in spec.get("targetPorts") or ())
         self._ports = tuple(port for port in ports if isinstance(port, int))
         mode = (spec.get("endpointPickerRef") or {}).get("failureMode")
@@ -112,29 +114,6 @@ class InferencePool:
         if selector != self._selector:
             self._selector = selector
             self._changed.set()
-
-    def _read_pods(self) -> list[Endpoint]:
-        found: list[Endpoint] = []
-        for name, pod in sorted(self._pods.items()):
-            if not is_ready(pod):
-                continue
-            labels = (pod.get("metadata") or {}).get("labels") or {}
-            host = pod["status"].get("podIP", "")
-            for rank, port in enumerate(self._ports):
-                own = name if len(self._ports) == 1 else f"{name}.{rank}"
-                try:
-                    endpoint = read_endpoint(own, host, port, labels)
-                except EndpointError as error:
-                    self._say(f"the pod {error}; it is left out")
-                    continue
-                if endpoint is not None:
-                    found.append(endpoint)
-        return found
-
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            log.warning("%s", text)
-        self._said = text
 
 
 def _priorities(objects: Mapping[str, Object], pool: str) -> dict[str, int]:

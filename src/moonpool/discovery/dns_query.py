@@ -1,15 +1,14 @@
-"""Asks DNS for the records of a name: addresses by the system, SRV by a query of our own."""
+"""Asks nameservers for the SRV records of a name; the system resolves addresses."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 import struct
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from moonpool.discovery.listed_server import DnsSource, ListedServer, SourceError, servers_at
+from moonpool.discovery.endpoint import SourceError
 
 ANSWER_S = 3.0
 RESOLV_CONF = Path("/etc/resolv.conf")
@@ -18,52 +17,63 @@ _SRV, _INTERNET, _CUT, _NO_NAME = 33, 1, 0x0200, 3
 _BAD = (struct.error, IndexError, ValueError)
 
 
-async def resolve(
-    source: DnsSource, nameservers: Sequence[tuple[str, int]] | None = None
-) -> list[ListedServer]:
-    """Returns the servers that a name has now, none if it has no records. `nameservers`: for SRV
-    records, in place of the system's. Raises SourceError."""
-    if source.port is None:
-        places = await _srv(source.name, nameservers)
-    else:
-        places = [(host, source.port) for host in await _addresses(source.name)]
-    rest = source.role, source.events, source.replay, "", source.ranks
-    return [one for host, port in sorted(set(places)) for one in servers_at(host, port, *rest)]
+@dataclass(frozen=True, slots=True)
+class DnsSettings:
+    """As in /etc/resolv.conf. `ndots`: a name with fewer dots is looked for in the domains of
+    `search` first."""
+
+    nameservers: tuple[tuple[str, int], ...] = ()
+    search: tuple[str, ...] = ()
+    ndots: int = 1
+
+    def candidates(self, name: str) -> list[str]:
+        """The full names that a name may mean, in the order in which they are asked for."""
+        if name.endswith("."):
+            return [name]
+        within = [f"{name}.{domain.strip('.')}" for domain in self.search]
+        return [name, *within] if name.count(".") >= self.ndots else [*within, name]
 
 
-async def _addresses(name: str) -> list[str]:
-    loop = asyncio.get_running_loop()
+def system_settings() -> DnsSettings:
+    """Those of this machine; without nameservers if they cannot be read."""
     try:
-        async with asyncio.timeout(2 * ANSWER_S):
-            found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except TimeoutError:
-        raise SourceError(f"no answer for {name} from DNS") from None
-    except OSError as error:
-        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
-            return []
-        raise SourceError(f"cannot resolve {name}: {error.strerror}") from None
-    return [str(address[0]) for *_, address in found]
+        return parse_settings(RESOLV_CONF.read_text(errors="replace"))
+    except OSError:
+        return DnsSettings()
 
 
-async def _srv(name: str, nameservers: Sequence[tuple[str, int]] | None) -> list[tuple[str, int]]:
+def parse_settings(text: str) -> DnsSettings:
+    """Reads a resolv.conf. What is unknown in it is left out."""
+    nameservers: list[tuple[str, int]] = []
+    search: tuple[str, ...] = ()
+    ndots = 1
+    for words in map(str.split, text.splitlines()):
+        match words:
+            case ["nameserver", host, *_]:
+                nameservers.append((host, DNS_PORT))
+            case ["search" | "domain", *domains]:
+                search = tuple(domains)
+            case ["options", *options]:
+                given = [each.removeprefix("ndots:") for each in options if each[:6] == "ndots:"]
+                ndots = next((int(each) for each in given if each.isdecimal()), ndots)
+    return DnsSettings(tuple(nameservers), search, ndots)
+
+
+async def ask_srv(name: str, settings: DnsSettings) -> list[tuple[str, int]]:
+    """Returns target and port of each SRV record of a name; none if it has none. Raises
+    SourceError if no nameserver answers."""
     problem = "no nameserver is configured"
-    for host, port in system_nameservers() if nameservers is None else nameservers:
+    for host, port in settings.nameservers:
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return parse_srv(*await _ask(srv_query(name), host, port))
+            for candidate in settings.candidates(name):
+                async with asyncio.timeout(ANSWER_S):
+                    found = parse_srv(*await _ask(srv_query(candidate), host, port))
+                if found:
+                    return found
+            return []
         except (OSError, SourceError) as error:  # also a timeout
             problem = f"{host}: {error or 'no answer'}"
     raise SourceError(f"no SRV records of {name} from DNS: {problem}")
-
-
-def system_nameservers() -> list[tuple[str, int]]:
-    """Those of /etc/resolv.conf; none if it cannot be read."""
-    try:
-        lines = RESOLV_CONF.read_text().splitlines()
-    except OSError:
-        return []
-    words = [line.split() for line in lines]
-    return [(each[1], DNS_PORT) for each in words if len(each) > 1 and each[0] == "nameserver"]
 
 
 def srv_query(name: str) -> bytes:

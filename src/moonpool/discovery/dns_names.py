@@ -1,0 +1,111 @@
+"""Endpoints from DNS: the addresses of a name with one port, or a service (SRV records).
+
+A name is looked up every 2 seconds, and less often if it has hundreds of records. A resolver may
+leave out some of many, so an endpoint is gone when two answers in a row lack it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from moonpool.discovery.dns_query import ANSWER_S, DnsSettings, ask_srv, system_settings
+from moonpool.discovery.endpoint import (
+    Endpoint,
+    EndpointError,
+    Listing,
+    Notice,
+    SourceError,
+    endpoint_at,
+)
+from moonpool.discovery.source_text import DnsSource
+from moonpool.log_limit import limited_logger
+
+log = limited_logger("moonpool.discovery")
+
+LEAST_S, MOST_S = 2.0, 10.0
+LOOKUPS_PER_S = 100.0
+"""Of one source at most: each target of an SRV record is a lookup of its own."""
+
+
+class DnsName:
+    """`settings`: in place of the machine's own, for SRV records."""
+
+    def __init__(self, source: DnsSource, settings: DnsSettings | None = None) -> None:
+        self._source = source
+        self._settings = settings
+        self._notice = Notice(log)
+
+    async def check(self) -> None:
+        """As `EndpointSource.check`."""
+        await self._look_up()
+
+    async def follow(self, update: Callable[[Listing], None]) -> None:
+        """As `EndpointSource.follow`."""
+        before: frozenset[Endpoint] | None = None
+        missed: set[Endpoint] = set()
+        while True:
+            pause_s = LEAST_S
+            try:
+                found = await self._look_up()
+            except SourceError as error:
+                self._notice.say(f"{error}; its servers stay as they were")
+            else:
+                pause_s = min(max(LEAST_S, len(found) / LOOKUPS_PER_S), MOST_S)
+                lacks = (before or frozenset()) - found
+                now = found | (lacks - missed)
+                missed = set(lacks - missed)
+                if now != before:
+                    before = now
+                    update(Listing(endpoints=tuple(sorted(now, key=lambda each: each.name))))
+            await asyncio.sleep(pause_s)
+
+    async def _look_up(self) -> frozenset[Endpoint]:
+        """The servers that the name has now, none if it has no records. Raises SourceError."""
+        source = self._source
+        if source.port is None:
+            settings = self._settings or system_settings()
+            targets = await ask_srv(source.name, settings)
+        else:
+            targets = [(source.name, source.port)]
+        places = {(host, port) for name, port in targets for host in await addresses(name)}
+        problems: list[str] = []
+        found = set()
+        for host, port in places:
+            try:
+                found.add(self._endpoint(host, port))
+            except EndpointError as error:
+                problems.append(str(error))
+        self._notice.say("; ".join(sorted(problems)))
+        return frozenset(found)
+
+    def _endpoint(self, host: str, port: int) -> Endpoint:
+        """Raises EndpointError."""
+        source = self._source
+        name = f"{source.role.value}-{host.replace(':', '-')}-{port}"
+        return replace(
+            endpoint_at(name, host, port, source.role),
+            events_port=source.events,
+            replay_port=source.replay,
+            num_ranks=source.ranks,
+        )
+
+
+async def addresses(name: str) -> set[str]:
+    """Of a host, as the system finds them; none if it has none. Those of IPv6 only where it has no
+    other: both would be one server twice. Raises SourceError."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(2 * ANSWER_S):
+            found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        raise SourceError(f"no answer for {name} from DNS") from None
+    except OSError as error:
+        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None)):
+            return set()
+        raise SourceError(f"cannot resolve {name}: {error.strerror}") from None
+    four = {str(address[0]) for family, *_, address in found if family == socket.AF_INET}
+    return four or {str(address[0]) for *_, address in found}

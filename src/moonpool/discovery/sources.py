@@ -1,0 +1,88 @@
+"""Where endpoints come from: what every source is, and several of them as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from moonpool.discovery.dns_names import DnsName
+from moonpool.discovery.endpoint import Endpoint, Listing, Notice, SourceError
+from moonpool.discovery.endpoints_file import EndpointsFile
+from moonpool.discovery.pods import LabelledPods
+from moonpool.discovery.source_text import DnsSource, FileSource, PodSource, Source
+from moonpool.log_limit import limited_logger
+
+log = limited_logger("moonpool.discovery")
+
+AGAIN_S = 1.0
+
+
+class EndpointSource(Protocol):
+    async def follow(self, update: Callable[[Listing], None]) -> None:
+        """Calls `update` with all that there is, at first and after each change, until cancelled.
+        Where the source fails for a time, what it said last holds. Raises SourceError if it
+        cannot begin."""
+        ...
+
+
+class CheckedSource(EndpointSource, Protocol):
+    async def check(self) -> None:
+        """Reads it once, before anything starts. Raises SourceError."""
+        ...
+
+
+def open_source(source: Source) -> CheckedSource:
+    """Raises SourceError."""
+    match source:
+        case FileSource(path):
+            return EndpointsFile(path)
+        case PodSource():
+            return LabelledPods(source)
+        case DnsSource():
+            return DnsName(source)
+
+
+class Sources:
+    """Several sources as one. Of two endpoints with one name, that of the earlier source counts."""
+
+    def __init__(self, sources: Sequence[EndpointSource]) -> None:
+        self._sources = sources
+        self._heard: dict[int, Listing] = {}
+
+    async def follow(self, update: Callable[[Listing], None]) -> None:
+        """As `EndpointSource.follow`. One that cannot begin is tried again: the others count."""
+
+        def hear(number: int, listing: Listing) -> None:
+            self._heard[number] = listing
+            update(self._joined())
+
+        async with asyncio.TaskGroup() as group:
+            for number, source in enumerate(self._sources):
+                group.create_task(_keep_following(source, partial(hear, number)))
+
+    def _joined(self) -> Listing:
+        heard = [self._heard[number] for number in sorted(self._heard)]
+        endpoints: dict[str, Endpoint] = {}
+        objectives: dict[str, int] = {}
+        for listing in reversed(heard):
+            endpoints |= {each.name: each for each in listing.endpoints}
+            objectives |= listing.objectives
+        said = [each.fails_open for each in heard if each.fails_open is not None]
+        return Listing(
+            endpoints=tuple(endpoints.values()),
+            objectives=objectives,
+            fails_open=said[0] if said else None,
+            is_whole=len(heard) == len(self._sources),
+        )
+
+
+async def _keep_following(source: EndpointSource, update: Callable[[Listing], None]) -> None:
+    notice = Notice(log)
+    while True:
+        try:
+            await source.follow(update)
+        except SourceError as error:
+            notice.say(str(error))
+        await asyncio.sleep(AGAIN_S)

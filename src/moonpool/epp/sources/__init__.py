@@ -1,1 +1,0 @@
-"""Where endpoints come from: a file, DNS, or a Kubernetes API."""
