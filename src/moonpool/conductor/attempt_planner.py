@@ -46,7 +46,8 @@ POLICY_ERROR = "policy_error"
 """The reason of a rejection because a policy from outside the package failed."""
 RECHECK_TOLERANCE = 1.1
 """The decode instance rejects a prefilled request only if its load is this far above the limit.
-Below, the first check was as precise as a projection can be, and the prefill is already spent."""
+Below that, the first check was as precise as a projection can be, and the prefill is already spent.
+"""
 
 
 class Policies(NamedTuple):
@@ -288,14 +289,14 @@ class AttemptPlanner:
 
 
 def _goes_on(tracked: TrackedRequest) -> bool:
-    """Whether it was admitted before, or had to wait."""
+    """Whether the request was admitted before, or had to wait."""
     return bool(tracked.generated) or tracked.has_waited
 
 
 def _long_queue(context: AdmissionContext) -> Rejection | None:
-    """A request whose TTFT nobody has stated is not refused for it. But the queue of an instance
-    gets no longer than an assumed one allows: others have stated theirs. The rest waits at the
-    Conductor, which keeps the order of priorities and tenants."""
+    """A request whose TTFT nobody has stated is not refused for it. But an instance's queue grows
+    no longer than an assumed SLO allows, because other requests have stated theirs. The rest waits
+    at the Conductor, which keeps the order of priorities and tenants."""
     budget, placement = context.budget, context.placement
     if budget.slo is UNLIMITED or budget.slo.ttft_s < inf:
         return None

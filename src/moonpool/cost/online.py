@@ -13,8 +13,8 @@ burst of slow steps nor a single hiccup moves it far. A sample spans several ste
 that share a step share its time: one of them is observed to take all of it, the others none.
 
 Before there are enough samples, `begin` sets the factor by the ratio of all steps so far and
-PRIOR_STEPS more that took what was expected, if that is far from 1. So a profile that is off by
-much is mended with the first prompt of a cold cluster, and noise moves nothing.
+PRIOR_STEPS more that took what was expected, if that is far from 1. So the first prompt of a cold
+cluster corrects a profile that is off by much, and noise changes nothing.
 
 Samples are weighted because a queue is a sum of times, and long requests make up most of it. Only
 sums, ratios and comparisons are used, so every machine gets the same factor.
@@ -99,8 +99,8 @@ class LearnedFactor:
         return tuple(sorted(ratio for ratio, _ in self._recent))
 
     def observe(self, seconds: float, expected_s: float) -> bool:
-        """Enters an observation: `seconds` for work of which the profile predicts `expected_s`.
-        0 seconds: it ended together with the observation before it. Returns True if the
+        """Adds an observation: the work took `seconds`; the profile predicted `expected_s`. 0
+        seconds means that it ended together with the observation before it. Returns True if the
         factor changed. Invalid times (negative, infinite, NaN) are ignored."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 < expected_s < MAX_SECONDS):
             return False
@@ -124,9 +124,9 @@ class LearnedFactor:
         return changed
 
     def begin(self, seconds: float = 0.0, expected_s: float = 0.0) -> bool:
-        """Takes the first steps as they are, before they make enough samples. `seconds`:
-        since the step under way began, if there is one, of which the profile predicts `expected_s`
-        in all: it takes at least so long. Returns True if the factor changed."""
+        """Takes the first steps as they are, before they make enough samples. `seconds`: time since
+        the step under way began, if there is one; the profile predicts `expected_s` for the whole
+        step, so it takes at least that long. Returns True if the factor changed."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 <= expected_s < MAX_SECONDS):
             return False
         is_under_way = expected_s > 0.0 and seconds > 0.0
@@ -146,8 +146,8 @@ class LearnedFactor:
         return changed
 
     def begins_after_s(self, expected_s: float) -> float:
-        """For how long the step under way tells nothing: `begin` returns False for fewer seconds
-        of the same step, after it did so once. Infinite without a step (`expected_s` 0)."""
+        """Until when the step under way says nothing: `begin` returns False for fewer seconds of
+        the same step, after it did so once. Infinite without a step (`expected_s` 0)."""
         if expected_s <= 0.0:
             return inf
         num_steps = self._num_steps + 1
@@ -219,7 +219,7 @@ class FactorsBySize:
         return sorted(ratios)[min(int(self._share * len(ratios)), len(ratios) - 1)]
 
     def observe(self, size: int, seconds: float, expected_s: float) -> None:
-        """Enters a step. Invalid times (negative, infinite, NaN) are ignored."""
+        """Adds a step. Invalid times (negative, infinite, NaN) are ignored."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 < expected_s < MAX_SECONDS):
             return
         ratio = min(max(seconds / expected_s, 1.0 / MAX_FACTOR), MAX_FACTOR)

@@ -183,7 +183,7 @@ class PrefixIndex:
                 expecting[key] = others | bit
 
     def unexpect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
-        """Takes back one `expect` of these blocks."""
+        """Undoes one call of `expect` for these blocks."""
         announced = self._instances[instance_id]
         expecting, bit, again = self._expecting, announced.bit, announced.again
         for key in keys:

@@ -319,7 +319,7 @@ class Scheduler:
         return seconds * self.decode_factor.value <= max_step_s
 
     def _admit_waiting(self) -> None:
-        """Moves waiting requests, in order, to `running` while the step has tokens to spare."""
+        """Moves waiting requests, in order, to `running` while the step has tokens left."""
         if not self.waiting:
             return
         skipped: list[RequestState] = []

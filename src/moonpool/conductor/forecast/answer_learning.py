@@ -1,4 +1,5 @@
-"""What a complete answer teaches: lengths, rooms, chances, errors of predictions."""
+"""What the Conductor learns from a complete answer: lengths, room, chances, errors of predictions.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class AnswerLearning:
         self._rooms = rooms
 
     def learn_first(self, tracked: TrackedRequest) -> None:
-        """A request has its first token."""
+        """Learns from a request that has its first token."""
         if tracked.request.forwarded:  # its tokens are estimates
             return
         self._cost_estimator.note_first_token(tracked.record)

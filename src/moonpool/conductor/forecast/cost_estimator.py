@@ -104,7 +104,7 @@ class CostEstimator:
     def learn_first_prefills(self, now: float) -> None:
         """Call it before a request is placed: the first dozen prompts of an instance make no
         sample, but one that takes three times as long as predicted says much about those behind it.
-        An instance is looked at only once that can have changed its factor.
+        An instance is looked at again only when its factor may have changed.
         """
         for name, state in list(self._beginners.items()):
             if now < state.teaches_at_s:

@@ -68,7 +68,7 @@ class PredictionError:
 
     def ratio(self, share: float) -> float:
         """The quantile `share` of predicted over actual, to 3 %. Pairs with a 0 have no ratio and
-        are left out; 0 without any ratio."""
+        are left out. Returns 0 if there is no ratio."""
         seen = 0
         for place in sorted(self._ratios):
             seen += self._ratios[place]

@@ -54,7 +54,7 @@ class OutputPredictor:
         attempt.interval = self.forecast.enter(begins_s, lasts_s, context_tokens, now)
 
     def begin(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
-        """Its decode begins now."""
+        """Notes that the answer's decode begins now."""
         if attempt.interval is not None:
             self.forecast.begin(attempt.interval, self._decode_s(tracked, attempt), now)
 

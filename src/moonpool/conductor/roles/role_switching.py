@@ -51,7 +51,7 @@ class RoleReport(NamedTuple):
 
 
 class RoleSwitching:
-    """Owns the drains that end with a new role. Books roles only."""
+    """Manages instances that drain in order to change their role. Changes only roles."""
 
     def __init__(self, config: ConductorConfig, reservations: Reservations, slo: Slo) -> None:
         self.mode = config.role_balance

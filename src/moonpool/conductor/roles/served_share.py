@@ -17,7 +17,8 @@ from moonpool.conductor.instance_table import Floats, InstanceTable
 
 MAX_REQUESTS = 512
 WEIGHTS = ((1.0, 0.0), (1.0, 0.3), (1.0, 1.0), (0.3, 1.0), (0.0, 1.0))
-"""Of the needs of prefill and decode, by whose sum requests are ordered. The best order counts."""
+"""Weights of the prefill and decode needs: requests are ordered by the weighted sum. The best order
+counts."""
 
 
 class RecentRequest(NamedTuple):

@@ -49,7 +49,7 @@ class ShareAccount:
         return self.given * kept + self.held_tokens / self.weight
 
     def charge(self, num_tokens: int, now: float) -> None:
-        """So many tokens were computed for the tenant."""
+        """Adds tokens that were computed for the tenant."""
         if now - self.at_s > FOLD_S:
             self.given *= 0.5 ** ((now - self.at_s) / HALF_LIFE_S)
             self.at_s = now
@@ -67,7 +67,7 @@ class FairShare:
         self._num_owed: dict[str, int] = {}  # waiting requests of tenants that are owed
 
     def begin(self, tenant: str, now: float) -> ShareAccount:
-        """A request of the tenant arrives, and is under way until `end`."""
+        """Notes that a request of the tenant has arrived; it is under way until `end`."""
         account = self._accounts.pop(tenant, None)
         if account is None:
             account = ShareAccount(self.weight(tenant), at_s=now)

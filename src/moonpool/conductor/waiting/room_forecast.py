@@ -67,7 +67,7 @@ class RoomForecast:
         self._updated_s = float("-inf")
 
     def note_answer(self, num_tokens: int) -> None:
-        """An answer of so many tokens has ended."""
+        """Notes the length of an answer that has ended."""
         self._lengths.note(num_tokens)
 
     def wait_s(
