@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-_END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)(?<!vs\.)[)`\"*]?\s+(?=[A-Z`\"(*\[0-9])")
+_END = re.compile(
+    r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!cf\.)(?<!vs\.)[)`\"*]?\s+(?=[A-Z`\"(*\[0-9])"
+)
 _PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*[-*] )|\n(?=\s*\d+\. )|\n(?=\s{4,}\S)")
 _NOT_PROSE = re.compile(r"type: ignore|noqa|fmt: |pragma|^\W*$|^!")
 _GENERATED = ("docs/benchmarks.md", "docs/config.md", "CHANGELOG.md")
@@ -87,7 +89,9 @@ def _of_page(path: str, text: str) -> Iterator[Block]:
         if paragraph.lstrip().startswith("|"):
             for number, row in enumerate(paragraph.splitlines()):
                 cells = [cell.strip() for cell in row.strip(" |").split(" | ")]
-                yield from (Block(path, line + number, "", c) for c in cells if ". " in c or len(c) > 40)
+                yield from (
+                    Block(path, line + number, "", c) for c in cells if ". " in c or len(c) > 40
+                )
         elif paragraph.strip() and not paragraph.lstrip().startswith(("#", "<", "![")):
             yield Block(path, line, "", paragraph)
         line += paragraph.count("\n")

@@ -28,7 +28,7 @@ from moonpool.types import FinishReason, Request, Token, TokenLogprobs
 NO_OUTPUT = Output()
 NOTHING_SAID = Said()
 REPLAYED_PER_TURN = 64
-"""Known increments that are sent before other calls have their turn."""
+"""Known increments that are sent before other calls get their turn."""
 
 
 class Delta(NamedTuple):
@@ -118,7 +118,7 @@ class Choice:
 
     async def _judged(self, output: Output, frontend: ModelFrontend) -> Delta:
         """Takes an output, and tells the head if the answer ended otherwise than the engine says:
-        by a stop string, or as no valid one. A client that reads slowly is not awaited for that."""
+        by a stop string, or as no valid one. This does not wait for a client that reads slowly."""
         request_id = self.request.request_id
         try:
             delta = await self._delta(output)
@@ -144,7 +144,7 @@ class Choice:
 
     @property
     def finish_word(self) -> str | None:
-        """`finish_reason` in OpenAI's terms. A call that a stop string has cut is none."""
+        """`finish_reason` in OpenAI's terms. A call that a stop string has cut does not count."""
         if self.finish_reason is not FinishReason.STOP or not self._called:
             return self.finish_reason
         is_cut = self._is_cut and self._reader is not None and self._reader.is_in_call
@@ -281,9 +281,9 @@ async def run_choices(
 ) -> AsyncGenerator[Delta, None]:
     """Runs all choices of a call side by side. If one fails, all end and its error is raised.
 
-    Each increment is logged in `kept` first. Those that are in it already come again, as do those
-    that are `known` from another connection. Raises RequestRefused, now or as `kept` has it from
-    another head.
+    Increments that are already in it are sent again, as are those that are `known` from another
+    connection. Raises RequestRefused, either now or as `kept` recorded it in another head. Raises
+    RequestRefused, now or as `kept` has it from another head.
     """
     running = choices
     if known and not (kept is not None and kept.is_resumed):

@@ -155,7 +155,7 @@ class ModelFrontend(Protocol):
         ...
 
     def abort(self, request_id: RequestId, reason: str = FinishReason.ABORT.value) -> None:
-        """Ends a request early. Its client gets no whole answer, also if it has just ended. Unknown
+        """Ends a request early. Its client gets no whole answer, even if it has just ended. Unknown
         ids are ignored."""
         ...
 
@@ -257,7 +257,7 @@ class ApiOptions:
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
     admins: frozenset[str] = frozenset()
-    """Tenants that see the whole cluster. Without API keys everyone does."""
+    """Tenants that see the whole cluster. Without API keys, every client does."""
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)  # by tenant
     served_names: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # whose web pages may call the API; "*": all

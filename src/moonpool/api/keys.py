@@ -1,4 +1,4 @@
-"""API keys: where they come from, whom they name, and what their holders may see and have.
+"""API keys: where they come from, which tenant they name, and what their holders may see and have.
 
 Keys belong in a file or in the environment: a command line shows in `ps`. A file has a key on each
 line, then optionally the tenant's name and its limits (`TenantLimits`), in any order:

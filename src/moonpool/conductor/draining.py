@@ -99,8 +99,7 @@ class Draining:
         self._numbers = count(1)
 
     def why_not(self, instance_id: InstanceId, returns: bool = False) -> str:
-        """Why the instance must not leave; "" if it may. An instance that returns may be the last.
-        """
+        """Why the instance must not leave; "" if it may. One that `returns` may be the last."""
         state = self._instances.get(instance_id)
         if state is None:
             known = ", ".join(self._instances) or "none"

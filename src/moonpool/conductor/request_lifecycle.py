@@ -439,8 +439,7 @@ class RequestLifecycle:
             self.on_instance_crashed(instance_id, now)
 
     def on_instance_crashed(self, instance_id: InstanceId, now: float) -> None:
-        """The instance ended by itself, so one of its requests may be the cause (see `Suspects`).
-        """
+        """The instance ended by itself, so one of its requests may be the cause (`Suspects`)."""
         culprit, others = self._suspects.accuse(instance_id)
         if culprit is not None:
             self._reject(culprit, culprit_rejection(instance_id), now)

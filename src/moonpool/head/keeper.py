@@ -15,7 +15,8 @@ from moonpool.head.watch.culprits import OomKills, is_crash
 log = logging.getLogger("moonpool.launcher")
 
 MAX_RESTARTS = 5
-"""More of one process end the start of the cluster. Later, none is given up."""
+"""More restarts of one process end the start of the cluster. Once the cluster is up, no process is
+given up."""
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Delay after the first, second, ... death in short succession."""
 STEADY_S = 60.0
@@ -44,7 +45,7 @@ class Keeper:
         self.is_ending = False
         """Whether the cluster ends, so that no further process is started."""
         self.returns = False
-        """Whether another process takes the place of the one that is about to leave."""
+        """Whether another process replaces the one that is about to leave."""
         self.is_leaving = False
         """Whether the process was told to leave, so that no other one takes its place."""
         self.on_crash: Callable[[str], None] = lambda name: None
@@ -66,7 +67,7 @@ class Keeper:
                 self.process.kill()
 
     def leave(self) -> None:
-        """Tells the process to end in order; none takes its place."""
+        """Tells the process to end in an orderly way; none replaces it."""
         self.is_leaving = True
         if self.pid and self.process is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -71,8 +71,8 @@ class BodyClient(asyncio.SubprocessProtocol):
         self.has_ended = False
 
     def begin(self) -> asyncio.Task[str]:
-        """Starts the process. The result is why the tokenizer or the chat template cannot be used;
-        "" if they can."""
+        """Starts the process. Returns why the tokenizer or the chat template cannot be used; "" if
+        they can."""
         if self._starting is None:
             self._starting = self._loop.create_task(self._start())
         return self._starting
@@ -142,7 +142,7 @@ class BodyClient(asyncio.SubprocessProtocol):
         return result
 
     def end(self) -> None:
-        """Ends the process. What is in it was not read."""
+        """Ends the process. The calls in it were not read."""
         self._lose(None)
         if self._transport is not None:
             self._transport.close()
@@ -191,7 +191,7 @@ class BodyClient(asyncio.SubprocessProtocol):
             self._transport.close()
 
     def _lose(self, status: int | None) -> None:
-        """The process has ended, with this status; None: it was not its own doing."""
+        """The process has ended with this status; None: it was ended from outside."""
         if self.has_ended:
             return
         self.has_ended = True

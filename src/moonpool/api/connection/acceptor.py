@@ -15,7 +15,7 @@ log = logging.getLogger("moonpool.http")
 
 MOST_AT_ONCE = 16
 RETRY_S = 1.0
-"""Pause after an error that accepting again at once would meet again: no file descriptors."""
+"""Pause after an error that would come again at once: no file descriptors."""
 
 
 class Acceptor:

@@ -19,8 +19,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class StreamKeeper(Protocol):
-    """Who outlives this head and holds what its successor needs. Parties share its room as that of
-    a `SharedBuffer`."""
+    """The party that outlives this head and holds what its successor needs. Parties share its room
+    as that of a `SharedBuffer`."""
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         """Holds duplicates of both. Returns their number; None: there is no room."""
@@ -31,7 +31,7 @@ class StreamKeeper(Protocol):
         ...
 
     def cut(self, number: int) -> None:
-        """The connection has ended: holds the log alone."""
+        """The connection has ended: holds only the log."""
         ...
 
     def drop(self, number: int) -> None: ...
@@ -136,7 +136,7 @@ class CallLog:
             self._keeper.cut(self.number)
 
     def drop(self) -> None:
-        """The call needs its log no more."""
+        """The call no longer needs its log."""
         if self.is_kept:
             self.is_kept = False
             self._keeper.drop(self.number)

@@ -231,8 +231,8 @@ class LimitedProtocol(BoundedProtocol):
             return None
 
     def resume(self, received: KeptStream | HalfRead, num_sent: int) -> None:
-        """Goes on with a call that another head has received, or has begun to receive, and whose
-        client was sent so many bytes. Call it before the connection is made."""
+        """Continues a call that another head has received, or has begun to receive, and whose
+        client was sent `num_sent` bytes. Call it before the connection is made."""
         if isinstance(received, KeptStream):
             self._resumed = received
         else:

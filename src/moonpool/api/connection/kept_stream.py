@@ -128,8 +128,8 @@ class Commented(Struct, frozen=True, array_like=True, tag="c"):
 
 
 class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
-    """A further head goes on from here. `num_ended`: heads that this call has hung or crashed until
-    now. `num_killed`: those that were killed while they worked on it, which may be chance."""
+    """A further head continues from here. `num_ended`: heads that this call has hung or crashed
+    until now. `num_killed`: those that were killed while they worked on it, which may be chance."""
 
     num_ended: int = 0
     num_killed: int = 0
@@ -181,7 +181,7 @@ class KeptStream:
 
     @classmethod
     def take_over(cls, call_log: CallLog, num_ended: int = 0, num_killed: int = 0) -> KeptStream:
-        """Goes on with the log of an earlier head. `num_ended`, `num_killed`: as in `TakenOver`.
+        """Continues the log of an earlier head. `num_ended`, `num_killed`: as in `TakenOver`.
         Raises ValueError if it is not whole."""
         kept = cls._read(call_log)
         kept.is_resumed = True
@@ -230,7 +230,7 @@ class KeptStream:
 
     @property
     def received(self) -> list[bytes]:
-        """The call, as bytes of HTTP."""
+        """The call, as the HTTP bytes that arrived."""
         return [self.opening.request]
 
     def deliveries(self) -> list[Delivered]:

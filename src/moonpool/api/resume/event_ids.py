@@ -1,4 +1,4 @@
-"""Ids of server-sent events, by which a client goes on at any head, also one that has no log.
+"""Ids of server-sent events, by which a client continues at any head, even one that has no log.
 
 A call with the header `Last-Event-ID: 0` gets an `id:` with each event. The same call with the id
 of the last event that arrived gets the events after it. The answer is computed again for that: an
@@ -150,7 +150,7 @@ class NumberedEvents:
 
     @property
     def catches_up(self) -> bool:
-        """Nothing that the client lacks has come yet."""
+        """Whether nothing has come yet that the client lacks."""
         return not self._has_begun
 
     def begin(self) -> bytes:

@@ -50,7 +50,7 @@ class HeldBody:
             raise self.refusal()
 
     def finish(self) -> None:
-        """The body is complete: it keeps its room."""
+        """The body is complete: keeps its room."""
         self._memory.small.keep(self)
         self._memory.large.keep(self)
 

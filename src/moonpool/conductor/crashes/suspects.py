@@ -46,8 +46,7 @@ class Suspects:
         return request_id in self._line and request_id != next(iter(self._line))
 
     def run_alone_at(self, tracked: TrackedRequest, instances: Iterable[InstanceId | None]) -> bool:
-        """Whether another request runs alone at one of these instances, which nothing new may join.
-        """
+        """Whether another request runs alone at one of the instances: nothing new may join it."""
         alone = self._requests.get(next(iter(self._line), RequestId("")))
         if alone is None or alone is tracked or alone.attempt is None:
             return False

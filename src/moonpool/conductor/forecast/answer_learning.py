@@ -1,5 +1,4 @@
-"""What the Conductor learns from a complete answer: lengths, room, chances, errors of predictions.
-"""
+"""What the Conductor learns from a complete answer: lengths, room, chances, prediction errors."""
 
 from __future__ import annotations
 

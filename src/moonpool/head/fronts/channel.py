@@ -16,7 +16,7 @@ from moonpool.types import MALFORMED
 MAX_FRAME_BYTES = 256 << 20
 """A forwarded body has up to 48 MB, and a page of metrics less."""
 MAX_UNSENT_BYTES = 256 << 20
-"""The other side does not read: the connection ends."""
+"""If the other side leaves this much unread, the connection ends."""
 _HEADER = struct.Struct(">I")
 
 In = TypeVar("In")

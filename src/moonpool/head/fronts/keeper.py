@@ -206,7 +206,7 @@ class Fronts:
         return sum(len(held) for held in self._held)
 
     def start(self, head: HeadPackets) -> None:
-        """The head serves for the first time."""
+        """Starts the fronts when the head serves for the first time."""
         self._head = head
         if self._fronts:
             return
@@ -219,7 +219,7 @@ class Fronts:
         self._tasks = [asyncio.create_task(front.run()) for front in self._fronts]
 
     def connect_all(self, head: HeadPackets) -> None:
-        """Another head has begun."""
+        """Connects all fronts to a new head."""
         self._head = head
         for front in self._fronts:
             if front.packets is not None:
@@ -240,7 +240,7 @@ class Fronts:
         await asyncio.gather(*[front.end(HandOver(), limit_s) for front in self._fronts])
 
     def go_on(self) -> None:
-        """There is no next program: new fronts start."""
+        """Starts new fronts when there is no next program."""
         for front in self._fronts:
             front.go_on()
 
@@ -253,7 +253,7 @@ class Fronts:
             held.close()
 
     def leave(self) -> tuple[HeldState, ...]:
-        """What the next program of the supervisor gets."""
+        """Returns what the next program of the supervisor gets."""
         return tuple(held.leave() for held in self._held)
 
     def watch(self, listened_s: float) -> None:

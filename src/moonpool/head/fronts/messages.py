@@ -126,7 +126,7 @@ class AdmitCall(_Message, frozen=True, tag=True):
 
 
 class SpendTokens(_Message, frozen=True, tag=True):
-    """Tokens of tenants with limits; below 0: they are given back."""
+    """Counts tokens of tenants with limits; negative numbers give tokens back."""
 
     spent: dict[str, int]
 
@@ -152,7 +152,7 @@ class CopyAnswers(_Message, frozen=True, tag=True):
 
 
 class AnswerName(Struct, frozen=True, array_like=True):
-    """By which a call is known when it comes again."""
+    """The name by which a call is known when it comes again."""
 
     tenant: str
     request_id: str
@@ -166,7 +166,7 @@ class HoldAnswer(_Message, frozen=True, tag=True):
 
 
 class ForgetAnswer(_Message, frozen=True, tag=True):
-    """It holds it no longer."""
+    """The front no longer holds the answer."""
 
     name: AnswerName
 

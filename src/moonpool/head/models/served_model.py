@@ -80,7 +80,7 @@ class ModelHost(Protocol):
         ...
 
     def on_new_model(self, model: ServedModel) -> None:
-        """It is served from now on."""
+        """Called when the model is served from now on."""
         ...
 
 
@@ -201,7 +201,7 @@ class ServedModel:
         actions: list[ConductorAction] = []
         try:
             actions = self.conductor.handle(event, now)
-        finally:  # an event that raises is the most wanted one
+        finally:  # an event that raises is the one that is needed most
             self._events.note(event, now, actions)
         return actions
 
@@ -233,14 +233,14 @@ class ServedModel:
     # Its vLLM servers
 
     def take_offer(self, offer: ModelOffer) -> None:
-        """A vLLM server of this model has come: its names, adapters and endpoints are the model's,
+        """Adds a vLLM server of this model: its names, adapters and endpoints become the model's,
         too."""
         card = self.card
         if card.model_id == self._settings.config.model.served_name:
             names: tuple[str, ...] = ()
         elif self.has_offers:
             names = (*card.other_names, *offer.names)
-        else:  # until then it is known by what the configuration says
+        else:  # until then the configuration alone describes it
             card = msgspec.structs.replace(card, model_id=offer.names[0])
             names = offer.names
         others = dict.fromkeys(name for name in names if name != card.model_id)
@@ -270,7 +270,7 @@ class ServedModel:
         return tuple(path for path in paths if path in known or path in offer.paths)
 
     def set_parsing(self, offers: Iterable[ModelOffer]) -> None:
-        """What all these servers find in their answers is left to them; and all calls, if one of
+        """Leaves to the servers what all of them find in their answers; and all calls, if one of
         them takes no token ids."""
         shared: set[Parsing] = set(get_args(Parsing))
         forwards_all = not self.card.knows_tokens
@@ -299,7 +299,7 @@ class ServedModel:
         return None
 
     def limit_context_to(self, info: InstanceInfo, offer: ModelOffer | None) -> None:
-        """An instance joins. `offer`: of a vLLM server."""
+        """Notes that an instance joins. `offer`: of a vLLM server."""
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
         if offer is not None and offer.max_model_tokens <= room_tokens:
             why = f"the max_model_len of the vLLM server at {info.instance_id}"

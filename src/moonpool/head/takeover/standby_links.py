@@ -99,7 +99,7 @@ class StandbyLinks:
         expected: dict[InstanceId, Role],
         offers: dict[InstanceId, ModelOffer],
     ) -> None:
-        """Lets all links hear that this head is alive."""
+        """Shows all links that this head is alive."""
         if self.replaced:
             return
         addresses = self._addresses()
