@@ -118,7 +118,7 @@ def main() -> None:
         for sentence in block.sentences()
     ]
     if given.all is None:
-        pool = random.Random(given.seed).sample(pool, min(given.count, len(pool)))  # noqa: S311
+        pool = random.Random(given.seed).sample(pool, min(given.count, len(pool)))
     print("\n".join(pool))
 
 

@@ -147,7 +147,7 @@ _TEMPLATE_REMEDY = "Send other messages, or start the server with --chat-templat
 
 
 def limit_error(kind: str, stage: ReadStage, what: str) -> ApiError:
-    """The error of a body of this kind. `what`: what the subject did, as in "takes more than 2 s"."""
+    """The error of a body of this kind. `what`: what it did, as in "takes more than 2 s"."""
     param: Any = _PARAMS.get(kind, "messages")
     if stage is ReadStage.TEMPLATE:
         text = f"The model's chat template {what} for these messages. {_TEMPLATE_REMEDY}"

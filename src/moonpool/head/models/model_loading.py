@@ -124,7 +124,7 @@ async def _load_tokens(
 
 
 def _load_text(config: Config, offer: ModelOffer, settings: ModelConfig) -> ApiModel:
-    """Loads a model whose tokens are unknown here. Its tokenizer is a stand-in: it reads no calls."""
+    """Loads a model whose tokens are unknown here. Its tokenizer, a stand-in, reads no calls."""
     unknown = ModelInfo(0, (), 0, BYTE_TOKENIZER)
     card = _offered_card(config, offer, settings, unknown)
     card = msgspec.structs.replace(card, forwards_all=True)
