@@ -50,7 +50,7 @@ def read_endpoints(path: str) -> tuple[list[ListedServer], list[str]]:
 
 
 def parse_endpoints(data: bytes) -> tuple[list[ListedServer], list[str]]:
-    """As `read_endpoints`. An entry that is wrong leaves out no other."""
+    """As `read_endpoints`. A wrong entry leaves out no other."""
     try:
         found = yaml.safe_load(data)
     except yaml.YAMLError as error:

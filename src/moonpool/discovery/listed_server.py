@@ -16,7 +16,7 @@ ROLES = {
     "prefill": Role.PREFILL,
     "decode": Role.DECODE,
 }
-"""By the value of the label `llm-d.ai/role`."""
+"""Roles by the value of the label `llm-d.ai/role`."""
 MAX_RANKS = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _LABELS = re.compile(r"[A-Za-z0-9._/-]+=[A-Za-z0-9._-]*(,[A-Za-z0-9._/-]+=[A-Za-z0-9._-]*)*")
@@ -24,7 +24,7 @@ _HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}", re.ASCII)
 
 
 class SourceError(ValueError):
-    """A source cannot be read; one line. What it listed last holds on."""
+    """A source cannot be read; one line. What it listed last stays valid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from moonpool.discovery.listed_server import ListedServer
 ABSENT_S = 3.0
 """A server that is missing for this long leaves. A DNS server may leave out some for a moment."""
 STEADY_S = 60.0
-"""One that served this long does not flap."""
+"""A server that served this long does not flap."""
 HOLD_OFFS_S = (0.0, 5.0, 15.0, 60.0, 300.0)
-"""From the first, second, ... short stay of a server until it may join again."""
+"""Time from the first, second, ... short stay of a server until it may join again."""
 MAX_SERVERS = 64
 """Each has a process of some 60 MB on this machine."""
 
@@ -56,8 +56,8 @@ class _Known:
 
 
 class Membership:
-    """`see` takes what the sources list now. A server is known by its name: one with another
-    address or role is another one, which joins when the former has left."""
+    """`see` takes what the sources list now. A server is known by its name: if its address or role
+    changes, it is another server, which joins when the former has left."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
@@ -68,7 +68,7 @@ class Membership:
         return [each.server for each in self._known.values() if each.joined_s is not None]
 
     def adopt(self, servers: Sequence[ListedServer], now_s: float) -> None:
-        """These serve already."""
+        """Notes that these servers serve already."""
         for server in servers:
             self._known[server.name] = _Known(server, now_s, now_s)
 
@@ -113,7 +113,7 @@ class Membership:
         known.joined_s = None
 
     def _forget(self, now_s: float) -> None:
-        """Names that were used once do not add up."""
+        """Short stays of names that were used once do not add up."""
         past = [
             name
             for name, each in self._known.items()

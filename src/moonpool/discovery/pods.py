@@ -18,7 +18,7 @@ from moonpool.discovery.listed_server import ListedServer, PodSource, SourceErro
 
 
 class LabelledPods:
-    """`run` follows them; `servers` and `problems` are as it has heard last."""
+    """`run` follows them; `servers` and `problems` are as last heard."""
 
     def __init__(self, source: PodSource) -> None:
         """Raises SourceError outside of a cluster."""
@@ -52,8 +52,8 @@ class LabelledPods:
 
 
 def read_pods(pods: Mapping[str, Object], port: int) -> tuple[list[ListedServer], list[str]]:
-    """The servers in those that are ready, and why others are left out. A pod with the name of one
-    that has ended, at another address, is another server."""
+    """Returns the servers in pods that are ready, and why others are left out. A pod with the name
+    of one that has ended, at another address, is another server."""
     servers: list[ListedServer] = []
     problems: list[str] = []
     for name, pod in sorted(pods.items()):

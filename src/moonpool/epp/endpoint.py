@@ -22,7 +22,7 @@ ROLES = {
     "prefill-decode": Role.MIXED,
     "encode-prefill-decode": Role.MIXED,
 }
-"""By the value of `ROLE_LABEL`. Those of other values, such as "encode", are none of ours."""
+"""Roles by the value of `ROLE_LABEL`. Other values, such as "encode", are not for this picker."""
 
 
 class Endpoint(Struct, frozen=True):
@@ -70,7 +70,7 @@ def bracketed(host: str) -> str:
 def read_endpoint(
     name: str, host: str, port: str | int, labels: Mapping[str, str]
 ) -> Endpoint | None:
-    """Returns the endpoint; None: its role is none of ours. Raises EndpointError."""
+    """Returns the endpoint; None if its role is not for this picker. Raises EndpointError."""
     role = ROLES.get(labels.get(ROLE_LABEL, ""))
     if role is None:
         return None

@@ -1,18 +1,18 @@
-"""How long an endpoint that comes and goes is left alone. Pure: it reads no clock."""
+"""How long an endpoint that comes and goes is left out. Pure: it reads no clock."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 WINDOW_S = 300.0
-"""Departures are remembered for so long."""
+"""Departures are remembered for this long."""
 FIRST_S, MOST_S = 5.0, 120.0
 """Time out of use after the second departure within the window, and at most; it doubles."""
 MOST_NAMES = 65_536
 
 
 class HoldOff:
-    """Of all endpoints of a picker, by name. A first departure costs nothing: servers restart."""
+    """All endpoints of a picker, by name. A first departure costs nothing: servers restart."""
 
     def __init__(self) -> None:
         self._left_s: OrderedDict[str, list[float]] = OrderedDict()  # the last to leave is last

@@ -22,7 +22,7 @@ from moonpool.protocol.versions import NEWEST_PROTOCOL
 from moonpool.types import InstanceId
 
 AGAIN_S = 1.0
-"""From the end of a link that the head has cut to the next one."""
+"""Time from the end of a link that the head has cut to the next one."""
 
 
 class _LocalChannel(Channel[UpFrame, DownFrame]):

@@ -14,7 +14,8 @@ from moonpool.log_limit import limited_logger
 log = limited_logger("moonpool.epp")
 
 AGAIN_S = 30.0
-"""From the refusal of a server, whose model cannot be read or is another, to the next try."""
+"""Time from the refusal of a server, whose model cannot be read or is another, to the next attempt.
+"""
 GRACE_S = 2.0
 
 
@@ -47,7 +48,7 @@ class Members:
         return (member.endpoint for member in self._members.values())
 
     def find(self, name: str) -> Endpoint | None:
-        """Also one that is leaving."""
+        """Finds an endpoint, even one that is leaving."""
         member = self._members.get(name)
         if member is not None:
             return member.endpoint

@@ -40,7 +40,7 @@ from moonpool.types import (
 GENERATING = (COMPLETIONS, *MEDIA_PATHS)
 NO_ENDPOINT_RETRY_S = 5.0
 UNHURRIED = Slo(ttft_s=math.inf, tbt_s=math.inf, ttft_stated=False, tbt_stated=False)
-"""Of the further answers of a call, which go where the first one goes."""
+"""The SLO of the further answers of a call, which go where the first one goes."""
 
 
 class _Named(msgspec.Struct):
@@ -51,7 +51,7 @@ _NAMED = msgspec.json.Decoder(_Named)
 
 
 class NoEndpointError(RequestRefused):
-    """The endpoints that a gateway allows are none of ours, or there are none."""
+    """The endpoints that a gateway allows are unknown here, or there are none."""
 
     def __init__(self, message: str) -> None:
         super().__init__(503, "no_instance", message, NO_ENDPOINT_RETRY_S)
@@ -270,7 +270,8 @@ class Picker:
 
 
 def _read(chosen: asyncio.Future[Route]) -> None:
-    """Where a further answer goes is known, and its refusal is nothing to a call that goes on."""
+    """Where a further answer goes is known, and its refusal does not concern a call that goes
+    on."""
     if not chosen.cancelled():
         chosen.exception()
 

@@ -48,7 +48,7 @@ from moonpool.scheduler.ssd_offload import Demotion, Promotion
 from moonpool.types import BlockId, BlockKey
 
 STORE_SHARE = 4
-"""One block in this many may be reserved for stores that are under way."""
+"""At most one block in this many may be reserved for stores that are under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class BlockSpace:
         return () if reservation is None else reservation.block_ids
 
     def commit(self, number: int) -> None:
-        """The reserved blocks are full: they get their keys."""
+        """Gives the reserved blocks, which are full now, their keys."""
         reservation = self._reservations.pop(number)
         self._reserved_keys.difference_update(reservation.keys)
         items = zip(reservation.block_ids, reservation.keys, reservation.depths, strict=True)
@@ -277,7 +277,7 @@ class BlockSpace:
             self.pool.release(_storer(number))
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks are damaged: nobody finds them in DRAM from now on."""
+        """Drops damaged blocks: nobody finds them in DRAM from now on."""
         blocks = self.pool.find_all(keys)
         self.pool.uncache(blocks)
         self.effects.count("damaged_blocks", len(blocks))
@@ -361,7 +361,7 @@ class BlockSpace:
 
 
 def _ignore(event: MessengerEvent) -> None:
-    """Nobody waits for single layers."""
+    """Does nothing: nobody waits for single layers."""
 
 
 def _finder(owner: str) -> str:

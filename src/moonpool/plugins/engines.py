@@ -19,9 +19,9 @@ from moonpool.text.tokenizer import TokenizerParts
 GROUP = "moonpool.engines"
 NAME = "moonpool"
 PACKAGE = "moonpool_engine"
-"""Named where it is absent."""
+"""The package to name where the engine is missing."""
 BUILT_IN = ("moonpool/induction", "random:")
-"""How the names of models begin that have no files: the engine makes them."""
+"""Prefix of the names of models without files: the engine makes them."""
 
 
 class EngineError(ValueError):

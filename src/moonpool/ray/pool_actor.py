@@ -41,7 +41,8 @@ class PoolActor(ProcessActor):
         return await self._start(moonpool_line(*line))
 
     def _remove_left_over(self, cluster: str) -> None:
-        """Memory of this cluster's pools on nodes that are gone: their actors were killed."""
+        """Removes the memory of this cluster's pools on nodes that are gone: their actors were
+        killed."""
         alive = {pool_folder(cluster, node["NodeID"]) for node in ray.nodes() if node["Alive"]}
         for folder in self._folder.parent.glob(f"ray-{cluster}-*"):
             if folder not in alive:

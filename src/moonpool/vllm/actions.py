@@ -79,7 +79,7 @@ class SlotsChanged:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """The events of the engine's cache are judged anew."""
+    """The events of the engine's cache are judged again."""
 
 
 @dataclass(frozen=True, slots=True)

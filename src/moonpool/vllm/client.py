@@ -29,9 +29,9 @@ MAX_FORWARDED_BYTES = 48 << 20
 """Largest response that is passed on whole: it goes to the head in one frame."""
 EVENTS = "text/event-stream"
 LACKS = (404, 405, 501)
-"""Statuses of a server that does not serve a path."""
+"""Statuses by which a server says that it does not serve a path."""
 RANK_HEADER = "X-data-parallel-rank"
-"""By which vLLM computes a request on one of its ranks."""
+"""The header by which vLLM computes a request on one of its ranks."""
 _DONE = b"[DONE]"
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request
 
@@ -58,7 +58,8 @@ class VllmError(Exception):
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Of all clients: to read the authorities takes 20 ms, and there may be 1,000 servers."""
+    """Shared by all clients: reading the authorities takes 20 ms, and there may be 1,000
+    servers."""
     return httpx.create_ssl_context(trust_env=False)
 
 

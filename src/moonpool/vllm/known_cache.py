@@ -34,7 +34,7 @@ class PrefixCounts(NamedTuple):
 DUE_S = 2.0
 """How long after a prompt's first token its blocks may be missing from the events."""
 JUDGED = 8
-"""Prompts by which the events are judged, the last ones."""
+"""How many of the last prompts the events are judged by."""
 LEAST_JUDGED = 3
 MAX_DUE = 256
 

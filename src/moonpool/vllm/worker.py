@@ -186,7 +186,7 @@ class VllmWorker(InstanceProcess):
         return HeadLink(self.instance_id, self._secret, self, self._tls, self._link.heads)
 
     async def _pause(self) -> None:
-        """From one look at the server's health to the next."""
+        """Time between two checks of the server's health."""
         await asyncio.sleep(HEARTBEAT_S)
 
     def not_ready(self) -> str:
@@ -375,7 +375,7 @@ class VllmWorker(InstanceProcess):
             self._post(CacheExplained(note))
 
     def _report_cost(self) -> None:
-        """What is measured before this instance joins is in its description."""
+        """What is measured before this instance joins is part of its description."""
         engine = self._engine
         if not self._joined or engine is None or engine.cost is None:
             return

@@ -75,7 +75,7 @@ class InferencePool:
             await self._server.close()
 
     async def _follow_pods(self, on_pods: Callable[[Mapping[str, Object]], None]) -> None:
-        """Anew with each selector of the pool."""
+        """Follows the pods again with each selector of the pool."""
         while True:
             self._changed.clear()
             selector = self._selector
@@ -94,7 +94,7 @@ class InferencePool:
                 changed.cancel()
 
     def _read_pool(self, pool: Object | None) -> None:
-        """A pool that is gone leaves its endpoints as they were: it may be written anew."""
+        """If a pool is gone, its endpoints stay as they were: it may be written again."""
         if pool is None:
             self._say(f"there is no InferencePool {self._name} in namespace {self._namespace}")
             return

@@ -11,6 +11,6 @@ from moonpool.epp.endpoint import Listing
 class EndpointSource(Protocol):
     async def follow(self, update: Callable[[Listing], None]) -> None:
         """Calls `update` with all that there is, at first and after each change, until cancelled.
-        Where the source fails for a time, what it said last holds. Raises SourceError if it
+        If the source fails for a time, what it said last stays valid. Raises SourceError if it
         cannot begin."""
         ...

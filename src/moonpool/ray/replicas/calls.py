@@ -64,7 +64,7 @@ def _tokens_of(prompt: Any) -> tuple[int, ...]:
 
 
 def _text_of(prompt: Any) -> str:
-    """A text of which a longer conversation's begins with that of a shorter one."""
+    """Returns a text such that a longer conversation's text begins with a shorter one's."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list | tuple):

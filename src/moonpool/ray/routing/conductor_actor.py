@@ -28,7 +28,7 @@ log = logging.getLogger("moonpool.ray")
 TICK_S = 0.1
 IDLE_S = 600.0
 GONE_S = 5.0
-"""A replica that no router has named for so long, while some have named others, is gone: routers
+"""A replica that no router has named for this long, while some have named others, is gone: routers
 hear of changes one after the other."""
 CALLS = 4096
 """Calls of this actor at a time: one for each call of the deployment that waits for its place."""
@@ -111,7 +111,7 @@ class ConductorActor:
         self._settle()
 
     async def describe(self) -> dict[str, object]:
-        """What it knows, for operators and tests."""
+        """Describes what it knows, for operators and tests."""
         instances = self._state.conductor.instances
         return {
             "life": self._life,
