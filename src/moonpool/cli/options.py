@@ -206,7 +206,7 @@ POLICY_KEYS = (
     "pool.prefix_caching",
     "engine.batching",
 )
-"""What decides, and so is the same in service and in a simulation."""
+"""Keys that decide, and so are the same in service and in a simulation."""
 
 _CLICK_TYPES: dict[Any, Any] = {int: click.INT, float: click.FLOAT, str: click.STRING}
 

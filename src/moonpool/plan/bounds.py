@@ -28,7 +28,7 @@ SURE = 0.95
 MOST_OVER = 1.2
 """A step that takes this many times the TBT SLO has no effective request."""
 LUCK = 2.0
-"""So many standard deviations of the mean a request's drafts may be right more often."""
+"""Standard deviations by which a request's drafts may be right more often than the mean."""
 WINDOWS = (1 / 1, 1 / 6, 1 / 24, 1 / 96)
 """Lengths of windows as shares of the trace."""
 

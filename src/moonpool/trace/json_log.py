@@ -179,7 +179,8 @@ class JsonLogParser:
             self._found |= {role for role, name in _roles(path, fields).items() if name}
 
     def why_none(self) -> str:
-        """Says what was looked for in vain, which fields were there instead, and what to do."""
+        """Says which names were looked for and not found, which fields were there instead, and what
+        to do."""
         words = {
             "arrival": f"an arrival ({', '.join(('timestamp', 'start_time', 'created'))}, ...)",
             "prompt": f"the tokens of the prompt ({', '.join(PROMPT[:3])}, ...)",
