@@ -128,7 +128,7 @@ class _Client:
         self._writer = writer
 
     def send(self, message: PoolMessage) -> None:
-        """A client that does not read is cut off."""
+        """Disconnects a client that does not read."""
         if self._writer.is_closing():
             return
         self._writer.write(framed(message))
@@ -446,7 +446,7 @@ class PoolServer:
     # Answers
 
     def _perform(self, group: _Group) -> None:
-        """Performs what the spaces of a group want, until they want nothing more."""
+        """Performs what the spaces of a group request, until they request nothing more."""
         now = time.monotonic()
         told = group.state.first_whole_rank
         has_more = True

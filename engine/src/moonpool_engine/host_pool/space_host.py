@@ -86,8 +86,8 @@ class SpaceHost:
         return self._arena.num_blocks
 
     def perform(self) -> tuple[list[BlocksFound | BlocksFetched], BlocksChanged | None]:
-        """Performs what the space wants. Returns what its clients wait for, and what has changed.
-        Must be called after each change, before a client hears of it."""
+        """Performs what the space requests. Returns what its clients wait for, and what has
+        changed. Must be called after each change, before a client hears of it."""
         actions, changes = self.space.take()
         # A record ends before anything can overwrite its block.
         self._ledger.note(self.space.pool.take_rekeyed(), at_once=True)

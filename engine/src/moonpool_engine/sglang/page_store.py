@@ -107,7 +107,7 @@ class PageStore:
         return [page_key(namespace, pool_name, page_hash) for page_hash in hashes]
 
     def _counted(self, found: list[bool], count: int, good: str, bad: str) -> list[bool]:
-        """A client that failed has said nothing of any page."""
+        """A client that failed has reported nothing about any page."""
         results = found if len(found) == count else [False] * count
         self.counts[good] += sum(results)
         self.counts[bad] += count - sum(results)

@@ -168,8 +168,8 @@ class Messenger:
     def forget_checksums(
         self, block_ids: Sequence[BlockId], first_token: int, end_token: int
     ) -> None:
-        """The engine is about to write tokens first_token ... end_token - 1 of the sequence whose
-        block table is `block_ids`."""
+        """Notes that the engine is about to write tokens first_token ... end_token - 1 of the
+        sequence whose block table is `block_ids`."""
         size = self._block_tokens
         self._context.arena.checksums.forget(block_ids[first_token // size : -(-end_token // size)])
 

@@ -21,7 +21,7 @@ from moonpool_engine.vllm.slice_mover import SliceMover, Sums
 
 
 class BlockCopier(Protocol):
-    """Of one kind of KVCache. `places` are addresses of blocks in the pool's memory, one for each
+    """For one kind of KVCache. `places` are addresses of blocks in the pool's memory, one for each
     block id."""
 
     def mark(self) -> None:
@@ -54,10 +54,10 @@ class HostCopier:
         self._slices_of = kind.slices_by_layer(layout)
 
     def mark(self) -> None:
-        """A step is computed when vLLM's thread goes on."""
+        """Does nothing: a step is computed when vLLM's thread goes on."""
 
     def wait(self, layer: str) -> None:
-        """What was loaded is there."""
+        """Does nothing: what was loaded is there."""
 
     def load(self, layer: str, block_ids: Places, places: Places) -> Sums:
         slices = self._slices_of[layer]

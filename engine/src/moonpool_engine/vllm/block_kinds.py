@@ -29,7 +29,7 @@ class BlockKind:
 
     @property
     def num_slices(self) -> int:
-        """Of one block."""
+        """Slices of one block."""
         return sum(group.num_slices for group in self.groups)
 
     def slices_by_layer(self, layout: CacheLayout) -> dict[str, Places]:

@@ -97,17 +97,17 @@ class CacheLayout:
 
     slice_bytes: int
     num_blocks: int
-    """That vLLM has; ids are below it."""
+    """The number of vLLM's blocks; ids are below it."""
     device_type: str
     groups: tuple[CacheGroup, ...]
     parts: tuple[LayerPart, ...]
     description: str
-    """JSON of all that has to be equal between two workers, without what is of this process."""
+    """JSON of all that must be equal between two workers, without what belongs to this process."""
 
     @classmethod
     def of(cls, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> CacheLayout:
-        """From what vLLM gives a connector: the tensor of each layer by its name, and the
-        `KVCacheConfig`. Raises LayoutRefused."""
+        """Makes the layout from what vLLM gives a connector: the tensor of each layer by its name,
+        and the `KVCacheConfig`. Raises LayoutRefused."""
         try:
             return _read(kv_caches, kv_cache_config)
         except (AttributeError, KeyError, TypeError, IndexError, RuntimeError) as error:
@@ -119,7 +119,7 @@ class CacheLayout:
 
     @property
     def num_slices(self) -> int:
-        """Of one block over all layers of all groups."""
+        """Slices of one block over all layers of all groups."""
         return sum(group.num_slices for group in self.groups)
 
     @cached_property
