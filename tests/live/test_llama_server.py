@@ -56,7 +56,7 @@ class LlamaProcess:
             self.process.wait()
 
     def restart(self, front: LocalServer) -> None:
-        """Dies, is missed, and comes back."""
+        """Kills the server, waits until the head misses it, and starts it again."""
         gone, opened = (log(front).count(text) for text in (GONE, OPENED))
         self.kill()
         wait_until(lambda: log(front).count(GONE) > gone)

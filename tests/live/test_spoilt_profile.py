@@ -1,4 +1,4 @@
-"""Step times that a busy machine has spoilt, or that were measured when it was another one."""
+"""Step times that a busy machine made wrong, or that another machine measured."""
 
 from __future__ import annotations
 

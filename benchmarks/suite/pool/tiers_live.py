@@ -55,8 +55,8 @@ def bench_tiers_live(
     folder: Path | None,
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`tokens`: of engine memory, DRAM and SSD, of each instance. No step begins after so many
-    `seconds` of answering. Raises BenchError, ServerError, httpx.HTTPError."""
+    """`tokens` are those of engine memory, DRAM and SSD of each instance. No step begins after so
+    many `seconds` of answering. Raises BenchError, ServerError, httpx.HTTPError."""
     names: list[str] = []
     with contextlib.ExitStack() as stack:
         servers = []
@@ -108,7 +108,7 @@ def _configs(
 
 def _schedule(sessions: int, turns: int) -> list[list[list[int]]]:
     """Prompts in steps of as many as there are instances, each of another conversation: the next
-    turn of any that has one. The same for every cluster."""
+    turn of any that has one. The schedule is the same for every cluster."""
     rng = random.Random(0)
     openings = [_draw(rng, OPENING_TOKENS) for _ in range(OPENINGS)]
     talks = [list(rng.choice(openings)) for _ in range(sessions)]
@@ -177,7 +177,8 @@ def _row(sums: _Sums) -> dict[str, Any]:
 
 
 def _saved(sums: _Sums, before: _Sums | None) -> dict[str, float]:
-    """Seconds of TTFT that the tier saves a request, by the same requests without it."""
+    """Returns the seconds of TTFT that the tier saves a request, compared with the same requests
+    without it."""
     if before is None:
         return {"saved_s": 0.0, "saved_error_s": 0.0}
     saved_s = [b - a for a, b in zip(sums.ttfts_s, before.ttfts_s, strict=True)]

@@ -278,7 +278,7 @@ class DatedState(ServerState):
 
     @default_headers.setter
     def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Ignores what uvicorn sets: it is made anew each second in which it is read."""
+        """Ignores what uvicorn sets: the list is made again in each second in which it is read."""
 
 
 class HttpServer(uvicorn.Server):

@@ -389,7 +389,7 @@ def main() -> None:
         result = reader.read(work)
         _write(sink, result)
         if (result.was_exhausted or len(work.raw) > LARGE_BYTES) and not limits.has_room:
-            break  # another process begins anew
+            break  # another process takes its place
     os._exit(0)  # at once: what is left takes long to free
 
 

@@ -80,7 +80,7 @@ class Choice:
         self._reader = reader
         self._unsaid: list[Token] = []  # tokens whose text the reader holds back
         self._called = False
-        self.answer_grammar = ""  # that the answer behind the reasoning satisfies
+        self.answer_grammar = ""  # the answer after the reasoning satisfies it
         self._raw: list[str] = []  # the text of a structured output
         self._ending = ending
         self._tokenizer = tokenizer

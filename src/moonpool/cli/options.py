@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
 
     class ParamType(click.ParamType):
-        """A generic type also with releases of click that have none."""
+        """Makes the type generic with releases of click in which it is not."""
 
         def __class_getitem__(cls, value_type: type) -> type:
             return cls

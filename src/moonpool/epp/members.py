@@ -100,7 +100,7 @@ class Members:
                 await member.worker.run("", 0)
                 if not member.leaves:
                     name = member.endpoint.name
-                    log.info("%s was drained: not used until it is listed anew", name)
+                    log.info("%s was drained: not used until it is listed again", name)
                 return
             except WorkerError as error:
                 if str(error) != last:

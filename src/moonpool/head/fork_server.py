@@ -258,7 +258,8 @@ class ForkServer:
         return True
 
     async def _ask(self, line: bytes, fd: int | None) -> int:
-        """Ends the connection if it fails. Raises OSError or TimeoutError."""
+        """Sends one line and returns the answer. If that fails, it ends the connection and raises
+        OSError or TimeoutError."""
         if self._control is None:
             raise OSError("the fork server has ended")
         try:

@@ -133,7 +133,7 @@ def read_state(fd: int) -> SupervisorState:
 
 
 def keep_private(state: SupervisorState) -> None:
-    """Further programs shall not inherit what this one has."""
+    """Programs that start later must not inherit what this one has."""
     for fd in state.fds:
         os.set_inheritable(fd, False)
 

@@ -1,4 +1,4 @@
-"""The head's end of its connection to the supervisor, which holds what shall outlive the head."""
+"""The head's end of its connection to the supervisor, which holds what must outlive the head."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Inheritance:
 
 
 class SupervisorLink:
-    """Made on the running loop. `stop` is set when the head shall end in order, or hand over."""
+    """Made on the running loop. `stop` is set when the head must end in order, or hand over."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.stop = asyncio.Event()

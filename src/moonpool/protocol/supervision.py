@@ -48,8 +48,8 @@ class Packet(Struct, frozen=True):
 
 
 class HeadsEnded(Packet, frozen=True, tag=True):
-    """A call has hung or crashed `count` heads: this counts for calls like it, too. `digest`: of
-    path and body."""
+    """A call has hung or crashed `count` heads: this counts for calls like it, too. `digest` is
+    that of path and body."""
 
     tenant: str
     digest: bytes

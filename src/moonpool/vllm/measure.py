@@ -75,7 +75,7 @@ async def measure(
     note: Callable[[str], None],
 ) -> FittedCost:
     """Returns the fitted cost model. `is_quiet`: whether there are no other requests. `note` is
-    told what is measured next. Raises VllmError, also for a response in another format."""
+    told what is measured next. Raises VllmError, for a response in another format too."""
 
     async def begin(what: str) -> None:
         note(what)

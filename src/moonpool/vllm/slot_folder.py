@@ -66,8 +66,8 @@ class SlotFolderError(Exception):
 
 
 class SlotFolder:
-    """All methods block; `max_bytes` bounds the files of all who share the folder. 0: half of what
-    is free when it is opened."""
+    """All methods block. `max_bytes` bounds the files of all processes that share the folder; 0
+    means half of the disk space that is free when the folder is opened."""
 
     def __init__(self, path: str, block_tokens: int, max_bytes: int = 0) -> None:
         """Raises SlotFolderError."""

@@ -171,7 +171,7 @@ class DecoderModel:
         return own.attention.store(qkv, own.rope, args)
 
     def attend(self, layer: int, q: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
-        """What `store` returned, such as q [T, heads, head_dim] -> [T, heads * head_dim]."""
+        """Takes what `store` returned, such as q [T, heads, head_dim], to [T, heads * head_dim]."""
         own = self._layers[layer]
         args = AttendArgs(self.heads, cache, layer, meta, self._scale, own.rule)
         return own.attention.attend(q, args)

@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class Messenger:
-    """`layout` is that of whole blocks, also if the arena stores only a share of each.
+    """`layout` is that of whole blocks, even if the arena stores only a share of each.
 
     `post` is called from messenger threads and must not block. `lease_s`: how long a peer may hold
     our blocks without a sign of life. `park_s`: how long the sender of a stream waits until the

@@ -42,7 +42,7 @@ class Acceptor:
         self._watch()
 
     def close(self) -> None:
-        """Accepts no more. Those that wait in the socket's queue are not touched."""
+        """Accepts no more connections. It leaves those that wait in the socket's queue."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)

@@ -25,7 +25,7 @@ from moonpool.api.sharing.shared_buffer import party_at
 from moonpool.log_limit import limited_logger
 
 READ_S = 5.0
-"""Seconds for a request to arrive whose connection another head shall have."""
+"""Seconds in which a request must arrive before its connection goes to another head."""
 FLUSH_S = 0.05
 """How often a complete response is looked at until the kernel has all of it."""
 
@@ -35,7 +35,7 @@ class LimitedProtocol(BoundedProtocol):
 
     limit: ConnectionLimit
     keeper: StreamKeeper | None = None
-    """Holds answers that shall outlive this process."""
+    """Holds answers that must outlive this process."""
     answers: KeptAnswers
     mark: WorkMark | None = None
     """Where the supervisor sees which call is worked on."""

@@ -243,7 +243,7 @@ class Forwarder:
 
     async def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
         """Yields what is known of the answer, or what the server says. Each output is logged first.
-        Raises RequestRefused, also if nobody can send what is missing."""
+        Raises RequestRefused, for instance if nobody can send what is missing."""
         kept = call.context.kept
         known = call.known
         if kept is not None and kept.is_resumed:

@@ -154,7 +154,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads and checks the header; of the first part of several, also those of the others.
+    """Reads and checks the header. If `path` is the first of several parts, reads all headers.
 
     Raises `ModelError` with one line."""
     metadata, tensors, first = _read_part(path)
