@@ -76,7 +76,7 @@ def test_mixed_instances_keep_their_slos_under_overload(tmp_path: Path) -> None:
 
 
 def test_mixed_instances_without_tiles_keep_the_tbt_slo(tmp_path: Path) -> None:
-    """As on a CPU: a chunk of 32 tokens takes most of what a step may take, and a few decodes
+    """Holds as on a CPU: a chunk of 32 tokens takes most of what a step may take, and a few decodes
     beside it the rest. So chunks must be smaller."""
     path, cost = tmp_path / "chats.jsonl", tmp_path / "cost.json"
     cost.write_text('{"prefill": [0.04, 0.005, 0, 0], "decode": [0.045, 0.006, 0]}')

@@ -36,7 +36,7 @@ class TimedJob:
 
 @dataclass(slots=True)
 class TimedResult:
-    """What came of the jobs, in their order."""
+    """The results of the jobs, in their order."""
 
     ttft_s: list[float]
     gaps_s: list[float] = field(default_factory=list)  # between tokens, of all answers
@@ -77,7 +77,7 @@ def serve(
     cost: FittedCost,
     perform: Perform,
 ) -> TimedResult:
-    """All jobs, which come in order of time, to their end."""
+    """Serves all jobs, which come in order of time, to their end."""
     return _Run(jobs, config, layout, num_blocks, cost, perform).run()
 
 

@@ -13,7 +13,7 @@ from moonpool.conductor.waiting.room_forecast import MEMORY_ANSWERS, RecentLengt
 from moonpool.types import RequestId
 
 STEP_S = 0.01
-"""Of a decode step by the desk's cost, and 1 ms for each answer in it."""
+"""Seconds of a decode step by the desk's cost, with 1 ms for each answer in it."""
 
 
 def fill(desk: Desk, number: int, max_tokens: int, ignore_eos: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a head inherits of calls: each of them once. And whose calls outlive a head."""
+"""What a head inherits of calls: each call once. And whose calls outlive a head."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Campaign:
             self.left = _still_alive(pids)
 
     def _plans(self, kinds: list[str], kills: int, stops: int) -> list[FaultPlan]:
-        """Each kind in turn, from a random one on, in a random order."""
+        """Plans each kind in turn, from a random one on, in a random order."""
         self._rng.shuffle(kinds)
         plans = [(kinds[n % len(kinds)], signal.SIGKILL) for n in range(kills)]
         plans += [(kinds[n % len(kinds)], signal.SIGSTOP) for n in range(stops)]
