@@ -67,7 +67,7 @@ class Desk:
 
     @contextmanager
     def demanding(self, prompt_tokens: int, answer_tokens: int) -> Iterator[None]:
-        """Prompts and answers of such lengths, all of them refused."""
+        """Asks for prompts and answers of these lengths meanwhile; all are refused."""
         over = threading.Event()
 
         def demand() -> None:

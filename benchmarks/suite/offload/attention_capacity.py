@@ -1,11 +1,11 @@
 """`moonpool bench attention --capacity`: time between tokens over requests at once, by how many
 attention workers hold their KVCache.
 
-An instance's own memory holds N requests, an attention worker's `holds` times as many, as those of
-devices for attention do. Each curve ends where its memory does: with the workers' alone, and with
-the instance's own beside them. Each point is of the faster of one batch and two that take turns,
-beside the instance's own full memory in the same rounds: a machine's speed drifts more than they
-differ.
+An instance's own memory holds N requests. An attention worker's memory holds `holds` times as many,
+as the memory of a device for attention does. There is a curve with the workers' memory alone, and
+one with the instance's own memory too; each ends where the memory is full. A point is the faster of
+one batch and two that take turns. The same rounds measure the instance's own full memory, because a
+machine's speed drifts more than the two differ.
 """
 
 from __future__ import annotations

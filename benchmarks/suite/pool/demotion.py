@@ -191,7 +191,7 @@ class _Pair(NamedTuple):
 
 
 class _Bench:
-    """The instance and what is asked of it. `run` once, then `close`."""
+    """The instance and the requests that it gets. `run` once, then `close`."""
 
     def __init__(self, model: str, tokens_per_s: int, folder: Path) -> None:
         setup = Setup(

@@ -75,7 +75,7 @@ def make_app(
     models: ModelApis | None = None,
     answers_calls: bool = True,
 ) -> Starlette:
-    """As `make_front_app`, for a head in this process."""
+    """Makes an app as `make_front_app` does, for a head in this process."""
     view = OwnClusterView(frontend)
     return make_front_app(frontend, view, options, models, answers_calls)
 

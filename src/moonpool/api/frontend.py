@@ -138,8 +138,8 @@ class ModelFrontend(Protocol):
     def forward(
         self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
-        """As `submit`, for a request that a vLLM server answers from the client's own body. The
-        tokens of outputs have parts of its response as `payload`."""
+        """Submits, as `submit` does, a request that a vLLM server answers from the client's own
+        body. The tokens of outputs have parts of its response as `payload`."""
         ...
 
     def why_not_forwarded(self) -> str:

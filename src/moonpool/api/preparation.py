@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked call with its prompts as token ids.
+"""Makes a checked call, with its prompts as token ids, from the bytes of a body.
 
 What depends only on the body and the model happens here, so that a process of its own can do it for
 large bodies (`body_pool`). `Preparer` itself knows no request, tenant or head.

@@ -353,7 +353,7 @@ LOG_EVERY_S = 15.0
 
 @contextmanager
 def _progress(total: float) -> Iterator[Callable[[str, float], None]]:
-    """On a terminal, a bar of the runs that are allowed at most; elsewhere a line per stage and
+    """Shows on a terminal a bar of the most runs that are allowed; elsewhere a line per stage and
     every LOG_EVERY_S."""
     began_s = last_s = time.monotonic()
     stages: set[str] = set()

@@ -375,7 +375,8 @@ class RequestLifecycle:
             self.end(tracked, finish.value, now)
 
     def _add_tokens(self, tracked: TrackedRequest, attempt: Attempt, num_tokens: int) -> int:
-        """As `Reservations.add_tokens`; what the tenant holds grows with it."""
+        """Does what `Reservations.add_tokens` does; the tokens that the tenant holds grow with
+        it."""
         extra_tokens = self._reservations.add_tokens(attempt, num_tokens)
         tracked.account.held_tokens += extra_tokens
         return extra_tokens

@@ -1,4 +1,4 @@
-"""For which prompts and decodes a cost was measured.
+"""The prompts and decodes for which a cost was measured.
 
 A fitted formula says nothing about what was not measured. `prompt_weight` blends the measured cost
 with another source near the edge of the measured range, so that the estimate has no jump there: 1

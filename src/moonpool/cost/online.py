@@ -184,7 +184,8 @@ class LearnedFactor:
 
 
 class FactorsBySize:
-    """By what factor steps of each size take longer than predicted: a quantile of recent ratios.
+    """The factor by which steps of each size take longer than predicted: a quantile of recent
+    ratios.
 
     Sizes up to the same power of two share their ratios. A profile is a formula, and devices work
     in tiles: its error at one tile is not that at two. A size with few ratios of its own takes the

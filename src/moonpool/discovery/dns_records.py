@@ -58,7 +58,7 @@ async def _srv(name: str, nameservers: Sequence[tuple[str, int]] | None) -> list
 
 
 def system_nameservers() -> list[tuple[str, int]]:
-    """Those of /etc/resolv.conf; none if it cannot be read."""
+    """Returns the name servers of /etc/resolv.conf; none if it cannot be read."""
     try:
         lines = RESOLV_CONF.read_text().splitlines()
     except OSError:

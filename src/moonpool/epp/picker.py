@@ -251,7 +251,8 @@ class Picker:
         return tuple(sound or names)
 
     def spare(self, subset: Sequence[str] | None) -> Route:
-        """As `pick`, for a call whose body is not seen: it is not booked. Raises RequestRefused."""
+        """Picks, as `pick` does, for a call whose body is not seen: it is not booked. Raises
+        RequestRefused."""
         return self._next(self._within(subset))
 
     def _next(self, within: Sequence[InstanceId] | None) -> Route:

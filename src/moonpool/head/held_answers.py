@@ -28,7 +28,7 @@ from moonpool.protocol.supervision import (
 
 
 class HeldAnswers:
-    """By the numbers that the process gives. Owns the file descriptors."""
+    """The held answers, by the numbers that the process gives. Owns the file descriptors."""
 
     def __init__(
         self, cut_answers: Mapping[int, int] | None = None, state: HeldState | None = None

@@ -96,7 +96,7 @@ class WorkWatch:
 
     @property
     def number(self) -> int | None:
-        """Of the call that is worked on."""
+        """The number of the call that is worked on."""
         return None if self.mark is None else self.mark.number
 
     def __call__(self, request_id: RequestId | None) -> None:

@@ -162,7 +162,7 @@ class Succession(Protocol):
 
 
 class NoSuccession:
-    """Of a head without a supervisor."""
+    """The succession of a head without a supervisor."""
 
     upgrade_error: str | None = None
 

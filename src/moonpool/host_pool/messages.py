@@ -261,5 +261,5 @@ FROM_POOL = msgspec.msgpack.Decoder(PoolMessage)
 
 
 def keys_of(keys: tuple[bytes, ...]) -> tuple[BlockKey, ...]:
-    """The same keys, as the pool's tables name them."""
+    """Returns the same keys, as the pool's tables name them."""
     return tuple(map(BlockKey, keys))

@@ -137,7 +137,7 @@ class HeadLink:
 
     @property
     def protocol(self) -> int:
-        """Of the present connection, as agreed on; 0 without one."""
+        """The protocol of the present connection, as agreed on; 0 without one."""
         return 0 if self.channel is None else self.channel.protocol
 
     def not_open(self) -> str:
@@ -383,7 +383,7 @@ class InstanceProcess(ABC):
         self._report_leaving()
 
     def _report_leaving(self) -> None:
-        """Also reports to a head that came back."""
+        """Reports that the instance leaves, to a head that came back too."""
         if self._leave_by_s is not None:
             within_s = max(self._leave_by_s - time.monotonic(), 0.0)
             self._link.send(LeaveRequested(within_s=within_s))

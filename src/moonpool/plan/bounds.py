@@ -182,7 +182,7 @@ def _least_share_s(node: NodeHardware, context: int, most: int, tbt_s: float, dr
     cost, draft = node.ground_truth, node.draft
 
     def times_s(batch: int) -> tuple[float, float]:
-        """Of one stage, and of the draft model, which the first stage waits for."""
+        """Seconds of one stage, and of the draft model, which the first stage waits for."""
         rounds_s = 0.0
         if draft is not None and drafts:
             rounds_s = drafts * draft.ground_truth.step_s((), batch, batch * context)

@@ -135,7 +135,7 @@ class ProgramFigures:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """For `simulate --json` and `replay --json`."""
+        """Returns the summary for `simulate --json` and `replay --json`."""
         return {
             "count": len(self),
             "failed": self.num_failed,

@@ -52,7 +52,7 @@ _CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
 
 MAX_DEPTH = 6
 MAX_OBJECTS = 500
-"""Of one line; more of them are not looked through."""
+"""The most objects of one line; more of them are not looked through."""
 SHOWN_FIELDS = 12
 MAX_NUMBER = 10**20
 """Nanoseconds since 1970 are below it."""

@@ -48,8 +48,8 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     tool: str = ""
 
     def faster(self, speed: float) -> TraceRow:
-        """The same request in a trace that arrives `speed` times as fast. Tools run as long as
-        they did."""
+        """Returns the same request in a trace that arrives `speed` times as fast. Tools run as long
+        as they did."""
         return msgspec.structs.replace(self, arrived_s=self.arrived_s / speed)
 
 

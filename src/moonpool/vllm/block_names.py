@@ -173,7 +173,7 @@ class ExternalBlocks:
 
 
 class AssumedBlocks:
-    """The same for an engine that publishes no events.
+    """The blocks assumed of an engine that publishes no events.
 
     It is assumed to keep what it computed, up to `num_blocks`, and to evict the least recently used
     blocks, the end of a prompt first.

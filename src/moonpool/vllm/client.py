@@ -139,7 +139,7 @@ class VllmClient:
     async def post(
         self, path: str, fields: Any, optional: bool = False, timeout_s: float = ASK_S
     ) -> bytes:
-        """The same for a question with a JSON body."""
+        """Posts a question with a JSON body, and returns the same."""
         return await self._ask("POST", path, msgspec.json.encode(fields), optional, timeout_s)
 
     async def _ask(

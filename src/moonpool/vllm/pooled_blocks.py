@@ -31,7 +31,7 @@ class PooledBlocks:
 
     @property
     def handle(self) -> bytes:
-        """By which a decode instance finds the blocks of a prefill."""
+        """A decode instance finds the blocks of a prefill by this handle."""
         return msgspec.json.encode(self.address)
 
     def hear(self, report: BlocksChanged | BlocksSnapshot) -> None:

@@ -139,7 +139,7 @@ class SlotFolder:
         return True
 
     def is_intact(self, held: Held) -> bool:
-        """Whether the file is the one that was saved. If not, it is deleted."""
+        """Whether the file is the one that was saved. A file that is not is deleted."""
         note = self._read_note(held.name)
         if note is not None and self._digest(held.name, note.num_bytes) == note.digest:
             with contextlib.suppress(OSError):

@@ -211,7 +211,7 @@ class SlotTable:
         return key in self._holders
 
     def hear(self, events: Sequence[ForeignEvent], lost: bool, now: float) -> None:
-        """Such a server publishes none."""
+        """Does nothing: such a server publishes no events."""
 
     def note_computed(self, keys: Sequence[BlockKey], now: float, is_named: bool) -> None:
         """`end` tells it."""

@@ -545,7 +545,7 @@ class VllmWorker(InstanceProcess):
 
 
 def make_worker(settings: WorkerSettings) -> VllmWorker:
-    """Of the kind "vllm" (`moonpool.plugins.workers`). Raises WorkerError."""
+    """Makes a worker of the kind "vllm" (`moonpool.plugins.workers`). Raises WorkerError."""
     assert settings.role is not None and settings.vllm is not None
     return VllmWorker(
         settings.role,
@@ -577,7 +577,7 @@ NO_ADDRESS = PeerAddress(
 POOL_S = 2.0
 """How long the pool may take to say what it has, before the instance joins without it."""
 NETWORK_BYTES_PER_S = 1e9
-"""Of a fetch from another host's pool, until fetches have been measured."""
+"""The speed of a fetch from another host's pool, until fetches have been measured."""
 
 
 def _with_pool(cost: FittedCost, layout: BlockLayout, rates: tuple[int, float]) -> FittedCost:

@@ -243,7 +243,7 @@ class DecoderModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        """As `forward`, but returns the normed final hidden states: [W, hidden]."""
+        """Computes as `forward` does, but returns the normed final hidden states: [W, hidden]."""
         start = self.embed(token_ids)
         done = self.advance(*start, cache, meta, wanted, on_layer, before_attend)
         return None if done is None else done[1]

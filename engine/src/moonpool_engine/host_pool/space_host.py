@@ -111,7 +111,8 @@ class SpaceHost:
     def reserve(
         self, number: int, keys: Sequence[BlockKey], first_depth: int
     ) -> list[BlockId | None]:
-        """As `BlockSpace.reserve`; the old checksums of these blocks are forgotten."""
+        """Reserves as `BlockSpace.reserve` does; the old checksums of these blocks are
+        forgotten."""
         places = self.space.reserve(number, keys, first_depth)
         self._arena.checksums.forget(self.space.reserved(number))
         return places

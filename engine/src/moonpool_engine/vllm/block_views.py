@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 BlockBytes = dict[str, "torch.Tensor"]
-"""For each layer: the bytes of some blocks."""
+"""The bytes of some blocks, for each layer."""
 
 
 class BlockViews:

@@ -55,7 +55,7 @@ class CacheGroup:
     kind: str
     block_tokens: int
     window_tokens: int | None
-    """Of a sliding window or a chunk; None if a token attends to all before it."""
+    """The length of a sliding window or a chunk; None if a token attends to all before it."""
     layers: tuple[str, ...]
     first_slice: int
     num_slices: int
@@ -166,7 +166,7 @@ class CacheLayout:
 def slice_addresses(
     parts: Sequence[LayerPart], block_ids: npt.ArrayLike, slice_bytes: int, num_blocks: int
 ) -> Addresses:
-    """As `CacheLayout.addresses` for some parts."""
+    """Returns the addresses of some parts, as `CacheLayout.addresses` does."""
     ids = np.asarray(block_ids, dtype=np.int64)
     if ids.size and (ids.min() < 0 or ids.max() >= num_blocks):
         raise IndexError(f"block ids are 0 to {num_blocks - 1}, got {ids.min()} to {ids.max()}")

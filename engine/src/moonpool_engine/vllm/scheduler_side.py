@@ -295,7 +295,7 @@ class SchedulerSide:
         self.counts["from_ssd"] += state.from_ssd
 
     def ssd_tokens(self, request: Any) -> int:
-        """Of the tokens that are loaded for a request, those that were on the SSD."""
+        """The number of tokens that are loaded for a request and were on the SSD."""
         state = self._requests.get(request.request_id)
         return 0 if state is None else state.from_ssd * self._block_tokens
 

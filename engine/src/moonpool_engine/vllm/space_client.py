@@ -26,7 +26,7 @@ RESERVE_S = 1.0
 
 
 class SpaceClient:
-    """For one kind of KVCache. `copier` copies the kind's blocks."""
+    """The client of a space for one kind of KVCache. `copier` copies the kind's blocks."""
 
     def __init__(
         self,

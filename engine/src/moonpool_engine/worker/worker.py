@@ -351,7 +351,7 @@ class Worker(InstanceProcess):
 
 
 def make_worker(settings: WorkerSettings) -> Worker:
-    """Of the kind "moonpool" (`moonpool.plugins.workers`)."""
+    """Makes a worker of the kind "moonpool" (`moonpool.plugins.workers`)."""
     assert settings.role is not None
     assert settings.shared is None or isinstance(settings.shared, SharedWeights)
     return Worker(

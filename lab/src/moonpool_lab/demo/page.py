@@ -14,7 +14,7 @@ from moonpool.pages import look
 from moonpool_lab.demo.answers import COLUMNS, AnsweredTurn, DemoRun
 
 STAGES = {"queue_and_fetch": "b2", "prefill": "b1", "handover": "b4", "decode": "b3"}
-"""Of a request, with the colour of each on all pages."""
+"""The stages of a request, with the colour of each on all pages."""
 
 
 def render_page(on: DemoRun, off: DemoRun) -> str:

@@ -60,7 +60,7 @@ class TimedAnswer(msgspec.Struct, frozen=True):
 
 
 class _TokenClock(CompletionReceiver):
-    """Also keeps the time of each token."""
+    """A receiver that keeps the time of each token, too."""
 
     def __init__(self, record: RequestRecord) -> None:
         super().__init__(record)

@@ -38,7 +38,7 @@ MESSAGES_OF_A_HANDOVER = 3
 INSTANT_S = 1e-9
 SHARES = ("p50", "p90", "p99")
 OWN_TABLES = ("cluster", "conductor", "engine", "pool")
-"""Of a moonpool server's configuration: those that decide."""
+"""The tables of a moonpool server's configuration that decide."""
 
 
 class TriedLoad(Struct, frozen=True):

@@ -114,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def belong_to(self, tenant: str) -> bool:
-        """As in `KeepingConnection`."""
+        """Does what `KeepingConnection.belong_to` does."""
         self._tenant = tenant
         self.party = tenant or self._address
         if tenant:

@@ -27,7 +27,7 @@ class StreamKeeper(Protocol):
         ...
 
     def keep_cut(self, log_fd: int, party: str) -> int | None:
-        """As `keep`, of a call whose connection ends with this process."""
+        """Keeps, as `keep` does, a call whose connection ends with this process."""
         ...
 
     def cut(self, number: int) -> None:

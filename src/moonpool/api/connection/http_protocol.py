@@ -122,7 +122,7 @@ class LimitedProtocol(BoundedProtocol):
 
     @property
     def number(self) -> int | None:
-        """Of the call that another head would go on with."""
+        """The number of the call that another head would go on with."""
         received = self._kept or self._half_read or self._resumed
         return None if received is None else received.number
 

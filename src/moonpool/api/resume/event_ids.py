@@ -173,7 +173,7 @@ class NumberedEvents:
         return events
 
     def error(self, error: ApiError) -> bytes:
-        """Without an id: a client may try again from the event before."""
+        """Sends an error without an id: a client may try again from the event before."""
         return self._writer.error(error)
 
     def _numbered(self, events: bytes, index: int) -> bytes:

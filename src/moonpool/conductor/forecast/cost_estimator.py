@@ -39,8 +39,8 @@ TBT_SHARE = 0.7
 """Share of the requests at the limit that should meet the TBT SLO with their longest gaps. A higher
 share would reject requests that meet it."""
 TTFT_SHARE = 0.9
-"""The same for TTFT. A higher share costs nothing here: the next request in the queue takes the
-place of a rejected one."""
+"""The same share, for TTFT. A higher share costs nothing here: the next request in the queue takes
+the place of a rejected one."""
 
 
 class CostEstimator:

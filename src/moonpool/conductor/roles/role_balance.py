@@ -263,7 +263,7 @@ class PresentLoad:
         self.load.sums, self.load.seen_s = lately[keep - 1].tolist(), keep * self._part_s
 
     def with_lengths(self, choose: Callable[[LengthRange], float]) -> LoadSums:
-        """The same requests with these lengths of answers."""
+        """Returns the same requests with these lengths of answers."""
         load = LoadSums()
         load.seen_s = self.load.seen_s
         if self._parts:

@@ -39,7 +39,7 @@ class DnsName(Struct, frozen=True):
 
 
 class _LookupError(Exception):
-    """Of a name that may exist; one line says why."""
+    """The lookup of a name that may exist has failed; one line says why."""
 
 
 def read_dns_name(text: str) -> DnsName:

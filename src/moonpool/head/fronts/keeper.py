@@ -261,6 +261,6 @@ class Fronts:
             front.watch(listened_s)
 
     def running(self) -> dict[int, Front]:
-        """By process id."""
+        """The running processes, by process id."""
         running = [front for front in self._fronts if front.process is not None]
         return {front.process.pid: front for front in running if front.process is not None}

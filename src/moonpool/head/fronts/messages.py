@@ -58,7 +58,7 @@ Question = Literal[
 
 
 class _Message(Struct, frozen=True, array_like=True, tag=True):
-    """As an array: tokens come in them."""
+    """Encoded as an array, because messages carry tokens."""
 
 
 # To the head
@@ -201,8 +201,8 @@ class ModelKnown(_Message, frozen=True, tag=True):
 
 
 class HeadState(_Message, frozen=True, tag=True):
-    """As `Frontend.not_ready` and `Frontend.is_stopping`. `wants_copies`: a standby follows the
-    answers under way."""
+    """What `Frontend.not_ready` and `Frontend.is_stopping` say of the head. `wants_copies`: a
+    standby follows the answers under way."""
 
     not_ready: str
     is_stopping: bool

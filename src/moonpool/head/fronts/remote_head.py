@@ -77,7 +77,8 @@ class AnswersHere(Protocol):
 
 
 class RemoteHead:
-    """As `CallFrontend` and `ClusterView`. `models` are those that the head has reported."""
+    """The head as `CallFrontend` and `ClusterView`, from another process. `models` are those that
+    the head has reported."""
 
     def __init__(self, models: RemoteModels) -> None:
         self.is_told = asyncio.Event()
@@ -159,7 +160,7 @@ class RemoteHead:
         delivered: tuple[int, ...] | None,
         call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """As `ModelFrontend.submit`, of the model with this key."""
+        """Submits, as `ModelFrontend.submit` does, to the model with this key."""
         number = next(self._numbers)
         answer = RemoteAnswer(BeginAnswer(number, model, request, delivered, call))
         self._answers[number] = self._named[request.request_id] = answer

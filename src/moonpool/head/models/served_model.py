@@ -76,7 +76,7 @@ class ModelHost(Protocol):
     ) -> dict[str, float] | None: ...
 
     def unsettled(self, model: ServedModel) -> list[RequestRecord]:
-        """Of the model's requests that have ended and are not counted yet."""
+        """Returns the records of the model's requests that have ended and are not counted yet."""
         ...
 
     def on_new_model(self, model: ServedModel) -> None:
@@ -85,7 +85,7 @@ class ModelHost(Protocol):
 
 
 class ServedModel:
-    """As `ModelFrontend` for the HTTP layer. `key` names the model to its instances."""
+    """A model as the `ModelFrontend` of the HTTP layer. `key` names the model to its instances."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 from moonpool.types import Struct
 
 BYTES_PER_TOKEN = 4
-"""Of a prompt's text, about: routers have no tokenizer."""
+"""About the bytes per token of a prompt's text: routers have no tokenizer."""
 TEXT_FIELDS = ("messages", "prompt", "input")
 LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 

@@ -35,7 +35,7 @@ CALLS = 4096
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """As `Seen`, with its age when it was sent: routers have clocks of their own."""
+    """What `Seen` has, with its age when it was sent: routers have clocks of their own."""
 
     call_id: str
     age_s: float = 0.0

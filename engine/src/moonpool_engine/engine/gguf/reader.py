@@ -346,7 +346,7 @@ class _Header:
         return np.frombuffer(data, dtype=np.dtype(code).newbyteorder("<"))
 
     def _texts(self, what: str, count: int) -> list[str]:
-        """As `_text`, in one loop: a vocabulary has hundreds of thousands."""
+        """Reads as `_text` does, in one loop: a vocabulary has hundreds of thousands of texts."""
         data, end, at, found = self._data, self._end, self._at, []
         unpack = struct.Struct("<Q").unpack_from
         for _ in range(count):
