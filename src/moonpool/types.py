@@ -149,8 +149,8 @@ class Token(Struct, frozen=True, array_like=True):
     on, if `SamplingParams.prompt_logprobs` asks for them.
 
     With `SamplingParams.pooling`, it is no token but brings the prompt's embedding as `payload`:
-    little-endian float32, of length 1. That of a forwarded call brings a part of the response; the
-    first one begins with a line, its content type."""
+    little-endian float32, of length 1. In a forwarded call, `payload` is a part of the response;
+    the first part begins with a line that holds the content type."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -80,7 +80,7 @@ class Loopback:
     def __init__(
         self, manifests: list[Manifest], folder: Path, secrets: dict[str, dict[str, bytes]]
     ) -> None:
-        """`secrets`: those that exist already."""
+        """`secrets`: the Secrets that exist already."""
         self._folder = folder
         self._configs = {each["metadata"]["name"]: each for each in of_kind(manifests, "ConfigMap")}
         self._secrets = dict(secrets)

@@ -37,7 +37,8 @@ _COUNTS = re.compile(r"(?:(?P<p>[1-9])P\+)?(?:(?P<d>[1-9])D\+?)?(?:(?P<m>[1-9])M
 
 
 class Machine(Struct, frozen=True):
-    """What the arrangements share. `peer_python`: of a vLLM installation, "" without one."""
+    """What the arrangements share. `peer_python`: the Python of a vLLM installation, "" without
+    one."""
 
     model: str
     kv_tokens: int = 65_536

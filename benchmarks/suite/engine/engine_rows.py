@@ -11,7 +11,8 @@ ELEMENT_BYTES = 2
 
 class EngineBenchRows(Struct, frozen=True):
     """Prompts alone, by length; and decodes by batch and by the context of each. `chunk_tokens`:
-    what prompts are cut into, at every engine. `steps`: of decodes that are timed for a row."""
+    what prompts are cut into, at every engine. `steps`: the steps of decodes that are timed for a
+    row."""
 
     prefills: tuple[int, ...] = (512, 2048, 8192)
     batches: tuple[int, ...] = (1, 8, 32)

@@ -54,8 +54,9 @@ class PipelinedJob:
 
 @dataclass(slots=True)
 class PipelinedResult:
-    """The results of the jobs. `busy_s`: of each stage, by the clock. `cpu_s`: what its processes
-    had of the cores meanwhile, 0 if simulated; where it is less than `busy_s`, others had the rest.
+    """The results of the jobs. `busy_s`: seconds of each stage by the clock. `cpu_s`: CPU seconds
+    of its processes meanwhile, 0 if simulated. If that is less than `busy_s`, other processes had
+    the cores for the rest.
     """
 
     seconds: float

@@ -99,7 +99,7 @@ class BodyReady(Struct, frozen=True):
 
 
 class BodyWork(Struct, frozen=True, tag=True):
-    """One body. `num_replies`: those that its sender had from this process."""
+    """One body. `num_replies`: how many its sender had from this process."""
 
     kind: Kind
     raw: bytes

@@ -177,7 +177,7 @@ class Choice:
             await check_satisfied(self.answer_grammar, plain("".join(self._raw)[begin:]))
 
     def _read(self, delta: Delta, texts: Sequence[str], reader: OutputReader) -> Delta:
-        """Returns the increment as the reader tells its parts. `texts`: of its tokens."""
+        """Returns the increment as the reader tells its parts. `texts`: the texts of its tokens."""
         parts: list[Said] = []
         for token, text in zip(delta.tokens, texts, strict=False):  # the last may have no text
             self._unsaid.append(token)

@@ -164,7 +164,8 @@ class HttpContext:
         call arrived, and its facts: those of the head that received it, if that was another.
         Raises ApiError if calls like it have ended too many heads.
 
-        `facts`: of the response that the call continues. `digest`, `num_returns`: as in `Opening`.
+        `facts`: the facts of the response that the call continues. `digest`, `num_returns`: as in
+        `Opening`.
         """
         if facts is not None:
             self.continues = True

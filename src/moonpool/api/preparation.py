@@ -62,8 +62,8 @@ class PreparedCall:
 
     `grammar` constrains the output; "": nothing does. `grammar_field` asks for it. `grammars.check`
     checks it afterwards. `original` is the body of an API other than chat and completions, for its
-    response. `num_tokens`: of the whole prompt of a forwarded call, whose `prompts` are estimates
-    unless `is_exact`.
+    response. `num_tokens`: the tokens of the whole prompt of a forwarded call, whose `prompts` are
+    estimates unless `is_exact`.
     """
 
     body: ChatBody | CompletionBody

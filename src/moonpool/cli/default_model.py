@@ -35,7 +35,7 @@ NO_MODEL = ModelConfig().name
 
 
 class HubModel(msgspec.Struct, frozen=True):
-    """What the Hub says of a model. `num_bytes`: of the files that are fetched."""
+    """What the Hub says of a model. `num_bytes`: the size of the files that are fetched."""
 
     name: str
     num_bytes: int

@@ -195,8 +195,8 @@ class InstanceTable:
         return queue_s
 
     def prefill_s(self, num_tokens: int, cached_tokens: Floats | float) -> Floats:
-        """Predicted prefill time of a prompt, by row. `cached_tokens`: by row, or the same for all
-        rows."""
+        """Predicted prefill time of a prompt, by row. `cached_tokens`: an array by row, or one
+        number for all rows."""
         new = num_tokens - cached_tokens
         seconds: Floats = self.prefill_base_s + new * (
             self.prefill_s_per_token

@@ -17,7 +17,7 @@ class CostDomain(Struct, frozen=True):
     """Least and most of what was measured. Prompts were measured one at a time.
 
     `cached_share`: the largest share of a prompt that was cached, below 1.
-    `context_tokens`: of all requests of a decode step together.
+    `context_tokens`: the context of all requests of a decode step together.
     """
 
     prompt_tokens: tuple[int, int]

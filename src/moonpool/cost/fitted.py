@@ -95,7 +95,7 @@ class FittedCost(Struct, frozen=True):
 
     `contention`: factors by which a step with prompts, and a step of decodes alone, takes longer
     while other instances of the machine compute.
-    `control_latency_s`: of one message between head and worker.
+    `control_latency_s`: the latency of one message between head and worker.
     `front_s`: what HTTP adds to a first token.
     `token_bytes`: KVCache bytes of one token.
     `decode_curve`: (batch, seconds) of decode steps without g ctx. It replaces e + f B: linear

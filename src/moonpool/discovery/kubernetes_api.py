@@ -115,7 +115,8 @@ def own_namespace(environment: Mapping[str, str] = os.environ) -> str:
 
 
 class KubernetesError(Exception):
-    """A call of the API failed; one line says why. `status`: of HTTP, 0 without a response."""
+    """A call of the API failed; one line says why. `status`: the HTTP status, 0 without a
+    response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -123,7 +124,7 @@ class KubernetesError(Exception):
 
 
 class ObjectList:
-    """Follows the objects of one path. `selector`: of labels; "": all."""
+    """Follows the objects of one path. `selector`: a selector of labels; "": all."""
 
     def __init__(self, server: ApiServer, path: str, selector: str = "", field: str = "") -> None:
         self._server = server

@@ -10,7 +10,7 @@ BODIES = 16
 
 
 class BodyRoom:
-    """`share` gives a body its part. `max_body_bytes`: of one body."""
+    """`share` gives a body its part. `max_body_bytes`: the limit of one body."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes

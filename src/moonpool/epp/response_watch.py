@@ -14,7 +14,8 @@ _EMPTY = b'"content":""'  # the role comes before the first token
 
 
 class ResponseWatch:
-    """Watches one successful response. `is_stream`: of server-sent events."""
+    """Watches one successful response. `is_stream`: whether it is a stream of server-sent
+    events."""
 
     def __init__(self, is_stream: bool) -> None:
         self._is_stream = is_stream

@@ -253,8 +253,8 @@ class Head:
         answer: ResponseStream | None = None,
     ) -> ResponseStream:
         """Lets the Conductor decide on a request, and returns its answer, which must be closed.
-        `on_refused`: called when it is refused, maybe at once. `answer`: that of a front. Raises
-        RequestRefused for a head that is stopping."""
+        `on_refused`: called when it is refused, maybe at once. `answer`: the stream of a
+        front's call. Raises RequestRefused for a head that is stopping."""
         if self._leaving:
             model.note_refused("server_stopping")
             raise stopping()

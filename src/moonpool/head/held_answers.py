@@ -33,8 +33,8 @@ class HeldAnswers:
     def __init__(
         self, cut_answers: Mapping[int, int] | None = None, state: HeldState | None = None
     ) -> None:
-        """`cut_answers`: of a lost head on another machine. `state`: what an earlier program of
-        this process has left."""
+        """`cut_answers`: the cut answers of a lost head on another machine. `state`: what an
+        earlier program of this process has left."""
         state = HeldState() if state is None else state
         self.culprits = Culprits(state.ended)
         self._answers = dict(state.answers)  # number -> socket, log

@@ -20,7 +20,7 @@ class ResponseStream:
     """
 
     def __init__(self, number: int | None = None) -> None:
-        """`number`: of the kept call, as in `WorkMark`."""
+        """`number`: the number of the kept call, as in `WorkMark`."""
         self.number = number
         self._tokens: deque[Token] = deque()
         self._last: Deliver | None = None

@@ -131,7 +131,7 @@ class _RoutedAttempt:
 
 
 class TokenRoutes:
-    """The token routes of one instance. `send`: to the head."""
+    """The token routes of one instance. `send`: sends to the head."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class TokenRoutes:
         host: Callable[[], str],
         send: Callable[[Iterable[Report]], None],
     ) -> None:
-        """`host`: that of the head, where the fronts are."""
+        """`host`: the host of the head, where the fronts are."""
         self._name = name
         self._secret = secret
         self._tls = tls

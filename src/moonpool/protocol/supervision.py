@@ -61,8 +61,8 @@ class HeadBegin(Packet, frozen=True, tag=True):
     """The first message, with two listening sockets: of HTTP, and of the control connections.
 
     `launch`: the supervisor starts the workers. `num_restarts`: earlier heads that died.
-    `num_upgrades`: those that handed over. `expected`: the instances that the one before had, and
-    `offers`: the models of those that are vLLM servers.
+    `num_upgrades`: earlier heads that handed over. `expected`: the instances that the one before
+    had, and `offers`: the models of those that are vLLM servers.
     """
 
     num_fds: ClassVar[int] = 2
@@ -84,7 +84,7 @@ class HeadBegin(Packet, frozen=True, tag=True):
 
 class TakeAnswer(Packet, frozen=True, tag=True):
     """Continue an answer; comes with the client's socket and the log. `num_ended`: heads that its
-    call has hung or crashed. `num_killed`: those that were killed while they worked on it."""
+    call has hung or crashed. `num_killed`: how many were killed while they worked on it."""
 
     num_fds: ClassVar[int] = 2
     number: int

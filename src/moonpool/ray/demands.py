@@ -19,7 +19,7 @@ HEAD_BUNDLE: Bundle = {"CPU": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of the cluster. `role`: that of its command line, or "head"."""
+    """A process of the cluster. `role`: the role of its command line, or "head"."""
 
     name: str
     role: str

@@ -23,7 +23,7 @@ class PoolActor(ProcessActor):
         num_bytes: int,
         flags: Sequence[str],
     ) -> None:
-        """`cluster`: its name in Ray. `num_bytes`: of memory for blocks."""
+        """`cluster`: its name in Ray. `num_bytes`: bytes of memory for blocks."""
         super().__init__(name, environment)
         self._num_bytes, self._flags = num_bytes, tuple(flags)
         self._socket = pool_socket(cluster, own_node())

@@ -95,11 +95,11 @@ class Simulation:
 
         `capped`: requests limit their answers to the true length, as a replay does. `drains` gives
         the times at which instances drain and leave; `restarts` likewise, and an empty instance of
-        the same name joins afterwards. `boot_s`: until an instance that autoscale starts has
-        joined. `tenant_shares`: of an overloaded cluster, relative to 1. `tenant_caches`: most of
-        each instance's cache. `objects` are policies themselves, by config key. `on_end` gets the
-        record of each request that has ended. `most_programs`: that run at a time. Raises
-        ConfigError for unknown instance names.
+        the same name joins afterwards. `boot_s`: seconds until an instance that autoscale starts
+        has joined. `tenant_shares`: shares of an overloaded cluster, relative to 1.
+        `tenant_caches`: most of each instance's cache. `objects` are policies themselves, by config
+        key. `on_end` gets the record of each request that has ended. `most_programs`: how many run
+        at a time. Raises ConfigError for unknown instance names.
         """
         self.config = config
         self.hardware = hardware

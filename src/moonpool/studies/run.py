@@ -31,9 +31,9 @@ class RunSettings(Struct, frozen=True):
     """What a run depends on besides its trace, configuration and seed; see `moonpool simulate`.
 
     `slow`, `drain` and `restart` are by name of an instance. `capped_answers`: clients cap each
-    answer at the length it has. `boot_s`: until an instance that autoscale starts can serve.
-    `tenant_share`: a tenant's share of an overloaded cluster, relative to 1. `tenant_cache`: most
-    of each instance's cache that a tenant may have.
+    answer at the length it has. `boot_s`: seconds until an instance that autoscale starts can
+    serve. `tenant_share`: a tenant's share of an overloaded cluster, relative to 1. `tenant_cache`:
+    most of each instance's cache that a tenant may have.
     """
 
     speed: float = 1.0

@@ -32,7 +32,8 @@ class CacheWatch:
         fetches: bool = False,
         count_s: float = COUNT_S,
     ) -> None:
-        """`fetches`: as in `HitCheck`. `count_s`: from one look at the counters to the next."""
+        """`fetches`: as in `HitCheck`. `count_s`: seconds from one look at the counters to the
+        next."""
         self._dialect = dialect
         self._client = dialect.client
         self._reader = reader

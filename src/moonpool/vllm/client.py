@@ -50,7 +50,7 @@ class VllmError(Exception):
     """
 
     def __init__(self, message: str, refused: bool = False, status: int = 0) -> None:
-        """`status`: of HTTP, if the server responded."""
+        """`status`: the HTTP status, if the server responded."""
         super().__init__(message)
         self.refused = refused
         self.status = status

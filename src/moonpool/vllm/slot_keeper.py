@@ -77,7 +77,7 @@ class SlotKeeper:
 
     def open(self, folder: SlotFolder, identities: Mapping[str, bytes], files: list[Held]) -> None:
         """Saves slots from now on. `identities`: of the model and of each adapter by its name, ""
-        for the model alone. `files`: those that the folder has of them."""
+        for the model alone. `files`: the files that the folder has of them."""
         self._folder, self._identities = folder, identities
         self._table.saves = True
         for file in files:

@@ -36,8 +36,8 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The tokens whose KVCache is in a slot, or in a file. `name`: of the file; "": it is not to be
-    saved. `token_ids` and `identity`: of what is in a slot, for its file."""
+    """The tokens whose KVCache is in a slot, or in a file. `name`: the name of the file; "": it is
+    not to be saved. `token_ids` and `identity`: the identity of what is in a slot, for its file."""
 
     root: BlockKey
     keys: tuple[BlockKey, ...]

@@ -89,7 +89,7 @@ class CheckpointWeights:
         places: Mapping[str, StoredTensor],
         scheme: Scheme | None = None,
     ) -> None:
-        """`files`: by stored name. `places`: where each of the model's tensors is stored.
+        """`files`: the files by stored name. `places`: where each of the model's tensors is stored.
         `scheme`: how linears are quantized."""
         self._files = files
         self._dtype = dtype

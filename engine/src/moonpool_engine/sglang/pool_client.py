@@ -138,8 +138,8 @@ class _Group:
 
 
 class HostPoolClient:
-    """Pages of one namespace in the pool at `path`. Thread-safe. `sizes`: of the pieces of a page,
-    if they are known before the first one is moved."""
+    """Pages of one namespace in the pool at `path`. Thread-safe. `sizes`: the sizes of the pieces
+    of a page, if they are known before the first one is moved."""
 
     def __init__(
         self,

@@ -142,7 +142,7 @@ class BodyClient(asyncio.SubprocessProtocol):
         return result
 
     def end(self) -> None:
-        """Ends the process. The calls in it were not read."""
+        """Ends the process. Bodies that it was reading count as not read."""
         self._lose(None)
         if self._transport is not None:
             self._transport.close()

@@ -49,7 +49,7 @@ class CallLog:
     def __init__(
         self, keeper: StreamKeeper, number: int, fd: int, num_bytes: int = 0, party: str = ""
     ) -> None:
-        """`num_bytes`: those that the keeper has counted for the party. The log owns `fd`."""
+        """`num_bytes`: the bytes that the keeper has counted for the party. The log owns `fd`."""
         self.records: list[bytes] = []  # of earlier heads
         self.number = number
         self.party = party

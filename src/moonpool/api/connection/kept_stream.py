@@ -71,8 +71,8 @@ class Opening(Struct, frozen=True):
     `request`: as bytes of HTTP. `base`: the position of the response's first byte among all bytes
     that this connection sends, as `accepted_bytes` counts them. `arrived_s` is on the machine's
     monotonic clock, which all processes share. `request` is empty if the connection cannot outlive
-    its head. `digest`: of path and body, by which the same call is known when it comes again; empty
-    if it would not go on. `num_returns`: how often it has come again.
+    its head. `digest`: the digest of path and body, by which the same call is known when it comes
+    again; empty if it would not go on. `num_returns`: how often it has come again.
     """
 
     request: bytes
@@ -129,7 +129,7 @@ class Commented(Struct, frozen=True, array_like=True, tag="c"):
 
 class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
     """A further head continues from here. `num_ended`: heads that this call has hung or crashed
-    until now. `num_killed`: those that were killed while they worked on it, which may be chance."""
+    until now. `num_killed`: how many were killed while they worked on it, which may be chance."""
 
     num_ended: int = 0
     num_killed: int = 0

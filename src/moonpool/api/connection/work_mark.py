@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class MarkedStep(NamedTuple):
-    """`number`: of the kept call. `since_s`: on the machine's monotonic clock."""
+    """`number`: the number of the kept call. `since_s`: a time of the machine's monotonic clock."""
 
     number: int
     since_s: float

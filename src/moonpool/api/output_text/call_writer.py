@@ -29,7 +29,7 @@ class CallWriter:
         sink: Sink,
     ) -> None:
         """`only_one`: further calls are left out. `num_before`: calls earlier in the chat.
-        `spelled`: writes out the special tokens in arguments, which are part of what they say."""
+        `spelled`: special tokens are part of an argument's text, so they are written out."""
         self.functions = functions
         self.spelled = spelled
         self._source = source

@@ -134,7 +134,8 @@ class NumberedEvents:
     def __init__(
         self, writer: EventWriter, start: EventPosition, num_choices: int, has: Sequence[Progress]
     ) -> None:
-        """`start`: of the response. `has`: what the client has of each choice, or nothing.
+        """`start`: the start of the response. `has`: what the client has of each choice, or
+        nothing.
 
         Raises ApiError if that is of another number of choices.
         """

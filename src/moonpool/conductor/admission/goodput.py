@@ -121,8 +121,8 @@ class GoodputModel:
         first: bool,
     ) -> ExpectedGoodput:
         """Call it before the request is booked. `load`: of its decode instance; the placement does
-        not contain its wait yet. `keys`: of the prompt's blocks. `first`: the request has just
-        arrived, so it counts as demand."""
+        not contain its wait yet. `keys`: the keys of the prompt's blocks. `first`: the request has
+        just arrived, so it counts as demand."""
         budget, placement = context.budget, context.placement
         ttft_stated, tbt_stated = budget.slo.ttft_s < inf, budget.slo.tbt_s < inf
         left_s = budget.slo.ttft_s - budget.waited_s

@@ -120,7 +120,8 @@ class ResourcePrices:
         self._needs.add(*need)
 
     def note_placed(self, prefill_s: float, on_decode: bool, now: float) -> None:
-        """A prompt was placed, on a decode instance or not. `prefill_s`: on a prefill instance."""
+        """A prompt was placed, on a decode instance or not. `prefill_s`: seconds on a prefill
+        instance."""
         self._placed.add(now, *((0.0, prefill_s) if on_decode else (prefill_s, 0.0)))
 
     def _help(self, now: float) -> float:

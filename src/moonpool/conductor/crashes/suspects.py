@@ -30,7 +30,7 @@ class Suspects:
     """The first one runs alone, the others wait."""
 
     def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
-        """`requests`: those under way."""
+        """`requests`: the requests under way."""
         self._requests = requests
         self._line: dict[RequestId, int] = {}  # length of an answer that proves innocence
         self._lost: OrderedDict[InstanceId, dict[RequestId, int]] = OrderedDict()

@@ -39,7 +39,8 @@ class ProgramKeeper:
         self._actions = actions
 
     def arrive(self, tracked: TrackedRequest, layout: BlockLayout | None, now: float) -> None:
-        """Notes that a call has arrived. `layout`: of blocks, once an instance has joined."""
+        """Notes that a call has arrived. `layout`: the layout of blocks, once an instance has
+        joined."""
         if not self._is_on:
             return
         program = self.programs.arrive(tracked, now)

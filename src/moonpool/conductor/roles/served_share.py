@@ -41,8 +41,8 @@ class RecentRequests:
     def needs(
         self, table: InstanceTable, since_s: float, mean_tokens: Callable[[int], float]
     ) -> Needs:
-        """What each request since then needs. `mean_tokens`: of answers of a kind after their first
-        token."""
+        """What each request since then needs. `mean_tokens`: mean tokens of answers of a kind after
+        their first token."""
         recent = [request for request in self._requests if request.at_s >= since_s]
         rows = (table.prefills | table.decodes).nonzero()[0]
         if not recent or not len(rows):

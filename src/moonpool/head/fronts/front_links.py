@@ -38,7 +38,7 @@ FETCH_S = 5.0
 
 
 class FrontLinks:
-    """`limits`: of tenants, which hold for all fronts together."""
+    """`limits`: the limits of tenants, which hold for all fronts together."""
 
     def __init__(self, head: Head, limits: Mapping[str, TenantLimits]) -> None:
         self.rates = RateLimits(limits)

@@ -41,8 +41,8 @@ UNKNOWN_TOKENS = 1 << 30
 class ModelFiles:
     """What the files of a model say, but for the tokenizer.
 
-    `parts`: of a tokenizer that is in no folder. `chat_template`: the source of one that is used
-    in place of the model's own. `drafts`: the draft model, if there is one."""
+    `parts`: the parts of a tokenizer that is in no folder. `chat_template`: the source of one that
+    is used in place of the model's own. `drafts`: the draft model, if there is one."""
 
     info: ModelInfo
     parts: TokenizerParts | None = None

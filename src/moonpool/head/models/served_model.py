@@ -299,7 +299,7 @@ class ServedModel:
         return None
 
     def limit_context_to(self, info: InstanceInfo, offer: ModelOffer | None) -> None:
-        """Notes that an instance joins. `offer`: of a vLLM server."""
+        """Notes that an instance joins. `offer`: the offer of a vLLM server."""
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
         if offer is not None and offer.max_model_tokens <= room_tokens:
             why = f"the max_model_len of the vLLM server at {info.instance_id}"

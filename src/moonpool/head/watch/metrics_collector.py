@@ -98,7 +98,8 @@ class MetricsCollector:
         self._metrics.add("moonpool:requests_failed", label=reason)
 
     def prompt_answered(self, lengths: Sequence[int]) -> None:
-        """Notes that all choices to a prompt are complete. `lengths`: of each in tokens."""
+        """Notes that all choices to a prompt are complete. `lengths`: the length of each in
+        tokens."""
         self._metrics.observe("vllm:request_params_n", len(lengths))
         self._metrics.observe("vllm:request_max_num_generation_tokens", max(lengths))
 

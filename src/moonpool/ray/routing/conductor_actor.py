@@ -58,7 +58,8 @@ class ConductorActor:
         self._ticks = asyncio.get_event_loop().create_task(self._tick())
 
     async def choose(self, call: ReplicaCall, replicas: Sequence[str]) -> Decision:
-        """Waits until the call is placed or refused. `replicas`: those that its router knows."""
+        """Waits until the call is placed or refused. `replicas`: the replicas that its router
+        knows."""
         now = self._asked_s = time.monotonic()
         self._name(replicas, now)
         before = self._waiting.pop(call.call_id, None)
