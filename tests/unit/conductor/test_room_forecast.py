@@ -17,7 +17,7 @@ STEP_S = 0.01
 
 
 def fill(desk: Desk, number: int, max_tokens: int, ignore_eos: bool) -> None:
-    """So many answers, each of which holds 80 tokens."""
+    """Begins `number` answers, each of which holds 80 tokens."""
     desk.conductor.output_predictor.lengths.mean.value = 64.0
     for name in map(str, range(number)):
         known = {"token_ids": tuple(range(16)), "deadline_s": 1e4}

@@ -231,10 +231,10 @@ class Programs:
         return self.pauses.chance(program, HORIZON_S, now)
 
     def held_tokens(self) -> dict[InstanceId | None, float]:
-        """KVCache that the programs which have begun need for themselves, by the instance where
-        their blocks are (None: they have none yet): all of those that run, and of the others as
-        much as is likely to be needed soon. If most are still short, they will grow to the usual
-        size."""
+        """Tokens of KVCache that the programs which have begun need for themselves, by the instance
+        where their blocks are (None: they have none yet). Programs that run count in full, the
+        others by the chance that they need it soon. If most programs are still short, they count
+        with the usual size, to which they will grow."""
         held: dict[InstanceId | None, float] = {}
         present: dict[InstanceId | None, float] = {}
         for program in self._programs.values():
