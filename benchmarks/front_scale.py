@@ -47,7 +47,7 @@ def token_stubs(count: int, gap_s: float) -> Iterator[list[str]]:
 
 
 def kind_of(pid: int) -> str:
-    """Of a process of a server."""
+    """Returns the kind of a server's process."""
     line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     words = line.decode(errors="replace").split()
     for word, kind in (("front-process", "front"), ("head-process", "head"), ("worker", "worker")):
@@ -110,7 +110,8 @@ def measure(server: LocalServer, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def on_paper(found: dict[str, Any], num_fronts: int) -> dict[str, float]:
-    """What so many fronts bear, each on a core of its own, with the Conductor on another one."""
+    """Returns the load that so many fronts bear, each on a core of its own, with the Conductor on
+    another one."""
     shares = {}
     for name, costs, unit in (
         ("tokens_per_s", found["cpu_us_per_token"], 1e6),

@@ -109,7 +109,7 @@ class InstantHead:
 
 
 def bare_app() -> Starlette:
-    """The same bytes on the wire, made by nobody."""
+    """Writes the same bytes on the wire, without moonpool."""
 
     async def answer(request: HttpRequest) -> Response:
         asked = json.loads(await request.body())

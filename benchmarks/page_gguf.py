@@ -17,7 +17,8 @@ GGUF_HEADER = (
 
 
 def gguf_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Of each file: rates by threads and job, then perplexity by the KVCache's number format."""
+    """Returns for each file the rates by threads and job, then perplexity by the KVCache's number
+    format."""
     for found in results:
         yield from _file_rows(found)
 

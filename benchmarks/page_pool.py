@@ -92,7 +92,8 @@ def pool_rows(rows: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _faults(name: str, row: dict[str, Any], twin: dict[str, Any]) -> Iterator[str]:
-    """What is wrong by itself, and what is more than batches do to the row without a pool."""
+    """Returns what is wrong by itself, and differences beyond those that batches make in the row
+    without a pool."""
     for phase, when in PHASES.items():
         counts = row[phase]
         if counts["foreign"]:

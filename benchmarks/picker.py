@@ -58,7 +58,8 @@ PREFIXES = 200
 """Prompts share their first half with others."""
 ANSWER_TOKENS = 16
 PARTS = 2
-"""Of a response. Envoy sends one whenever bytes arrive, so with a token each there are more."""
+"""The parts of a response. Envoy sends one whenever bytes arrive, so with a token each there are
+more."""
 AT_A_TIME = 64
 COST = FittedCost(
     prefill=(0.02, 1e-4, 0.0, 0.0),

@@ -151,7 +151,7 @@ class PoolClient:
             time.sleep(0.01)
 
     def store(self, number: int, keys: Sequence[bytes]) -> None:
-        """As many keys as vLLM has blocks, at most."""
+        """Stores at most as many keys as vLLM has blocks."""
         self._link.send(Reserve(number=number, keys=tuple(keys)))
         reserved = self._wait(Reserved)
         places = np.frombuffer(reserved.block_ids, "<i8")
@@ -164,7 +164,7 @@ class PoolClient:
         self._link.send(Commit(number=number, checksums=sums.astype("<u8").tobytes()))
 
     def find(self, owner: str, keys: Sequence[bytes]) -> tuple[Found, float]:
-        """What the pool has in memory then, and the seconds until it said so."""
+        """Returns what the pool has in memory then, and the seconds until it said so."""
         began_s = time.perf_counter()
         self._link.send(Find(owner=owner, group=GROUP, keys=tuple(keys)))
         found = self._wait(Found)

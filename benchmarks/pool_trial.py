@@ -50,7 +50,8 @@ SETTLE_S = 5.0
 
 
 def kinds_of_kills(count: int, rng: random.Random) -> list[str]:
-    """Each kind once first; then most are the pool's, because a vLLM starts for half a minute."""
+    """Returns each kind once first. Most further ones are the pool's, because a vLLM needs half a
+    minute to start."""
     first = ["pool", "vllm", "head"]
     return (first + [rng.choice(KILLED) for _ in range(count)])[:count]
 
@@ -120,7 +121,8 @@ class PoolTrial:
         self.done[f"kills of the {kind}"] += 1
 
     def _find_again(self, cluster: TrialCluster, load: TrialLoad) -> None:
-        """All is killed once more, and what was asked last is asked again: what is still found."""
+        """Kills all processes once more, asks again what was asked last, and returns what is still
+        found."""
         if not self._kinds:
             return
         time.sleep(SETTLE_S)
@@ -155,7 +157,7 @@ def twin(shape: TrialShape, load: TrialLoad, tie_nats: float) -> tuple[Any, Any]
 
 
 def verdict(pool: dict[str, Any], alone: dict[str, Any], given_up: list[str]) -> Iterator[str]:
-    """What is proven, one line each."""
+    """Returns what is proven, one line each."""
     if pool["foreign"]:
         yield f"{pool['foreign']} answers with text of other conversations"
     p = fisher_p(pool["wrong"], pool["answers"], alone["wrong"], alone["answers"])

@@ -25,7 +25,7 @@ EMBEDDING = "Q6_K"
 ALIGNMENT = 32
 PIECE_GROUPS = 1 << 16
 SCALES = {"Q4_0": 0.004, "Q8_0": 0.0003, "Q4_K": 0.00015, "Q6_K": 0.000015}
-"""Of a group, so that weights have a standard deviation of about 0.02."""
+"""Scales of a group, so that weights have a standard deviation of about 0.02."""
 SCALE_AT = {"Q6_K": 208}
 MIXES = {"Q4_K_M": ("Q4_K", "Q6_K")}
 """Files of two formats: of most linears, and of those that lose most by rounding."""
@@ -115,7 +115,8 @@ def _mlp(shape: GgufShape) -> dict[str, tuple[int, ...]]:
 
 
 def _format(kind: str, name: str, layer: int, layers: int) -> str:
-    """Of one linear. llama.cpp keeps the first and last eighth precise, and a third of the rest."""
+    """Returns the format of one linear. llama.cpp keeps the first and last eighth precise, and a
+    third of the rest."""
     usual, precise = MIXES.get(kind, (kind, kind))
     edge = layer < layers // 8 or layer >= 7 * layers // 8
     chosen = edge or (layer - layers // 8) % 3 == 2

@@ -1,4 +1,4 @@
-"""Writes a GGUF file anew in another format: `-m benchmarks.requantized_gguf SOURCE FORMAT FILE`.
+"""Writes a GGUF file in another format: `-m benchmarks.requantized_gguf SOURCE FORMAT FILE`.
 
 llama.cpp does it, so the Python is one with llama-cpp-python. FORMAT is a kind of file as llama.cpp
 names it: Q4_0, Q8_0, Q4_K_M. Tensors whose rows a format of blocks of 256 does not fit get the one

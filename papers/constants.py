@@ -133,8 +133,8 @@ MOONCAKE_BUSY_SPEED = 1.5
 """The replay speed at which plain vLLM is within the limits of Fig. 1 as often as the paper's."""
 
 SYNTHETIC_RPS = 3.16
-"""Of the synthetic trace FAST'25 prints no rate. This is the one at which computing all prompts
-anew takes the mean TTFT of its Fig. 13, 2.62 s on 8 prefill nodes: queueing and prefill alone."""
+"""FAST'25 prints no rate for the synthetic trace. At this rate, computing all prompts
+takes the mean TTFT of its Fig. 13, 2.62 s on 8 prefill nodes: queueing and prefill alone."""
 
 RATE_SPEEDS = (0.5, 4.5)
 MOONCAKE_RATE_STEPS, MOONCAKE_QUICK_RATE_STEPS = 8, 2

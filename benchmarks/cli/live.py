@@ -37,7 +37,7 @@ class _Shares(ParamType[tuple[float, ...]]):
 
 NUMBERS = _Shares()
 COLOCATED_S = 20.0
-"""Of each of the dozen live runs that `bench colocated` makes by default."""
+"""Seconds of each of the dozen live runs that `bench colocated` makes by default."""
 
 
 def live_options(command: Any, seconds: float = 60.0) -> Any:

@@ -25,6 +25,6 @@ def measure(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[st
 
 
 def show(run: Callable[[], dict[str, Any]], json_file: str | None) -> None:
-    """As `measure`, and prints the figures."""
+    """Measures as `measure` does, and prints the figures."""
     check_folders(json_file)
     show_figures(measure(run, None), json_file)

@@ -93,7 +93,7 @@ def routers(
 def _fleet(
     model: str, vllm_python: str, speeds: tuple[float, ...], kv_tokens: int, step_tokens: int
 ) -> EngineFleet:
-    """Of a context that holds the longest session of any workload."""
+    """Returns a fleet whose context holds the longest session of any workload."""
     return EngineFleet(
         model=model or STUB_MODEL,
         vllm_python=vllm_python,

@@ -33,7 +33,7 @@ _PATH = re.compile(r"(?<![\w:/.])/(?:tmp|root|home|work)/\S+")
 
 
 class PlaceError(Exception):
-    """What was named is not the counterpart; the text says why."""
+    """The named file or folder is not the counterpart; the text says why."""
 
 
 def versions_of(counterpart: Counterpart, place: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 model's constants fitted to it.
 
     python benchmarks/gpu/roofline.py [--json FILE] [--quick]
-    python benchmarks/gpu/roofline.py --refit FILE   (fits anew what FILE holds; needs no GPU)
+    python benchmarks/gpu/roofline.py --refit FILE   (fits again the points in FILE; needs no GPU)
 
 Needs torch with CUDA and nothing of moonpool. Times are those of CUDA graphs of many launches, each
 on other tensors than the last so that no input is in the L2 cache, divided by the launches; the
@@ -420,7 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--quick", action="store_true", help="a few points of each, to try it out")
-    parser.add_argument("--refit", type=Path, help="fit the points of an earlier --json anew")
+    parser.add_argument("--refit", type=Path, help="fit again the points of an earlier --json")
     options = parser.parse_args()
     if options.refit:
         refit(options.refit)

@@ -100,7 +100,7 @@ def _run(
 
 
 def _tell(suite: Suite, results: list[FileResult], left_out: list[str]) -> bool:
-    """Prints what is to be mended; returns whether something is. `left_out`: files that were not
+    """Prints what must be repaired; returns whether something must. `left_out`: files that were not
     run, empty after a run of some files: then only the skips of these files' tests are compared."""
     endings = {test: ending for r in results for test, ending in r.endings.items()}
     for test, ending in endings.items():

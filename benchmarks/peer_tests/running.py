@@ -37,7 +37,7 @@ class FileResult(NamedTuple):
 
 
 class RunSetup(NamedTuple):
-    """What a run needs: the tests' Python, the suite's folder, that of results, the model."""
+    """The inputs of a run: the tests' Python, the suite's folder, that of results, the model."""
 
     python: Path
     tests: Path

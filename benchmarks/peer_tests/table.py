@@ -27,7 +27,7 @@ weights. The last run, [peer-tests.json](../benchmarks/results/peer-tests.json):
 def figures(
     suite: Suite, results: Sequence[FileResult], left_out: dict[str, str]
 ) -> dict[str, Any]:
-    """What a run found. `left_out`: whole files that were not run, with the reason."""
+    """Returns the figures of a run. `left_out`: whole files that were not run, with the reason."""
     files = [
         {"file": r.file, "passed": r.passed, "skipped": r.skipped, "failed": r.failed}
         for r in results

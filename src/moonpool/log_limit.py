@@ -24,7 +24,7 @@ class LogLimit(logging.Filter):
         self._seen: dict[str, tuple[float, int]] = {}  # text -> (begin of its interval, lines)
 
     def forget(self) -> None:
-        """Begins anew, as if nothing had been logged."""
+        """Begins again, as if nothing had been logged."""
         self._seen.clear()
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -224,7 +224,7 @@ class RequestRecord:
         self.num_generated_tokens += count
 
     def end_at(self, num_tokens: int) -> None:
-        """Ends the answer after this number of tokens: those behind them are not of it."""
+        """Ends the answer after this number of tokens: later ones do not belong to it."""
         count = self.tokens_before + self.num_generated_tokens - num_tokens
         count = min(count, self.num_generated_tokens - 1)
         if count <= 0 or self.last_token_s is None:

@@ -149,8 +149,8 @@ class Token(Struct, frozen=True, array_like=True):
     on, if `SamplingParams.prompt_logprobs` asks for them.
 
     With `SamplingParams.pooling`, it is no token but brings the prompt's embedding as `payload`:
-    little-endian float32, of length 1. That of a forwarded call brings a part of the response; the
-    first one begins with a line, its content type."""
+    little-endian float32, of length 1. In a forwarded call, `payload` is a part of the response;
+    the first part begins with a line that holds the content type."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -183,8 +183,8 @@ class ProgramContext(Struct, frozen=True, omit_defaults=True):
     `parent_id`: the program that started this one, and waits for it if `blocks_parent`. `root_id`:
     the first of them all. `kind`: what programs like this one have in common, such as the name of a
     workflow or of a sort of sub-agent. `tool`: what runs when the call has ended. `expected_tokens`
-    of the answer. `ends`: no call follows this one. `keep_s`: the client asks to keep the program's
-    blocks for so long.
+    of the answer. `ends`: no call follows this one. `keep_s`: for how long the client asks to keep
+    the program's blocks.
     """
 
     program_id: str

@@ -141,7 +141,7 @@ def _quantized_bytes(form: int, width: int, out: int) -> int:
 class EmulatedKernels:
     """`Kernels` for one element type and one instruction set.
 
-    Every size follows from the arguments, as the kernels themselves have it.
+    Every size follows from the arguments, as in the kernels themselves.
     """
 
     def __init__(self, emulator: Emulator, dtype: torch.dtype, isa: str) -> None:

@@ -1,8 +1,8 @@
 """The kernels on emulated Arm CPUs: right, independent of the batch, and with the bits of AVX2.
 
 Without the bfloat16 instruction, Arm gives the bits of AVX2 in everything; with it, in all but
-products of bfloat16. Where this machine has AVX2, that is compared bit for bit, else with the
-reference operations alone.
+products of bfloat16. Where this machine has AVX2, the bits are compared with its own, else with
+those of the reference operations.
 """
 
 from __future__ import annotations

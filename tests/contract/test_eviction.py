@@ -1,4 +1,4 @@
-"""What every eviction policy owes the pool, and what each one adds to it."""
+"""What every eviction policy owes the pool, and what each policy adds."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert inside == sorted(self.evictable)
 
     def teardown(self) -> None:
-        """Whatever happened, all of it can go."""
+        """Whatever happened, all blocks can be evicted."""
         if hasattr(self, "policy"):
             assert sorted(self.policy.pop(len(self.evictable))) == sorted(self.evictable)
 
@@ -198,7 +198,8 @@ def test_the_order_does_not_hang_on_the_hash_seed() -> None:
 
 
 def size_of(thing: object, seen: set[int] | None = None) -> int:
-    """Objects reachable from here, as a measure of memory that does not hang on the machine."""
+    """Counts the objects reachable from here: a measure of memory that does not depend on the
+    machine."""
     seen = set() if seen is None else seen
     if id(thing) in seen or isinstance(thing, type | Callable):  # type: ignore[arg-type]
         return 0

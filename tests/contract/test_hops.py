@@ -130,8 +130,8 @@ def test_a_block_that_is_received_again_is_hashed_again(make_node: MakeNode) -> 
 
 
 def test_a_late_reader_detects_a_block_reused_after_the_lease() -> None:
-    """Shared memory only: other transports have sent the bytes before the lease can end. The block
-    was the source's to reuse, so nothing is damaged."""
+    """Shared memory only: other transports have sent the bytes before the lease can end. The source
+    was free to reuse the block, so nothing is damaged."""
     source = Node("source", "shm", lease_s=0.1)
     source.fill(1)
     own = Arena(source.layout, 4)

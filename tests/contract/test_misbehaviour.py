@@ -1,5 +1,5 @@
-"""Deadlines, cancels, and invalid or foreign peers: each operation ends once and overwrites nothing
-else."""
+"""Deadlines, cancels, and peers that send invalid data or are unknown: each operation ends once and
+overwrites nothing else."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ TIMEOUT_S = 300.0
 
 
 def peer_main(pipe: Pipe, transport: str) -> None:
-    """Obeys: sends half a stream, expects one, fetches, or keeps quiet when asked for blocks."""
+    """Does what it is told: sends half a stream, expects one, fetches, or keeps quiet when asked
+    for blocks."""
     node = Node("peer", transport, **BIG)
     pipe.send(node.address)
     while True:

@@ -1,4 +1,5 @@
-"""What every transport does when peers behave: the right bytes arrive, each end is told once."""
+"""What every transport does when peers behave: the right bytes arrive, and each end is reported
+once."""
 
 from __future__ import annotations
 
@@ -165,8 +166,8 @@ def test_a_first_send_gives_both_sides_the_checksums(pair: tuple[Node, Node]) ->
 def test_slices_are_missing_if_the_sender_hung_up_while_they_were_copied(
     monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """Without checksums, a reuse of the sender's blocks could not be detected. With them, what was
-    reused looks like damage, and is none."""
+    """Without checksums, a reuse of the sender's blocks could not be detected. With checksums, the
+    reused bytes look like damage, though there is none."""
     sender, receiver = Node("sender", "shm"), Node("receiver", "shm")
     monkeypatch.setattr(ShmConnection, "defers_checksums", not named)
     if named:

@@ -65,7 +65,8 @@ class Bench:
     def get_by_layer(
         self, keys: list[BlockKey], gate: LayerGate, first_slot: int = 0, right: bool = True
     ) -> tuple[LoadEnded, list[LoadProgress]]:
-        """The same, with the progress events. Unless `right`, the contents are not checked."""
+        """Does the same, and returns the progress events too. Unless `right`, the contents are not
+        checked."""
         return self._get(keys, first_slot, gate, right)
 
     def _get(

@@ -45,7 +45,7 @@ def workloads(manifests: list[Manifest]) -> list[Manifest]:
 
 
 def containers(workload: Manifest) -> list[Manifest]:
-    """In the order in which they start."""
+    """Returns the containers in the order in which they start."""
     pod = workload["spec"]["template"]["spec"]
     return [*pod.get("initContainers", ()), *pod["containers"]]
 

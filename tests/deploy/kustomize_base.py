@@ -38,7 +38,7 @@ def base_files() -> dict[str, str]:
 
 
 def _neutral(manifest: Manifest) -> None:
-    """The overlay gives a namespace; nothing of it is managed by Helm."""
+    """Omits the namespace, which the overlay gives, and what names Helm as the manager."""
     manifest["metadata"].pop("namespace")
     places = [
         manifest["metadata"],

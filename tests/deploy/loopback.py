@@ -80,7 +80,7 @@ class Loopback:
     def __init__(
         self, manifests: list[Manifest], folder: Path, secrets: dict[str, dict[str, bytes]]
     ) -> None:
-        """`secrets`: those that exist already."""
+        """`secrets`: the Secrets that exist already."""
         self._folder = folder
         self._configs = {each["metadata"]["name"]: each for each in of_kind(manifests, "ConfigMap")}
         self._secrets = dict(secrets)
@@ -188,7 +188,7 @@ class Loopback:
         return {}
 
     def _local(self, pod: Pod | None, word: str, places: dict[str, Path]) -> str:
-        """A word of a container, as it is on this machine."""
+        """Returns a word of a container as it is on this machine."""
         if places:
             names = "|".join(map(re.escape, sorted(places, key=len, reverse=True)))
             word = re.sub(rf"(?<![\w/])({names})(?![\w.-])", lambda m: str(places[m[1]]), word)

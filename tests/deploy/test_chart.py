@@ -1,4 +1,5 @@
-"""The Helm chart: its objects are what the API accepts, for each value file, and hold together."""
+"""The Helm chart: for each file of values, the API accepts its objects, and the objects fit
+together."""
 
 from __future__ import annotations
 
@@ -248,7 +249,8 @@ def _fields(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_values_and_schema_have_the_same_names() -> None:
-    """Those of values.yaml are in the schema, and the other way round for the first two levels."""
+    """The names in values.yaml are in the schema, and those of the schema's first two levels are in
+    values.yaml."""
     assert set(SCHEMA["properties"]) - {"global"} == set(DEFAULTS)
     for name, value in DEFAULTS.items():
         fields = _fields(SCHEMA["properties"][name])

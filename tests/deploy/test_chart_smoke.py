@@ -26,7 +26,7 @@ def here(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def existing_secrets(folder: Path) -> dict[str, dict[str, bytes]]:
-    """Those that the value files say the cluster has."""
+    """Returns the Secrets that the files of values say the cluster has."""
     files = make_certificates(folder, "authority", "part")
     named = zip(("tls.crt", "tls.key", "ca.crt"), files, strict=True)
     tls = {key: Path(path).read_bytes() for key, path in named}

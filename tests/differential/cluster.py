@@ -60,7 +60,7 @@ MODEL = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300"
 
 @dataclass
 class Outcome:
-    """What is known of one work at its end. logits: position of the drawn token -> [vocab]."""
+    """What is known of one attempt at its end. logits: position of the drawn token -> [vocab]."""
 
     logits: dict[int, Tensor] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
@@ -71,7 +71,8 @@ class Outcome:
 
 
 class Liar:
-    """A checksum that is wrong for one slice in seven: to the receiver, the bytes were damaged."""
+    """A checksum that is wrong for one slice in seven, so the receiver takes these bytes for
+    damaged."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -82,7 +83,7 @@ class Liar:
 
 
 class Leaver:
-    """A checksum during which the messenger ends, the n-th time: its process might have died."""
+    """A checksum during whose n-th call the messenger ends, as if its process had died."""
 
     def __init__(self, node: Node, after: int) -> None:
         self._node, self._left = node, after
@@ -194,7 +195,7 @@ class MiniCluster:
         self.inbox.put((self.nodes[on], StartPrefill(work=work, fetch=fetch, target=target)))
 
     def run(self, timeout_s: float = 60.0) -> None:
-        """Until all submitted works have ended and nothing is held."""
+        """Runs until all submitted attempts have ended and nothing is held."""
         deadline = time.monotonic() + timeout_s
         while not all(o.finished for o in self.outcomes.values()) or self._busy():
             assert time.monotonic() < deadline, self.outcomes

@@ -187,7 +187,7 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the converter writes of DeepSeek's alone."""
+    """Writes what only DeepSeek's files have."""
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     found = {
         "attention.key_length": rank + rope,

@@ -95,7 +95,8 @@ class Lab:
         return self.engine.logits([step])[0]
 
     def planned(self, prompts: Sequence[Prompt], marks: Sequence[set[int]]) -> list[list[Tensor]]:
-        """Runs all prompts together, cut at random but at `marks` for sure: the logits there."""
+        """Runs all prompts together, cut at random places and at all `marks`; returns the logits
+        there."""
         blocks = [self.take_blocks(len(prompt)) for prompt in prompts]
         done = [0] * len(prompts)
         found: list[list[Tensor]] = [[] for _ in prompts]

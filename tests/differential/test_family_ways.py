@@ -18,7 +18,7 @@ from tests.live.family_checkpoints import CASE_OF, refusal, write
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LATE: dict[str, Any] = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
 MORE = (Case("Qwen3", LATE), Case("Qwen3Moe", {**CASES["qwen3-moe"].changes, **LATE}))
-"""Windows that families may have, and that have no case of their own."""
+"""Windows that families may have, without a case of their own."""
 
 
 def table() -> dict[str, dict[str, str]]:
@@ -29,7 +29,7 @@ def table() -> dict[str, dict[str, str]]:
 
 
 def cell(refusals: set[str]) -> str:
-    """What the table says of a family whose models have these refusals; "": served."""
+    """Returns what the table says of a family whose models have these refusals; "": served."""
     assert len({bool(one) for one in refusals}) == 1, refusals
     return "no" if all(refusals) else "yes"
 

@@ -108,7 +108,8 @@ def trained(folder: Path) -> Path:
 
 
 def as_gguf(source: Path, way: str, path: Path) -> Path:
-    """The vocabulary as llama.cpp's converter writes it. SentencePiece has scores, no merges."""
+    """Returns the vocabulary as llama.cpp's converter writes it. SentencePiece has scores, no
+    merges."""
     own = json.loads(source.read_text())
     added = {token["content"]: token for token in own["added_tokens"]}
     vocabulary = {token["content"]: token["id"] for token in own["added_tokens"]}

@@ -118,7 +118,7 @@ def build(
 
 @pytest.fixture(scope="module")
 def alone(build: Lab) -> list[Outcome]:
-    """The truth: each prompt alone, in one piece, on one instance, without cache."""
+    """Returns the truth: each prompt alone, in one piece, on one instance, without cache."""
     cluster = build({"one": Role.MIXED}, chunk_tokens=1024, prefix_caching=False)
     for i, prompt in enumerate(build.prompts):
         cluster.submit(work(str(i), prompt), on="one")

@@ -26,8 +26,8 @@ from tests.differential.test_transformers import (
 
 transformers = pytest.importorskip("transformers")
 
-# All that is cut differently: biases, norms of heads, heads that are wider than hidden / heads,
-# norms over all heads.
+# The model has all that is cut differently: biases, norms of heads, heads that are wider than
+# hidden / heads, norms over all heads.
 SHARDED = {
     "llama-biases": 2,
     "llama-tied": 2,

@@ -75,7 +75,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[SpeculationLab]:
 
 @pytest.fixture(scope="module")
 def plain(lab: SpeculationLab) -> MiniCluster:
-    """The truth: each request alone, token by token, without cache."""
+    """Returns the truth: each request alone, token by token, without cache."""
     cluster = lab({"one": Role.MIXED}, chunk_tokens=1024, prefix_caching=False)
     for work in works():
         cluster.submit(work, on="one")

@@ -23,7 +23,7 @@ MAX_ORDER_BYTES = 1 << 17
 
 
 class CommandServer:
-    """Forks a process for each order that `control` brings, and tells its exit status."""
+    """Forks a process for each order that `control` brings, and returns its exit status."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control

@@ -30,7 +30,7 @@ def kind_of(finding: Finding) -> str:
 
 @dataclass
 class Counts:
-    """Of one reader, over all runs."""
+    """Counts of one reader, over all runs."""
 
     inputs: int = 0
     crashes: int = 0

@@ -38,7 +38,7 @@ class _HangError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found, in lines, and the input that shows it."""
+    """A finding in lines, and the input that shows it."""
 
     reader: str
     what: str
@@ -117,8 +117,8 @@ def _memory_of(reader: Reader, data: bytes, folder: Path, last: LastInput) -> st
 
 
 def _run(reader: Reader, data: bytes, folder: Path) -> str:
-    """What the input does wrong. Time counts if it is taken twice: the first time, modules may have
-    been imported, or others have shared the core."""
+    """Runs one input; returns what the input does wrong. Time counts if it is taken twice: the
+    first time, modules may have been imported, or others have shared the core."""
     what = _run_once(reader, data, folder)
     return _run_once(reader, data, folder) if what.endswith(CPU_TIME) else what
 

@@ -21,7 +21,7 @@ VALUES: tuple[Any, ...] = (
     *({}, {"": None}, {"a": {"b": []}}, {"type": "Sequence"}, {"Regex": "(a+)+$"}, {"String": ""}),
 )
 RAW_SHARE = 0.05
-"""Of inputs whose bytes are mutated, so that some are no JSON."""
+"""Share of inputs whose bytes are mutated, so that some are no JSON."""
 
 
 class FieldMutator:

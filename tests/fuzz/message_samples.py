@@ -20,7 +20,7 @@ def samples_of(kind: Any, seed: int, count: int = 40) -> list[bytes]:
 
 
 MAX_DEPTH = 5
-"""Of structs within each other."""
+"""Most levels of structs within each other."""
 
 
 class _Draw:

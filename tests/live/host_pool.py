@@ -293,8 +293,8 @@ class Engine:
         return found, wrong
 
     def slide(self, request: Any, num_tokens: int) -> list[tuple[str, int]]:
-        """As vLLM before a step: blocks that are behind all windows are no longer the request's.
-        Returns those that nobody uses any more, by layer."""
+        """Releases blocks as vLLM does before a step: those behind all windows are no longer the
+        request's. Returns those that nobody uses any more, by layer."""
         free = []
         first = max(num_tokens - WINDOW_TOKENS + 1, 0) // BLOCK_TOKENS
         for name in self.names:

@@ -273,7 +273,7 @@ class OnRay:
         raise AssertionError(self.log[-4000:])
 
     def instances(self, url: str) -> dict[str, dict[str, Any]]:
-        """What the head says of its instances, by name; empty while it does not answer."""
+        """Returns what the head says of its instances, by name; empty while it does not answer."""
         try:
             cluster = fresh.get(f"{url}/cluster", timeout=10).json()
         except httpx.HTTPError:

@@ -43,8 +43,7 @@ def post(path: str, body: bytes, headers: bytes = JSON_BODY) -> bytes:
 
 
 def read_all(link: socket.socket, last: bytes | None = None) -> bytes:
-    """What arrives until the server closes the connection, or says nothing for a while, or until
-    `last`."""
+    """Reads until the server closes the connection, is silent for a while, or has sent `last`."""
     got = b""
     with contextlib.suppress(OSError):
         while (

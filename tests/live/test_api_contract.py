@@ -30,7 +30,7 @@ def check_all(server: LocalServer, num_draws: int) -> None:
 
 
 def test_responses_are_as_the_document_says() -> None:
-    """On a server of its own: one of the operations replaces its processes."""
+    """Uses a server of its own: one of the operations replaces its processes."""
     with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
         check_all(server, 1)
 

@@ -23,7 +23,7 @@ EASY = ["--admission", "none", "--slo-ttft", "600"]
 
 
 def write(path: Path, *listed: VllmStub) -> None:
-    """As a tool does that others read after: a new file in place of the old one."""
+    """Writes as a tool that others read after: it puts a new file in place of the old one."""
     entries = [
         {"name": f"vllm-{stub.port}", "address": "127.0.0.1", "port": str(stub.port)}
         for stub in listed

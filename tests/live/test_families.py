@@ -67,7 +67,7 @@ def serving(folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Callable[[str], Path]) -> Callable[..., tuple[Tokens, Tokens, Any]]:
-    """What one process without cache answers, and a long answer."""
+    """Returns the answer of one process without cache, and a long answer."""
 
     @cache
     def found(family: str, *more: str) -> tuple[Tokens, Tokens, Any]:

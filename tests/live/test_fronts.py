@@ -140,8 +140,8 @@ def test_an_instance_that_is_killed_costs_no_answer() -> None:
 
 
 def test_a_client_that_comes_back_over_any_front_gets_the_rest() -> None:
-    """By its request id and the number of its tokens; by its last event; by its request id alone.
-    The connections are new each time, so the kernel may give them to either front."""
+    """Clients come back by request id and number of tokens, by their last event, and by request id
+    alone. The connections are new each time, so the kernel may give them to either front."""
     with LocalServer([MODEL, "--mixed", "1", *SMALL, *FRONTS]) as server:
         url = f"{server.url}/v1/completions"
         whole = Got()

@@ -48,7 +48,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def alone(file: Callable[[str], Path]) -> Callable[..., tuple[Tokens, Tokens, object]]:
-    """What one instance without cache answers, and a long answer."""
+    """Returns the answer of one instance without cache, and a long answer."""
 
     @cache
     def found(name: str, *more: str) -> tuple[Tokens, Tokens, object]:
@@ -82,7 +82,8 @@ def test_the_tokens_are_those_of_one_process(
     alone: Callable[..., tuple[Tokens, Tokens, object]],
     tmp_path: Path,
 ) -> None:
-    """From the cache too, with a grammar, and through the death of the decode instance."""
+    """Tokens come from the cache too, with a grammar, and through the death of the decode
+    instance."""
     flags = [*serving(file(name)), *MORE_WAYS[way]]
     if "--ssd-tokens" in flags:
         flags += ["--ssd-folder", str(tmp_path)]

@@ -304,7 +304,7 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
 
 @pytest.mark.parametrize(("hybrid", "ranks"), [(False, 2), (True, 1), (True, 2)])
 def test_a_fetch_brings_the_blocks_of_all_ranks(hybrid: bool, ranks: int) -> None:
-    """By what the process beside vLLM tells the head, and does for it."""
+    """Holds for the process beside vLLM: what it tells the head, and what it does for the head."""
     here, there = (Pool("--dram", "32MiB", secret="5a" * 32) for _ in range(2))
     engines = [
         Engine(pool, seed=number, hybrid=hybrid, ranks=ranks)

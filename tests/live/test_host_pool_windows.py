@@ -76,7 +76,8 @@ def test_a_window_that_is_damaged_costs_the_whole_prefix(pool: Pool) -> None:
 
 
 def test_a_block_that_was_held_is_given_back(pool: Pool) -> None:
-    """Of requests that are preempted, that end early, and when the pool has gone."""
+    """Holds for requests that are preempted, for those that end early, and when the pool has
+    gone."""
     engine = Engine(pool, seed=1, hybrid=True)
     requests = [engine.request([number * 1000 + i for i in range(64)]) for number in range(3)]
     for number, request in enumerate(requests):

@@ -94,7 +94,7 @@ def test_the_successor_of_a_killed_worker_is_warm(expected: list[str], parts: st
 
 @pytest.mark.long
 def test_a_worker_killed_while_it_computes_leaves_no_wrong_block(expected: list[str]) -> None:
-    """With a pool that is too small for all prompts, so that blocks are overwritten."""
+    """The pool is too small for all prompts, so blocks are overwritten."""
     rng = random.Random(1)
     with serve("--kv-tokens", "2048") as server, ThreadPoolExecutor(4) as threads:
         asker = Asker(server.url)

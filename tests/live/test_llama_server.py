@@ -56,7 +56,7 @@ class LlamaProcess:
             self.process.wait()
 
     def restart(self, front: LocalServer) -> None:
-        """Dies, is missed, and comes back."""
+        """Kills the server, waits until the head misses it, and starts it again."""
         gone, opened = (log(front).count(text) for text in (GONE, OPENED))
         self.kill()
         wait_until(lambda: log(front).count(GONE) > gone)
@@ -64,7 +64,7 @@ class LlamaProcess:
         wait_until(lambda: log(front).count(OPENED) > opened)
 
     def answer(self, text: str, **more: Any) -> str:
-        """What it says by itself, without its cache."""
+        """Returns its answer without its cache."""
         body = {"prompt": text, "n_predict": 16, "temperature": 0.0, "cache_prompt": False} | more
         body["logit_bias"] = [[number, -100.0] for number in NO_TEXT]
         found: str = fresh.post(f"{self.url}/completion", json=body, timeout=60).json()["content"]

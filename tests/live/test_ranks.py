@@ -46,8 +46,8 @@ def server() -> Iterator[LocalServer]:
 
 @pytest.mark.long
 def test_the_degrees_do_not_change_a_bit(server: LocalServer, reverse: LocalServer) -> None:
-    """Of long prompts in chunks, streamed from two ranks to one and from one to two; then from the
-    cache: logprobs, too, are the same numbers."""
+    """Long prompts come in chunks, streamed from two ranks to one and from one to two, then from
+    the cache. The logprobs are the same numbers too."""
     assert sorted(len(ranks_of(pid)) for pid in server.worker_pids()) == [0, 1]
     with (
         httpx.Client(base_url=server.url, timeout=60) as client,

@@ -22,7 +22,7 @@ from tests.live.conftest import MODEL, SMALL
 LONG = {"prompt": [9] * 300, "max_tokens": 500, "temperature": 1, "seed": 5, "ignore_eos": True}
 LONG_PROMPTS, LONG_ANSWERS = (4000, 1), (300, 500)
 IMPOSSIBLE = {"x-slo-ttft-ms": "0.01"}
-"""What is refused costs nothing, and is demand all the same."""
+"""A request that is refused costs nothing, but it counts as demand."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ class Desk:
 
     @contextmanager
     def demanding(self, prompt_tokens: int, answer_tokens: int) -> Iterator[None]:
-        """Prompts and answers of such lengths, all of them refused."""
+        """Asks for prompts and answers of these lengths meanwhile; all are refused."""
         over = threading.Event()
 
         def demand() -> None:

@@ -24,7 +24,7 @@ COUNT = 12
 
 
 def right_tokens(path: Path) -> list[int]:
-    """Of one process without a cache."""
+    """Returns the tokens of one process without a cache."""
     lab = Lab(open_model(str(path), "float32"), make_ops("native"), 16, 8000)
     tokens = list(PROMPT)
     for _ in range(COUNT):

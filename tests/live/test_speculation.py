@@ -162,7 +162,7 @@ PLAIN_RANKS = ["--mixed", "1", "--tensor-parallel-size", "2"]
 def test_a_draft_model_in_other_arrangements(
     arrangement: list[str], plain: list[str], http: httpx.Client
 ) -> None:
-    """Also after the decode instance was killed in the middle. Ranks are compared with ranks."""
+    """One arrangement kills the decode instance in the middle. Ranks are compared with ranks."""
     with LocalServer([MODEL, *arrangement, *SMALL, *ONLY_BY_MODEL]) as server:
         if plain:
             with (
@@ -211,7 +211,8 @@ def test_other_numbers(model: list[str]) -> None:
 
 @pytest.mark.long
 def test_structured_answers() -> None:
-    """Of the built-in model, which ends its answers and continues what it has read."""
+    """The answers are of the built-in model, which ends its answers and continues what it has
+    read."""
     names = ["ann", "bob", "cat", "dan"] * 4
     word = json.dumps({"names": names})
     body = {

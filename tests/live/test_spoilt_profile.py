@@ -1,4 +1,4 @@
-"""Step times that a busy machine has spoilt, or that were measured when it was another one."""
+"""Step times that a busy machine made wrong, or that another machine measured."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FAST = [structs.replace(sample, seconds=1e-6) for sample in SPOILT]
 def test_the_first_prompt_corrects_the_prediction_of_the_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on an instance that has computed none."""
+    """This holds on an instance that has computed no prompt, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plant_profile(FAST)
     with LocalServer([MODEL, "--mixed", "2", "--threads", "1", *DRAM]) as server:

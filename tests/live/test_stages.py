@@ -59,7 +59,7 @@ def test_embeddings_of_stages_are_those_of_one_process(
 
 
 def test_stages_answer_as_one_process_does(server: LocalServer, http: httpx.Client) -> None:
-    """Of long prompts in chunks, streamed from three stages to two; then from the cache."""
+    """Long prompts come in chunks, streamed from three stages to two, then from the cache."""
     assert sorted(len(stages_of(pid)) for pid in server.worker_pids()) == [1, 1, 2]
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for prompt in PROMPTS:

@@ -29,7 +29,7 @@ FULL = ["full attention", None]
 
 
 def run_module(name: str, *arguments: str, **environment: str) -> str:
-    """What `python -m tests.live.vllm_layout.NAME` of the vLLM prints."""
+    """Returns what `python -m tests.live.vllm_layout.NAME` of the vLLM prints."""
     if PYTHON is None:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON")
     paths = os.pathsep.join(str(ROOT / part) for part in (".", "src", "engine/src"))
@@ -78,7 +78,7 @@ def answers_of(printed: str) -> Any:
 def prove(
     folder: str, outcomes: Path, options: dict[str, Any], **environment: str
 ) -> tuple[list[dict[str, Any]], Any]:
-    """What the proofs said, and what vLLM answered after them."""
+    """Returns the output of the proofs, and what vLLM answered after them."""
     asked = json.dumps(EAGER | options | {"kv_transfer_config": CONNECTOR})
     ranks = options.get("tensor_parallel_size", 1)
     environment |= {"MOONPOOL_TEST_OUTCOMES": str(outcomes)}

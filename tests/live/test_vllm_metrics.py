@@ -104,7 +104,7 @@ def test_the_values_are_those_that_vllm_expects(http: httpx.Client) -> None:
 
 
 def test_gauges_are_zero_after_an_abort(http: httpx.Client) -> None:
-    """As vLLM's `test_abort_metrics_reset`."""
+    """Repeats vLLM's `test_abort_metrics_reset`."""
 
     def gauges() -> tuple[float, float, float]:
         found = samples(http)

@@ -49,8 +49,8 @@ def run(
     other: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """What a vLLM answered and found with these settings of the connector, and its log. `other`:
-    its interface is another."""
+    """Returns what a vLLM answered and found with these settings of the connector, and its log.
+    `other`: its interface is another."""
     if PYTHON is None:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON")
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)

@@ -85,7 +85,7 @@ class VllmStub:
         return self
 
     def stop(self) -> None:
-        """As a process that is killed: connections end at once."""
+        """Stops as a process that is killed: connections end at once."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -96,7 +96,7 @@ class VllmStub:
         self.connections.clear()
 
     def bodies(self, path: str) -> list[Body]:
-        """Of the calls of clients: those that measure it are left out."""
+        """Returns the bodies of clients' calls, without those that measure the server."""
         return [body for where, body in self.calls if where == path and not _measures(body)]
 
     def models(self) -> Body:

@@ -91,7 +91,7 @@ class _End:
         raise AssertionError(reason)
 
     def encoded(self, frame: Any) -> bytes:
-        """What the frame becomes on the wire."""
+        """Returns the frame as on the wire."""
         self.channel.send(frame)
         return self.transport.take()
 
@@ -117,7 +117,7 @@ class ControlWire:
         self._old_head, self._old = old_head, old
 
     def join(self, info: InstanceInfo) -> None:
-        """As `InstanceProcess` does, or its release before."""
+        """Joins as `InstanceProcess` does, or as its release before."""
         if self._old:
             self.report(JoinedBefore(info=info))
             return

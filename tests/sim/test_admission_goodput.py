@@ -76,7 +76,7 @@ def test_mixed_instances_keep_their_slos_under_overload(tmp_path: Path) -> None:
 
 
 def test_mixed_instances_without_tiles_keep_the_tbt_slo(tmp_path: Path) -> None:
-    """As on a CPU: a chunk of 32 tokens takes most of what a step may take, and a few decodes
+    """Holds as on a CPU: a chunk of 32 tokens takes most of what a step may take, and a few decodes
     beside it the rest. So chunks must be smaller."""
     path, cost = tmp_path / "chats.jsonl", tmp_path / "cost.json"
     cost.write_text('{"prefill": [0.04, 0.005, 0, 0], "decode": [0.045, 0.006, 0]}')
@@ -94,8 +94,8 @@ def test_mixed_instances_without_tiles_keep_the_tbt_slo(tmp_path: Path) -> None:
 @pytest.mark.parametrize("profile", ["conversation", "toolagent", "l-eval"])
 @pytest.mark.parametrize("cluster", ["4P+2D", "2P+4D"])
 def test_goodput_serves_most_over_all_loads(tmp_path: Path, profile: str, cluster: str) -> None:
-    """300 requests are over before a price can pay at every load, so a single load may lose a
-    little; over all loads and limits together it must not."""
+    """A run of 300 requests is too short for prices to pay at every load. So goodput may lose a
+    little at a single load, but not over all loads and limits together."""
     path = trace(tmp_path, profile, 300, 21)
     ours_total = best_total = 0
     for slo_tbt in ("0.035", "0.1"):

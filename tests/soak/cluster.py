@@ -159,7 +159,7 @@ class Cluster:
         end_s = time.monotonic() + timeout_s
         while not until():
             if time.monotonic() > end_s:
-                raise SoakError(f"waited {timeout_s:.0f} s in vain for {what}")
+                raise SoakError(f"waited {timeout_s:.0f} s for {what}, which did not come")
             self.pump(0.05)
 
     def pump(self, timeout_s: float) -> None:

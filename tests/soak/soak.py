@@ -41,7 +41,7 @@ IDLE_S = 120.0
 SPARE_FDS = 48
 SPARE_BYTES = 48 << 20
 WIRE_FLIP_RATE = 0.05
-"""Of chunks, while it lasts."""
+"""Share of chunks that are flipped while this lasts."""
 _MOVED = ("fetched_bytes", "received_bytes")
 _COUNTED = ("put", "get", "left", "stored_blocks", "loaded_blocks")
 

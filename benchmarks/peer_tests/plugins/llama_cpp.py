@@ -16,7 +16,7 @@ _ASKED = re.compile(r"""\bmodel["']?\s*[=:]\s*["']([^"']+)["']""")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """As the suite's own tests.sh does."""
+    """Marks tests as the suite's own tests.sh does."""
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="marked as slow"), append=False)

@@ -105,7 +105,7 @@ def _tokenizer(*_: Any, **__: Any) -> Any:
 
 
 class RemoteOpenAIServer:
-    """As vLLM's class of the same name, with moonpool behind it."""
+    """Has the interface of vLLM's class of the same name, with moonpool behind it."""
 
     DUMMY_API_KEY = "token-abc123"
     show_hidden_metrics = False

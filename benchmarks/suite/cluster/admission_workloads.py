@@ -50,7 +50,7 @@ PATTERNS = ("as is", "on-off", "ramp", "spike")
 LOADS = (0.3, 4.0)
 """Least and greatest load; its logarithm is uniform."""
 TRACE_EVERY = 3
-"""Each draw of so many is of a recorded trace, if there are any."""
+"""One draw in so many is of a recorded trace, if there are any."""
 LEAST_POSSIBLE = 0.5
 """SLOs that an idle cluster meets for a smaller share of the requests are drawn again."""
 MOST_TRIES = 20
@@ -100,7 +100,7 @@ def compare_policies(draw: AdmissionDraw) -> dict[str, Any]:
 
 
 def draw_workload(draw: AdmissionDraw) -> AdmissionWorkload:
-    """What the seed and the number stand for."""
+    """Draws the workload for the seed and the number."""
     rng = Random(f"{draw.seed}/{draw.number}")
     name, rows, block_tokens = _draw_rows(rng, draw)
     prefill, decode, mixed = rng.choice(CLUSTERS)
@@ -154,8 +154,8 @@ def scarcest_work_s(demand: LeastWork, resources: Sequence[Resource]) -> float:
 def arrive_by(
     rows: Sequence[TraceRow], rates: Sequence[float], duration_s: float
 ) -> list[TraceRow]:
-    """The same requests in the same order within `duration_s`. `rates`: relative rates of arrival
-    in equal parts of that time. Times are whole milliseconds, as in a file."""
+    """Returns the same requests in the same order within `duration_s`. `rates`: relative rates of
+    arrival in equal parts of that time. Times are whole milliseconds, as in a file."""
     first_s, last_s = rows[0].arrived_s, rows[-1].arrived_s
     places = (np.array([row.arrived_s for row in rows]) - first_s) / max(last_s - first_s, 1e-9)
     arrived = np.concatenate(([0.0], np.cumsum(rates) / sum(rates)))
@@ -167,7 +167,7 @@ def arrive_by(
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `goodput` loses to the best of the others, over all rows."""
+    """Returns how much `goodput` loses to the best of the others, over all rows."""
     losses = [loss(row["effective"]) for row in rows]
     return {
         "rows": len(rows),

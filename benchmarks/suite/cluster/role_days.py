@@ -75,8 +75,8 @@ class PhaseLog:
         self._prefills.append(simulation.conductor.instance_table.num_prefills)
 
     def phases(self, day: Mix) -> list[dict[str, Any]]:
-        """Of each phase: requests, effective ones, and [second, prefill instances] at each
-        change."""
+        """Returns for each phase its requests, the effective ones, and [second, prefill instances]
+        at each change."""
         num = len(day.kinds[0].by_hour)
         phase_s = day.day_s / num
         found: list[dict[str, Any]] = []

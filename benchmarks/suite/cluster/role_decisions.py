@@ -187,7 +187,8 @@ def _finite(seconds: float) -> float | None:
 
 
 def _table(num_instances: int) -> InstanceTable:
-    """As many instances of each role of the default node, without anything booked."""
+    """Makes a table with so many instances of each role of the default node, without anything
+    booked."""
     config = parse_config("", {"slo": {"ttft_s": SLO.ttft_s, "tbt_s": SLO.tbt_s}}, DEFAULTS)
     hardware = build_hardware(config)
     table = InstanceTable(SLO.tbt_s)

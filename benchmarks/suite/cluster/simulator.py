@@ -111,7 +111,7 @@ def _watched(
 
 
 def _memory_mib(field: str) -> int:
-    """Of this process, as Linux tells; 0 where it does not."""
+    """Returns the memory of this process, as Linux tells; 0 where Linux does not."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 0

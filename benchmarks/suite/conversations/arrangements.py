@@ -37,7 +37,8 @@ _COUNTS = re.compile(r"(?:(?P<p>[1-9])P\+)?(?:(?P<d>[1-9])D\+?)?(?:(?P<m>[1-9])M
 
 
 class Machine(Struct, frozen=True):
-    """What the arrangements share. `peer_python`: of a vLLM installation, "" without one."""
+    """What the arrangements share. `peer_python`: the Python of a vLLM installation, "" without
+    one."""
 
     model: str
     kv_tokens: int = 65_536
@@ -63,13 +64,14 @@ class LiveArrangement(Struct, frozen=True):
 
     @property
     def knows_hits(self) -> bool:
-        """Whether what it reports as cached was cached, and not just fetched from its prefill."""
+        """Whether all that the system reports as cached was cached, and not just fetched from its
+        prefill."""
         return self.shape != "pair"
 
     @property
     def forgets(self) -> bool:
-        """Whether a reset leaves it as it was when it started: it learns nothing, and keeps no
-        blocks elsewhere."""
+        """Whether a reset restores the system's first state: it learns nothing, and keeps no blocks
+        elsewhere."""
         return self.shape in ("one", "two", "pair")
 
     def cluster(self, machine: Machine, slo: Slo) -> LiveCluster:

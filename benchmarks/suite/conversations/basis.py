@@ -45,10 +45,10 @@ MOST_ALONE = 4
 """Sessions that are played alone."""
 USERS = 12
 IGNORED_SHARE = 0.25
-"""Of the busy time: the users begin together."""
+"""Share of the busy time that is ignored, because the users begin together."""
 PLANNED_LOADS = 0.6, 0.8, 1.0
 PLANNED_REQUESTS = 120
-"""At least, in the trace that is planned for."""
+"""Least requests in the trace that is planned for."""
 RIVALS = "1P+1D", "2M"
 Say = Callable[[str], None]
 Start = Callable[[LiveArrangement, Machine, Slo], AbstractContextManager[str]]

@@ -95,8 +95,8 @@ def bench_conversations(
     say: Say,
     start: Start = start_arrangement,
 ) -> dict[str, Any]:
-    """All rows of the file, and the verdicts. Raises what servers raise; a vLLM that does not start
-    is left out."""
+    """Returns all rows of the file, and the verdicts. Raises what servers raise; a vLLM that does
+    not start is left out."""
     model = Path(machine.model).name
     for shape in plan.shapes:
         key = f"{model}/{shape.name}"
@@ -204,7 +204,8 @@ def row_words(row: dict[str, Any]) -> str:
 
 
 def verdict_lines(bases: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What was said before, what won, and how the best of ours stands to the best vLLM."""
+    """Returns what was said before, what won, and how the best of ours compares with the best
+    vLLM."""
     lines = []
     for key, basis in bases.items():
         model, workload = key.split("/")

@@ -46,7 +46,7 @@ def write_session_trace(rows: Sequence[TraceRow], path: Path) -> None:
 def plan_for(
     rows: Sequence[TraceRow], profile: LiveProfile, slo: Slo, cluster: LiveCluster
 ) -> dict[str, Any]:
-    """What `moonpool plan` names, or why it names nothing."""
+    """Returns what `moonpool plan` names, or why it names nothing."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         trace, costs, out = place / "trace.jsonl", place / "profile.json", place / "plan.json"

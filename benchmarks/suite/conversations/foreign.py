@@ -26,7 +26,7 @@ LIMIT_S = 900.0
 
 
 def aiperf_command(python: str) -> str:
-    """Of that Python's installation. Raises ServerError."""
+    """Returns the command of that Python's installation. Raises ServerError."""
     command = Path(python).with_name("aiperf")
     if not command.exists():
         raise ServerError(f"there is no {command}: --aiperf-python must be that of an AIPerf")
@@ -90,7 +90,8 @@ def arguments(
     seed: int,
     place: str,
 ) -> list[str]:
-    """Of `aiperf profile`. A user's turns are as far apart as an answer and a pause last."""
+    """Returns the arguments of `aiperf profile`. A user's turns are as far apart as an answer and a
+    pause last."""
     rate_rps = load * basis.requests_per_s
     alone = next(iter(basis.alone.values()), basis.slo)
     cycle_s = shape.think_s + alone.ttft_s + shape.answer_tokens * alone.tbt_s

@@ -50,7 +50,8 @@ def bench_engine(
     repeats: int,
     say: Report,
 ) -> dict[str, Any]:
-    """All figures of one model in bfloat16. `peers`: a Python for each. Raises BenchError."""
+    """Returns all figures of one model in bfloat16. `peers`: a Python for each. Raises
+    BenchError."""
     torch.set_num_threads(1)
     say("measuring the machine's limits")
     before = machine_limits()
@@ -73,8 +74,9 @@ def bench_engine(
 
 
 def machine_limits() -> dict[str, float]:
-    """Of one thread, now: what is slow at one end of the run was slowed by something else. The
-    GEMM is of float32 where the CPU cannot multiply bfloat16: there kernels multiply float32."""
+    """Measures one thread now. A limit that is low at one end of the run was lowered by something
+    else. The GEMM is of float32 where the CPU cannot multiply bfloat16: there kernels multiply
+    float32."""
     dtype = torch.bfloat16 if has_bf16_products() else torch.float32
     return {
         "gemm_flops_per_s": gemm_flops_per_s(dtype),

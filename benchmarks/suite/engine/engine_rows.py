@@ -11,7 +11,8 @@ ELEMENT_BYTES = 2
 
 class EngineBenchRows(Struct, frozen=True):
     """Prompts alone, by length; and decodes by batch and by the context of each. `chunk_tokens`:
-    what prompts are cut into, at every engine. `steps`: of decodes that are timed for a row."""
+    what prompts are cut into, at every engine. `steps`: the steps of decodes that are timed for a
+    row."""
 
     prefills: tuple[int, ...] = (512, 2048, 8192)
     batches: tuple[int, ...] = (1, 8, 32)
@@ -26,7 +27,8 @@ class EngineBenchRows(Struct, frozen=True):
 
     @property
     def kv_tokens(self) -> int:
-        """Of KVCache in use at once, the last block of each sequence counted as a whole."""
+        """Returns the tokens of KVCache in use at once; the last block of each sequence counts as a
+        whole."""
         most = max(self.batches) * (max(self.contexts) + self.steps + 64)
         return max(most, max(self.prefills) + 64)
 
@@ -50,7 +52,8 @@ def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
 def prefill_bytes(
     spec: ModelSpec, num_tokens: int, chunk_tokens: int, weight_bytes: float = ELEMENT_BYTES
 ) -> float:
-    """What one prompt must read: all weights with every chunk, and the KVCache before it."""
+    """Returns the bytes that one prompt must read: all weights with every chunk, and the KVCache
+    before it."""
     chunks = -(-num_tokens // chunk_tokens)
     before = chunk_tokens * chunks * (chunks - 1) / 2
     kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * ELEMENT_BYTES
@@ -67,8 +70,8 @@ def decode_flops(spec: ModelSpec, batch: int, context_tokens: float) -> float:
 def decode_bytes(
     spec: ModelSpec, batch: int, context_tokens: float, weight_bytes: float = ELEMENT_BYTES
 ) -> float:
-    """What one step of decodes must read: all weights but the embedding table, once, and the
-    KVCache of every sequence."""
+    """Returns the bytes that one step of decodes must read: all weights but the embedding table
+    once, and the KVCache of every sequence."""
     weights = spec.num_layers * _layer_weights(spec) + spec.hidden_size * spec.vocab_size
     kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * context_tokens
     return weight_bytes * weights + batch * ELEMENT_BYTES * kv

@@ -68,7 +68,8 @@ class IkPrograms:
         raise BenchError(f"{DECODE_PROGRAM} printed no figures: {said[-200:]!r}")
 
     def _run(self, program: str, *flags: str | int) -> str:
-        """What it printed, on either stream. It leaves a log file in the current folder."""
+        """Runs it, and returns what it printed on either stream. It leaves a log file in the
+        current folder."""
         paths = (self._folder.resolve() / program, "-m", self._path.resolve())
         command = [str(word) for word in (*paths, *flags)]
         try:

@@ -34,7 +34,7 @@ OTHERS = {
 
 
 def to_gguf(folder: str, path: str) -> None:
-    """The same weights in bfloat16; no tokeniser."""
+    """Writes the same weights in bfloat16, without a tokeniser."""
     import gguf
     import numpy as np
 

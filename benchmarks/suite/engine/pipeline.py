@@ -142,8 +142,8 @@ def shape_of(spec: ModelSpec) -> ModelShape:
 
 
 def grown(steps_s: Sequence[float], prompt_tokens: int, chunk_tokens: int) -> list[StepSample]:
-    """What prompts of 1, 2, 4 ... chunks took, from the steps of the longest: it says what
-    attention to so many tokens costs, which short steps do not."""
+    """Returns the seconds of prompts of 1, 2, 4 ... chunks, from the steps of the longest prompt.
+    They show the cost of attention to so many tokens, which short steps do not."""
     ended_s = list(accumulate(steps_s))
     most = len(steps_s)
     counts = sorted({*(1 << power for power in range(most.bit_length())), most})
@@ -169,7 +169,7 @@ def _figures(piped: PipelinedResult) -> dict[str, Any]:
 
 
 def _hop_s(one: PipelinedInstance, several: PipelinedInstance) -> float:
-    """What a step through several stages takes longer than through one, by the hop."""
+    """Returns how much longer a step through several stages takes than through one, by the hop."""
     step = [StepEntry(AttemptId("hop"), [7], 64, [BlockId(0), BlockId(1)], _GREEDY)]
     best_s = [min(p.engine.step(step).seconds for _ in range(HOPS)) for p in (one, several)]
     return max(best_s[1] - best_s[0], 0.0) / (several.num_stages - 1)

@@ -54,8 +54,10 @@ class PipelinedJob:
 
 @dataclass(slots=True)
 class PipelinedResult:
-    """What came of the jobs. `busy_s`: of each stage, by the clock. `cpu_s`: what its processes had
-    of the cores meanwhile, 0 if simulated; where it is less than `busy_s`, others had the rest."""
+    """The results of the jobs. `busy_s`: seconds of each stage by the clock. `cpu_s`: CPU seconds
+    of its processes meanwhile, 0 if simulated. If that is less than `busy_s`, other processes had
+    the cores for the rest.
+    """
 
     seconds: float
     busy_s: list[float]
@@ -66,7 +68,8 @@ class PipelinedResult:
 
     @property
     def bubble_share(self) -> float:
-        """Of the stages' time, what none of them computed in: filling and draining included."""
+        """Share of the stages' time in which none of them computed, filling and draining
+        included."""
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.seconds)
 
 
@@ -125,7 +128,7 @@ class PipelinedInstance:
         self.arena.close()
 
     def run(self, jobs: Sequence[PipelinedJob], **config: Any) -> PipelinedResult:
-        """All jobs to their end; `config` of the state machine."""
+        """Runs all jobs to their end with `config` for the state machine."""
         instance = make_instance(self.num_stages, self.layout, self.arena.num_blocks, config)
         steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -234,7 +237,7 @@ class _Gathered:
 
 
 def cpu_seconds(pid: int) -> float:
-    """That the process has used, all its threads together."""
+    """Returns the seconds that the process has used, all its threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 def bench_quantization(
     model: str, prompts: int, answer_tokens: int, seed: int, say: Say
 ) -> dict[str, Any]:
-    """All figures of one model: `quality`, `speed` of both, and the machine's `limits`."""
+    """Returns all figures of one model: `quality`, `speed` of both, and the machine's `limits`."""
     torch.set_num_threads(1)
     kv_tokens = max(ROWS.kv_tokens, prompts * (PATTERN_TOKENS + answer_tokens + 128))
     kinds: tuple[Quantization, ...] = ("none", "int8")

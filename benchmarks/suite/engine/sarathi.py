@@ -63,7 +63,7 @@ class _Bench:
 
 
 def bench_sarathi(model: str, repeats: int, seed: int, say: Say) -> dict[str, Any]:
-    """All figures of one model in bfloat16."""
+    """Returns all figures of one model in bfloat16."""
     torch.set_num_threads(1)
     loaded = open_model(model, "bfloat16")
     ops = choose_ops(loaded.dtype)

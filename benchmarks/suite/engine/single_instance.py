@@ -102,7 +102,7 @@ class SoloInstance:
         temperature: float,
         seed: int = 0,
     ) -> Generation:
-        """As `generate`, with draws; each prompt has a seed of its own."""
+        """Generates as `generate` does, with draws; each prompt has a seed of its own."""
         generation = Generation()
         began_s = time.perf_counter()
         steps: list[RunStep] = []
@@ -136,7 +136,7 @@ class SoloInstance:
 
 
 class Generation:
-    """What `generate` made; of each step that drew tokens, its seconds and how many they were."""
+    """The tokens of `generate`; for each step that drew tokens, its seconds and their number."""
 
     def __init__(self) -> None:
         self.tokens: dict[AttemptId, list[Token]] = {}

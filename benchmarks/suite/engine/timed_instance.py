@@ -36,7 +36,7 @@ class TimedJob:
 
 @dataclass(slots=True)
 class TimedResult:
-    """What came of the jobs, in their order."""
+    """The results of the jobs, in their order."""
 
     ttft_s: list[float]
     gaps_s: list[float] = field(default_factory=list)  # between tokens, of all answers

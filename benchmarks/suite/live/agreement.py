@@ -36,7 +36,7 @@ from moonpool_lab.replay.run import ReplayPlan, run_replay
 UNLOADED_RPS = 0.2
 UNLOADED_REQUESTS = 20
 NOTICED_SHARE = 0.02
-"""Of the processors: so much taken by others is told."""
+"""Share of the processors. If others take so much, the report says so."""
 Say = Callable[[str], None]
 
 
@@ -92,7 +92,7 @@ def bench_agreement(
 
 
 class AgreementPair(msgspec.Struct, frozen=True):
-    """The same requests, both ways."""
+    """The results of the same requests, both ways."""
 
     live: dict[str, Any]
     simulated: dict[str, Any]
@@ -103,8 +103,8 @@ class AgreementPair(msgspec.Struct, frozen=True):
 def run_both(
     cluster: LiveCluster, profile: LiveProfile, rows: Sequence[TraceRow], block_tokens: int
 ) -> AgreementPair:
-    """On a cluster started for it: what it has cached and learned before would be unknown to its
-    twin. The twin believes what this Conductor believes."""
+    """Runs on a cluster that was started for it: the twin would not know what an older cluster has
+    cached and learned. The twin believes what this Conductor believes."""
     with LocalServer(cluster.arguments()) as server, LoadSampler(server) as sampler:
         believed = believed_cost(server.instances()[0])
         live = replay_rows(server.url, rows, block_tokens)
@@ -137,7 +137,7 @@ def measure_local(server: LocalServer, workload: LiveWorkload, say: Say) -> Live
 
 
 def simulated_slo(cluster: LiveCluster, profile: LiveProfile, workload: LiveWorkload) -> Slo:
-    """Of a twin without load."""
+    """Returns the SLOs of a twin without load."""
     rows = workload.rows(UNLOADED_RPS, UNLOADED_REQUESTS / UNLOADED_RPS)
     free = cluster.with_(admission="none")
     figures, _ = simulate_rows(free, profile, rows, workload.block_tokens)

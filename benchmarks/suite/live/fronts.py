@@ -43,7 +43,7 @@ Start = Callable[[], AbstractContextManager[str]]
 
 
 class FrontWorkload(Struct, frozen=True):
-    """What the vLLMs are, and what they are asked."""
+    """The options of the vLLMs, and the requests that they get."""
 
     model: str
     kv_tokens: int = 32_768

@@ -90,7 +90,8 @@ class LoadSampler:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process, as Linux tells; 0 where it does not, or the process is gone."""
+    """Returns the resident bytes of a process, as Linux tells; 0 if the process is gone or Linux
+    does not tell."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS"):

@@ -32,17 +32,17 @@ from moonpool_lab.profiling.live_cluster import (
 )
 
 UNLOADED_SHARE = 0.1
-"""Of capacity: a rate at which requests hardly meet."""
+"""A share of capacity: at this rate requests hardly meet."""
 SIMULATED_S = 120.0
 FILLING_SHARE = 0.15
-"""Of the time in which requests come: the pools fill then, and no swing is counted."""
+"""A share of the time in which requests come. The pools fill during it, and no swing is counted."""
 Say = Callable[[str], None]
 Series = Sequence[float]
 
 
 class Oscillation(Struct, frozen=True):
-    """Of the decode load over a run: its standard deviation, and how it goes with the prefill
-    load. None: too few samples, or one of the two never changed."""
+    """How the decode load swings over a run: its standard deviation, and its correlation with the
+    prefill load. None: too few samples, or one of the two never changed."""
 
     decode_mean: float
     decode_deviation: float
@@ -134,7 +134,7 @@ def measure_unloaded(
 
 
 def oscillation(prefill: Series, decode: Series) -> Oscillation:
-    """Of samples taken at the same instants."""
+    """Returns the oscillation of samples taken at the same instants."""
     if not decode:
         return Oscillation(0.0, 0.0, None)
     mean = fmean(decode)

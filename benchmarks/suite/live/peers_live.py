@@ -4,7 +4,7 @@ beyond capacity: how many requests a second meet both SLOs.
 SLOs are the same for all: ten times the unloaded P90 of TTFT and five times that of TBT, of
 whichever system is slowest unloaded, so that none is asked for more than the paper asks. The client
 is ours, or vLLM's own benchmark client. Several vLLMs may take part: each load is judged by the
-best of them. One that does not start is left out, and why is told.
+best of them. One that does not start is left out, and the report says why.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ Start = Callable[[], AbstractContextManager[str]]
 
 
 class Access(NamedTuple):
-    """How the server at `url` is asked: with which key, and trusting whom. Others need neither."""
+    """How the server at `url` is asked: with which key, and with trust in which authority. Other
+    servers need neither."""
 
     url: str = ""
     api_key: str = ""
@@ -66,9 +67,9 @@ def bench_peers_live(
     say: Say,
     access: Access = OPEN,
 ) -> dict[str, Any]:
-    """Curves by system. Loads are multiples of what the simulator gives two colocated instances;
-    `slo` takes the place of what is measured. `access` is to the peer that runs already. Raises
-    what servers and replays raise."""
+    """Returns the curves by system. Loads are multiples of what the simulator gives two colocated
+    instances; `slo` takes the place of what is measured. `access` is to the peer that runs already.
+    Raises what servers and replays raise."""
     split = cluster.with_(prefill=1, decode=1, mixed=0)
     mixed = cluster.with_(prefill=0, decode=0, mixed=2)
     with LocalServer(mixed.with_(admission="none").arguments()) as server:
@@ -115,7 +116,7 @@ def bench_peers_live(
 
 
 def peer_names(peers: Sequence[VllmTarget]) -> list[str]:
-    """Of each its own: with its step's size where several have one shape."""
+    """Gives each peer a name of its own: with its step's size where several have one shape."""
     shapes = [peer.shape for peer in peers]
     return [
         f"{WORDS[p.shape]} {p.batched_tokens}" if shapes.count(p.shape) > 1 else WORDS[p.shape]
@@ -126,7 +127,8 @@ def peer_names(peers: Sequence[VllmTarget]) -> list[str]:
 def ratios(
     curves: dict[str, list[dict[str, Any]]], peers: Sequence[str], key: str
 ) -> dict[str, list[float | None]]:
-    """To the best peer, load by load; None where none of them has any. Nothing without peers."""
+    """Returns the ratios to the best peer, load by load; None where no peer has any goodput.
+    Returns nothing without peers."""
     if not peers:
         return {}
     best = [
@@ -145,8 +147,8 @@ def ratios(
 def present(
     systems: dict[str, Start], absent: dict[str, str], say: Say
 ) -> Generator[tuple[str, str], None, None]:
-    """Name and URL of each in turn, while it runs. A peer that does not start is noted in `absent`,
-    and not tried again; that we do not is an error."""
+    """Yields name and URL of each system in turn, while it runs. A peer that does not start is
+    noted in `absent`, and not tried again. If moonpool does not start, that is an error."""
     for name, start in systems.items():
         if name in absent:
             continue
@@ -172,7 +174,7 @@ def _unloaded(
 
 
 class _Run:
-    """What all systems are sent, and by whom."""
+    """What all systems are sent, and by which client."""
 
     def __init__(
         self,
@@ -198,7 +200,8 @@ class _Run:
         block_tokens = self._workload.block_tokens
         for number, load in enumerate(loads):
             rows = self._workload.rows(load * base_rps, seconds)
-            # Other tokens each time: what the last load left in the cache is of no use.
+            # Draws other tokens each time, so that what the last load left in the cache is of no
+            # use.
             seed = number + 1
             if self._client == "vllm":
                 figures = run_vllm_client(

@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 def bench_pinning(
     model: str, threads: int, seconds: float, rounds: int, seed: int, say: Say
 ) -> dict[str, Any]:
-    """Figures by kind over all rounds, and of each round. Raises BenchError."""
+    """Returns figures by kind over all rounds, and of each round. Raises BenchError."""
     found: dict[str, list[list[ClientResponse]]] = {kind: [] for kind in KINDS}
     for number in range(rounds):
         order = list(KINDS) if number % 2 == 0 else list(reversed(KINDS))
@@ -54,7 +54,7 @@ def bench_pinning(
 
 
 async def _load(url: str, seconds: float, seed: int) -> list[ClientResponse]:
-    """Answers that began after the warm-up; all clients stop together."""
+    """Counts answers that began after the warm-up; all clients stop together."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     answers: list[ClientResponse] = []

@@ -32,7 +32,7 @@ HEADROOM = 4
 
 
 def bench_restart(model: str, prefix_tokens: int, repeats: int) -> dict[str, Any]:
-    """TTFT in seconds and hit tokens, before and after a restart, by what was kept."""
+    """Returns TTFT in seconds and hit tokens, before and after a restart, by what was kept."""
     return {
         "prefix_tokens": prefix_tokens,
         "ssd": _case(model, prefix_tokens, repeats, "ssd"),

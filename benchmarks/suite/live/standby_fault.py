@@ -138,7 +138,7 @@ class ResumingStreams(FaultStreams):
 
 
 def measure_standby(times: int, count: int, rng: random.Random) -> dict[str, Any]:
-    """Each time with a new cluster. Raises BenchError."""
+    """Measures each time with a new cluster. Raises BenchError."""
     recoveries: list[float | None] = []
     seen: dict[str, int] = {}
     for _ in range(times):

@@ -41,10 +41,10 @@ _MAPPING = re.compile(
 def bench_start(
     model: str | None, flags: list[str], kv_tokens: int, repeats: int, say: Say
 ) -> dict[str, Any]:
-    """Seconds and bytes of each start. Without `model`, of a file that it writes first.
+    """Returns seconds and bytes of each start. Without `model`, it writes a model file first.
 
-    The first start has no measured step times of an earlier one; at the others, these are an hour
-    old. Raises BenchError.
+    The first start has no measured step times of an earlier one; at the other starts, these are an
+    hour old. Raises BenchError.
     """
     with _model_file(model, say) as (name, path), tempfile.TemporaryDirectory() as cache:
         flags = [*flags, "--kv-tokens", str(kv_tokens)]
@@ -141,7 +141,7 @@ def _memory(pid: int, path: Path | None) -> dict[str, int]:
 
 
 def _age(cache: Path) -> None:
-    """Makes all files an hour older: some are taken for those of the same start when young."""
+    """Makes all files an hour older: young files may be taken for those of the same start."""
     for file in cache.rglob("*"):
         status = file.stat()
         os.utime(file, (status.st_atime, status.st_mtime - AGE_S))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.suite.live.token_stub PORT GAP_S
 
-So what is before it is measured, with any number of streams. A step writes to all streams at once,
-as a batch of an engine does.
+So any number of streams measures only what stands before the server. A step writes to all streams
+at once, as a batch of an engine does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from moonpool.api.connection.listening import listen
 MODEL = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 MEASURED_SALT_CHARS = 64
-"""Of a `cache_salt` by which moonpool measures the server: those calls wait for nothing."""
+"""A `cache_salt` of this many characters marks moonpool's calls to measure the server: they wait
+for nothing."""
 _HEADER = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n"
 _STREAM = _HEADER % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n"
 

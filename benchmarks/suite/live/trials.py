@@ -1,6 +1,7 @@
 """`moonpool trial` against several systems, one after the other, each started on this machine.
 
-Each system serves the same checkpoint. One that cannot be started is left out, and why is told.
+Each system serves the same checkpoint. One that cannot be started is left out, and the report says
+why.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ WORDS: dict[System, str] = {
 }
 CONTEXT_TOKENS = 4096
 KV_BLOCKS = 192
-"""Of vLLM's 32 tokens each: few, so that blocks are evicted and offloaded ones come back."""
+"""vLLM's blocks have 32 tokens. They are few, so that blocks are evicted and offloaded ones come
+back."""
 OFFLOADED_BYTES = 1 << 30
 LLAMA_START_S = 120.0
 Say = Callable[[str], None]
@@ -44,7 +46,7 @@ CANNOT_RESET: tuple[System, ...] = ("llama.cpp",)
 
 
 class TrialTargets(Struct, frozen=True):
-    """What is tried, and where the others are installed."""
+    """The systems that are tried, and where the others are installed."""
 
     model: str  # a checkpoint's folder
     gguf: str = ""  # the same model, for llama.cpp
@@ -56,8 +58,8 @@ class TrialTargets(Struct, frozen=True):
 def bench_trials(
     targets: TrialTargets, systems: Sequence[System], try_one: Try, say: Say
 ) -> dict[str, Any]:
-    """Figures by system, and why some are absent. `try_one` gets a URL, and whether the system's
-    cache may be emptied there."""
+    """Returns the figures by system, and why some are absent. `try_one` gets a URL, and whether the
+    system's cache may be emptied there."""
     servers: dict[str, Any] = {}
     absent: dict[str, str] = {}
     for system in systems:
@@ -86,7 +88,7 @@ def added_to(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def start_system(system: System, targets: TrialTargets) -> Iterator[str]:
-    """The URL at which it answers. Raises ServerError."""
+    """Returns the URL at which the system answers. Raises ServerError."""
     if system == "moonpool":
         arguments = [targets.model, "--prefill", "1", "--decode", "1"]
         with LocalServer(arguments) as server:

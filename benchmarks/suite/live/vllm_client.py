@@ -1,7 +1,7 @@
 """`vllm bench serve` as the client: a load generator from outside, with its timed traces.
 
-Owns its command line and the reading of its result file. What it sends are the rows' lengths, times
-and shared prefixes; the tokens are drawn by it.
+Owns its command line and the reading of its result file. It sends the rows' lengths, times and
+shared prefixes, with tokens that it draws itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def run_vllm_client(
         words = [str(word) for pair in options.items() for word in pair]
         words += ["--goodput", f"ttft:{1e3 * slo.ttft_s}", f"tpot:{1e3 * slo.tbt_s}"]
         words += ["--save-result", "--disable-tqdm"]
-        # It seeds a block's tokens by `hash`: so all servers get the same, and each seed others.
+        # It seeds a block's tokens by `hash`: so all servers get the same tokens, and each seed
+        # gives others.
         environment = vllm_environment(python) | {"PYTHONHASHSEED": str(seed)}
         _run([vllm_command(python), "bench", "serve", *words], environment)
         try:
@@ -86,7 +87,7 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
 
 
 def client_figures(result: dict[str, Any], num_requests: int) -> dict[str, Any]:
-    """Its own figures under our names. TBT is what it calls ITL: each gap."""
+    """Returns the client's own figures under our names. TBT is what it calls ITL: each gap."""
 
     def spread(name: str) -> dict[str, float]:
         found = {"mean": result[f"mean_{name}_ms"] / 1e3}

@@ -1,10 +1,10 @@
-"""Runs under a vLLM's Python, not ours: one address for two `vllm serve`, for clients to ask.
+"""Gives two `vllm serve` one address. Runs under a vLLM's Python, not ours.
 
     PEER_PYTHON vllm_front.py PORT turns URL URL             the one with less under way answers
     PEER_PYTHON vllm_front.py PORT pair PREFILL DECODE BOOT  the first computes the prompt, the
                                                              second fetches its KVCache by Mooncake
 
-Stands alone: it imports nothing of moonpool. Ends when its process is ended.
+It imports nothing of moonpool, and runs until its process is ended.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ JSON = "application/json"
 
 
 class VllmFront:
-    """`targets`: those that answer; `prefill` and `boot` only for a pair."""
+    """`targets` are the URLs that answer; only a pair has `prefill` and `boot`."""
 
     def __init__(self, kind: str, urls: list[str]) -> None:
         self.prefill, self.boot = "", ""
@@ -55,13 +55,13 @@ class VllmFront:
                 await prefilling
 
     async def ask(self, request: Any) -> Any:
-        """Whatever has no body, of the first that answers."""
+        """Passes on a request without a body to the first target that answers it."""
         async with self.session.get(self.targets[0] + request.path) as found:
             text = await found.read()
             return web.Response(body=text, status=found.status, content_type=JSON)
 
     async def reset(self, request: Any) -> Any:
-        """Of all: it is a success where each has one."""
+        """Resets all targets; succeeds if each has a reset."""
         success = True
         for url in filter(None, (self.prefill, *self.targets)):
             async with self.session.post(url + request.path) as found:
@@ -69,7 +69,7 @@ class VllmFront:
         return web.json_response({"success": success})
 
     async def _begin_prefill(self, path: str, body: Any, name: dict[str, str]) -> Any:
-        """What to ask the decoder, and the prefill under way."""
+        """Returns what to ask the decoder, and the prefill under way."""
         if not self.engine_id:
             async with self.session.get(self.boot + "/query") as found:
                 self.engine_id = next(iter((await found.json()).values()))["engine_id"]

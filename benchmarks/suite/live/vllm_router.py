@@ -28,7 +28,8 @@ class RouterServer(LocalServer):
 
     @staticmethod
     def event_flags(model: str, places: Sequence[str], block_tokens: int) -> list[str]:
-        """Where the KV events of vLLMs are. `places`: as `serve --vllm` takes them."""
+        """Returns flags that name the KV event addresses of the vLLMs. `places` are given as
+        `serve --vllm` takes them."""
         flags = ["--kv-event-block-size", str(block_tokens), "--kv-event-model", model]
         for place in places:
             url, events, replay = place.split(",")

@@ -21,7 +21,7 @@ CPU_BLOCK_TOKENS = 32
 
 
 def vllm_command(python: str) -> str:
-    """Of that Python's installation. Raises ServerError."""
+    """Returns the command of that Python's installation. Raises ServerError."""
     command = Path(python).with_name("vllm")
     if not command.exists():
         raise ServerError(f"there is no {command}: --peer-python must be that of a vLLM")
@@ -29,7 +29,7 @@ def vllm_command(python: str) -> str:
 
 
 def vllm_environment(python: str) -> dict[str, str]:
-    """Ours without our Python's path."""
+    """Returns our environment without our Python's path."""
     environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
     environment.pop("PYTHONPATH", None)
@@ -46,7 +46,7 @@ class VllmServer(LocalServer):
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Of a checkpoint's folder, on cores such as "0-1". Raises ServerError."""
+        """Serves a checkpoint's folder on cores such as "0-1". Raises ServerError."""
         super().__init__((), START_S)
         given = {"--port": self.port, "--host": "127.0.0.1", "--dtype": "bfloat16"} | dict(options)
         words = [str(word) for pair in given.items() for word in pair]
@@ -61,11 +61,12 @@ class VllmServer(LocalServer):
         }
 
     def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = END_S) -> int:
-        """As `LocalServer.stop`, with more time: it ends the answers under way first."""
+        """Stops as `LocalServer.stop` does, with more time: vLLM ends the answers under way
+        first."""
         return super().stop(sign, wait_s)
 
     def last_words(self, num_lines: int = 5) -> str:
-        """What went wrong first: vLLM's last lines only say that something did."""
+        """Returns the first error: vLLM's last lines only say that something failed."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
         causes = [line.strip() for line in lines if "Error: " in line and " WARNING " not in line]

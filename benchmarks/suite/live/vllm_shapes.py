@@ -37,7 +37,7 @@ WORDS: dict[Shape, str] = {
 FRONT = Path(__file__).with_name("vllm_front.py")
 RESET_S, RESET_PAUSE_S = 120.0, 1.0
 STORE_BYTES = 1 << 30
-"""That each of two adds to the Mooncake Store."""
+"""Memory that each of two vLLMs adds to the Mooncake Store."""
 
 
 class VllmTarget(Struct, frozen=True):
@@ -54,7 +54,7 @@ class VllmTarget(Struct, frozen=True):
 
 @contextmanager
 def start_peer(peer: VllmTarget, cluster: LiveCluster, longest_tokens: int) -> Iterator[str]:
-    """The URL at which it answers. Raises ServerError."""
+    """Returns the URL at which the peer answers. Raises ServerError."""
     if peer.url:
         yield peer.url
         return
@@ -105,13 +105,13 @@ def _server(
         options["--num-gpu-blocks-override"] = peer.kv_tokens // int(options["--block-size"])
     flags += ("--enforce-eager",) if peer.eager else ()
     on = format_cores(cores)
-    environment = {"VLLM_SERVER_DEV_MODE": "1"} | dict(environment or {})  # has the reset
+    environment = {"VLLM_SERVER_DEV_MODE": "1"} | dict(environment or {})  # it offers the reset
     return VllmServer(peer.python, cluster.model, on, options, flags, environment)
 
 
 def reset_prefix_cache(url: str, wait_s: float = RESET_S) -> None:
-    """Of a started vLLM, once the answers under way have ended. A Mooncake Store keeps its blocks.
-    Raises ServerError."""
+    """Empties the prefix cache of a started vLLM, once the answers under way have ended. A Mooncake
+    Store keeps its blocks. Raises ServerError."""
     until_s = time.monotonic() + wait_s
     while True:
         try:
@@ -143,7 +143,7 @@ class FrontServer(LocalServer):
 
 @contextmanager
 def _store(python: str) -> Iterator[str]:
-    """A Mooncake master on the loopback, and the file that tells vLLM of it."""
+    """Yields a Mooncake master on the loopback, and the file that tells vLLM of it."""
     command = Path(python).with_name("mooncake_master")
     if not command.exists():
         raise ServerError(

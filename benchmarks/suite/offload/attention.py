@@ -2,8 +2,8 @@
 
 The same decode steps by an engine with its own KVCache and by one whose blocks lie at attention
 workers, with the query sent early and not, as one batch and as two that take turns; and where the
-time of each went. Every step is the best of several runs, in turns but for those on all threads. Of
-several workers also each way to share the KVCache out to them.
+time of each went. Every step is the best of several runs, in turns but for those on all threads.
+With several workers, each way to share the KVCache out to them is measured too.
 """
 
 from __future__ import annotations

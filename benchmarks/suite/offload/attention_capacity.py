@@ -1,11 +1,11 @@
 """`moonpool bench attention --capacity`: time between tokens over requests at once, by how many
 attention workers hold their KVCache.
 
-An instance's own memory holds N requests, an attention worker's `holds` times as many, as those of
-devices for attention do. Each curve ends where its memory does: with the workers' alone, and with
-the instance's own beside them. Each point is of the faster of one batch and two that take turns,
-beside the instance's own full memory in the same rounds: a machine's speed drifts more than they
-differ.
+An instance's own memory holds N requests. An attention worker's memory holds `holds` times as many,
+as the memory of a device for attention does. There is a curve with the workers' memory alone, and
+one with the instance's own memory too; each ends where the memory is full. A point is the faster of
+one batch and two that take turns. The same rounds measure the instance's own full memory, because a
+machine's speed drifts more than the two differ.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AttentionCapacityPoint(Struct, frozen=True):
 
     @property
     def times(self) -> float:
-        """Of the full memory of the instance's own, in the same rounds."""
+        """Times of the full memory of the instance's own, in the same rounds."""
         return self.tbt_s / self.limit_s
 
     @property
@@ -103,11 +103,12 @@ class CapacityResult(Struct, frozen=True):
         return median(point.limit_s for curve in self.curves for point in curve.points)
 
     def within(self, curve: AttentionCapacityCurve) -> int:
-        """Most requests at no longer than what it takes beside them."""
+        """Returns the most requests whose time between tokens is at most that of the full own
+        memory beside them."""
         return max((point.requests for point in curve.points if point.times <= 1.0), default=0)
 
     def promised(self, curve: AttentionCapacityCurve) -> int:
-        """Most requests within the SLO, as many as memory holds or fewer."""
+        """Returns the most requests within the SLO, up to as many as memory holds."""
         kept = [point.requests for point in curve.points if point.tbt_s <= self.slo_tbt_s]
         return max(kept, default=0)
 
@@ -122,8 +123,8 @@ def bench_attention_capacity(
     holds: int = 1,
     slo_tbt_s: float = 0.0,
 ) -> CapacityResult:
-    """Without attention workers first; a worker's memory holds `holds` times `requests_each`.
-    Raises AttentionError or ValueError."""
+    """Measures without attention workers first; a worker's memory holds `holds` times
+    `requests_each`. Raises AttentionError or ValueError."""
     torch.set_num_threads(1)
     model = open_model(model_name, dtype)
     layout = make_layout(model, BLOCK_TOKENS, choose_split_ops())
@@ -186,7 +187,7 @@ def _remote_point(
     repeats: int,
     at_home: bool,
 ) -> AttentionCapacityPoint:
-    """By the first engine as one batch, by the second as two, if it shares out so few."""
+    """Measures the first engine as one batch, and the second as two if it shares out so few."""
     ways = engines if batch.batch >= MIN_SEQUENCES else engines[:1]
     timed: list[list[OffloadTimes]] = [[] for _ in ways]
     limits: list[float] = []
@@ -243,7 +244,7 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
 
 
 def _verdict(result: CapacityResult, curve: AttentionCapacityCurve) -> Iterator[str]:
-    """What all attention workers cost, and what of that no faster message would save."""
+    """Says what all attention workers cost, and which part no faster message would save."""
     full, limit_s = curve.points[-1], curve.points[-1].limit_s
     for point in curve.points[:-1]:
         if point.requests == 2 * result.requests_each:

@@ -27,7 +27,7 @@ NO_TIME = float("nan")
 
 
 class RoundTrip(Struct, frozen=True):
-    """Of one message, in seconds; the best of several turns."""
+    """Seconds of one message; the best of several turns."""
 
     num_bytes: int
     bare_spin_s: float
@@ -38,7 +38,8 @@ class RoundTrip(Struct, frozen=True):
 
 
 def measure_round_trip(num_bytes: int, ring: AttentionChannel, socket_s: float) -> RoundTrip:
-    """All ways in turns, so that they see the same machine; but for the socket, see `echo_s`."""
+    """Measures all ways in turns, so that they see the same machine. The socket is measured by
+    `echo_s`."""
     rings = open_rings()
     found: list[list[float]] = [[], [], [], []]
     for _ in range(TURNS):

@@ -39,7 +39,8 @@ class PartitionCost(Struct, frozen=True):
 
     @property
     def bound_s(self) -> float:
-        """One side after the other, with nothing for messages and waiting for a core."""
+        """The time if one side works after the other, with nothing for messages and waiting for a
+        core."""
         return self.way.model_s + self.busiest_s
 
 
@@ -61,7 +62,7 @@ class _Case:
         return Decodes(batch, context, (self._each,) * arenas, self._layout.block_tokens, segment)
 
     def busiest_share(self, decodes: Decodes) -> float:
-        """Of all attention, by blocks or heads."""
+        """Returns the busiest worker's share of all attention, by blocks or heads."""
         if self.name == "head":
             counts = [h.count for h in share_heads(self._layout.num_kv_heads, self._workers)]
         else:
@@ -78,8 +79,8 @@ def measure_partitions(
     contexts: Sequence[int],
     repeats: int,
 ) -> tuple[PartitionCost, ...]:
-    """Medians of steps in turns. By head is left out where the model has too few kv heads. Raises
-    AttentionError."""
+    """Returns medians of steps that are measured in turns. Leaves out the division by head where
+    the model has too few kv heads. Raises AttentionError."""
     each = max(batches) * (layout.blocks_for(max(contexts) + 1) + segment_blocks("tokens", layout))
     found = []
     with ExitStack() as stack:
@@ -122,7 +123,7 @@ def _in_turns(
 
 
 def partition_lines(costs: Sequence[PartitionCost]) -> Iterator[str]:
-    """The report; nothing of no costs."""
+    """Returns the lines of the report; none if there are no costs."""
     if not costs:
         return
     yield "by partition, a decode step (ms), and in brackets what the model worker waited:"

@@ -6,8 +6,8 @@ quiet, before each of the others; *arrivals* (prompts arrive as if streamed from
 at a set pace, and push others out of DRAM, while the SSD tier is off); *demotion* (the same, and
 what is pushed out goes to the SSD); *promotion* (peers ask for what is on the SSD only, at the same
 pace). What arrives is computed nowhere and what is asked for goes to nobody: the phases differ by
-the instance's own work alone. Each is held against the quiet just before it; how sure that is, is
-told by drawing the rounds anew (bootstrap).
+the instance's own work alone. Each is compared with the quiet time just before it.
+Drawing the rounds again (bootstrap) shows how sure the difference is.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ LIMIT = 1.10
 """P99 under load over P99 in quiet."""
 BUSY = ("arrivals", "demotion", "promotion")
 DRAWS = 400
-"""Of the rounds, for the interval in which nine of ten of the ratios lie."""
+"""How often the rounds are drawn, for the interval in which nine of ten ratios lie."""
 PROMPT_TOKENS = 256
 ARRIVING_TOKENS = 1024
 DRAM_TOKENS = 32_768
 SSD_TOKENS = 131_072
 KEPT_PROMPTS = SSD_TOKENS // ARRIVING_TOKENS
 MIN_STEPS = 100
-"""Below that, there is no P99 to speak of."""
+"""With fewer steps, a P99 means nothing."""
 SETTLE_S = 0.3
-"""At the begin of a phase, not measured: what the one before began ends meanwhile."""
+"""Seconds at the begin of a phase that are not measured: what the last phase began ends in them."""
 _ENDLESS = 1 << 20
 
 
@@ -99,7 +99,7 @@ def bench_demotion(
     folder: Path | None,
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Gaps of each phase, over all rounds. Raises BenchError."""
+    """Returns the gaps of each phase, over all rounds. Raises BenchError."""
     settle_threads()
     with tempfile.TemporaryDirectory(prefix="moonpool-bench-", dir=folder) as name:
         bench = _Bench(model, tokens_per_s, Path(name))
@@ -174,7 +174,7 @@ def _row(phase: str, phases: list[_Phase]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Phase:
-    """What was seen in one of them: time between tokens, and the engine's own time of each step."""
+    """What was seen in one phase: time between tokens, and the engine's own time of each step."""
 
     gaps_s: list[float] = field(default_factory=list)
     engine_s: list[float] = field(default_factory=list)
@@ -189,7 +189,7 @@ class _Pair(NamedTuple):
 
 
 class _Bench:
-    """The instance and what is asked of it. `run` once, then `close`."""
+    """The instance and the requests that it gets. `run` once, then `close`."""
 
     def __init__(self, model: str, tokens_per_s: int, folder: Path) -> None:
         setup = Setup(
@@ -244,7 +244,7 @@ class _Bench:
         self._booted.close()
 
     def run(self, batch: int, phase_s: float, rounds: int) -> dict[str, list[_Pair]]:
-        """By busy phase, one of each round."""
+        """Returns the gaps by busy phase; each round has one of each."""
         for _ in range(batch):
             tokens = self._draw(PROMPT_TOKENS)
             self._handle(StartPrefill(work=self._work(tokens, _ENDLESS)))
@@ -317,7 +317,8 @@ class _Bench:
     # Load
 
     def _arrive(self) -> None:
-        """A prompt's KVCache. As every slice has been hashed on its way, the sums are known."""
+        """Lets a prompt's KVCache arrive. As every slice has been hashed on its way, the sums are
+        known."""
         tokens = self._draw(ARRIVING_TOKENS)
         work = self._work(tokens, 1)
         self._handle(ReserveDecode(work=work))
@@ -325,7 +326,7 @@ class _Bench:
         self._arrived.append(tokens)
 
     def _ask(self) -> None:
-        """For a prompt that arrived longest ago."""
+        """Asks for the prompt that arrived longest ago."""
         if self._arrived:
             layout, tokens = self._booted.built.arena.layout, self._arrived[0]
             self._arrived.rotate(-1)

@@ -37,11 +37,11 @@ SHARED_PREFIXES = 0.2
 MATCHES = 400
 ROUNDS = 5
 SSD_SHARES = (0.0, 0.8)
-"""Of the blocks that lie on an SSD only."""
+"""Shares of the blocks that lie on an SSD only."""
 
 
 def bench_index(blocks: int, instances: int, echo: Callable[[str], None]) -> dict[str, Any]:
-    """One row for each share of the SSD. Raises BenchError."""
+    """Returns one row for each share of the SSD. Raises BenchError."""
     rows = []
     for ssd_share in SSD_SHARES:
         timed = _apart("rss", blocks, instances, ssd_share)
@@ -77,7 +77,7 @@ def _apart(how: str, blocks: int, instances: int, ssd_share: float) -> dict[str,
 
 
 def run_one(how: str, blocks: int, instances: int, ssd_share: float) -> dict[str, Any]:
-    """In this process, whose memory nothing else may have grown before."""
+    """Runs in this process, whose memory must not have grown before."""
     rng = random.Random(0)
     prompts = list(_prompts(blocks))
     held = _who_holds(len(prompts), instances, rng)
@@ -122,7 +122,8 @@ def _who_holds(num_prompts: int, instances: int, rng: random.Random) -> list[lis
 def _announce(
     index: PrefixIndex, number: int, prompts: list[list[BlockKey]], ssd_share: float
 ) -> int:
-    """As an instance does: an empty snapshot, then event after event. Returns the names told."""
+    """Announces as an instance does: an empty snapshot, then event after event. Returns the
+    announced names."""
     name = InstanceId(f"instance-{number}")
     index.add_instance(name, number)
     index.load_snapshot(name, number, 0, ())
@@ -138,8 +139,8 @@ def _announce(
 def _match_times(
     index: PrefixIndex, prompts: list[list[BlockKey]], rng: random.Random
 ) -> dict[str, float]:
-    """Of each prompt the best of a few rounds, so that a busy machine's other work does not count;
-    mean and P99 are over the prompts."""
+    """Times each prompt by the best of a few rounds, so that a busy machine's other work does not
+    count; mean and P99 are over the prompts."""
     whole = [prompt for prompt in prompts if len(prompt) == PROMPT_BLOCKS] or prompts
     drawn = [rng.choice(whole) for _ in range(MATCHES)]
     unknown = [[BlockKey(key[::-1]) for key in prompt] for prompt in drawn[:50]]

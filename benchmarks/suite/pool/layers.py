@@ -50,7 +50,7 @@ def bench_layers(
     folder: Path | None = None,
     mooncake: str = "",
 ) -> dict[str, Any]:
-    """Seconds of loading by where from and prefix, and of storing by transport and prompt.
+    """Returns the seconds of loading by source and prefix, and of storing by transport and prompt.
     `mooncake`: a master's address. Raises BenchError, ArenaError, StoreError."""
     settle_threads()
     found: dict[str, Any] = {"model": model, "new_tokens": new_tokens, "rounds": rounds}
@@ -96,7 +96,7 @@ class LayerwisePair:
         self._pipe.recv()
 
     def cpu_s(self) -> float:
-        """Of both processes, so far."""
+        """Returns the CPU seconds of both processes so far."""
         assert self._process.pid is not None
         there = time.clock_gettime(~self._process.pid << 3 | _ALL_THREADS)
         return time.process_time() + there
@@ -151,7 +151,8 @@ def _loads(
     cpu_s: Callable[[], float],
     **where: Any,
 ) -> dict[str, Any]:
-    """Load alone is the load of the serial run; compute alone has the prefix in its own cache."""
+    """The time of a load alone is that of the serial run; to compute alone, the prefix is in its
+    own cache."""
 
     def run(layer_wise: bool) -> dict[str, float]:
         near.begin(layer_wise)
@@ -189,8 +190,8 @@ def _loads(
 
 
 def _stores(far: LayerwisePair, prompts: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Seconds until a prompt is computed and, where it is stored, all of it is there; all lengths
-    and ways take turns."""
+    """Returns the seconds until a prompt is computed and, where it is stored, until all of it is
+    stored. All lengths and ways take turns."""
     taken = {count: {way: [0.0] * 0 for way in WAYS} for count in prompts}
     for number in range(rounds + 1):
         first = number % len(WAYS)

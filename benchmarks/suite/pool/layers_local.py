@@ -60,7 +60,7 @@ THREADS = 1
 
 @dataclass
 class LayerwiseTimes:
-    """Seconds from the command on; 0: it did not happen."""
+    """Seconds since the command; 0: it did not happen."""
 
     prefill_s: float = 0.0
     load_s: float = 0.0  # of the fetch or the load itself
@@ -71,7 +71,7 @@ class LayerwiseTimes:
 
 @dataclass
 class _Run:
-    """One prefill that is watched, and which works have given tokens meanwhile."""
+    """One prefill that is watched, and which attempts have given tokens meanwhile."""
 
     attempt_id: AttemptId
     took: LayerwiseTimes = field(default_factory=LayerwiseTimes)
@@ -137,13 +137,13 @@ class LayerwiseInstance:
         self._messenger.close()
 
     def use_store(self, open_it: Callable[[Arena, Callable[[Any], None]], TierStore]) -> None:
-        """From here on there is a tier below DRAM."""
+        """Adds a tier below DRAM."""
         self._store = open_it(self.arena, self._inbox.put)
         rate = self._store.read_bytes_per_s
         self.cost = replace_struct(self.cost, ssd_read_bytes_per_s=rate)
 
     def put(self, tokens: Sequence[int]) -> None:
-        """The KVCache of these tokens lies in the tier below DRAM, and nothing else does."""
+        """Puts the KVCache of these tokens, and nothing else, into the tier below DRAM."""
         assert self._store is not None
         root = root_key(self.layout.fingerprint, "")
         keys = block_keys(tokens, self.layout.block_tokens, root)
@@ -157,7 +157,7 @@ class LayerwiseInstance:
 
     @property
     def next_work_id(self) -> str:
-        """Of the next prefill, by which its stream is named."""
+        """The id of the next prefill's work, by which its stream is named."""
         return str(self._number + 1)
 
     def tokens(self, count: int) -> list[int]:
@@ -165,13 +165,13 @@ class LayerwiseInstance:
         return [(self._number * 7919 + i * 104729) % self._vocab for i in range(count)]
 
     def begin(self, layer_wise_load: bool, layer_wise_store: bool = True) -> None:
-        """An instance that holds nothing."""
+        """Begins with an instance that holds nothing."""
         self._instance = self._new_instance(layer_wise_load)
         self._driver = InstanceDriver(self._instance, lambda: 0.0, self._performers())
         self._layer_wise_store = layer_wise_store
 
     def prefill(self, tokens: Sequence[int], expect_load: bool, **where: Any) -> LayerwiseTimes:
-        """Until the first token is drawn and, with a target, all is stored there."""
+        """Computes until the first token is drawn and, with a target, until all is stored there."""
         work = self._work(tokens, 2 if where.get("target") else 1, 1e9)
         self._seen = run = _Run(work.attempt_id)
         self._inbox.put(StartPrefill(work=work, **where))

@@ -29,7 +29,7 @@ def bench_prefetch(
     dram_tokens: int,
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Sizes are per instance, of 4 prefill and 2 decode instances. Raises TraceError."""
+    """Sizes are per instance; there are 4 prefill and 2 decode instances. Raises TraceError."""
     rows: list[dict[str, Any]] = []
     for name in workloads:
         for prefetch in (False, True):

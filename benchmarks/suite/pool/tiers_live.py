@@ -56,8 +56,8 @@ def bench_tiers_live(
     folder: Path | None,
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`tokens`: of engine memory, DRAM and SSD, of each instance. No step begins after so many
-    `seconds` of answering. Raises BenchError, ServerError, httpx.HTTPError."""
+    """`tokens` are those of engine memory, DRAM and SSD of each instance. No step begins after so
+    many `seconds` of answering. Raises BenchError, ServerError, httpx.HTTPError."""
     names: list[str] = []
     with contextlib.ExitStack() as stack:
         servers = []
@@ -109,7 +109,7 @@ def tier_configs(
 
 def draw_schedule(sessions: int, turns: int) -> list[list[list[int]]]:
     """Prompts in steps of as many as there are instances, each of another conversation: the next
-    turn of any that has one. The same for every cluster."""
+    turn of any that has one. The schedule is the same for every cluster."""
     rng = random.Random(0)
     openings = [_draw(rng, OPENING_TOKENS) for _ in range(OPENINGS)]
     talks = [list(rng.choice(openings)) for _ in range(sessions)]

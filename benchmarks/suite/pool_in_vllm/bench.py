@@ -48,13 +48,13 @@ SPARE_TOKENS = 64
 TOKENS_PER_WORD = 4
 """At most, of the words of a workload in any vocabulary of bytes and more."""
 SETTLE_S = 20.0
-"""Between the load and a kill, so that what is written behind reaches the disk."""
+"""Seconds between the load and a kill, so that what is written behind reaches the disk."""
 Say = Callable[[str], None]
 Keep = Callable[[dict[str, Any]], None]
 
 
 class PoolBenchPlan(Struct, frozen=True):
-    """What is compared, and under what load."""
+    """What is compared, and under which load."""
 
     model: str
     pythons: Mapping[PoolName, str]
@@ -79,7 +79,7 @@ class JudgedWorkload(msgspec.Struct):
 
 
 class Row(msgspec.Struct):
-    """What the rounds of one pool under one workload gave."""
+    """The results of all rounds of one pool under one workload."""
 
     rounds: list[dict[str, Any]] = []
     load: Phase = msgspec.field(default_factory=Phase)
@@ -160,7 +160,7 @@ def _place(plan: PoolBenchPlan, python: str, folder: Path) -> PoolPlace:
 def _play_round(
     plan: PoolBenchPlan, prepared: JudgedWorkload, name: PoolName, row: Row, number: int, say: Say
 ) -> None:
-    """Load, and then in the first round what is left after the restarts."""
+    """Runs the load, and in the first round also measures what is left after the restarts."""
     workload, python = prepared.workload, plan.pythons[name]
     tally = Tally(prepared.references)
     tally.load = row.load
@@ -214,7 +214,7 @@ def _judge(prepared: JudgedWorkload, played: Sequence[Played], tally: Tally, pha
 
 
 def run_figures(played: Sequence[Played], seconds: float, counts: CacheCounts) -> dict[str, Any]:
-    """Figures of one run. A turn behind the first returns to a prefix that was seen."""
+    """Returns the figures of one run. A turn behind the first returns to a prefix that was seen."""
     whole = [one for one in played if one.answer.outcome == "answered"]
     prompt_tokens = sum(one.answer.prompt_tokens for one in whole)
     told = sum(one.answer.cached_tokens for one in whole)

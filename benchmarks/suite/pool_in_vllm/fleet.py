@@ -20,7 +20,7 @@ NUM_VLLMS = 2
 
 
 class VllmShape(Struct, frozen=True):
-    """What each vLLM is."""
+    """The options of each vLLM."""
 
     model: str
     kv_tokens: int

@@ -77,7 +77,8 @@ def _gap_of(place: Mapping[str, Mapping[str, float]], token: int) -> float:
 
 
 def counts_of(verdicts: Iterable[Judgement], tie_nats: float) -> dict[str, Any]:
-    """What a phase's answers are: `near_ties` are those that are not the likeliest throughout."""
+    """Returns how many answers of a phase are of each kind. `near_ties` are right, but not the
+    likeliest throughout."""
     judged = list(verdicts)
     wrong = [one for one in judged if one.is_wrong(tie_nats)]
     gaps = [one.gap_nats for one in judged if not one.is_wrong(tie_nats)]

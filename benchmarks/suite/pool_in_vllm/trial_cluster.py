@@ -28,7 +28,7 @@ EASY = ("--admission", "none", "--slo-ttft", "600")
 
 
 class TrialShape(Struct, frozen=True):
-    """What runs. `kv_tokens`: of the memory of each vLLM."""
+    """What runs. `kv_tokens`: the tokens in the memory of each vLLM."""
 
     python: str
     models: tuple[str, ...]

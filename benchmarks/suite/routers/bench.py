@@ -249,7 +249,7 @@ def _alone(url: str, shape: SessionShape, plan: RouterPlan) -> Slo:
 async def _busy(
     workload: RouterWorkload, plan: RouterPlan, engines: Sequence[RunningEngine]
 ) -> list[float]:
-    """Answers a second of each instance while its users never pause."""
+    """Returns how many answers a second each instance gives if its users never pause."""
 
     async def one(number: int, url: str) -> float:
         # As many sessions as no instance can answer, at a rate that does not matter.

@@ -19,7 +19,7 @@ from moonpool.types import Struct
 
 class EngineSpeed(Struct, frozen=True):
     """Seconds of a step, and what each prompt token, answer, and token of context adds to it.
-    `factor`: of the machine; 2 is twice as slow."""
+    `factor`: how slow the machine is; 2 is twice as slow."""
 
     step_s: float = 8e-3
     prompt_token_s: float = 6e-5
@@ -29,7 +29,8 @@ class EngineSpeed(Struct, frozen=True):
 
 
 class EngineSize(Struct, frozen=True):
-    """`step_tokens`: most tokens of one step. `kv_tokens`: of KVCache, a multiple of blocks."""
+    """`step_tokens`: most tokens of one step. `kv_tokens`: tokens of KVCache, a multiple of
+    blocks."""
 
     block_tokens: int = 16
     kv_tokens: int = 32_768

@@ -16,7 +16,7 @@ __all__ = ["device_and_dtype", "fork_parts", "gguf_parts", "model_info", "share_
 
 
 def device_and_dtype(config: Config, computes_here: bool) -> tuple[str, str]:
-    """As `EnginePackage` says."""
+    """Returns what `EnginePackage` says."""
     device = resolve_device(config.engine.device)
     try:
         check_device(device if computes_here else "cpu")

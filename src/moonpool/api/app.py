@@ -54,7 +54,7 @@ from moonpool.protocol.model_offer import POOLING_PATHS
 logger = logging.getLogger(__name__)
 HAND_OVER_LOOK_S = 0.01
 RENEWAL_S = 2.0
-"""From one look at the certificate's files to the next."""
+"""Time between two checks of the certificate's files."""
 GENERATING = {
     "/v1/chat/completions",
     "/v1/completions",
@@ -75,7 +75,7 @@ def make_app(
     models: ModelApis | None = None,
     answers_calls: bool = True,
 ) -> Starlette:
-    """As `make_front_app`, for a head in this process."""
+    """Makes an app as `make_front_app` does, for a head in this process."""
     view = OwnClusterView(frontend)
     return make_front_app(frontend, view, options, models, answers_calls)
 
@@ -225,7 +225,7 @@ class _Endpoint:
             if not refused.is_counted:
                 self._note_refused(refused.refusal.reason)
             await self._respond(context, from_refused(refused))
-        except asyncio.CancelledError:  # the server ends, and this client did not
+        except asyncio.CancelledError:  # the server ends, and this client was not the cause
             text = "The server has stopped. Send the request again."
             await self._respond(context, ApiError(text, status=503, code="server_stopping"))
         except Exception:
@@ -278,7 +278,7 @@ class DatedState(ServerState):
 
     @default_headers.setter
     def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Ignores what uvicorn sets: it is made anew each second in which it is read."""
+        """Ignores what uvicorn sets: the list is made again in each second in which it is read."""
 
 
 class HttpServer(uvicorn.Server):
@@ -307,7 +307,7 @@ class HttpServer(uvicorn.Server):
             self._exit.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connections that another head can go on with are held from their first moment."""
+        """Holds connections that another head can continue from their first moment."""
         keeps = self._new_protocol().keeper is not None and self._tls is None
         await super().startup([] if keeps else sockets)
         if keeps:
@@ -320,7 +320,7 @@ class HttpServer(uvicorn.Server):
         return protocol
 
     async def resume(self, sock: socket.socket, received: KeptStream | HalfRead) -> None:
-        """Goes on with a call that another head has received, or has begun to receive."""
+        """Continues a call that another head has received, or has begun to receive."""
         num_sent = accepted_bytes(sock.fileno()) - received.base
         if num_sent < 0:  # bytes of an earlier response were lost
             received.drop()

@@ -2,9 +2,9 @@
 that the head's loop does not wait for.
 
 A model's chat template and its tokenizer come from elsewhere. They run in a process with limits on
-time and memory, also for small bodies, of which it has many at a time. There is one process for
-large bodies and one for huge ones, so that a huge body delays few others. Each serves the parties
-(see `SharedBuffer`) in turn. What waits is bounded and keeps its deadline.
+time and memory. This holds for small bodies too, of which it has many at a time. There is one
+process for large bodies and one for huge ones, so that a huge body delays few others. Each serves
+the parties (see `SharedBuffer`) in turn. The queue is bounded and keeps deadlines.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ log = limited_logger("moonpool.head")
 
 HUGE_BYTES = 2 << 20
 SMALL_AT_A_TIME = 64
-"""Small bodies that are in their process, so that it never waits for the head's loop."""
+"""Small bodies that are in their process at a time, so that it never waits for the head's loop."""
 MOST_SMALL_WAITING = 16_384
 """As many as there are connections."""
 TRY_AGAIN_S = 10.0
-"""From one process that could not load the tokenizer to the next."""
+"""Time between two processes that could not load the tokenizer."""
 MOST_HALVINGS = 3
 
 
@@ -84,7 +84,7 @@ class BodyReader:
         return (await self._run(kind, raw, party, timeout_s)).response
 
     def _reads_here(self, raw: bytes) -> bool:
-        """Whether the body is read in this process, from now on by the present card."""
+        """Whether the body is read in this process; from now on by the present card."""
         if self._preparer.card is not self._frontend.card:
             self._preparer.use(self._frontend.card)
         if not self._options.tokenizer:
@@ -213,7 +213,8 @@ class Lane:
 
 class Patience:
     """How long a party's bodies may take: half as long after each that took too much, down to an
-    eighth. Until one did not, they are read one by one. So one party's cost the others little."""
+    eighth. Until one stays within its time, they are read one by one. So one party's bodies cost
+    the others little."""
 
     def __init__(self) -> None:
         self._halvings: dict[str, int] = {}

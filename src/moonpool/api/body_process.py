@@ -94,7 +94,7 @@ class BodyReady(Struct, frozen=True):
 
 
 class BodyWork(Struct, frozen=True, tag=True):
-    """One body. `num_replies`: those that its sender had from this process."""
+    """One body. `num_replies`: how many its sender had from this process."""
 
     kind: Kind
     raw: bytes
@@ -381,7 +381,7 @@ def main() -> None:
         result = reader.read(work)
         parent.send(_encode(result))
         if (result.was_exhausted or len(work.raw) > LARGE_BYTES) and not limits.has_room:
-            break  # another process begins anew
+            break  # another process takes its place
     os._exit(0)  # at once: what is left takes long to free
 
 

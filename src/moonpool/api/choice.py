@@ -27,7 +27,7 @@ from moonpool.types import FinishReason, Request, Token, TokenLogprobs
 NO_OUTPUT = Output()
 NOTHING_SAID = Said()
 REPLAYED_PER_TURN = 64
-"""Known increments that are sent before other calls have their turn."""
+"""Known increments that are sent before other calls get their turn."""
 
 
 class Delta(NamedTuple):
@@ -83,7 +83,7 @@ class Choice:
         self._reader = reader
         self._unsaid: list[Token] = []  # tokens whose text the reader holds back
         self._called = False
-        self.answer_grammar = ""  # that the answer behind the reasoning satisfies
+        self.answer_grammar = ""  # the answer after the reasoning satisfies it
         self._raw: list[str] = []  # the text of a structured output
         self._ending = ending
         self._tokenizer = tokenizer
@@ -124,7 +124,7 @@ class Choice:
 
     async def _judged(self, output: Output, frontend: ModelFrontend) -> Delta:
         """Takes an output, and tells the head if the answer ended otherwise than the engine says:
-        by a stop string, or as no valid one. A client that reads slowly is not awaited for that."""
+        by a stop string, or as no valid one. This does not wait for a client that reads slowly."""
         request_id = self.request.request_id
         try:
             delta = self._delta(output)
@@ -150,7 +150,7 @@ class Choice:
 
     @property
     def finish_word(self) -> str | None:
-        """`finish_reason` in OpenAI's terms. A call that a stop string has cut is none."""
+        """`finish_reason` in OpenAI's terms. A call that a stop string has cut does not count."""
         if self.finish_reason is not FinishReason.STOP or not self._called:
             return self.finish_reason
         is_cut = self._is_cut and self._reader is not None and self._reader.is_in_call
@@ -183,7 +183,7 @@ class Choice:
             await check_satisfied(self.answer_grammar, plain("".join(self._raw)[begin:]))
 
     def _read(self, delta: Delta, texts: Sequence[str], reader: OutputReader) -> Delta:
-        """Returns the increment as the reader tells its parts. `texts`: of its tokens."""
+        """Returns the increment as the reader tells its parts. `texts`: the texts of its tokens."""
         parts: list[Said] = []
         for token, text in zip(delta.tokens, texts, strict=False):  # the last may have no text
             self._unsaid.append(token)

@@ -10,7 +10,7 @@ from moonpool.api.frontend import Frontend, ModelFrontend
 
 
 class ClusterView(Protocol):
-    """Answers questions about the whole cluster, also from a process that is not its head. The
+    """Answers questions about the whole cluster, even from a process that is not its head. The
     answers are those of `Frontend`."""
 
     async def num_calls(self, own: int) -> int:

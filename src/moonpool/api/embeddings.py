@@ -22,7 +22,8 @@ from moonpool.api.rate_limits import RateLimits
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
 
 MAX_RUNNING = 32
-"""Requests of one call that run at a time: the others have not arrived yet, so they do not wait."""
+"""Requests of one call that run at a time: the others do not count as arrived, so they do not wait.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Inspector:
         await _respond(context, {"live": True})
 
     async def ready(self, context: HttpContext) -> None:
-        """For load balancers: 503 with the reason while requests should go elsewhere."""
+        """Answers load balancers: 503 with the reason while requests should go elsewhere."""
         reason = self._frontend.not_ready()
         body = msgspec.json.encode({"ready": not reason, "reason": reason or None})
         await context.respond(503 if reason else 200, body)

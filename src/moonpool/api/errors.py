@@ -1,4 +1,4 @@
-"""Errors of the API, and their one format on the wire: OpenAI's error object."""
+"""Errors of the API in their one format on the wire: OpenAI's error object."""
 
 from __future__ import annotations
 

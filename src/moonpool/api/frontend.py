@@ -139,8 +139,8 @@ class ModelFrontend(Protocol):
     def forward(
         self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
-        """As `submit`, for a request that a vLLM server answers from the client's own body. The
-        tokens of outputs have parts of its response as `payload`."""
+        """Submits, as `submit` does, a request that a vLLM server answers from the client's own
+        body. The tokens of outputs have parts of its response as `payload`."""
         ...
 
     def why_not_forwarded(self) -> str:
@@ -156,7 +156,7 @@ class ModelFrontend(Protocol):
         ...
 
     def abort(self, request_id: RequestId, reason: str = FinishReason.ABORT.value) -> None:
-        """Ends a request early. Its client gets no whole answer, also if it has just ended. Unknown
+        """Ends a request early. Its client gets no whole answer, even if it has just ended. Unknown
         ids are ignored."""
         ...
 
@@ -258,7 +258,7 @@ class ApiOptions:
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
     admins: frozenset[str] = frozenset()
-    """Tenants that see the whole cluster. Without API keys everyone does."""
+    """Tenants that see the whole cluster. Without API keys, every client does."""
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)  # by tenant
     served_names: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # whose web pages may call the API; "*": all

@@ -402,7 +402,7 @@ class Generator:
             await context.end_events(last)
 
     def _comment(self, call: _Call, choices: Sequence[Choice]) -> bytes:
-        """Returns what a silent stream says; nothing while the call may still be refused."""
+        """Returns the bytes for a silent stream; nothing while the call may still be refused."""
         running = [c.request.request_id for c in choices if c.finish_reason is None]
         stages = [self._frontend.stage(request_id) for request_id in running]
         return comment_at(stages, call.context.started, call.kind == "messages")

@@ -84,8 +84,8 @@ class KeepingConnection(Protocol):
     party: str
 
     def belong_to(self, tenant: str) -> bool:
-        """The present request is of this tenant; "": of one without others. Returns False if its
-        tenant has too many calls under way."""
+        """Notes that the present request belongs to this tenant; "": to one without others. Returns
+        False if its tenant has too many calls under way."""
         ...
 
     def begin_body(self) -> bool:
@@ -164,7 +164,8 @@ class HttpContext:
         call arrived, and its facts: those of the head that received it, if that was another.
         Raises ApiError if calls like it have ended too many heads.
 
-        `facts`: of the response that the call continues. `digest`, `num_returns`: as in `Opening`.
+        `facts`: the facts of the response that the call continues. `digest`, `num_returns`: as in
+        `Opening`.
         """
         if facts is not None:
             self.continues = True
@@ -211,7 +212,7 @@ class HttpContext:
 
     @contextmanager
     def kept_refusals(self) -> Iterator[None]:
-        """Within it, a refusal of the frontend is logged before its bytes are sent. Raises
+        """A context in which a refusal of the frontend is logged before its bytes are sent. Raises
         RequestRefused at once if an earlier head has refused the call."""
         refused = self.kept.refusal() if self.kept is not None else None
         if refused is not None:
@@ -224,7 +225,8 @@ class HttpContext:
             raise
 
     def belong_to(self, tenant: str) -> None:
-        """The request takes the room of this tenant; "": of its address. Raises ApiError (503)."""
+        """Charges the room of the request to this tenant; "": to its address. Raises ApiError
+        (503)."""
         if self._connection is None:
             self.party = tenant
             return

@@ -1,4 +1,4 @@
-"""API keys: where they come from, whom they name, and what their holders may see and have.
+"""API keys: where they come from, which tenant they name, and what their holders may see and have.
 
 Keys belong in a file or in the environment: a command line shows in `ps`. A file has a key on each
 line, then optionally the tenant's name and its limits (`TenantLimits`), in any order:
@@ -43,10 +43,11 @@ class KeyFileError(ValueError):
 class TenantLimits:
     """What a tenant may have; the names are those of a key file.
 
-    `share`: of an overloaded cluster's tokens, relative to 1. `cache`: of an instance's KVCache in
-    memory, and of that on its SSD; blocks above it are evicted first. `priority`: that of requests
-    without one, and the best that a request may ask for (the lowest value is served first). The
-    rates are means; up to `rate_limits.BURST_S` of them may come at once.
+    `share`: its part of an overloaded cluster's tokens, relative to 1. `cache`: its part of an
+    instance's KVCache in memory, and of that on its SSD; blocks above it are evicted first.
+    `priority`: the priority of requests without one, and the best that a request may ask for (the
+    lowest value is served first). The rates are means; up to `rate_limits.BURST_S` of them may come
+    at once.
     """
 
     share: float = 1.0

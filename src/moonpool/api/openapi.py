@@ -272,7 +272,7 @@ def _content(kind: str, schema: str | None) -> dict[str, Any]:
 
 
 def _refusals(rule: RouteRule) -> set[int]:
-    """How a request may be refused before its handler has it."""
+    """How a request may be refused before it reaches its handler."""
     found = {400}
     if rule.callers != "everybody":
         found |= {401, 403, 503}
@@ -407,7 +407,7 @@ def _with_checks(name: str, schema: Schema) -> Schema:
         for field, found in schema.get("properties", {}).items()
     }
     required = _REQUIRED.get(name, [])
-    for field in required:  # null is not enough
+    for field in required:  # null does not suffice
         properties[field] = _joined(properties[field], {"not": {"type": "null"}})
     return schema | {"properties": properties, "required": [*schema.get("required", []), *required]}
 

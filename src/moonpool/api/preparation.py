@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked call with its prompts as token ids.
+"""Makes a checked call, with its prompts as token ids, from the bytes of a body.
 
 What depends only on the body and the model happens here, so that a process of its own can do it for
 large bodies (`body_pool`). `Preparer` itself knows no request, tenant or head.
@@ -62,8 +62,8 @@ class PreparedCall:
 
     `grammar` constrains the output; "": nothing does. `grammar_field` asks for it. `grammars.check`
     checks it afterwards. `original` is the body of an API other than chat and completions, for its
-    response. `num_tokens`: of the whole prompt of a forwarded call, whose `prompts` are estimates
-    unless `is_exact`.
+    response. `num_tokens`: the tokens of the whole prompt of a forwarded call, whose `prompts` are
+    estimates unless `is_exact`.
     """
 
     body: ChatBody | CompletionBody

@@ -29,7 +29,7 @@ class LogprobsWriter(Protocol):
 def echoed_logprobs(
     choice: Choice, text: str, tokens: Sequence[Token], writer: LogprobsWriter, as_ids: bool
 ) -> Lists:
-    """Returns the lists for prompt and output. `text`: of the prompt, as it is echoed."""
+    """Returns the lists for prompt and output. `text`: the prompt's text, as it is echoed."""
     prompt = choice.request.token_ids
     scored = choice.prompt_logprobs or ()
     given = [Token(token_id, found) for token_id, found in zip(prompt[1:], scored, strict=True)]

@@ -2,7 +2,7 @@
 
 A bucket holds what BURST_S bring. A call takes one from the bucket of calls. Tokens are known when
 they come, so a call needs a bucket of tokens that is not empty; its prompt and its answer then take
-what they are, and may leave a debt. Time is the caller's.
+what they are, and may leave a debt. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moonpool.api.frontend import RequestRefused
 from moonpool.api.keys import NO_LIMITS, TenantLimits
 
 BURST_S = 10.0
-"""What a tenant did not use for so long may come at once."""
+"""What a tenant did not use for this long may come at once."""
 RATE_LIMIT = "rate_limit"
 """The reason of a refusal because a tenant's calls or tokens are used up."""
 
@@ -42,7 +42,7 @@ class _Bucket:
 
 
 class RateLimits:
-    """The buckets of the tenants that have limits. Those of all others are not kept."""
+    """The buckets of the tenants that have limits. Other tenants have no buckets."""
 
     def __init__(self, limits: Mapping[str, TenantLimits]) -> None:
         self._limits = limits
@@ -54,7 +54,8 @@ class RateLimits:
         self.begin(tenant, now)
 
     def begin(self, tenant: str, now: float) -> None:
-        """A call of the tenant has come. Raises RequestRefused (429) with the time to wait."""
+        """Notes that a call of the tenant has come. Raises RequestRefused (429) with the time to
+        wait."""
         calls, tokens = self._calls.get(tenant), self._tokens.get(tenant)
         waits = [
             (bucket.wait_s(now), unit, bucket.rate)

@@ -1,4 +1,4 @@
-"""Turns at something that serves few calls at a time: the parties take them one after the other."""
+"""Turns at a resource that serves few calls at a time: the parties take them in turn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MAX_WAITING = 256
 
 
 class FairTurns:
-    """`async with turns.turn(party)` holds a turn. What waits is bounded."""
+    """`async with turns.turn(party)` holds a turn. The queue is bounded."""
 
     def __init__(
         self, what: str, code: str, places: int = 1, most_waiting: int = MAX_WAITING
     ) -> None:
-        """A call too many is refused with `code`, and a text with `what`: "large bodies wait".
-        `places`: turns at a time."""
+        """A call beyond the bound is refused with `code`, and a text with `what`: "large bodies
+        wait". `places`: turns at a time."""
         self._what = what
         self._code = code
         self._num_free = places

@@ -1,7 +1,7 @@
 """Which model a command takes that was given none.
 
-A person at a terminal is told which one there is, its size and its licence, and is asked. Without a
-terminal nobody can be asked, and nothing is fetched.
+A person at a terminal is told which model there is, its size and its licence, and is asked. Without
+a terminal nobody can be asked, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PACKAGED_WORDS = "SmolLM2-135M-Instruct, 98 MB, Apache-2.0"
 FETCHED = "Qwen/Qwen3-0.6B"
 """What is offered from the Hub: small enough for any machine, and it answers well."""
 FILES = (".safetensors", ".json", ".jinja", ".txt", ".model")
-"""How the names of files end that are fetched of a model."""
+"""The endings of the names of files that are fetched of a model."""
 HUB_S = 3.0
 NO_MODEL = ModelConfig().name
 """The built-in model, which repeats its prompt."""
 
 
 class HubModel(msgspec.Struct, frozen=True):
-    """What the Hub says of a model. `num_bytes`: of the files that are fetched."""
+    """What the Hub says of a model. `num_bytes`: the size of the files that are fetched."""
 
     name: str
     num_bytes: int

@@ -35,7 +35,7 @@ PORTS = {8000: "the HTTP API", 8001: "workers of other machines"}
 GIB = float(1 << 30)
 LITTLE_BYTES = 2 << 30
 BUSY = 0.5
-"""Other processes' load for each core, above which measured times are too long."""
+"""Load of other processes per core above which measured times are too long."""
 FEW_FILES = 4096
 HUB_S = 2.0
 GPU_S = 10.0

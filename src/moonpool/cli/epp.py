@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moonpool.discovery.sources import EndpointSource
 
 GRPC_PORT, METRICS_PORT = 9002, 9090
-"""Those of llm-d's picker."""
+"""The ports of llm-d's picker."""
 _UNUSED = (
     "pool.",
     "engine.",
@@ -40,7 +40,7 @@ _UNUSED = (
     "conductor.replicate",
     "conductor.spare_copies_first",
 )
-"""Keys of instances with an engine of our own."""
+"""Keys of instances with an engine of moonpool's own."""
 FLAGS = ConfigFlags(
     "model.served_name",
     "model.chat_template",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 MAX_LINES = 40
-"""Of `--help`, at 80 columns. A test holds it for every command."""
+"""Most lines of `--help`, at 80 columns. A test holds it for every command."""
 _META = "moonpool.help"
 _CLAUSE = re.compile(r"(?s).*?(?=[;:] |\. )")
 

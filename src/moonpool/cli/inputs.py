@@ -48,7 +48,7 @@ def read_rows(
 
 
 def report_skipped(info: TraceInfo) -> None:
-    """Prints on stderr how many rows of a trace are no requests, if there are any."""
+    """Prints on stderr how many lines and rows of a trace are left out, if any are."""
     if info.other_lines:
         click.echo(f"left out: {info.other_lines:,} lines, which are no requests", err=True)
     if info.skipped_rows:

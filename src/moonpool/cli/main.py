@@ -46,7 +46,7 @@ COMMANDS: CommandTable = {
     "front-process": ("moonpool.cli.head_process", "front_process", ""),
     "next-supervisor": ("moonpool.cli.serve", "next_supervisor", ""),
 }
-"""Those of this package. Other packages add more (`added_commands`)."""
+"""The commands of this package. Other packages add more (`added_commands`)."""
 
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
 
     class ParamType(click.ParamType):
-        """A generic type also with releases of click that have none."""
+        """Makes the type generic with releases of click in which it is not."""
 
         def __class_getitem__(cls, value_type: type) -> type:
             return cls
@@ -206,7 +206,7 @@ POLICY_KEYS = (
     "pool.prefix_caching",
     "engine.batching",
 )
-"""What decides, and so is the same in service and in a simulation."""
+"""Keys that decide, and so are the same in service and in a simulation."""
 
 _CLICK_TYPES: dict[Any, Any] = {int: click.INT, float: click.FLOAT, str: click.STRING}
 

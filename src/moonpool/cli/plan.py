@@ -283,7 +283,7 @@ class _Job:
         return figures | self._offloading(found)
 
     def _offloading(self, found: ClusterPlan) -> dict[str, Any]:
-        """Whether it pays, where the devices named offer it. Raises ConfigError."""
+        """Says whether offloading pays, if the devices named offer it. Raises ConfigError."""
         from moonpool.plan.offloading import decode_nodes_of, verdict
 
         starts = self._prepared.starts
@@ -342,8 +342,8 @@ def _check_files(plot: str | None, json_file: str | None) -> None:
 
 
 def _cpu_s() -> float:
-    """Of this process and of those that simulated for it: it says more than the clock does where
-    others use the machine too."""
+    """CPU seconds of this process and of those that simulated for it: they say more than the clock
+    where others use the machine too."""
     used = os.times()
     return round(used.user + used.system + used.children_user + used.children_system, 1)
 
@@ -353,7 +353,7 @@ LOG_EVERY_S = 15.0
 
 @contextmanager
 def _progress(total: float) -> Iterator[Callable[[str, float], None]]:
-    """On a terminal, a bar of the runs that are allowed at most; elsewhere a line per stage and
+    """Shows on a terminal a bar of the most runs that are allowed; elsewhere a line per stage and
     every LOG_EVERY_S."""
     began_s = last_s = time.monotonic()
     stages: set[str] = set()

@@ -254,7 +254,7 @@ def _read(config_file: str | None, overrides: Values, model: str | None) -> Conf
 
 
 def _check_events(vllm: VllmConfig) -> None:
-    """Fails here, and not in each worker, where events are to be read and pyzmq is absent."""
+    """Fails here, and not in each worker, if events are to be read and pyzmq is missing."""
     places = (place for named in vllm.places.values() for place in named)
     if any(vllm_place(place).events for place in places) and find_spec("zmq") is None:
         from moonpool.vllm.events import no_pyzmq
@@ -275,7 +275,7 @@ def _check_sources(sources: Sequence[str]) -> None:
 
 
 def _check_vllm(place: str) -> None:
-    """Fails here, and not in a worker that would wait for it, where no server is."""
+    """Fails here, and not in a worker that would wait for it, if there is no server."""
     from moonpool.cli.worker import API_KEY_VARIABLE
     from moonpool.vllm.client import VllmClient, VllmError
     from moonpool.vllm.dialect import DialectError
@@ -421,7 +421,7 @@ async def _stand_by(
     fork_server: ForkServer | None,
     head: tuple[str, int],
 ) -> None:
-    """Waits until the head is gone, and then has a head of its own. Raises ClusterError."""
+    """Waits until the head is gone, and then serves with a head of its own. Raises ClusterError."""
     stop = asyncio.Event()
     _signals(stop)
     standby = Standby(config, secret, control)
@@ -451,7 +451,7 @@ async def _supervise(supervisor: Supervisor) -> None:
 
 
 def _signals(stop: asyncio.Event) -> None:
-    """Lets SIGINT and SIGTERM end the cluster in order, and a second one at once."""
+    """Lets SIGINT and SIGTERM end the cluster in an orderly way, and a second one at once."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:

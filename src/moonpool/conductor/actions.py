@@ -45,8 +45,7 @@ class InstancesExpected(msgspec.Struct, frozen=True):
 
 
 class InstancesLaunched(msgspec.Struct, frozen=True):
-    """Whoever launched these instances starts another one in the place of one that leaves, if it is
-    told to (`Relaunch`)."""
+    """The launcher of these instances replaces one that leaves, if told to (`Relaunch`)."""
 
     instance_ids: tuple[InstanceId, ...]
 
@@ -161,7 +160,7 @@ class Relaunch(msgspec.Struct, frozen=True):
 
 
 class InstancesWanted(msgspec.Struct, frozen=True):
-    """How many instances of each role the load wants (`autoscale`). Whoever starts and ends
+    """How many instances of each role the load wants (`autoscale`). A program that starts and stops
     instances may follow it."""
 
     prefill: int

@@ -44,7 +44,8 @@ POLICY_ERROR = "policy_error"
 """The reason of a rejection because a policy from outside the package failed."""
 RECHECK_TOLERANCE = 1.1
 """The decode instance rejects a prefilled request only if its load is this far above the limit.
-Below, the first check was as precise as a projection can be, and the prefill is already spent."""
+Below that, the first check was as precise as a projection can be, and the prefill is already spent.
+"""
 
 
 class Policies(NamedTuple):

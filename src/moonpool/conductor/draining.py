@@ -73,7 +73,7 @@ class _Departure:
     moved: bool = False
     waiting: deque[tuple[HotPrefix, int]] = field(default_factory=deque)  # with number of tries
     num_fetches: int = 0
-    full: set[InstanceId] = field(default_factory=set)  # had no room for as cold a prefix
+    full: set[InstanceId] = field(default_factory=set)  # had no room for a prefix as cold
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +99,7 @@ class Draining(ClusterObserver):
         self._numbers = count(1)
 
     def why_not(self, instance_id: InstanceId, returns: bool = False) -> str:
-        """Why the instance must not leave; "" if it may. One that returns may be the last."""
+        """Why the instance must not leave; "" if it may. One that `returns` may be the last."""
         state = self._instances.get(instance_id)
         if state is None:
             known = ", ".join(self._instances) or "none"
@@ -315,8 +315,8 @@ class Draining(ClusterObserver):
         self, departure: _Departure, prefix: HotPrefix
     ) -> tuple[InstanceState | None, int, _Unavailable | None]:
         """The instance that should fetch the prefix, the number of its missing blocks, and why
-        possible takers cannot take it now. No taker and no reason: a staying instance has the whole
-        prefix, or none is large enough for it."""
+        possible takers cannot take it now. If there is neither a taker nor a reason, a staying
+        instance has the whole prefix, or none is large enough for it."""
         index, table = self._index, self._table
         held = index.match(prefix.keys).held
         best: tuple[int, bool, int] | None = None

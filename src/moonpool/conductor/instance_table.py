@@ -195,8 +195,8 @@ class InstanceTable:
         return queue_s
 
     def prefill_s(self, num_tokens: int, cached_tokens: Floats | float) -> Floats:
-        """Predicted prefill time of a prompt, by row. `cached_tokens`: by row, or the same for all
-        rows."""
+        """Predicted prefill time of a prompt, by row. `cached_tokens`: an array by row, or one
+        number for all rows."""
         new = num_tokens - cached_tokens
         seconds: Floats = self.prefill_base_s + new * (
             self.prefill_s_per_token
@@ -214,8 +214,8 @@ class InstanceTable:
         return seconds
 
     def chunked_prefill_s(self, rows: Rows, alone_s: Floats, new_tokens: Floats | float) -> Floats:
-        """How long prefills take in `rows` beside the decodes: their share of each step, in chunks
-        that keep the TBT SLO. `alone_s`: the time without them."""
+        """Prefill times in `rows` where prompts share each step with the decodes, in chunks that
+        keep the TBT SLO. `alone_s`: the times without decodes."""
         batch, decodes_s = self.booked_batch[rows], self.decodes_s(rows)
         s_per_token = np.maximum(self.prefill_s_per_token[rows], LEAST_STEP_S)
         room_s = CHUNKED_STEP_SHARE * self.tbt_slo_s - decodes_s
@@ -227,11 +227,11 @@ class InstanceTable:
     def mixed_prefill_s(
         self, rows: Rows, alone_s: Floats, new_tokens: Floats | float, now: bool = False
     ) -> Floats:
-        """How long prefills take in `rows` beside the decodes, in chunks of whole tiles that keep
-        the TBT SLO. `alone_s`: the time without them. Beside the booked decodes, or with `now`
-        beside those that produce tokens.
+        """Prefill times of mixed instances (`rows`), when each chunk is a whole number of tiles
+        small enough to keep the TBT SLO of the decodes in the same step. `alone_s`: the times
+        without decodes. Counts the booked decodes, or with `now` those that produce tokens.
 
-        All is by the profile, as what is learned is compared with it. Each step takes a prompt's
+        Uses profiled times only: learned factors are ratios to them. Each step takes a prompt's
         fixed time.
         """
         batch = (self.decoding_batch if now else self.booked_batch)[rows]

@@ -362,7 +362,8 @@ class RequestLifecycle:
             self.end(tracked, finish.value, now)
 
     def _add_tokens(self, tracked: TrackedRequest, attempt: Attempt, num_tokens: int) -> int:
-        """As `Reservations.add_tokens`; what the tenant holds grows with it."""
+        """Does what `Reservations.add_tokens` does; the tokens that the tenant holds grow with
+        it."""
         extra_tokens = self._reservations.add_tokens(attempt, num_tokens)
         tracked.account.held_tokens += extra_tokens
         return extra_tokens
@@ -427,7 +428,7 @@ class RequestLifecycle:
             self.on_instance_crashed(instance_id, now)
 
     def on_instance_crashed(self, instance_id: InstanceId, now: float) -> None:
-        """It ended by itself, so one of its requests may be the cause: see `Suspects`."""
+        """The instance ended by itself, so one of its requests may be the cause (`Suspects`)."""
         culprit, others = self._suspects.accuse(instance_id)
         if culprit is not None:
             self._reject(culprit, culprit_rejection(instance_id), now)
@@ -438,7 +439,7 @@ class RequestLifecycle:
                 self._hold_back(tracked, now)
 
     def _hold_back(self, tracked: TrackedRequest, now: float) -> None:
-        """Another request runs alone meanwhile."""
+        """Lets the request wait while another one runs alone."""
         tracked.has_waited = True  # so it is not rejected for the time that this takes
         self.waiting.add(tracked, now)
 
@@ -491,8 +492,8 @@ class RequestLifecycle:
     def finish(
         self, request_id: RequestId, reason: FinishReason, num_tokens: int, now: float
     ) -> None:
-        """Ends a complete answer whose engine goes on. Tokens after `num_tokens` are not of it;
-        some before may not be reported yet, which went to a front directly."""
+        """Ends a complete answer whose engine goes on. Tokens after `num_tokens` are not part of
+        it; some before may not be reported yet, because they went to a front directly."""
         tracked = self.requests.get(request_id)
         if tracked is None:
             return

@@ -144,7 +144,7 @@ class InstanceState:
         return all(attempt is None or attempt.stage is AttemptStage.DECODE for attempt in attempts)
 
     def busy_until_s(self) -> float:
-        """When the started prefills should be over. They run one after another."""
+        """When the started prefills, which run one after another, should be over."""
         until_s = self.freed_s if self.started else NEVER_S
         for attempt in self.started.values():
             assert attempt.started_s is not None

@@ -42,7 +42,7 @@ class TlsConfig(Struct, frozen=True):
     ] = ""
 
     def flags(self) -> tuple[str, ...]:
-        """The same as flags of a worker on this machine."""
+        """Returns the same as flags of a worker on this machine."""
         given = {"certfile": self.certfile, "keyfile": self.keyfile, "ca-certs": self.ca_certs}
         pairs = [(f"--cluster-ssl-{name}", path) for name, path in given.items() if path]
         return tuple(word for pair in pairs for word in pair)

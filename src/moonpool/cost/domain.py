@@ -1,8 +1,9 @@
-"""For which prompts and decodes a cost was measured.
+"""The prompts and decodes for which a cost was measured.
 
-A fitted formula says nothing about what was not measured. `prompt_weight` says how far a prompt's
-measured cost still counts: 1 inside the domain, falling linearly to 0 at half the shortest and at
-twice the longest measured prompt, so that a cost that turns to another source has no cliff.
+A fitted formula says nothing about what was not measured. `prompt_weight` blends the measured cost
+with another source near the edge of the measured range, so that the estimate has no jump there: 1
+inside the domain, falling linearly to 0 at half the shortest and at twice the longest measured
+prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class CostDomain(Struct, frozen=True):
     """Least and most of what was measured. Prompts were measured one at a time.
 
     `cached_share`: the largest share of a prompt that was cached, below 1.
-    `context_tokens`: of all requests of a decode step together.
+    `context_tokens`: the context of all requests of a decode step together.
     """
 
     prompt_tokens: tuple[int, int]

@@ -95,7 +95,7 @@ class FittedCost(Struct, frozen=True):
 
     `contention`: factors by which a step with prompts, and a step of decodes alone, takes longer
     while other instances of the machine compute.
-    `control_latency_s`: of one message between head and worker.
+    `control_latency_s`: the latency of one message between head and worker.
     `front_s`: what HTTP adds to a first token.
     `token_bytes`: KVCache bytes of one token.
     `decode_curve`: (batch, seconds) of decode steps without g ctx. It replaces e + f B: linear
@@ -257,11 +257,12 @@ def fit_cost(
 def _token_s(
     fixed_s: float, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]
 ) -> tuple[float, float]:
-    """The fixed part and the time of a token, where the fit took all of a prefill's time as fixed.
+    """Splits a prefill's time into a fixed part and a part per token, where the fit took all of it
+    as fixed.
 
-    Such times are spoilt by other work on the machine: a short step took as long as a longer one.
-    Believed, they make every prefix free to compute, so none would be loaded. The decode of one
-    request is a step of one token: the fixed part does not exceed the fastest of these."""
+    Other work on the machine distorts such times: a short step took as long as a longer one.
+    Taken as they are, they make every prefix free to compute, so none would be loaded. The decode
+    of one request is a step of one token: the fixed part does not exceed the fastest of these."""
     alone_s = min((s.seconds for s in decodes if s.batch == 1), default=fixed_s)
     most = max(s.num_tokens - s.cached_tokens for s in prefills)
     longest = [s.seconds for s in prefills if s.num_tokens - s.cached_tokens == most]

@@ -13,8 +13,8 @@ burst of slow steps nor a single hiccup moves it far. A sample spans several ste
 that share a step share its time: one of them is observed to take all of it, the others none.
 
 Before there are enough samples, `begin` sets the factor by the ratio of all steps so far and
-PRIOR_STEPS more that took what was expected, if that is far from 1. So a profile that is off by
-much is mended with the first prompt of a cold cluster, and noise moves nothing.
+PRIOR_STEPS more that took what was expected, if that is far from 1. So the first prompt of a cold
+cluster corrects a profile that is off by much, and noise changes nothing.
 
 Samples are weighted because a queue is a sum of times, and long requests make up most of it. Only
 sums, ratios and comparisons are used, so every machine gets the same factor.
@@ -101,8 +101,8 @@ class LearnedFactor:
         return tuple(sorted(ratio for ratio, _ in self._recent))
 
     def observe(self, seconds: float, expected_s: float) -> bool:
-        """Enters an observation: `seconds` for work of which the profile predicts `expected_s`.
-        0 seconds: it ended together with the observation before it. Returns True if the
+        """Adds an observation: the work took `seconds`; the profile predicted `expected_s`. 0
+        seconds means that it ended together with the observation before it. Returns True if the
         factor changed. Invalid times (negative, infinite, NaN) are ignored."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 < expected_s < MAX_SECONDS):
             return False
@@ -126,9 +126,9 @@ class LearnedFactor:
         return changed
 
     def begin(self, seconds: float = 0.0, expected_s: float = 0.0) -> bool:
-        """Takes the first steps as they are, before they make enough samples. `seconds`:
-        since the step under way began, if there is one, of which the profile predicts `expected_s`
-        in all: it takes at least so long. Returns True if the factor changed."""
+        """Takes the first steps as they are, before they make enough samples. `seconds`: time since
+        the step under way began, if there is one; the profile predicts `expected_s` for the whole
+        step, so it takes at least that long. Returns True if the factor changed."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 <= expected_s < MAX_SECONDS):
             return False
         is_under_way = expected_s > 0.0 and seconds > 0.0
@@ -148,8 +148,8 @@ class LearnedFactor:
         return changed
 
     def begins_after_s(self, expected_s: float) -> float:
-        """For how long the step under way tells nothing: `begin` returns False for fewer seconds
-        of the same step, after it did so once. Infinite without a step (`expected_s` 0)."""
+        """Until when the step under way says nothing: `begin` returns False for fewer seconds of
+        the same step, after it did so once. Infinite without a step (`expected_s` 0)."""
         if expected_s <= 0.0:
             return inf
         num_steps = self._num_steps + 1
@@ -186,7 +186,8 @@ class LearnedFactor:
 
 
 class FactorsBySize:
-    """By what factor steps of each size take longer than predicted: a quantile of recent ratios.
+    """The factor by which steps of each size take longer than predicted: a quantile of recent
+    ratios.
 
     Sizes up to the same power of two share their ratios. A profile is a formula, and devices work
     in tiles: its error at one tile is not that at two. A size with few ratios of its own takes the
@@ -221,7 +222,7 @@ class FactorsBySize:
         return sorted(ratios)[rank_above(self._share, len(ratios))]
 
     def observe(self, size: int, seconds: float, expected_s: float) -> None:
-        """Enters a step. Invalid times (negative, infinite, NaN) are ignored."""
+        """Adds a step. Invalid times (negative, infinite, NaN) are ignored."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 < expected_s < MAX_SECONDS):
             return
         ratio = min(max(seconds / expected_s, 1.0 / MAX_FACTOR), MAX_FACTOR)

@@ -1,5 +1,5 @@
-"""As much of a Kubernetes API as sources of servers need: lists of objects that stay as they are
-there.
+"""The part of a Kubernetes API that sources of servers need: lists of objects that are kept up to
+date.
 
 A list is read once and then watched from its resource version on, as the API's own clients do. When
 the server has forgotten that version (410), or the watch fails, the list is read again.
@@ -27,7 +27,7 @@ log = limited_logger("moonpool.discovery")
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the token, the CA and the namespace of its service account."""
 WATCH_S = 300
-"""After which the server is asked to end a watch, and another one goes on."""
+"""Time after which the server is asked to end a watch, and another one continues."""
 SILENCE_S = WATCH_S + 30.0
 AGAIN_S, MOST_AGAIN_S = 0.5, 15.0
 MAX_LINE_BYTES = 16 << 20
@@ -115,7 +115,8 @@ def own_namespace(environment: Mapping[str, str] = os.environ) -> str:
 
 
 class KubernetesError(Exception):
-    """A call of the API failed; one line says why. `status`: of HTTP, 0 without a response."""
+    """A call of the API failed; one line says why. `status`: the HTTP status, 0 without a
+    response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -123,7 +124,7 @@ class KubernetesError(Exception):
 
 
 class ObjectList:
-    """Follows the objects of one path. `selector`: of labels; "": all."""
+    """Follows the objects of one path. `selector`: a selector of labels; "": all."""
 
     def __init__(self, server: ApiServer, path: str, selector: str = "", field: str = "") -> None:
         self._server = server

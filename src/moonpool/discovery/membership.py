@@ -48,8 +48,8 @@ class _Known:
 
 
 class Membership:
-    """`see` takes what the sources list now. A server is known by its name: one with another
-    address or role is another one, which joins when the former has left."""
+    """`see` takes what the sources list now. A server is known by its name: if its address or role
+    changes, it is another server, which joins when the former has left."""
 
     def __init__(self, most: int | None = None) -> None:
         """`most`: servers that may serve at a time; None: there is no limit."""

@@ -6,11 +6,11 @@ from moonpool.api.errors import ApiError
 from moonpool.api.frontend import RequestRefused
 
 BODIES = 16
-"""Largest bodies that are held at a time; many more smaller ones."""
+"""Largest bodies that are held at a time; smaller ones may be many more."""
 
 
 class BodyRoom:
-    """`share` gives a body its part. `max_body_bytes`: of one body."""
+    """`share` gives a body its part. `max_body_bytes`: the limit of one body."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
@@ -29,7 +29,7 @@ class HeldParts:
         self._num_bytes = 0
 
     def add(self, part: bytes) -> None:
-        """Raises ApiError (413), and RequestRefused (503) if all bodies together are too much."""
+        """Raises ApiError (413), and RequestRefused (503) if all bodies together take too much."""
         most = self._room.max_body_bytes
         if self._num_bytes + len(part) > most:
             text = f"The body exceeds {most} bytes, the largest that is read."

@@ -15,7 +15,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 SUBSET = "x-gateway-destination-endpoint-subset"
 PREFILL = "x-prefiller-host-port"
 OWN = (DESTINATION, PREFILL, "x-encoder-hosts-ports", "x-data-parallel-host-port")
-"""Headers that steer a call: those of a client never reach a server."""
+"""Headers that steer a call: if a client sends them, they never reach a server."""
 SERVED = "x-gateway-destination-endpoint-served"
 """Which of the addresses in DESTINATION the gateway has used, where it had several."""
 DROPPED = "x-llm-d-request-dropped-reason"

@@ -1,7 +1,7 @@
 """The instance of one endpoint, in the picker's own process.
 
 It is the instance of a vLLM server as any other: it asks the server what it serves, measures it,
-watches its health and follows its cache. Only its requests take another way: see `routed_call`.
+watches its health and follows its cache. Only its requests take another path: see `routed_call`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ log = limited_logger("moonpool.epp")
 MEASURED_AT_A_TIME = 8
 """Servers that are measured at a time: more would keep the loop from deciding."""
 LOOKS_PER_S = 100.0
-"""Looks at the health of all servers together; with many, each is looked at less often."""
+"""Health checks of all servers together per second; with many servers, each is checked less often.
+"""
 MOST_PAUSE_S = 10.0
-"""Below the silence after which the head gives an instance up."""
+"""Shorter than the silence after which the head gives an instance up."""
 SOON_S = 0.1
-"""From one look to the next after a call failed."""
+"""Time to the next health check after a call failed."""
 
 
 class PickerShared:
@@ -52,7 +53,8 @@ class PickerShared:
         self.measuring = asyncio.Semaphore(MEASURED_AT_A_TIME)
         self.num_endpoints = 0
         self.suspects: set[InstanceId] = set()
-        """At which a call has failed just now: others are preferred until their health is known."""
+        """Instances at which a call has just failed: others are preferred until their health is
+        known."""
 
     @property
     def pause_s(self) -> float:
@@ -112,4 +114,4 @@ class EndpointWorker(VllmWorker):
         self._shared.desk.on_submit(self, submit)
 
     def _cancel(self, attempt_id: AttemptId) -> None:
-        """The call's own connections end without us."""
+        """The call's own connections end by themselves."""

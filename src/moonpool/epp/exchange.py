@@ -32,8 +32,8 @@ EVENTS = "text/event-stream"
 
 
 class Exchange:
-    """`answers` reads the messages to their end. `fails_open`: the gateway may choose by itself
-    where nobody here can."""
+    """`answers` reads the messages to their end. `fails_open`: whether the gateway may choose by
+    itself if no endpoint here can be chosen."""
 
     def __init__(self, picker: Picker, room: BodyRoom, fails_open: bool) -> None:
         self._picker = picker
@@ -136,7 +136,7 @@ class Exchange:
         return [wire.request_sent_on(route, len(raw)), *wire.body_sent_on((raw,), ends)]
 
     def _spare_route(self) -> Route | None:
-        """Of a call whose body is not seen."""
+        """The route of a call whose body is not seen."""
         try:
             return self._picker.spare(self._subset)
         except RequestRefused:
@@ -145,7 +145,8 @@ class Exchange:
             raise
 
     async def _route(self, raw: bytes) -> Route | None:
-        """None: the gateway is to choose. Raises ApiError and RequestRefused."""
+        """The route of a call; None: the gateway is to choose. Raises ApiError and
+        RequestRefused."""
         path = self._headers.get(":path", "").partition("?")[0]
         try:
             route, self._picked = await self._picker.pick(path, self._headers, raw, self._subset)

@@ -76,7 +76,7 @@ class InferencePool:
             await self._server.close()
 
     async def _follow_pods(self, on_pods: Callable[[Mapping[str, Object]], None]) -> None:
-        """Anew with each selector of the pool."""
+        """Follows the pods again with each selector of the pool."""
         while True:
             self._changed.clear()
             selector = self._selector
@@ -95,7 +95,7 @@ class InferencePool:
                 changed.cancel()
 
     def _read_pool(self, pool: Object | None) -> None:
-        """A pool that is gone leaves its endpoints as they were: it may be written anew."""
+        """If a pool is gone, its endpoints stay as they were: it may be written again."""
         if pool is None:
             where = f"in namespace {self._namespace}"
             self._pool_notice.say(f"there is no InferencePool {self._name} {where}")

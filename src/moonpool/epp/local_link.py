@@ -22,7 +22,7 @@ from moonpool.protocol.versions import NEWEST_PROTOCOL
 from moonpool.types import InstanceId
 
 AGAIN_S = 1.0
-"""From the end of a link that the head has cut to the next one."""
+"""Time from the end of a link that the head has cut to the next one."""
 
 
 class _LocalChannel(Channel[UpFrame, DownFrame]):
@@ -49,7 +49,7 @@ class _LocalChannel(Channel[UpFrame, DownFrame]):
 
 
 class LocalLink(HeadLink):
-    """As `HeadLink`, to the head of the same process."""
+    """A link as `HeadLink`, to the head of the same process."""
 
     def __init__(self, name: InstanceId, follower: Follower, owner: LinkOwner) -> None:
         super().__init__(name, secrets.token_bytes(32), follower)

@@ -21,7 +21,8 @@ from moonpool.log_limit import limited_logger
 log = limited_logger("moonpool.epp")
 
 AGAIN_S = 30.0
-"""From the refusal of a server, whose model cannot be read or is another, to the next try."""
+"""Time from the refusal of a server, whose model cannot be read or is another, to the next attempt.
+"""
 GRACE_S = 2.0
 LATER_S = 0.05
 """So that one that was held off is free when it is looked at."""
@@ -59,7 +60,7 @@ class Members:
         return (member.endpoint for member in self._members.values())
 
     def find(self, name: str) -> Endpoint | None:
-        """Also one that is leaving."""
+        """Finds an endpoint, even one that is leaving."""
         member = self._members.get(name)
         if member is not None:
             return member.endpoint
@@ -122,7 +123,7 @@ class Members:
                 await member.worker.run("", 0)
                 if not member.leaves:
                     name = member.endpoint.name
-                    log.info("%s was drained: not used until it is listed anew", name)
+                    log.info("%s was drained: not used until it is listed again", name)
                 return
             except WorkerError as error:
                 if str(error) != last:

@@ -17,7 +17,7 @@ from moonpool.protocol.messages import ForwardedCall
 from moonpool.types import FinishReason, InstanceId, Request, RequestId
 
 SETTLE_S = 5.0
-"""Within which the Conductor hears the end of a response."""
+"""Time within which the Conductor hears the end of a response."""
 
 
 class AnswerKeeper(Protocol):
@@ -52,7 +52,7 @@ class BookedAnswer:
             raise
 
     async def settle(self) -> None:
-        """Ends when the Conductor has heard the last token."""
+        """Ends when the Conductor has heard of the last token."""
         assert self.stream is not None
         try:
             async with asyncio.timeout(SETTLE_S):
@@ -92,12 +92,12 @@ class Picked:
         return self._answers[0].request_id
 
     def begin(self) -> None:
-        """The response has begun."""
+        """Notes that the response has begun."""
         for answer in self._answers:
             answer.call.begin()
 
     def note(self, num_tokens: int, finish: FinishReason | None = None) -> None:
-        """So many more tokens were seen."""
+        """Notes that more tokens were seen."""
         count = len(self._answers)
         for place, answer in enumerate(self._answers):
             own = (num_tokens + (place - self._turn) % count) // count
@@ -110,21 +110,22 @@ class Picked:
             answer.call.fail(message, status)
 
     def note_served(self, address: str) -> None:
-        """The gateway says which endpoint responds. Another one than the first has no booking, and
-        the first has failed."""
+        """Notes which endpoint responds, as the gateway says. Another one than the first has no
+        booking, and the first has failed."""
         if address != self._route.endpoint.address:
             self.fail(f"the gateway went on to {address}", 502)
             self.close()
 
     def finish(self) -> None:
-        """The response was whole: closes it when the Conductor has heard its last token."""
+        """Notes that the response was whole: closes it when the Conductor has heard of its last
+        token."""
         if not self._is_closed:
             self._is_closed = True
             for answer in self._answers:
                 self._picker.keep(answer.settle())
 
     def close(self) -> None:
-        """Nobody waits for the response any more. A second call does nothing."""
+        """Notes that nobody waits for the response any more. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             for answer in self._answers:

@@ -43,7 +43,7 @@ log = limited_logger("moonpool.epp")
 GENERATING = (COMPLETIONS, *MEDIA_PATHS)
 NO_ENDPOINT_RETRY_S = 5.0
 UNHURRIED = Slo(ttft_s=math.inf, tbt_s=math.inf, ttft_stated=False, tbt_stated=False)
-"""Of the further answers of a call, which go where the first one goes."""
+"""The SLO of the further answers of a call, which go where the first one goes."""
 
 
 class _Named(msgspec.Struct):
@@ -54,7 +54,7 @@ _NAMED = msgspec.json.Decoder(_Named)
 
 
 class NoEndpointError(RequestRefused):
-    """The endpoints that a gateway allows are none of ours, or there are none."""
+    """The endpoints that a gateway allows are unknown here, or there are none."""
 
     def __init__(self, message: str) -> None:
         super().__init__(503, "no_instance", message, NO_ENDPOINT_RETRY_S)
@@ -264,7 +264,8 @@ class Picker:
         return tuple(sound or names)
 
     def spare(self, subset: Sequence[str] | None) -> Route:
-        """As `pick`, for a call whose body is not seen: it is not booked. Raises RequestRefused."""
+        """Picks, as `pick` does, for a call whose body is not seen: it is not booked. Raises
+        RequestRefused."""
         return self._next(self._within(subset))
 
     def _next(self, within: Sequence[InstanceId] | None) -> Route:
@@ -283,7 +284,8 @@ class Picker:
 
 
 def _read(chosen: asyncio.Future[Route]) -> None:
-    """Where a further answer goes is known, and its refusal is nothing to a call that goes on."""
+    """Where a further answer goes is known, and its refusal does not concern a call that goes
+    on."""
     if not chosen.cancelled():
         chosen.exception()
 

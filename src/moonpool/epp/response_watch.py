@@ -7,7 +7,7 @@ import re
 from moonpool.server_events import DONE, ServerEventReader
 
 MAX_REST_BYTES = 1 << 20
-"""Of an event that has not ended. A longer one is not counted."""
+"""Largest part of an event that has not ended. A longer one is not counted."""
 TAIL_BYTES = 16 << 10
 """vLLM writes the usage last."""
 _USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
@@ -16,7 +16,8 @@ _EMPTY = b'"content":""'  # the role comes before the first token
 
 
 class ResponseWatch:
-    """Of one successful response. `is_stream`: of server-sent events."""
+    """Watches one successful response. `is_stream`: whether it is a stream of server-sent
+    events."""
 
     def __init__(self, is_stream: bool) -> None:
         self._is_stream = is_stream
@@ -35,7 +36,7 @@ class ResponseWatch:
         return number
 
     def end(self) -> int:
-        """The response has ended; returns how many tokens are to be added."""
+        """Notes that the response has ended; returns how many tokens are to be added."""
         if self._is_stream:
             return self.feed(b"\n")
         used = _USED.findall(self._rest)

@@ -22,7 +22,7 @@ from moonpool.types import FinishReason, InstanceId, RequestId, Struct, Token
 from moonpool.vllm.actions import EngineOutput, SubmitFailed, SubmitRequest
 
 TOKEN = Token(token_id=0)
-"""Stands for each token that is seen: the gateway shows none of their ids that are sure."""
+"""Stands for each token that is seen: the gateway shows no reliable ids."""
 HANDLE = b"through the gateway"
 
 
@@ -75,8 +75,8 @@ class RoutedCall:
     """`chosen` is the route, or a RequestRefused."""
 
     def __init__(self, partner: Callable[[], Endpoint], abandon: Callable[[str], None]) -> None:
-        """`partner`: who decodes a request whose prompt is computed elsewhere. `abandon` ends the
-        request, whose response cannot be followed any more."""
+        """`partner`: the endpoint that decodes a request whose prompt is computed elsewhere.
+        `abandon` ends the request, whose response cannot be followed any more."""
         self.chosen: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
         self._partner, self._abandon = partner, abandon
         self._prefill: _Leg | None = None  # until the response begins
@@ -111,21 +111,21 @@ class RoutedCall:
     # From the gateway
 
     def begin(self) -> None:
-        """The response has begun: what was to be prefilled elsewhere is."""
+        """Notes that the response has begun, so what was to be prefilled elsewhere is done."""
         prefill, self._prefill = self._prefill, None
         if prefill is not None and not self._over:
             prefill.post(1, FinishReason.LENGTH, HANDLE)
 
     def note(self, num_tokens: int, finish: FinishReason | None = None) -> None:
-        """So many more tokens of the response were seen."""
+        """Notes that more tokens of the response were seen."""
         self.begin()
         self._num_unposted += num_tokens
         self._finish = finish or self._finish
         self._post()
 
     def fail(self, message: str, status: int) -> None:
-        """The endpoint refused the call, or failed. Neither is tried again: the gateway has
-        answered."""
+        """Notes that the endpoint refused the call, or failed. Neither is tried again: the gateway
+        has answered."""
         leg = self._prefill or self._decode
         if leg is None or self._over:
             return

@@ -101,7 +101,7 @@ class GrpcServer:
         await self._server.start()
 
     async def run(self) -> None:
-        """Tells of its health."""
+        """Reports its health."""
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set(LIVE, serving)

@@ -49,7 +49,7 @@ GO_ON_RESPONSE_BODY = ProcessingResponse(response_body=BodyResponse())
 
 
 def read_headers(headers: HeaderMap) -> dict[str, str]:
-    """By name, in small letters. Of equal names the last one counts."""
+    """Returns the headers by name, in lower case. Of equal names the last one counts."""
     return {
         each.key: each.raw_value.decode("latin-1") if each.raw_value else each.value
         for each in headers.headers

@@ -37,7 +37,7 @@ class AnsweringFronts(Protocol):
     """The fronts of a head, as the head sees them."""
 
     def hears(self, report: Report) -> AbstractContextManager[None]:
-        """Within it the report of an instance is handled."""
+        """A context in which the report of an instance is handled."""
         ...
 
     def describe(self) -> list[dict[str, Any]]: ...
@@ -68,7 +68,8 @@ class Answers:
         call: ForwardedCall | None,
         answer: ResponseStream | None = None,
     ) -> ResponseStream:
-        """A client waits from now on. `call`: of a forwarded request. `answer`: of a front."""
+        """Notes that a client waits from now on. `call`: of a forwarded request. `answer`: of a
+        front."""
         assert request_id not in self._streams
         answer = answer or ResponseStream(self.work.number)
         self._streams[request_id] = answer
@@ -77,7 +78,7 @@ class Answers:
         return answer
 
     def close(self, request_id: RequestId) -> bool:
-        """Nobody waits any more. Returns whether the request had ended."""
+        """Notes that nobody waits any more. Returns whether the request had ended."""
         answer = self._streams.pop(request_id)
         self._calls.pop(request_id, None)
         if answer.ended is None:
@@ -86,8 +87,8 @@ class Answers:
         return True
 
     def judge(self, request_id: RequestId, reason: str, num_tokens: int | None = None) -> bool:
-        """Its reader ends the answer: after so many tokens, or otherwise than as a whole one.
-        Returns whether the request had ended: then this counts, and no Conductor need hear it."""
+        """The answer's reader ends it: after `num_tokens` tokens, or not as a whole answer. Returns
+        whether the request had ended: then this result counts, and the Conductor need not know."""
         answer = self._streams.get(request_id)
         if answer is None or answer.ended is None:
             return False
@@ -122,7 +123,7 @@ class Answers:
             answer.refuse(action)
 
     def on_ended(self, ended: RequestEnded, own: RequestObserver) -> None:
-        """The Conductor has ended a request. `own`: the observer of its model."""
+        """Notes that the Conductor has ended a request. `own`: the observer of its model."""
         record = ended.record
         self.ended.keep(ended, own)
         answer = self._streams.get(record.request_id)

@@ -43,7 +43,7 @@ class AttentionAssignments:
         return owner, index, self._present[spare]
 
     def remember(self, owner: InstanceId, names: tuple[str, ...]) -> None:
-        """Enters the group that a running instance reports to a restarted head."""
+        """Records the group that a running instance reports to a restarted head."""
         for other, places in self._places.items():
             if other != owner:
                 self._places[other] = ["" if name in names else name for name in places]

@@ -47,7 +47,7 @@ class AttentionLinks:
         ]
 
     def start(self, link: WorkerLink, apply: Apply) -> None:
-        """An instance gets its setup, now or once its attention workers are present."""
+        """Sends an instance its setup, now or once its attention workers are present."""
         if apply.attention:
             self._groups.remember(link.instance_id, apply.attention)
             link.channel.send(self._setup())
@@ -58,7 +58,7 @@ class AttentionLinks:
             link.channel.send(self._setup())
 
     def join(self, link: WorkerLink, address: PeerAddress) -> None:
-        """An attention worker is ready."""
+        """Notes that an attention worker is ready."""
         former = self._links.get(address.instance_id)
         if former is not None and former is not link:
             former.channel.abort("it came back over a new connection")
@@ -69,7 +69,7 @@ class AttentionLinks:
         self._start_with_group()
 
     def drop(self, link: WorkerLink) -> bool:
-        """A connection has ended. Returns whether it was that of an attention worker."""
+        """Notes that a connection has ended. Returns whether it was that of an attention worker."""
         self._awaiting_group.discard(link)
         if self._links.get(link.instance_id) is not link:
             return False

@@ -66,7 +66,7 @@ def checkpoint(
 
 
 def _write_and_exit(state: object, writer: int, own: Iterable[Any]) -> None:
-    """The child: it never returns to the loop that it has a copy of."""
+    """Runs in the child: it never returns to the loop that it has a copy of."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)

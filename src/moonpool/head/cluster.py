@@ -80,7 +80,7 @@ async def serve_cluster(link: SupervisorLink) -> None:
         head.end_views()
         await calls.hand_over(config.api.drain_seconds)
         await link.flush()
-        os._exit(0)  # at once: an end in order would end the answers, which go on
+        os._exit(0)  # at once: an orderly end would end the answers, which go on
     log.info("stopping")
     await drain(head, config.api.drain_seconds)
     link.ending()

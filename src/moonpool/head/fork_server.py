@@ -46,11 +46,11 @@ LOAD_S = 280.0
 ADOPTED_S = 5.0
 END_S = 3.0
 LOOK_S = 0.5
-"""From one look at a fork server that does not reply to the next."""
+"""Time between two checks of a fork server that does not reply."""
 RENEWAL_DELAY_S = 1.0
-"""From the end of a fork server to the start of the next one."""
+"""Time from the end of a fork server to the start of the next one."""
 SPARE_DELAY_S = 1.0
-"""From a fork, or the end of a spare fork server, to the fork of the next spare."""
+"""Time from a fork, or the end of a spare fork server, to the fork of the next spare."""
 _READY = b"ready"
 _SPARE = b"spare"
 MAX_LINE_BYTES = 1 << 16
@@ -87,7 +87,7 @@ class ForkServer:
         self._spare: _Spare | None = None
         self._spare_taken = asyncio.Event()
         self._spare_keeper: asyncio.Task[None] | None = None
-        # Of the next replies, the last one first: one comes after the imports, one after the load.
+        # The next replies, the last one first: one comes after the imports, one after the load.
         self._limits_s = [LOAD_S + FORK_S, IMPORT_S + FORK_S]
 
     async def fork(self, arguments: Sequence[str], fd: int | None = None) -> ForkedProcess:
@@ -122,7 +122,7 @@ class ForkServer:
         return await self._ask(line, fd)
 
     async def close(self) -> None:
-        """Ends the fork server. What it forked stays."""
+        """Ends the fork server. The processes that it forked stay."""
         self._closed = True
         for keeper in (self._keeper, self._spare_keeper):
             if keeper is not None:
@@ -226,7 +226,8 @@ class ForkServer:
         return True
 
     async def _ask(self, line: bytes, fd: int | None) -> int:
-        """Ends the connection if it fails. Raises OSError or TimeoutError."""
+        """Sends one line and returns the answer. If that fails, it ends the connection and raises
+        OSError or TimeoutError."""
         if self._control is None:
             raise OSError("the fork server has ended")
         try:
@@ -293,11 +294,11 @@ def open_fork_server(
     """Forks the fork server. Each process calls `run_line` with its command line, then ends.
 
     The fork server first calls `prepare`, which imports what those need. After the first fork, the
-    head's, it calls `load`: all further processes have what that leaves. It must not raise, and no
-    thread may be left of it. `renewal` starts another fork server, without `load`, when one has
-    ended. Must be called before there are threads or an event loop. Returns None if the system does
-    not support it, or if there are threads: a fork would copy only one. Raises OSError if the
-    system cannot fork. Does not return in a forked process.
+    head's, it calls `load`: all further processes have what that leaves. `load` must not raise, and
+    must leave no thread. `renewal` starts another fork server, without `load`, when one has ended.
+    Must be called before there are threads or an event loop. Returns None if the system does not
+    support it, or if there are threads: a fork would copy only one. Raises OSError if the system
+    cannot fork. Does not return in a forked process.
     """
     if not _may_fork():
         return None
@@ -312,7 +313,8 @@ def open_fork_server(
     ours.close()
     os.setsid()  # Ctrl-C must reach only the supervisor
     end_with(parent_pid)
-    setproctitle.getproctitle()  # finds the command line, which it cannot once variables moved
+    # finds the command line, which it cannot do once variables have moved
+    setproctitle.getproctitle()
     os.environ.update(environment)
     prepare()
     line = _serve_forks(theirs, parent_pid, load)

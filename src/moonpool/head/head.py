@@ -84,11 +84,11 @@ log = limited_logger("moonpool.head")
 
 TICK_S = 0.1
 IDLE_TICKS, QUIET_TICKS = 5, 20
-"""Ticks of one turn soon after the last request, and later. A turn stays below one that stands
-still."""
+"""Ticks of one turn soon after the last request, and later. A turn of the loop stays below the time
+at which it counts as standing still."""
 MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
-"""Connections of workers that have not proved the secret. A further one ends the oldest."""
+"""Connections of workers that have not proved the secret. A new one beyond that ends the oldest."""
 LAST_LOOKS, LAST_LOOK_S = 100, 0.01
 """Time for a stop to reach the workers."""
 
@@ -164,7 +164,7 @@ class Head:
     async def expect(
         self, roles: Mapping[InstanceId, Role], offers: Mapping[InstanceId, ModelOffer]
     ) -> None:
-        """An earlier head had these instances. Requests wait for them. Call it before `start`."""
+        """Notes an earlier head's instances. Requests wait for them. Call it before `start`."""
         self._inherited.update(roles)
         unread: set[InstanceId] = set()
         for instance_id, offer in offers.items():
@@ -254,8 +254,8 @@ class Head:
         answer: ResponseStream | None = None,
     ) -> ResponseStream:
         """Lets the Conductor decide on a request, and returns its answer, which must be closed.
-        `on_refused`: called when it is refused, maybe at once. `answer`: that of a front. Raises
-        RequestRefused for a head that is stopping."""
+        `on_refused`: called when it is refused, maybe at once. `answer`: the stream of a
+        front's call. Raises RequestRefused for a head that is stopping."""
         if self._leaving:
             model.note_refused("server_stopping")
             raise stopping()
@@ -269,7 +269,7 @@ class Head:
         return answer
 
     def close(self, model: ServedModel, request_id: RequestId) -> None:
-        """Nobody waits for the answer any more: it is cancelled, if it has not ended."""
+        """Notes that nobody waits for the answer any more: it is cancelled, if it has not ended."""
         if not self._answers.close(request_id):
             self._post(RequestCancelled(request_id), model)
 
@@ -388,7 +388,7 @@ class Head:
         return len(self._answers)
 
     def refuse_new(self) -> None:
-        """From now on new requests are refused; those under way go on."""
+        """From now on refuses new requests; those under way go on."""
         self._leaving = True
 
     def end_answers(self, reason: str, message: str) -> None:
@@ -591,4 +591,4 @@ class Head:
 
 
 def _do_nothing(*told: object) -> None:
-    """Without a supervisor, nobody restarts a worker, and no other head follows."""
+    """The default without a supervisor: nobody restarts a worker, and no other head follows."""

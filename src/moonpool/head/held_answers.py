@@ -28,13 +28,13 @@ from moonpool.protocol.supervision import (
 
 
 class HeldAnswers:
-    """By the numbers that the process gives. Owns the file descriptors."""
+    """The held answers, by the numbers that the process gives. Owns the file descriptors."""
 
     def __init__(
         self, cut_answers: Mapping[int, int] | None = None, state: HeldState | None = None
     ) -> None:
-        """`cut_answers`: of a lost head on another machine. `state`: what an earlier program of
-        this process has left."""
+        """`cut_answers`: the cut answers of a lost head on another machine. `state`: what an
+        earlier program of this process has left."""
         state = HeldState() if state is None else state
         self.culprits = Culprits(state.ended)
         self._answers = dict(state.answers)  # number -> socket, log
@@ -51,7 +51,7 @@ class HeldAnswers:
         yield from self._cut_answers
 
     def take(self, packet: FromHead, fds: Sequence[int]) -> bool:
-        """Returns whether it was about something that is held."""
+        """Returns whether the message was about something that is held."""
         match packet:
             case KeepAnswer():
                 self._answers[packet.number] = (fds[0], fds[1])
@@ -78,7 +78,8 @@ class HeldAnswers:
         return True
 
     def bequeath(self, packets: PacketSocket[FromHead, ToHead]) -> None:
-        """Gives all to the next process. The answers are held on."""
+        """Gives everything to the next process, and still holds the answers. The answers are held
+        on."""
         for fd in self._connections:
             packets.send(TakeConnection(), (fd,))
             os.close(fd)
@@ -94,7 +95,7 @@ class HeldAnswers:
         packets.send(TakeNoMore(next_number=self._next_number))
 
     def leave(self) -> HeldState:
-        """What the next program of this process gets."""
+        """Returns what the next program of this process gets."""
         return HeldState(
             answers=self._answers,
             cut_answers=self._cut_answers,
@@ -112,7 +113,7 @@ class HeldAnswers:
         self._connections.clear()
 
     def _let_go(self) -> None:
-        """Holds no more connections whose clients have left."""
+        """Closes connections whose clients have left."""
         poller, numbers = select.poll(), {}
         for number, (client, _) in self._answers.items():
             poller.register(client, select.POLLRDHUP)
@@ -121,7 +122,7 @@ class HeldAnswers:
             self._cut(numbers[client])
 
     def _cut(self, number: int) -> None:
-        """The connection of an answer has ended: its log alone is held."""
+        """The connection of an answer has ended: only its log is held."""
         if number in self._answers:
             client, self._cut_answers[number] = self._answers.pop(number)
             os.close(client)

@@ -40,7 +40,7 @@ class Keeper:
         self.is_ending = False
         """Whether the cluster ends, so that no further process is started."""
         self.returns = False
-        """Whether another process takes the place of the one that is about to leave."""
+        """Whether another process replaces the one that is about to leave."""
         self.is_leaving = False
         """Whether the process was told to leave, so that no other one takes its place."""
         self.on_crash: Callable[[str], None] = lambda name: None
@@ -65,7 +65,7 @@ class Keeper:
                 self.process.kill()
 
     def leave(self) -> None:
-        """Tells the process to end in order; none takes its place."""
+        """Tells the process to end in an orderly way; none replaces it."""
         self.is_leaving = True
         if self.pid and self.process is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -113,8 +113,8 @@ class LocalLauncher:
             self.keepers.append(asyncio.create_task(self._keep(keeper), name=name))
 
     def add(self, name: str, role: Role, place: str) -> None:
-        """Starts a worker of the vLLM server at `place`, beside those of the configuration. One of
-        the same name that still drains goes on first."""
+        """Starts a worker of the vLLM server at `place`, beside those of the configuration. If one
+        of the same name still drains, it keeps running."""
         self._listed[name] = (role, place)
         former = next((k for k in self.keepers if k.get_name() == f"keeper of {name}"), None)
         keeper = asyncio.create_task(self._keep_listed(name, former), name=f"keeper of {name}")
@@ -169,8 +169,8 @@ class LocalLauncher:
         return {name: files.fds for name, files in self._memory.items()}
 
     def expect_return(self, instance_id: str, from_disk: bool = True) -> None:
-        """The worker is about to leave, and another one takes its place. If that is one of the code
-        on disk, none is forked from a process of the former code from now on."""
+        """The worker is about to leave, and another one replaces it. If the replacement runs the
+        code on disk, no more workers are forked from a process with the former code."""
         if from_disk:
             self._fork_server = None
         if instance_id in self._kept:

@@ -36,7 +36,7 @@ class OwnCalls:
         self._server = http_server(app, tls=tls, keeper=link, answers=answers, mark=link.mark)
 
     async def begin(self) -> asyncio.Task[None]:
-        """Goes on with the answers of an earlier head, and accepts calls. Returns what runs."""
+        """Continues the answers of an earlier head, and accepts calls. Returns what runs."""
         for received, sock in self._inherited.answers:
             await self._server.resume(sock, received)
         for sock in self._inherited.connections:
@@ -45,7 +45,7 @@ class OwnCalls:
         return self._serving
 
     async def hand_over(self, calls_s: float) -> None:
-        """Another head goes on."""
+        """Hands over to another head."""
         await self._server.hand_over(self._link.pass_on, calls_s)
         self._models.close()
 

@@ -20,7 +20,7 @@ class ResponseStream:
     """
 
     def __init__(self, number: int | None = None) -> None:
-        """`number`: of the kept call, as in `WorkMark`."""
+        """`number`: the number of the kept call, as in `WorkMark`."""
         self.number = number
         self._tokens: deque[Token] = deque()
         self._last: Deliver | None = None
@@ -87,11 +87,11 @@ class WorkWatch:
 
     @property
     def number(self) -> int | None:
-        """Of the call that is worked on."""
+        """The number of the call that is worked on."""
         return None if self.mark is None else self.mark.number
 
     def __call__(self, request_id: RequestId | None) -> None:
-        """None: what was worked on before goes on."""
+        """None: the earlier work goes on."""
         if self.mark is None:
             return
         if request_id is None:

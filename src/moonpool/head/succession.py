@@ -2,7 +2,8 @@
 
 The next program is executed in the same process (`execv`): it keeps the process id, the children
 and the file descriptors, and reads the rest from a memory file. Before that, the next head has
-imported the new code, and a trial run has read the state. So what does not start harms nothing.
+imported the new code, and a trial run has read the state. So code that does not start harms
+nothing.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def read_state(fd: int) -> SupervisorState:
 
 
 def keep_private(state: SupervisorState) -> None:
-    """Further programs shall not inherit what this one has."""
+    """Programs that start later must not inherit what this one has."""
     for fd in state.fds:
         os.set_inheritable(fd, False)
 
@@ -146,8 +147,8 @@ class Succession(Protocol):
     """Why the last upgrade was called off."""
 
     def replace(self, instance_id: InstanceId, from_disk: bool = True) -> None:
-        """The worker is about to leave: another one shall start in its place. `from_disk`: from the
-        code on disk."""
+        """Lets another process replace the worker that is about to leave. `from_disk`: whether it
+        runs the code on disk."""
         ...
 
     def upgrade(self) -> None:
@@ -156,7 +157,7 @@ class Succession(Protocol):
 
 
 class NoSuccession:
-    """Of a head without a supervisor."""
+    """The succession of a head without a supervisor."""
 
     upgrade_error: str | None = None
 

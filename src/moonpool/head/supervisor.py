@@ -1,4 +1,4 @@
-"""The supervisor: a small process that outlives the head.
+"""Does nothing: the launcher of the worker starts the next one.
 
 It owns the listening sockets, so that connections wait while there is no head, and the workers. It
 holds the sockets and the logs of answers under way, and gives them to the next head. It decides
@@ -385,7 +385,7 @@ class Supervisor:
         head.end()
 
     def _leave(self, head: NextHead) -> SupervisorState:
-        """What the next program gets."""
+        """Returns what the next program gets."""
         launcher, held = self._launcher, self._held.leave()
         return SupervisorState(
             title=setproctitle.getproctitle(),
@@ -414,7 +414,7 @@ class Supervisor:
         )
 
     def _adopt(self, state: SupervisorState) -> None:
-        """Goes on with what an earlier program of this process has left."""
+        """Continues with what an earlier program of this process has left."""
         self._expected, self._offers = state.expected, state.offers
         self._num_restarts, self._num_upgrades = state.num_restarts, state.num_upgrades
         self._prepared, self._epoch = state.prepared, state.epoch
@@ -445,8 +445,8 @@ class Supervisor:
                 _kill(self._head)
 
     async def _look(self) -> None:
-        """Replaces workers that a signal has stopped, and a head without TLS connections, which
-        would end with it."""
+        """Replaces workers that a signal has stopped, and a stopped head that has no TLS
+        connections, which would end with it."""
         notice = StopNotice()
         while True:
             await notice.wait(self._stopped.any_stopped)

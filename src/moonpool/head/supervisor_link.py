@@ -1,4 +1,4 @@
-"""The head's end of its connection to the supervisor, which holds what shall outlive the head."""
+"""The head's end of its connection to the supervisor, which holds what must outlive the head."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Inheritance:
 
 
 class SupervisorLink:
-    """Made on the running loop. `stop` is set when the head shall end in order, or hand over."""
+    """Made on the running loop. `stop` is set when the head must end in order, or hand over."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.stop = asyncio.Event()
@@ -128,7 +128,7 @@ class SupervisorLink:
         self._packets.send(UpgradeWanted())
 
     def pass_on(self, socket_fd: int) -> None:
-        """Gives the next head a connection on which no call is under way."""
+        """Gives the next head a connection without a call under way."""
         self._packets.send(PassConnection(), (socket_fd,))
 
     async def flush(self) -> None:
@@ -155,7 +155,8 @@ class SupervisorLink:
         self._packets.send(KillWorker(instance_id=instance_id))
 
     def know(self, roles: dict[InstanceId, Role], offers: dict[InstanceId, ModelOffer]) -> None:
-        """Tells which instances a further head should wait for, and the models of vLLM servers."""
+        """Tells the supervisor which instances a further head should wait for, and the models of
+        vLLM servers."""
         self._packets.send(InstancesKnown(roles=roles, offers=offers))
 
     async def beat(self) -> None:
@@ -258,7 +259,7 @@ class SupervisorLink:
                 self.stop.set()
 
     def _note_work(self, begin: HeadBegin) -> None:
-        """From now on the supervisor sees which call is worked on."""
+        """Shows the supervisor from now on which call is worked on."""
         for alike in begin.ended:
             self.enders.note(alike.tenant, alike.digest, alike.count, alike.since_s)
         fd = WorkMark.make_memory()
@@ -316,7 +317,8 @@ class SupervisorLink:
     def _refuse(
         self, received: KeptStream | HalfRead, sock: socket.socket, error: ApiError
     ) -> None:
-        """Ends a call without any work on it: with the error, if its client has got nothing yet."""
+        """Ends a call without any work on it: sends the error, if its client has received nothing
+        yet."""
         name = f"a request that was arriving from {_peer(sock)}"
         payload, request_id = error.payload(), ""
         if isinstance(received, KeptStream):

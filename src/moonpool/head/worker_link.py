@@ -53,13 +53,13 @@ class LinkOwner(Protocol):
     def on_report(self, link: WorkerLink, report: Report) -> None: ...
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
-        """Called also for links that never joined."""
+        """Called even for links that never joined."""
         ...
 
     def on_connected(self, link: WorkerLink) -> None: ...
 
     def on_proved(self, link: WorkerLink) -> None:
-        """The peer knows the secret."""
+        """The peer has proved that it knows the secret."""
         ...
 
     def listened_s(self) -> float:

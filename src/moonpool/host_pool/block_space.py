@@ -49,7 +49,7 @@ from moonpool.scheduler.ssd_offload import Demotion, Promotion
 from moonpool.types import BlockId, BlockKey
 
 STORE_SHARE = 4
-"""One block in this many may be reserved for stores that are under way."""
+"""At most one block in this many may be reserved for stores that are under way."""
 
 
 class Finder(NamedTuple):
@@ -271,7 +271,7 @@ class BlockSpace:
         return () if reservation is None else reservation.block_ids
 
     def commit(self, number: int) -> None:
-        """The reserved blocks are full: they get their keys."""
+        """Gives the reserved blocks, which are full now, their keys."""
         reservation = self._reservations.pop(number)
         self._reserved_keys.difference_update(reservation.keys)
         items = zip(reservation.block_ids, reservation.keys, reservation.depths, strict=True)
@@ -289,7 +289,7 @@ class BlockSpace:
             self.pool.release(BlockOwner("store", str(number)))
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks are damaged: nobody finds them in DRAM from now on."""
+        """Drops damaged blocks: nobody finds them in DRAM from now on."""
         blocks = self.pool.find_all(keys)
         self.pool.uncache(blocks)
         self.effects.count("damaged_blocks", len(blocks))

@@ -40,7 +40,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=600.0)]
 
 
 class AttachRank(Struct, frozen=True, tag=True):
-    """A rank's process wants the memory of its space. Answered with `RankAttached` or
+    """A rank's process requests the memory of its space. Answered with `RankAttached` or
     `PoolRefused`."""
 
     protocol: int
@@ -87,7 +87,7 @@ class Reserve(Struct, frozen=True, tag=True):
     number: _Count
     keys: _Keys
     first_depth: _Count = 0
-    """The index of the first in its prompt."""
+    """The index of the first block in its prompt."""
 
 
 class Commit(Struct, frozen=True, tag=True):
@@ -261,5 +261,5 @@ FROM_POOL = msgspec.msgpack.Decoder(PoolMessage)
 
 
 def keys_of(keys: tuple[bytes, ...]) -> tuple[BlockKey, ...]:
-    """The same keys, as the pool's tables name them."""
+    """Returns the same keys, as the pool's tables name them."""
     return tuple(map(BlockKey, keys))

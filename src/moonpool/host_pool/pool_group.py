@@ -98,7 +98,7 @@ class BlockGroup:
         return num_keys if complete else 0 if num_before else num_here
 
     def on_found(self, rank: int, found: BlocksFound, now: float) -> None:
-        """One space has ended its part of a find."""
+        """Notes that one space has ended its part of a find."""
         find = self._finds.get(found.owner)
         if find is None or find.is_waiting:
             return
@@ -116,7 +116,7 @@ class BlockGroup:
         self._end(found.owner, find)
 
     def on_blocks(self) -> None:
-        """Blocks have arrived in a space: looks again for those who wait."""
+        """Notes that blocks have arrived in a space, and searches again for the finds that wait."""
         for owner, find in list(self._finds.items()):
             if find.is_waiting:
                 self._begin(owner, _Find(find.keys, find.until_s))

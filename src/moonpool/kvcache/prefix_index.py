@@ -183,7 +183,7 @@ class PrefixIndex:
                 expecting[key] = others | bit
 
     def unexpect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
-        """Takes back one `expect` of these blocks."""
+        """Undoes one call of `expect` for these blocks."""
         announced = self._instances[instance_id]
         expecting, bit, again = self._expecting, announced.bit, announced.again
         for key in keys:
@@ -263,8 +263,9 @@ class PrefixIndex:
     def _levels_in_dram(
         self, keys: Sequence[BlockKey], expecting: dict[BlockKey, int]
     ) -> list[Level]:
-        """As `_levels`, for the instances that hold the blocks in DRAM or are expected to. Ends at
-        the first block that no instance has there, often the very first of a prompt on SSDs."""
+        """Returns what `_levels` does, for the instances that hold the blocks in DRAM or are
+        expected to. Ends at the first block that no instance has there, often the very first of a
+        prompt on SSDs."""
         holders, demoted = self._holders.get, self._demoted.get
         levels: list[Level] = []
         matching, depth = -1, 0

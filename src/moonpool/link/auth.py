@@ -10,7 +10,7 @@ hellos carry service and block layout, and in their nonces the versions that eac
 (`protocol.versions`); a mismatch is refused with the reason. The form of a hello never changes. The
 core does no I/O: `start` and `feed` return the bodies to send, as frames of 4 bytes of length and
 the body. Each kind of channel has its own loop (`transfer.authentication`, `link.channel`).
-It encrypts nothing: without certificates (`tls`), keep attackers who can alter packets off that
+It encrypts nothing: without certificates (`tls`), keep attackers who can alter packets off the
 network.
 """
 
@@ -37,7 +37,7 @@ from moonpool.protocol.versions import (
 from moonpool.types import MALFORMED, InstanceId, Struct
 
 HELLO_FORM = 10
-"""In every hello. Protocol 10 had it as its version and accepts no other number."""
+"""The value in every hello. Protocol 10 had it as its version and accepts no other number."""
 MAX_HANDSHAKE_FRAME_BYTES = 2048
 _NONCE_BYTES = 32
 _Short = Annotated[str, msgspec.Meta(max_length=200)]

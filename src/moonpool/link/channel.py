@@ -33,7 +33,7 @@ HANDSHAKE_S = 10.0
 class Listener(Protocol[In_contra]):
     """The user of a channel. Called on the event loop.
 
-    `on_closed` is called exactly once after `on_connected`, also after a failed handshake.
+    `on_closed` is called exactly once after `on_connected`, even if the handshake failed.
     """
 
     def on_connected(self) -> None:

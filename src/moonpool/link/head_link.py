@@ -54,7 +54,7 @@ RETRY_S = 1.0
 MAX_CUTS = 4
 """Encrypted connections in a row that end before the head proves the secret: the worker ends."""
 CONNECT_S = 3.0
-"""How long a machine that does not respond may hold up the try of another head."""
+"""How long a machine that does not respond may delay the attempt to reach another head."""
 SILENT_HEAD_S = 15
 """Seconds without a message after which a head counts as lost, where there is a standby."""
 AGAIN_S = 0.02
@@ -72,7 +72,7 @@ class HeadGoneError(WorkerError):
 
 
 class ToldError(WorkerError):
-    """A `WorkerError` that the head knows, and says."""
+    """A `WorkerError` that the head already knows, and reports."""
 
 
 class HungError(WorkerError):
@@ -105,11 +105,11 @@ class HeadLink:
         heads: KnownHeads | None = None,
         patience_s: float | None = None,
     ) -> None:
-        """`heads`: what an earlier link knew. `patience_s`: how long to try without a head;
+        """`heads`: what an earlier link knew. `patience_s`: how long to try while there is no head;
         RECONNECT_S unless given."""
         self.heads = heads or KnownHeads()
         self.leadership: Leadership | None = None
-        """What the head has said of itself last."""
+        """What the head last said about itself."""
         self.on_answers: Callable[[AnswersCopied], None] | None = None
         """Called with copies of answers under way."""
         self._patience_s = RECONNECT_S if patience_s is None else patience_s
@@ -137,7 +137,7 @@ class HeadLink:
 
     @property
     def protocol(self) -> int:
-        """Of the present connection, as agreed on; 0 without one."""
+        """The protocol of the present connection, as agreed on; 0 without one."""
         return 0 if self.channel is None else self.channel.protocol
 
     def not_open(self) -> str:
@@ -157,8 +157,8 @@ class HeadLink:
         self._hang_up(reason)
 
     def fail(self, message: str, reason: str, was_told: bool = False) -> None:
-        """Lets `run` raise WorkerError(`message`); the head logs `reason`. `was_told`: the head
-        knows the message."""
+        """Lets `run` raise WorkerError(`message`); the head logs `reason`. `was_told`: whether the
+        head knows the message."""
         self.fatal, self._was_told = message, was_told
         self._hang_up(reason)
 
@@ -236,8 +236,8 @@ class HeadLink:
             )
 
     async def _watch(self, channel: HeadChannel) -> None:
-        """Ends a connection on which a head that promised it is not heard. Counted in turns, not by
-        the clock: a process that was stopped has not listened."""
+        """Ends a connection if a head that promised to send messages is silent. Counted in turns,
+        not by the clock: a process that was stopped has not listened."""
         while True:
             await self._promised.wait()
             await asyncio.sleep(1.0)
@@ -340,7 +340,8 @@ class InstanceProcess(ABC):
         self._leave_by_s: float | None = None
 
     def ask_to_leave(self, within_s: float) -> bool:
-        """Makes the head drain this instance, which ends `run`. Returns False without a head."""
+        """Makes the head drain this instance, which ends `run`. Returns False if there is no
+        head."""
         if not self._joined:
             return False
         self._leave_by_s = time.monotonic() + within_s
@@ -382,7 +383,7 @@ class InstanceProcess(ABC):
         self._report_leaving()
 
     def _report_leaving(self) -> None:
-        """Also reports to a head that came back."""
+        """Reports that the instance leaves, to a head that came back too."""
         if self._leave_by_s is not None:
             within_s = max(self._leave_by_s - time.monotonic(), 0.0)
             self._link.send(LeaveRequested(within_s=within_s))

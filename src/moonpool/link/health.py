@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 REQUEST_S = 5.0
-"""A probe that takes longer to say what it wants is hung up on."""
+"""A probe that takes longer to send its request is disconnected."""
 MAX_LINE_BYTES = 1024
 _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
@@ -21,7 +21,7 @@ class HealthServer:
     """
 
     def __init__(self, not_ready: Callable[[], str]) -> None:
-        """`not_ready` returns "", or why the worker has nothing to do with requests."""
+        """`not_ready` returns "", or why the worker serves no requests."""
         self._not_ready = not_ready
         self._server: asyncio.Server | None = None
 

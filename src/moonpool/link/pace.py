@@ -13,7 +13,7 @@ IDLE_TURNS = 20
 
 
 class Pace:
-    """A turn each `busy_s` while there is work, each `idle_s` soon after, then each `quiet_s`."""
+    """Sleeps `busy_s` between turns while there is work, `idle_s` soon after, then `quiet_s`."""
 
     def __init__(self, busy_s: float, idle_s: float, quiet_s: float) -> None:
         self._busy_s = busy_s
@@ -23,7 +23,7 @@ class Pace:
         self._work = asyncio.Event()
 
     def note(self) -> None:
-        """There is work: a turn is due in `busy_s`, and one more after the last call."""
+        """Notes that there is work: a turn is due in `busy_s`, and one more after the last call."""
         self._work.set()
 
     async def next(self, is_busy: bool, at_most_s: float = float("inf")) -> None:

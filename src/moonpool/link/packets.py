@@ -67,7 +67,7 @@ class PacketSocket(Generic[In, Out]):
         self._loop.add_reader(sock.fileno(), self._read)
 
     def send(self, message: Out, fds: Sequence[int] = ()) -> bool:
-        """Sends a packet, at once or as soon as the peer reads. Returns False if that is hopeless:
+        """Sends a packet, at once or as soon as the peer reads. Returns False if it cannot be sent:
         the connection has ended, or too many packets wait."""
         if not self._is_open or len(self._pending) >= MAX_PENDING:
             return False

@@ -17,11 +17,11 @@ from pathlib import Path
 MAX_TURN_S = 3.0
 """The most that one turn of the head's loop counts as listening: longer than its longest pause."""
 LOOK_S = 0.4
-"""From one look at processes that may be stopped to the next, while one is or requests run."""
+"""Time between two checks for stopped processes, while one is stopped or requests run."""
 QUIET_LOOK_S = 5.0
-"""The same while nothing runs, and nothing has told of a stopped process."""
+"""The same while nothing runs, and no process was reported as stopped."""
 MOST_LOOKS = 3
-"""A process that is stopped at so many looks in a row is not awaited any longer."""
+"""A process that is stopped at this many checks in a row is no longer waited for."""
 
 
 class ListeningClock:
@@ -52,7 +52,8 @@ def process_state(pid: int) -> str:
 
 
 class StoppedProcesses:
-    """Counts looks instead of seconds, because whoever looks may have been stopped, too."""
+    """Counts checks instead of seconds, because the process that checks may have been stopped
+    too."""
 
     def __init__(self, state_of: Callable[[int], str] = process_state) -> None:
         self._state_of = state_of
@@ -60,7 +61,7 @@ class StoppedProcesses:
 
     @property
     def any_stopped(self) -> bool:
-        """Whether the last look has found a stopped process."""
+        """Whether the last check has found a stopped process."""
         return bool(self._num_looks)
 
     def look(self, pids: Iterable[int]) -> list[int]:
@@ -71,9 +72,9 @@ class StoppedProcesses:
 
 
 class StopNotice:
-    """Says when to look at the children of this process. The kernel tells of one that was stopped
-    (SIGCHLD), so an idle process need not look. Where the loop or the thread takes no such signal,
-    looks stay frequent."""
+    """Says when to check the children of this process. The kernel reports one that was stopped
+    (SIGCHLD), so an idle process need not check. Where the loop or the thread cannot take this
+    signal, checks stay frequent."""
 
     def __init__(self) -> None:
         self._told = asyncio.Event()
@@ -85,7 +86,8 @@ class StopNotice:
             self._quiet_s = LOOK_S
 
     async def wait(self, any_stopped: bool) -> None:
-        """Returns when the next look is due. `any_stopped`: the last one has found one."""
+        """Returns when the next check is due. `any_stopped`: whether the last check has found
+        one."""
         if not any_stopped and not self._told.is_set():
             try:
                 async with asyncio.timeout(self._quiet_s):

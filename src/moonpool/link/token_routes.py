@@ -41,7 +41,7 @@ log = logging.getLogger("moonpool.worker")
 REPORT_S = 0.25
 """How far the head may be behind."""
 RETRY_S = 5.0
-"""From one try to reach a front to the next."""
+"""Seconds between tries to reach a front."""
 CONNECT_S = 3.0
 
 FrontChannelOut = Channel[NothingSaid, DirectTokens]
@@ -131,7 +131,7 @@ class _RoutedAttempt:
 
 
 class TokenRoutes:
-    """Of one instance. `send`: to the head."""
+    """The token routes of one instance. `send`: sends to the head."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class TokenRoutes:
         host: Callable[[], str],
         send: Callable[[Iterable[Report]], None],
     ) -> None:
-        """`host`: that of the head, where the fronts are."""
+        """`host`: the host of the head, where the fronts are."""
         self._name = name
         self._secret = secret
         self._tls = tls

@@ -53,7 +53,7 @@ class Axis:
 
 
 def count_axis(high: float, unit: str) -> Axis:
-    """From 0 to the round value at or above `high`, or to 1 if `high` is 0."""
+    """Draws an axis from 0 to the round value at or above `high`, or to 1 if `high` is 0."""
     step = _round_up((high if high > 1e-9 else 1.0) / NUM_TICKS)
     num_steps = ceil(high / step - 1e-9) if high > 1e-9 else NUM_TICKS
     ticks = tuple((number * step, short_count(number * step)) for number in range(num_steps + 1))
@@ -61,12 +61,12 @@ def count_axis(high: float, unit: str) -> Axis:
 
 
 def share_axis(unit: str) -> Axis:
-    """From 0 to 100 %."""
+    """Draws an axis from 0 to 100 %."""
     return Axis(0.0, 1.0, tuple((n / 4, f"{25 * n} %") for n in range(5)), unit)
 
 
 def time_axis(span_s: float, num_ticks: int = 10) -> Axis:
-    """From 0 to `span_s`, labelled in one unit of time."""
+    """Draws an axis from 0 to `span_s`, labelled in one unit of time."""
     span_s = max(span_s, 1e-6)
     step_s = round_time_s(span_s / num_ticks)
     unit, unit_s = "s", 1.0

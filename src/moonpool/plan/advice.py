@@ -16,7 +16,7 @@ from moonpool.types import Slo, Struct
 
 WINDOW_MINUTES = 5
 BINDS_SHARE = 0.005
-"""Smallest share of misses that names a bottleneck; below it, the neighbours name one."""
+"""If fewer than this share of the requests miss, the bottleneck is taken from the neighbours."""
 _SLO = {
     Cause.PREFILL.value: "the TTFT SLO",
     Cause.DECODE_SPEED.value: "the TBT SLO",
@@ -145,7 +145,7 @@ def _named(found: Assessment, priced: Priced) -> str:
 
 
 def _room(found: Sequence[Room]) -> str:
-    """What the choice, the first, bears beyond the trace, beside the next one at its price."""
+    """The load that the choice bears beyond the trace, beside the next cluster at its price."""
     choice, *others = found
     if choice.missed is None:
         text = f"It keeps the SLOs at {choice.kept:g} times the trace's speed"

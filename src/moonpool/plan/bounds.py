@@ -28,7 +28,7 @@ SURE = 0.95
 MOST_OVER = 1.2
 """A step that takes this many times the TBT SLO has no effective request."""
 LUCK = 2.0
-"""So many standard deviations of the mean a request's drafts may be right more often."""
+"""Standard deviations by which a request's drafts may be right more often than the mean."""
 WINDOWS = (1 / 1, 1 / 6, 1 / 24, 1 / 96)
 """Lengths of windows as shares of the trace."""
 
@@ -182,7 +182,7 @@ def _least_share_s(node: NodeHardware, context: int, most: int, tbt_s: float, dr
     cost, draft = node.ground_truth, node.draft
 
     def times_s(batch: int) -> tuple[float, float]:
-        """Of one stage, and of the draft model, which the first stage waits for."""
+        """Seconds of one stage, and of the draft model, which the first stage waits for."""
         rounds_s = 0.0
         if draft is not None and drafts:
             rounds_s = drafts * draft.ground_truth.step_s((), batch, batch * context)

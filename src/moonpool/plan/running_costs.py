@@ -44,7 +44,7 @@ def costs_of(choice: Assessment | None, prepared: Prepared, priced: Priced) -> d
 
 
 def cost_lines(costs: Mapping[str, Any]) -> Iterator[str]:
-    """The same for a person."""
+    """Returns the same lines for a person."""
     if not costs:
         return
     usd = costs["usd_per_million_tokens"]

@@ -51,10 +51,10 @@ def with_any_chunk(
     """Climbs over chunk sizes until one keeps the SLOs; returns it, or the one that came furthest.
 
     Where decodes are slow, smaller chunks are tried first, else larger ones. `ahead`: what may be
-    looked at next if none keeps them.
+    simulated next if none keeps them.
     """
     others = _other_chunks(one, steps)
-    # Where most requests miss on split instances, the next look is at another cluster.
+    # Where most requests miss on split instances, another cluster is simulated next.
     outcome = look([one], [*others, *ahead] if one.mixed else [*ahead, *others])[0]
     best = one, outcome
     first = -1 if decode_share(outcome.misses) > 0.5 else 1
@@ -74,7 +74,7 @@ def with_any_chunk(
                 break
             so_far = found
         if best[1].share >= wanted or (not outcome.nearly() and not one.mixed):
-            break  # where most requests miss on split instances, chunks do not save it
+            break  # where most requests miss on split instances, no chunk size helps
     return best
 
 

@@ -122,7 +122,7 @@ class Workforce:
                 report(done)
 
     def _not_begun(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Those of the trials that no process runs or has run."""
+        """Returns the trials that no process runs or has run."""
         begun = {trial for line, trial in self._under_way.items() if line not in self._told_to_stop}
         return [trial for trial in trials if trial not in self._known and trial not in begun]
 

@@ -24,12 +24,12 @@ EXTRA_OF_COMMAND = {
         "lab",
     ),
 }
-"""The extra that brings a command which is not there."""
+"""The extra that adds a command which is missing."""
 
 
 @cache
 def added_commands() -> CommandTable:
-    """What the packages add that are installed beside this one."""
+    """The commands of the packages that are installed beside this one."""
     found: dict[str, tuple[str, str, str]] = {}
     for _, value in sorted(entry_points(GROUP).items()):
         found.update(load(value))

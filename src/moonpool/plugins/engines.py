@@ -19,9 +19,9 @@ from moonpool.text.tokenizer import TokenizerParts
 GROUP = "moonpool.engines"
 NAME = "moonpool"
 PACKAGE = "moonpool_engine"
-"""Named where it is absent."""
+"""The package to name where the engine is missing."""
 BUILT_IN = ("moonpool/induction", "random:")
-"""How the names of models begin that have no files: the engine makes them."""
+"""Prefix of the names of models without files: the engine makes them."""
 
 
 class EngineError(ValueError):
@@ -38,8 +38,8 @@ class EnginePackage(Protocol):
         """What a GGUF file says of its tokenizer. Raises TokenizerError."""
 
     def device_and_dtype(self, config: Config, computes_here: bool) -> tuple[str, str]:
-        """Those that `config` means, on this machine. `computes_here`: the instances run on it.
-        Raises EngineError where the device is absent."""
+        """Returns the device and dtype that `config` means on this machine. `computes_here`: the
+        instances run on it. Raises EngineError where the device is absent."""
 
     def share_weights(self, config: Config) -> object | None:
         """Weights that one process packs for all workers that are forked from it; None where each

@@ -27,7 +27,7 @@ def entry_points(group: str) -> Mapping[str, str]:
 
 
 def load(value: str) -> Any:
-    """Imports what an entry point names."""
+    """Imports the object that an entry point names."""
     module, _, attribute = value.partition(":")
     found = importlib.import_module(module)
     return getattr(found, attribute) if attribute else found

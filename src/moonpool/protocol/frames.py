@@ -132,7 +132,8 @@ class AnswerBegun(Struct, frozen=True):
 
 class AnswersCopied(Struct, frozen=True, tag=True):
     """What is new of the answers under way: `grown` has further bytes of their logs, `ended` the
-    numbers of those that are complete or given up. `is_first`: what was sent before does not count.
+    numbers of those that are complete or given up. `is_first`: what was sent before no longer
+    counts.
     """
 
     begun: tuple[AnswerBegun, ...] = ()
@@ -170,7 +171,7 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """The worker shall shut down."""
+    """The worker must shut down."""
 
 
 class TurnedAway(Struct, frozen=True, tag=True):

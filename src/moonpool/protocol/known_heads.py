@@ -1,7 +1,7 @@
 """Which head a part of the cluster follows: one at a time, and never one that was replaced.
 
-Each head has an epoch. A standby that takes over has the epoch of the lost head plus one. Who has
-heard of an epoch refuses every head of an earlier one.
+Each head has an epoch. A standby that takes over has the epoch of the lost head plus one. A part
+that has heard of an epoch refuses every head of an earlier one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class KnownHeads:
             self._addresses = [HeadAddress(host=host, port=port)]
 
     def turn(self) -> None:
-        """The present address does not serve: the next one is to be tried."""
+        """The present address does not serve: try the next one."""
         self._at = (self._at + 1) % len(self._addresses)
 
     def hear(self, leadership: Leadership) -> bool:
-        """Takes what the head at `address` says of itself. Returns False if it was replaced."""
+        """Handles what the head at `address` says about itself. Returns False if it was
+        replaced."""
         if leadership.epoch < self.epoch:
             return False
         self.epoch = leadership.epoch

@@ -307,9 +307,9 @@ class AttemptFailed(Struct, frozen=True, tag=True):
 
 
 class AttemptTokens(Struct, frozen=True, array_like=True):
-    """New tokens of one attempt; `finish` is set with its last token. `num_direct`: so many, from
-    the first on, went to a front directly. `longest_gap_s`: the longest time between two of
-    them, which are of several steps; 0: they are of one, or as `StepTokens.gap_s` says."""
+    """New tokens of one attempt; `finish` is set with its last token. `num_direct`: how many of
+    them, from the first on, went to a front directly. `longest_gap_s`: the longest time between two
+    of them, which are of several steps; 0: they are of one, or as `StepTokens.gap_s` says."""
 
     attempt_id: AttemptId
     tokens: tuple[Token, ...]

@@ -48,8 +48,8 @@ class Packet(Struct, frozen=True):
 
 
 class HeadsEnded(Packet, frozen=True, tag=True):
-    """A call has hung or crashed so many heads: this counts for calls like it, too. `digest`: of
-    path and body."""
+    """A call has hung or crashed `count` heads: this counts for calls like it, too. `digest` is
+    that of path and body."""
 
     tenant: str
     digest: bytes
@@ -61,8 +61,8 @@ class HeadBegin(Packet, frozen=True, tag=True):
     """The first message, with two listening sockets: of HTTP, and of the control connections.
 
     `launch`: the supervisor starts the workers. `num_restarts`: earlier heads that died.
-    `num_upgrades`: those that handed over. `expected`: the instances that the one before had, and
-    `offers`: the models of those that are vLLM servers.
+    `num_upgrades`: earlier heads that handed over. `expected`: the instances that the one before
+    had, and `offers`: the models of those that are vLLM servers.
     """
 
     num_fds: ClassVar[int] = 2
@@ -83,8 +83,8 @@ class HeadBegin(Packet, frozen=True, tag=True):
 
 
 class TakeAnswer(Packet, frozen=True, tag=True):
-    """Go on with an answer; with the client's socket, and the log. `num_ended`: heads that its call
-    has hung or crashed. `num_killed`: those that were killed while they worked on it."""
+    """Continue an answer; comes with the client's socket and the log. `num_ended`: heads that its
+    call has hung or crashed. `num_killed`: how many were killed while they worked on it."""
 
     num_fds: ClassVar[int] = 2
     number: int
@@ -93,7 +93,7 @@ class TakeAnswer(Packet, frozen=True, tag=True):
 
 
 class TakeCutAnswer(Packet, frozen=True, tag=True):
-    """The connection of this answer has ended, and its client may come back; with the log.
+    """The connection of this answer has ended, and its client may come back; comes with the log.
     `num_ended`: as in `TakeAnswer`."""
 
     num_fds: ClassVar[int] = 1
@@ -108,19 +108,19 @@ class TakeConnection(Packet, frozen=True, tag=True):
 
 
 class TakeNoMore(Packet, frozen=True, tag=True):
-    """There are no more answers to go on with."""
+    """All answers of earlier heads have been sent."""
 
     next_number: int  # of the first answer that this head keeps
 
 
 class WorkerCrashed(Packet, frozen=True, tag=True):
-    """A worker has ended by itself: not by a kill from outside."""
+    """A worker has ended by itself, not by a kill from outside."""
 
     instance_id: InstanceId
 
 
 class FinishHead(Packet, frozen=True, tag=True):
-    """End in order."""
+    """End in an orderly way."""
 
 
 class HandOver(Packet, frozen=True, tag=True):
@@ -138,7 +138,7 @@ class HeadLoaded(Packet, frozen=True, tag=True):
 
 
 class NoteWork(Packet, frozen=True, tag=True):
-    """Here the head notes which call it works on; with the file in memory of a `WorkMark`."""
+    """Shows which call the head works on; comes with the file in memory of a `WorkMark`."""
 
     num_fds: ClassVar[int] = 1
 
@@ -197,21 +197,21 @@ class InstancesKnown(Packet, frozen=True, tag=True):
 
 
 class KeepAnswer(Packet, frozen=True, tag=True):
-    """Hold this answer; with the client's socket, and the log."""
+    """Hold this answer; comes with the client's socket and the log."""
 
     num_fds: ClassVar[int] = 2
     number: int
 
 
 class KeepCutAnswer(Packet, frozen=True, tag=True):
-    """Hold this answer, whose connection ends with this head; with the log."""
+    """Hold this answer, whose connection ends with this head; comes with the log."""
 
     num_fds: ClassVar[int] = 1
     number: int
 
 
 class CutAnswer(Packet, frozen=True, tag=True):
-    """The connection of this answer has ended: hold the log alone."""
+    """The connection of this answer has ended: hold only the log."""
 
     number: int
 
@@ -236,7 +236,7 @@ class TakeFront(Packet, frozen=True, tag=True):
 
 
 class HeadEnding(Packet, frozen=True, tag=True):
-    """The head ends in order, and stops the workers."""
+    """The head ends in an orderly way, and stops the workers."""
 
 
 class HeldState(Struct, frozen=True):

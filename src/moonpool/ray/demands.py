@@ -20,7 +20,7 @@ HEAD_BUNDLE: Bundle = {"CPU": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of the cluster. `role`: that of its command line, or "head"."""
+    """A process of the cluster. `role`: the role of its command line, or "head"."""
 
     name: str
     role: str
@@ -36,8 +36,8 @@ class ActorGroup:
 
 
 def first_groups(config: Config, num_heads: int) -> list[ActorGroup]:
-    """The groups of a new cluster: one for the heads, and one for each role. A node that is lost
-    then takes as few of each as can be."""
+    """The groups of a new cluster: one for the heads, and one for each role. So a lost node takes
+    as few of each role as possible."""
     cluster = config.cluster
     counts = {
         HEAD: num_heads,

@@ -1,8 +1,8 @@
 """A cluster on Ray: its placement groups and actors, from `deploy` to `RayDeployment.stop`.
 
 The process that calls `deploy` owns them: when it ends, however it ends, Ray ends them all. What
-runs never depends on it otherwise. KVCache and tokens go over moonpool's own connections; Ray
-carries names, places and commands to start and stop.
+runs does not depend on that process otherwise. KVCache and tokens go over moonpool's own
+connections; Ray carries names, places and commands to start and stop.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ DRAIN_S = 25.0
 """How long an instance that is given back may finish its requests, as `moonpool worker` does."""
 ENDING_S = 20.0
 CALLS = 16
-"""Calls of one actor at a time."""
+"""Calls that one actor handles at a time."""
 PASSED_ON = ("MOONPOOL_", "HF_", "VLLM_")
-"""Beginnings of variables that processes on other nodes get from this one."""
+"""Prefixes of variables that processes on other nodes get from this one."""
 
 
 @dataclass(slots=True)
@@ -315,7 +315,7 @@ class RayDeployment:
                     self._start_actors(started)
 
     def _give_back(self, started: _Started) -> None:
-        """An instance ends in order, and its machine may then be ended."""
+        """Ends an instance in an orderly way; its machine may then be ended."""
         log.info("%s is no longer wanted", started.group.name)
         if not started.actors:
             remove_placement_group(started.placement)
@@ -350,7 +350,8 @@ class RayDeployment:
     # Stop
 
     def stop(self) -> None:
-        """Ends all processes, the head first, which ends the workers in order. Gives all back."""
+        """Ends all processes, the head first, which ends the workers in order. Gives all resources
+        back."""
         every = [*self._started, *(each for own in self._added.values() for each in own.values())]
         self._started, self._added = [], {Role.PREFILL: {}, Role.DECODE: {}}
         every += self._leaving.values()

@@ -1,7 +1,7 @@
 """The actors of the heads: one leads, the other one stands by on another node.
 
-Which one leads is not written down anywhere: who serves leads. A head that starts again becomes the
-standby of the one that serves, so that both never lead unless neither can see the other.
+No record says which one leads: the head that serves leads. A head that starts again becomes the
+standby of the head that serves, so both lead only if neither can see the other.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class HeadActor(ProcessActor):
         return bool(await self.pid()) and await self._try(b"")
 
     async def _answers(self) -> bool:
-        """Whether there is more than its supervisor, which accepts clients before."""
+        """Whether more than its supervisor answers: the supervisor accepts clients earlier."""
         return await self._try(b"GET /health HTTP/1.0\r\n\r\n")
 
     async def _try(self, request: bytes) -> bool:
@@ -139,7 +139,7 @@ class HeadActor(ProcessActor):
             standings = await others.standings()
             if is_again and is_first and set(standings) == {"starts"}:
                 return None
-            if standings:  # one takes over soon, or starts before this one
+            if standings:  # a standby takes over soon, or a head starts before this one
                 heard_s = time.monotonic()
             elif time.monotonic() - heard_s > patience_s:
                 return None

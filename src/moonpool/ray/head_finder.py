@@ -33,7 +33,7 @@ class HeadFinder:
         return next(filter(None, places), None)
 
     async def standings(self) -> list[Standing]:
-        """What the heads that are in reach do."""
+        """Returns what the heads within reach do."""
         found = await asyncio.gather(*(self._ask(name, "standing") for name in self.names))
         return [standing for standing in found if standing is not None]
 

@@ -24,7 +24,7 @@ class PoolActor(ProcessActor):
         num_bytes: int,
         flags: Sequence[str],
     ) -> None:
-        """`cluster`: its name in Ray. `num_bytes`: of memory for blocks."""
+        """`cluster`: its name in Ray. `num_bytes`: bytes of memory for blocks."""
         super().__init__(name, environment)
         self._num_bytes, self._flags = num_bytes, tuple(flags)
         self._socket = pool_socket(cluster, own_node())
@@ -42,7 +42,8 @@ class PoolActor(ProcessActor):
         return await self._start(moonpool_line(*line))
 
     def _remove_left_over(self, cluster: str) -> None:
-        """Memory of this cluster's pools on nodes that are gone: their actors were killed."""
+        """Removes the memory of this cluster's pools on nodes that are gone: their actors were
+        killed."""
         alive = {pool_folder(cluster, node["NodeID"]) for node in ray.nodes() if node["Alive"]}
         for folder in self._folder.parent.glob(f"ray-{cluster}-*"):
             if folder not in alive:

@@ -63,7 +63,7 @@ class ProcessActor(ABC):
             keeper.is_started = True
 
     async def leave(self, within_s: float) -> None:
-        """Lets the process end in order, and starts no further one."""
+        """Lets the process end in an orderly way, and starts no further one."""
         for keeper, task in zip(self._keepers, self._tasks, strict=True):
             keeper.is_ending = True
             if keeper.pid:

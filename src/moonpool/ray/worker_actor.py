@@ -22,7 +22,7 @@ log = logging.getLogger("moonpool.ray")
 
 LOOK_S = 0.5
 SAY_LOOKS = 20
-"""Looks for a head from one line of the log to the next."""
+"""Searches for a head between two lines of the log."""
 
 
 class WorkerActor(ProcessActor):

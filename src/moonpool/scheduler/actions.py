@@ -74,7 +74,7 @@ class StepEntry(NamedTuple):
     num_drafts: int = 0
     """The last so many of the new tokens are guesses. A token is drawn from the row before each."""
     any_content: bool = False
-    """What the blocks before `start` hold does not matter: the step is a measurement."""
+    """The content of the blocks before `start` does not matter: the step is a measurement."""
     draft_task: DraftTask | None = None
     """The draft model's work for this entry; its guesses follow the new tokens."""
 

@@ -371,7 +371,7 @@ class AttemptLifecycle:
 
     def _learn_decodes(self, step: Step, seconds: float, num_steps: int) -> float:
         """Returns the seconds per repetition of a step with decodes only, and learns from them.
-        Returns 0 for other steps."""
+        For other steps it returns 0."""
         context_tokens = 0
         for request, num_tokens in step:
             if (

@@ -319,7 +319,7 @@ class Scheduler:
         return seconds * self.decode_factor.value <= max_step_s
 
     def _admit_waiting(self) -> None:
-        """Moves waiting requests, in order, to `running` while the step has tokens to spare."""
+        """Moves waiting requests, in order, to `running` while the step has tokens left."""
         if not self.waiting:
             return
         skipped: list[RequestState] = []
@@ -373,7 +373,8 @@ class Scheduler:
         return self._kv_cache.allocate(request, num_blocks) is not None
 
     def _allocate_overlapping(self, request: RequestState) -> bool:
-        """As `_allocate`, for a request whose prefix is still arriving, if it may compute early."""
+        """Allocates as `_allocate` does, for a request whose prefix is still arriving, if it may
+        compute early."""
         if self.running and not self.has_room(request.tokens.size):
             return False
         if any(r.decoding for r in self.running) or self.joining:

@@ -34,7 +34,7 @@ class Clients:
         block_tokens: int,
         most_programs: int | None = None,
     ) -> None:
-        """`send` may end the request at once. `most_programs`: that run at a time; further ones
+        """`send` may end the request at once. `most_programs`: how many run at a time; further ones
         begin when one has ended."""
         self.figures = ProgramFigures(block_tokens)
         self._clock, self._send = clock, send

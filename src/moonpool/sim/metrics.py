@@ -115,7 +115,8 @@ class Collector:
         self._refused[request_id] = (status, reason)
 
     def forget(self, request_id: RequestId) -> None:
-        """A request was refused, and its client will try again: it is none yet."""
+        """Forgets a request that was refused and that its client will send again: it does not count
+        yet."""
         self._refused.pop(request_id, None)
         self._prefill_s.pop(request_id, None)
 

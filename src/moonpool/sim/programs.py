@@ -37,7 +37,7 @@ class ProgramFigures:
     """Figures of the programs that have ended; memory holds those under way."""
 
     def __init__(self, block_tokens: int) -> None:
-        """`block_tokens`: of the keys that calls have."""
+        """`block_tokens`: tokens of a block in the keys that calls have."""
         self.makespan_s, self.lost_s = Histogram(), Histogram()
         self.num_failed = self.num_calls = self.num_retries = 0
         self.input_tokens = self.recomputed_tokens = 0
@@ -136,7 +136,7 @@ class ProgramFigures:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """For `simulate --json` and `replay --json`."""
+        """Returns the summary for `simulate --json` and `replay --json`."""
         return {
             "count": len(self),
             "failed": self.num_failed,

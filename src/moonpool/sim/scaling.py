@@ -1,7 +1,7 @@
 """Starts and ends simulated instances as the Conductor wants them (`conductor.roles.autoscale`).
 
 An instance that is started joins after its boot time, and is paid for from its start. One that is
-too many drains and leaves. Boots are not broken off: an instance that is no longer wanted when it
+too many drains and leaves. Boots are not interrupted: an instance that is no longer wanted when it
 joins drains again.
 """
 
@@ -38,13 +38,13 @@ class Scaling:
         self._wanted: InstancesWanted | None = None
 
     def want(self, wanted: InstancesWanted) -> None:
-        """Starts what lacks and drains what is too many."""
+        """Starts missing instances and drains those that are too many."""
         self._wanted = wanted
         for role, number in zip(SCALED_ROLES, (wanted.prefill, wanted.decode), strict=True):
             self._scale(role, number)
 
     def booted(self, role: Role) -> None:
-        """An instance has joined."""
+        """Notes that an instance has joined."""
         self._booting[role] -= 1
         if self._wanted is not None:
             self.want(self._wanted)

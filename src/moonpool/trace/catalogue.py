@@ -25,4 +25,4 @@ def _read_public_traces() -> dict[str, PublicTrace]:
 
 
 PUBLIC_TRACES = _read_public_traces()
-"""By the name that `moonpool trace download` takes."""
+"""The public traces by the name that `moonpool trace download` takes."""

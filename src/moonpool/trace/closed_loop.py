@@ -88,8 +88,8 @@ class ClosedLoop(Generic[T]):
 
 
 def retry_after_s(status: int, num_tries: int, told_s: float | None) -> float | None:
-    """How long a client waits before it tries a call again that was refused; None: it gives up.
-    `told_s`: the server's Retry-After. `num_tries`: so far."""
+    """Returns how long a client waits before it repeats a call that was refused; None if it gives
+    up. `told_s`: the server's Retry-After. `num_tries`: so far."""
     if (status != 429 and status < 500) or num_tries >= MAX_TRIES:
         return None
     if told_s is not None:

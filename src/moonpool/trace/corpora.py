@@ -55,7 +55,7 @@ class WekaParser:
     ignored: tuple[str, ...] = ()
 
     def __init__(self, first: dict[str, Any]) -> None:
-        """Raises LineError for a block size that is none."""
+        """Raises LineError for an invalid block size."""
         self.block_tokens = _count(first, "block_size")
         if not self.block_tokens:
             raise LineError("block_size is 0; it must be the number of tokens of a block")
@@ -163,7 +163,7 @@ class SpansParser:
         ends: list[float] = []
         for number, (begin_s, end_s, span, attributes) in enumerate(calls):
             before = [place for place, other_s in enumerate(ends) if other_s <= begin_s]
-            # Only those that nothing else waited for: the others ended before them.
+            # Takes only those that nothing else waited for: the others ended before them.
             latest = max((ends[place] for place in before), default=begin_s)
             waits_for = [place for place in before if not _is_waited_for(rows, place, before)]
             num_input, num_output = _tokens(attributes, _INPUT), _tokens(attributes, _OUTPUT)

@@ -52,7 +52,7 @@ _CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
 
 MAX_DEPTH = 6
 MAX_OBJECTS = 500
-"""Of one line; more of them are not looked through."""
+"""The most objects of one line; more of them are not looked through."""
 SHOWN_FIELDS = 12
 MAX_NUMBER = 10**20
 """Nanoseconds since 1970 are below it."""
@@ -179,7 +179,8 @@ class JsonLogParser:
             self._found |= {role for role, name in _roles(path, fields).items() if name}
 
     def why_none(self) -> str:
-        """Says what was looked for in vain, which fields were there instead, and what to do."""
+        """Says which names were looked for and not found, which fields were there instead, and what
+        to do."""
         words = {
             "arrival": f"an arrival ({', '.join(('timestamp', 'start_time', 'created'))}, ...)",
             "prompt": f"the tokens of the prompt ({', '.join(PROMPT[:3])}, ...)",

@@ -285,8 +285,8 @@ def jsonl_parser(
 
 
 def _is_published(row: dict[str, Any]) -> bool:
-    """Whether a row is meant for Mooncake's or Bailian's format: it has one of their own names, or
-    nearly so. A line that is no object is explained by that format, too."""
+    """A line that is no object is explained in terms of that format, too. A line that is no object
+    is explained by that format, too."""
     own = ("input_length", "output_length", "hash_ids", "text_input")
     return not row or any(
         field in own or difflib.get_close_matches(field, own[:2], n=1, cutoff=0.8) for field in row

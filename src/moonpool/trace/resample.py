@@ -25,7 +25,7 @@ from moonpool.trace.transform import common_blocks
 
 NUM_STRETCHES = 12
 MOST_LOOKED_AT = 200
-"""Prompts that are considered in place of a predecessor, on each side of its age."""
+"""Prompts that may replace a predecessor and are considered, on each side of its age."""
 
 
 class _Reuse(NamedTuple):

@@ -48,8 +48,8 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     tool: str = ""
 
     def faster(self, speed: float) -> TraceRow:
-        """The same request in a trace that arrives `speed` times as fast. Tools run as long as
-        they did."""
+        """Returns the same request in a trace that arrives `speed` times as fast. Tools run as long
+        as they did."""
         return msgspec.structs.replace(self, arrived_s=self.arrived_s / speed)
 
 
@@ -82,9 +82,9 @@ UNTIMED = float("-inf")
 class ParsedRow(NamedTuple):
     """One row of a file. `time` is in the parser's units since an origin of the file's own.
 
-    `delay_s`: it starts so long after the rows named in `after`, or after the row before it of its
-    `session`; None: at its time. `ended`: when its answer ended, in the units of `time`: the row
-    after it of its session then starts so long after its end as it did in the file. `adds`: its
+    `delay_s`: it starts this long after the rows named in `after`, or after the row before it of
+    its `session`; None: at its time. `ended`: when its answer ended, in the units of `time`: the
+    row after it of its session then starts so long after its end as it did in the file. `adds`: its
     prompt is `input_tokens` longer than the prompt and the answer before it in its session.
     """
 

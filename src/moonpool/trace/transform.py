@@ -29,7 +29,7 @@ def parse_share(text: str) -> Fraction:
 
 
 def scale_trace(trace: Trace, share: Fraction) -> Trace:
-    """The same arrivals and sharing, with `share` of the tokens of lengths and blocks.
+    """Returns the same arrivals and sharing, with `share` of the tokens of lengths and blocks.
 
     Sharing stays exact: a prompt of n blocks keeps its n ids, because ceil(ceil(tokens * share) /
     (block * share)) = ceil(tokens / block). Raises TraceError if a block would not have a whole

@@ -29,7 +29,7 @@ _TIMES = ("timestamp", "asctime", "time", "@timestamp", "created")
 _YEAR = "2000-"
 """vLLM's own lines have no year."""
 MAX_REQUESTS = 1_000_000
-"""Whose arrivals are kept until their answers come, and after."""
+"""Requests whose arrivals are kept until their answers come, and after."""
 
 
 class VllmLogParser:

@@ -35,7 +35,7 @@ class EngineOutput:
 @dataclass(frozen=True, slots=True)
 class SubmitFailed:
     """A request failed and has no more outputs. `refused`: the request itself is at fault.
-    `status`: of HTTP, with which the server refused."""
+    `status`: the HTTP status, with which the server refused."""
 
     attempt_id: AttemptId
     message: str
@@ -79,7 +79,7 @@ class SlotsChanged:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """The events of the engine's cache are judged anew."""
+    """The events of the engine's cache are judged again."""
 
 
 @dataclass(frozen=True, slots=True)

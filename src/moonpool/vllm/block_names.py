@@ -45,7 +45,8 @@ def salt_of(
     layout_fingerprint: bytes, tenant: str, adapter: str = "", always: bool = False
 ) -> str | None:
     """Returns the cache salt of a tenant's prompts to an adapter: their root key, which the events
-    then contain. `always`: also of no tenant, because a pool names its blocks by it."""
+    then contain. `always`: returns a salt for no tenant, too, because a pool names its blocks
+    by it."""
     has_salt = salt_part(tenant) or adapter or always
     return root_key(layout_fingerprint, tenant, adapter).hex() if has_salt else None
 
@@ -173,7 +174,7 @@ class ExternalBlocks:
 
 
 class AssumedBlocks:
-    """The same for an engine that publishes no events.
+    """The blocks assumed of an engine that publishes no events.
 
     It is assumed to keep what it computed, up to `num_blocks`, and to evict the least recently used
     blocks, the end of a prompt first.

@@ -1,5 +1,5 @@
-"""Why the KV events of a vLLM server are of no use, and whether its own counts of hits agree with
-what was expected. Pure: for words and warnings only."""
+"""Why the KV events of a vLLM server cannot be used, and whether its own counts of hits agree with
+what was expected. Pure: used only for words and warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moonpool.protocol.messages import CacheView
 from moonpool.vllm.events import Connection
 
 LEAST_TOKENS = 4096
-"""Prompt tokens of one comparison."""
+"""Prompt tokens that one comparison covers."""
 OTHER_CLIENTS = 1.2
 """A server that counts this many times our tokens has other clients, whose hits are not ours."""
 FAR_APART = 0.2
@@ -65,7 +65,7 @@ def _endpoint(sources: Mapping[str, Any] | None) -> str:
 
 
 class HitCheck:
-    """Compares each time another LEAST_TOKENS of prompts were sent."""
+    """Compares each time another LEAST_TOKENS tokens of prompts were sent."""
 
     def __init__(self, fetches: bool = False) -> None:
         """`fetches`: the server's connector is to fetch what a prefill instance has computed."""
@@ -74,7 +74,7 @@ class HitCheck:
         self.note = ""
 
     def compare(self, now: CacheView) -> bool:
-        """Whether `note` has changed: what the last comparison found, "" for little."""
+        """Whether `note` has changed: what the last comparison found, "" if little."""
         before = self._before
         asked = now.prompt_tokens - before.prompt_tokens
         counted = now.engine_queries - before.engine_queries

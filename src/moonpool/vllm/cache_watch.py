@@ -17,11 +17,11 @@ from moonpool.vllm.events import LOOK_MS, EventReader
 log = logging.getLogger("moonpool.vllm")
 
 COUNT_S = 5.0
-"""From one look at the server's counters to the next."""
+"""Time between two reads of the server's counters."""
 
 
 class CacheWatch:
-    """Of one server, as long as it is there. `post` takes what is found out."""
+    """Watches one server, as long as it is there. `post` takes what is found out."""
 
     def __init__(
         self,
@@ -32,7 +32,8 @@ class CacheWatch:
         fetches: bool = False,
         count_s: float = COUNT_S,
     ) -> None:
-        """`fetches`: as in `HitCheck`. `count_s`: from one look at the counters to the next."""
+        """`fetches`: as in `HitCheck`. `count_s`: seconds from one look at the counters to the
+        next."""
         self._dialect = dialect
         self._client = dialect.client
         self._reader = reader
@@ -46,7 +47,7 @@ class CacheWatch:
         self._other_block_tokens = 0
 
     async def explain(self, found: ExplainCache) -> None:
-        """Says that events are of no use and why, or that they are again."""
+        """Says that events cannot be used and why, or that they can be used again."""
         self._is_distrusted = not found.fits
         self._other_block_tokens = found.other_block_tokens
         if self._reader is None:
@@ -57,8 +58,8 @@ class CacheWatch:
         await self._look_at(self._reader)
 
     async def run(self, view: Callable[[], CacheView | None]) -> None:
-        """Looks at the events and at the server's counters again and again. `view`: what is
-        believed now."""
+        """Reads the events and the server's counters again and again. `view`: what is believed
+        now."""
         await asyncio.sleep(LOOK_MS / 1e3)  # a connection takes a moment
         while True:
             if self._reader is not None:

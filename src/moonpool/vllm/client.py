@@ -29,7 +29,7 @@ MAX_FORWARDED_BYTES = 48 << 20
 """Largest response that is passed on whole: it goes to the head in one frame."""
 EVENTS = "text/event-stream"
 LACKS = (404, 405, 501)
-"""Statuses of a server that does not serve a path."""
+"""Statuses by which a server says that it does not serve a path."""
 RANK_HEADER = "X-data-parallel-rank"
 """By which vLLM computes a request on one of its ranks."""
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request
@@ -49,7 +49,7 @@ class VllmError(Exception):
     """
 
     def __init__(self, message: str, refused: bool = False, status: int = 0) -> None:
-        """`status`: of HTTP, if the server responded."""
+        """`status`: the HTTP status, if the server responded."""
         super().__init__(message)
         self.refused = refused
         self.status = status
@@ -57,7 +57,8 @@ class VllmError(Exception):
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Of all clients: to read the authorities takes 20 ms, and there may be 1,000 servers."""
+    """Shared by all clients: reading the authorities takes 20 ms, and there may be 1,000
+    servers."""
     return httpx.create_ssl_context(trust_env=False)
 
 
@@ -137,7 +138,7 @@ class VllmClient:
     async def post(
         self, path: str, fields: Any, optional: bool = False, timeout_s: float = ASK_S
     ) -> bytes:
-        """The same for a question with a JSON body."""
+        """Posts a question with a JSON body, and returns the same."""
         return await self._ask("POST", path, msgspec.json.encode(fields), optional, timeout_s)
 
     async def _ask(

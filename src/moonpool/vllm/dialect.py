@@ -122,7 +122,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
 
 
 def _cache_fields(submit: SubmitRequest, layout_fingerprint: bytes) -> dict[str, Any]:
-    """Whose blocks the request may share, and where its KVCache goes or comes from."""
+    """Returns whose blocks the request may share, and where its KVCache goes or comes from."""
     work, body = submit.work, dict[str, Any]()
     salt = salt_of(layout_fingerprint, work.tenant, work.adapter, submit.has_pool)
     if not work.use_cache:

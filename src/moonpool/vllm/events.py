@@ -33,7 +33,8 @@ REPLAY_S = 5.0  # without a message from the server
 LOOK_MS, REPLAY_LOOK_MS = 2000, 250
 """How long events are awaited, and where they are asked for because none come by themselves."""
 Connection = Literal["none", "open", "refused"]
-"""To a publisher: `refused` means that what listens there is none."""
+"""The state of the connection to a publisher; `refused` means that what listens there is no
+publisher."""
 _SEQ_BYTES = 8
 _END = -1  # as a sequence number: nothing more to repeat
 _MAX_TOKEN = (1 << 32) - 1
@@ -148,8 +149,8 @@ class EventReader:
         self._context = zmq.asyncio.Context.instance()
         self.events, self.replay = events, replay
         self.asks_replay = False
-        """Set it to ask for events at the replay endpoint, because none come by themselves. It is
-        unset when they do, and when that endpoint does not respond."""
+        """Set it to request events at the replay endpoint, because none come by themselves. It is
+        reset when they do, and when that endpoint does not respond."""
         self.connection: Connection = "none"
         self.num_published = self.num_replayed = 0
         """Batches that came by themselves, and those that were asked for."""

@@ -23,7 +23,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _COUNTER = r"^vllm:{}_total{} (\S+)$"
 _COUNTS = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits")
 _UNBOUNDED_CONTEXTS = 64
-"""Contexts that a server without KVCache is taken to hold at a time."""
+"""How many contexts a server without KVCache is assumed to hold at a time."""
 
 
 class VllmFacts(msgspec.Struct, frozen=True):

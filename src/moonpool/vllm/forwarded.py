@@ -17,7 +17,7 @@ from moonpool.vllm.client import VllmClient
 from moonpool.vllm.dialect import DialectError
 
 OWN_FIELDS = ("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params")
-"""Fields that the head decides on, or that would let clients reach other servers and requests."""
+"""Fields that the head sets itself, or that would let clients reach other servers and requests."""
 
 
 class _Usage(msgspec.Struct):

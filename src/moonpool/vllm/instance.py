@@ -321,7 +321,7 @@ class VllmInstance:
         self._actions.append(AwaitPool(name, tuple(command.keys), command.source))
 
     def _on_pool_ready(self, event: PoolReady) -> None:
-        """What has waited for the pool goes on, whatever the pool has."""
+        """Lets requests go on that have waited for the pool, whatever the pool has."""
         number = self._takeovers.pop(event.attempt_id, None)
         if number is not None:
             self._report(PrefixTakenOver(number=number, num_blocks=event.num_blocks, error=""))
@@ -474,7 +474,7 @@ class VllmInstance:
     # The engine's cache
 
     def _expect(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A prompt is about to be computed but for its cached tokens."""
+        """Notes that a prompt is about to be computed, except for its cached tokens."""
         self._view = replace(
             self._view,
             prompt_tokens=self._view.prompt_tokens + prompt_tokens,
@@ -489,7 +489,7 @@ class VllmInstance:
 
     def _note_counts(self, counts: PrefixCounts) -> None:
         first = self._first_counts
-        if first is None or counts.queries < first.queries:  # it has begun anew
+        if first is None or counts.queries < first.queries:  # it has begun again
             first = self._first_counts = counts
         hits = counts.hits - first.hits
         if self.role is Role.DECODE:  # its hits are what its connector fetches

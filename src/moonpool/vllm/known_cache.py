@@ -34,7 +34,7 @@ class PrefixCounts(NamedTuple):
 DUE_S = 2.0
 """How long after a prompt's first token its blocks may be missing from the events."""
 JUDGED = 8
-"""Prompts by which the events are judged, the last ones."""
+"""How many of the last prompts the events are judged by."""
 LEAST_JUDGED = 3
 MAX_DUE = 256
 
@@ -92,7 +92,8 @@ class KnownCache:
         self._judge(now)
 
     def note_computed(self, keys: Sequence[BlockKey], now: float, is_named: bool) -> None:
-        """A prompt with these full blocks was computed or found. `is_named`: events name them."""
+        """A prompt with these full blocks was computed or found. `is_named`: events will name the
+        blocks."""
         self._assumed.use(keys)
         if is_named and keys and self._reported is not None and self._caches:
             if len(self._due) < MAX_DUE:

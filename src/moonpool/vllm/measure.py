@@ -46,7 +46,8 @@ ASSUMED_COST = FittedCost(
     shared_memory_bytes_per_s=FAR_BYTES_PER_S,
     network_bytes_per_s=FAR_BYTES_PER_S,
 )
-"""Of a model of 8 billion parameters on a GPU. Times that are too short refuse nothing."""
+"""The cost that is assumed: that of a model of 8 billion parameters on a GPU. Times that are too
+short refuse nothing."""
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "/v1/embeddings": lambda prompt: {"input": prompt},
     "/pooling": lambda prompt: {"input": prompt},
@@ -75,7 +76,7 @@ async def measure(
     note: Callable[[str], None],
 ) -> FittedCost:
     """Returns the fitted cost model. `is_quiet`: whether there are no other requests. `note` is
-    told what is measured next. Raises VllmError, also for a response in another format."""
+    told what is measured next. Raises VllmError, for a response in another format too."""
 
     async def begin(what: str) -> None:
         note(what)

@@ -73,7 +73,7 @@ def shows_reasoning(answer: bytes) -> bool:
 
 
 async def _ask(client: VllmClient, facts: VllmFacts, fields: Mapping[str, Any]) -> bytes | None:
-    """Returns the answer; None: the server refuses such a call. Raises VllmError."""
+    """Returns the answer; None if the server refuses such a call. Raises VllmError."""
     body = {
         "model": facts.model_id,
         "messages": [{"role": "user", "content": "What is 2 + 3?"}],

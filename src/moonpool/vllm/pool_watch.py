@@ -49,8 +49,8 @@ PoolEvent = PoolJoined | PoolChanged | PoolLost | PoolReady
 
 
 class PoolWatch:
-    """Of one vLLM. `post` takes what the state machine must know; `on_rates` the bytes of a block
-    and the read rate of the pool's SSD."""
+    """Watches the pool for one vLLM. `post` takes what the state machine must know; `on_rates` the
+    bytes of a block and the read rate of the pool's SSD."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class PoolWatch:
             writer.close()
 
     async def _look(self) -> None:
-        """Asks for the pool's groups, until this vLLM has one."""
+        """Requests the pool's groups, until this vLLM has one."""
         while self._group is None:
             self._send(Describe())
             await asyncio.sleep(LOOK_S)
@@ -185,7 +185,7 @@ class PoolWatch:
         self.tell()
 
     def tell(self) -> None:
-        """Tells the state machine of the pool, if there is one: as soon as both are there."""
+        """Tells the state machine about the pool, if there is one: as soon as both are there."""
         group = self._group
         if group is None:
             return

@@ -31,7 +31,7 @@ class PooledBlocks:
 
     @property
     def handle(self) -> bytes:
-        """By which a decode instance finds the blocks of a prefill."""
+        """A decode instance finds the blocks of a prefill by this handle."""
         return msgspec.json.encode(self.address)
 
     def hear(self, report: BlocksChanged | BlocksSnapshot) -> None:
@@ -48,7 +48,7 @@ class PooledBlocks:
                 self._changed[key] = None
 
     def forget(self) -> None:
-        """The pool is gone."""
+        """Notes that the pool is gone."""
         self._changed.update(dict.fromkeys(self._tiers))
         self._tiers.clear()
 
@@ -102,7 +102,8 @@ class PooledBlocks:
 
 
 def address_of(handle: bytes) -> PeerAddress | None:
-    """Returns the pool that a handle names; None if it is one of vLLM's own connectors."""
+    """Returns the pool that a handle names; None if the handle is of one of vLLM's own
+    connectors."""
     try:
         return msgspec.json.decode(handle, type=PeerAddress)
     except MALFORMED:

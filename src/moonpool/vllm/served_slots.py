@@ -27,7 +27,7 @@ log = limited_logger("moonpool.vllm")
 
 
 class ServedSlots:
-    """`post` takes that they have changed."""
+    """`post` is called when they have changed."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ServedSlots:
 async def open_slots(
     slots: ServedSlots, dialect: ServerDialect, facts: VllmFacts, path: str
 ) -> None:
-    """Has slots saved in the folder from now on. It takes as long as all weights are read. Raises
+    """Has slots saved in the folder from now on. It takes as long as reading all weights. Raises
     SlotError."""
     try:
         folder = await asyncio.to_thread(SlotFolder, path, facts.block_tokens)
@@ -94,7 +94,8 @@ async def _prove(client: VllmClient, folder: SlotFolder) -> None:
 async def _identities(
     client: VllmClient, dialect: ServerDialect, facts: VllmFacts, folder: Path
 ) -> dict[str, bytes]:
-    """Of the model, and of each adapter whose file can be read. Raises SlotError and VllmError."""
+    """Identities of the model, and of each adapter whose file can be read. Raises SlotError and
+    VllmError."""
     logprobs = await next_logprobs(client, PROMPT, TOP)
     try:
         weights = await asyncio.to_thread(weights_digest, Path(facts.offer.root))

@@ -62,12 +62,12 @@ def _open(path: str, flags: int) -> int:
 
 
 class SlotFolderError(Exception):
-    """The folder is of no use; one line says why."""
+    """The folder cannot be used; one line says why."""
 
 
 class SlotFolder:
-    """All methods block; `max_bytes` bounds the files of all who share the folder. 0: half of what
-    is free when it is opened."""
+    """All methods block. `max_bytes` bounds the files of all processes that share the folder; 0
+    means half of the disk space that is free when the folder is opened."""
 
     def __init__(self, path: str, block_tokens: int, max_bytes: int = 0) -> None:
         """Raises SlotFolderError."""
@@ -119,8 +119,8 @@ class SlotFolder:
         return found[-MAX_FILES:]
 
     def admit(self, held: Held, num_bytes: int) -> bool:
-        """A server has saved a slot of so many bytes. Returns whether it is of use; else it is
-        deleted."""
+        """Takes a slot of `num_bytes` that a server has saved. Returns whether it can be used; else
+        it is deleted."""
         digest = self._digest(held.name, num_bytes)
         if digest is None or not self._names_tokens(held):
             self.remove(held.name)
@@ -139,7 +139,7 @@ class SlotFolder:
         return True
 
     def is_intact(self, held: Held) -> bool:
-        """Whether the file is the one that was saved. One that is not is deleted."""
+        """Whether the file is the one that was saved. A file that is not is deleted."""
         note = self._read_note(held.name)
         if note is not None and self._digest(held.name, note.num_bytes) == note.digest:
             with contextlib.suppress(OSError):
@@ -215,7 +215,7 @@ class SlotFolder:
             return False
 
     def _digest(self, name: str, num_bytes: int) -> bytes | None:
-        """Of a regular file of that size; None: it is another."""
+        """The digest of a regular file of that size; None if it is another file."""
         made = hashlib.blake2b(digest_size=32)
         try:
             with open(self._data(name), "rb", buffering=0, opener=_open) as file:

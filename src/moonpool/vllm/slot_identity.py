@@ -24,14 +24,15 @@ PROMPT = tuple(3 + 7 * number % 200 for number in range(64))
 """Every model has these token ids; their meaning does not matter."""
 TOP = 16
 MOST_APART = 0.03
-"""Between the log-probabilities of one model in two batches or at two numbers of threads."""
+"""Greatest difference between the log-probabilities of one model in two batches or at two numbers
+of threads."""
 MAX_MARKS_BYTES = 1 << 20
 MAX_MARKS = 64
 _PIECE_BYTES = 8 << 20
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 Logprobs = dict[int, float]
-"""Of the most likely next tokens, by id."""
+"""Log-probabilities of the most likely next tokens, by id."""
 
 
 class _Mark(msgspec.Struct, array_like=True):
@@ -43,8 +44,8 @@ _MARKS = msgspec.msgpack.Decoder(list[_Mark])
 
 
 def weights_digest(path: Path) -> bytes:
-    """Of all bytes of the file, and of all its parts. It takes a second or two for each GB. Raises
-    OSError."""
+    """A digest of all bytes of the file, and of all its parts. It takes a second or two for each
+    GB. Raises OSError."""
     made = hashlib.blake2b(digest_size=32)
     for part in _parts(path):
         with open(part, "rb", buffering=0) as file:
@@ -63,8 +64,8 @@ def _parts(path: Path) -> Sequence[Path]:
 
 
 def identity_of(folder: Path, weights: bytes, logprobs: Logprobs) -> bytes:
-    """The same for all servers that compute the same with these weights. The folder remembers what
-    earlier ones computed. Raises OSError."""
+    """The same identity for all servers that compute the same with these weights. The folder
+    remembers what earlier ones computed. Raises OSError."""
     place = folder / f"moonpool-{weights.hex()[:40]}.model"
     marks = _read(place)
     found = next((mark for mark in marks if _is_like(mark.logprobs, logprobs)), None)
@@ -77,7 +78,7 @@ def identity_of(folder: Path, weights: bytes, logprobs: Logprobs) -> bytes:
 
 
 def with_adapter(identity: bytes, adapter: bytes) -> bytes:
-    """Of the model with an adapter whose weights have this digest."""
+    """The identity of the model with an adapter whose weights have this digest."""
     return hashlib.blake2b(identity + adapter, digest_size=32, person=b"moonpool lora").digest()
 
 
@@ -90,7 +91,7 @@ def _read(place: Path) -> list[_Mark]:
 
 
 def _is_like(one: Logprobs, other: Logprobs) -> bool:
-    """Whether both are of one model. The least likely of the list may be another token."""
+    """Whether both lists are of one model. The least likely of the list may be another token."""
     shared = one.keys() & other.keys()
     if 2 * len(shared) < max(len(one), len(other), 1):
         return False

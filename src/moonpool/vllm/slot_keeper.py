@@ -24,7 +24,7 @@ from moonpool.vllm.slot_table import Held, Prompt, SlotPlan, SlotTable, held_by
 log = limited_logger("moonpool.vllm")
 
 QUIET_S = 1.0
-"""Slots are saved after so long without a request: a server that saves computes nothing."""
+"""Slots are saved after this long without a request: a server that saves computes nothing."""
 ACTION_S = 120.0
 """A save or restore that takes longer is given up."""
 
@@ -76,8 +76,8 @@ class SlotKeeper:
         self._quiet: asyncio.Task[None] | None = None
 
     def open(self, folder: SlotFolder, identities: Mapping[str, bytes], files: list[Held]) -> None:
-        """From now on slots are saved. `identities`: of the model and of each adapter by its name,
-        "" for the model alone. `files`: those that the folder has of them."""
+        """Saves slots from now on. `identities`: of the model and of each adapter by its name, ""
+        for the model alone. `files`: the files that the folder has of them."""
         self._folder, self._identities = folder, identities
         self._table.saves = True
         for file in files:
@@ -137,7 +137,7 @@ class SlotKeeper:
             self._quiet = asyncio.create_task(self._save_all())
 
     async def _save_all(self) -> None:
-        """Saves what is worth it while no request comes. A save that has begun goes on, and the
+        """Saves what is worth saving while no request comes. A save that has begun goes on, and the
         next request takes another slot or waits."""
         await asyncio.sleep(QUIET_S)
         await self._look_at_folder()
@@ -226,7 +226,7 @@ class SlotKeeper:
         return await self._client.post(path, fields, timeout_s=ACTION_S)
 
     async def _try(self, work: Coroutine[None, None, None], what: str) -> bool:
-        """Whether it is done. What fails is told to the operator, and to no client."""
+        """Whether the action succeeded. A failure is reported to the operator, and to no client."""
         try:
             await work
         except (SlotError, VllmError) as error:

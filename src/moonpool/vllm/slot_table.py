@@ -20,7 +20,7 @@ from moonpool.types import BlockKey
 from moonpool.vllm.block_names import Changes, ForeignEvent
 
 LEAST_SAVED_TOKENS = 256
-"""Fewer are computed again sooner than they are read from a file."""
+"""Fewer tokens than this are computed again faster than they are read from a file."""
 NAME_BYTES = 20
 
 
@@ -36,8 +36,8 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The tokens whose KVCache is in a slot, or in a file. `name`: of the file; "": it is not to be
-    saved. `token_ids` and `identity`: of what is in a slot, for its file."""
+    """The tokens whose KVCache is in a slot, or in a file. `name`: the name of the file; "": it is
+    not to be saved. `token_ids` and `identity`: the identity of what is in a slot, for its file."""
 
     root: BlockKey
     keys: tuple[BlockKey, ...]
@@ -83,7 +83,8 @@ class _Slot:
 
 
 class SlotTable:
-    """Of one server, from its start. As `KnownCache`, it tells which block keys it has."""
+    """The slots of one server, from its start. As `KnownCache`, it tells which block keys it
+    has."""
 
     source = "slots"
     distrusts_events = False
@@ -104,7 +105,7 @@ class SlotTable:
     # Requests
 
     def begin(self, prompt: Prompt) -> SlotPlan | None:
-        """The slot is busy until `end`. None: all slots are busy."""
+        """Makes the slot busy until `end`. None: all slots are busy."""
         free = [number for number, slot in enumerate(self._slots) if not slot.is_busy]
         if not free:
             return None
@@ -148,7 +149,7 @@ class SlotTable:
         return None
 
     def lock(self, number: int) -> None:
-        """A free slot is busy until `end`."""
+        """Makes a free slot busy until `end`."""
         self._slots[number].is_busy = True
 
     @property
@@ -161,7 +162,7 @@ class SlotTable:
         return not any(slot.is_busy for slot in self._slots)
 
     def forget_slots(self) -> None:
-        """Others have used the free slots."""
+        """Notes that others have used the free slots."""
         for number, slot in enumerate(self._slots):
             if not slot.is_busy:
                 self.put(number, None)
@@ -210,7 +211,7 @@ class SlotTable:
         return key in self._holders
 
     def hear(self, events: Sequence[ForeignEvent], lost: bool, now: float) -> None:
-        """Such a server publishes none."""
+        """Does nothing: such a server publishes no events."""
 
     def note_computed(self, keys: Sequence[BlockKey], now: float, is_named: bool) -> None:
         """`end` tells it."""
@@ -271,7 +272,7 @@ class SlotTable:
         return 0
 
     def _is_worth(self, held: Held | None) -> bool:
-        """Whether it is to be saved."""
+        """Whether it is worth saving."""
         if held is None or not self.saves or not held.name or held.name in self.files:
             return False
         if held.num_tokens < LEAST_SAVED_TOKENS or not held.keys:

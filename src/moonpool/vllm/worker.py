@@ -183,7 +183,7 @@ class VllmWorker(InstanceProcess):
         return HeadLink(self.instance_id, self._secret, self, self._tls, self._link.heads)
 
     async def _pause(self) -> None:
-        """From one look at the server's health to the next."""
+        """Time between two checks of the server's health."""
         await asyncio.sleep(HEARTBEAT_S)
 
     def not_ready(self) -> str:
@@ -372,7 +372,7 @@ class VllmWorker(InstanceProcess):
             self._post(CacheExplained(note))
 
     def _report_cost(self) -> None:
-        """What is measured before this instance joins is in its description."""
+        """What is measured before this instance joins is part of its description."""
         engine = self._engine
         if not self._joined or engine is None or engine.cost is None:
             return
@@ -542,7 +542,7 @@ class VllmWorker(InstanceProcess):
 
 
 def make_worker(settings: WorkerSettings) -> VllmWorker:
-    """Of the kind "vllm" (`moonpool.plugins.workers`). Raises WorkerError."""
+    """Makes a worker of the kind "vllm" (`moonpool.plugins.workers`). Raises WorkerError."""
     assert settings.role is not None and settings.vllm is not None
     return VllmWorker(
         settings.role,
@@ -574,7 +574,7 @@ NO_ADDRESS = PeerAddress(
 POOL_S = 2.0
 """How long the pool may take to say what it has, before the instance joins without it."""
 NETWORK_BYTES_PER_S = 1e9
-"""Of a fetch from another host's pool, until fetches have been measured."""
+"""The speed of a fetch from another host's pool, until fetches have been measured."""
 
 
 def _with_pool(cost: FittedCost, layout: BlockLayout, rates: tuple[int, float]) -> FittedCost:

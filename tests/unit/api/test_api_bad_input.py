@@ -1,4 +1,4 @@
-"""What a client does wrong is told to it in OpenAI's shape, with a 4xx; the head never sees it."""
+"""A client's mistake gets an error in OpenAI's shape, with a 4xx; the head never sees the call."""
 
 from __future__ import annotations
 

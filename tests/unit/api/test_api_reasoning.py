@@ -28,7 +28,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 
 class ThinkingTokenizer(ByteTokenizer):
-    """Of a model with this template."""
+    """The tokenizer of a model with this template."""
 
     def __init__(self, template: str) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 
 
 class ToolTokenizer(ByteTokenizer):
-    """Of a model that was taught tools by this template."""
+    """The tokenizer of a model that was taught tools by this template."""
 
     def __init__(self, template: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def head_saying(text: str, template: str = TAGGED) -> ScriptedHead:
 def read(
     template: str, *texts: str, cut: bool = False, **fields: Any
 ) -> tuple[str, list[dict[str, Any]]]:
-    """What is said and called by an answer that comes in these pieces."""
+    """Returns the text and the calls of an answer that comes in these pieces."""
     body = msgspec.convert({"messages": [], "tools": TOOLS} | fields, ChatBody)
     model = ModelOutput(ToolTokenizer(template))
     reader, _ = model.reader([], True, Tools(body).rules(), lambda: "1")

@@ -256,7 +256,7 @@ def speaking(silences: list[bool]) -> SometimesSilent:
 def test_the_next_head_sends_all_or_one_error(
     silences: list[bool], logged: float, sent: float
 ) -> None:
-    """At the exact byte, comments included."""
+    """The cut may be at any byte, comments included."""
     shelf, first = Shelf(), speaking(silences)
     whole, base = respond(CHAT, first, shelf, look())
     cut, num_sent = cut_of(shelf, base, len(whole), logged, sent)

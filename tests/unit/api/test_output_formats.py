@@ -167,7 +167,7 @@ def test_random_calls_are_read_back(
 @given(text=texts, cuts=st.lists(st.integers(0, 60), max_size=3).map(sorted))
 @settings(max_examples=8)
 def test_text_that_is_no_call_stays_text(writer: str, text: str, cuts: list[int]) -> None:
-    """Also calls of functions that do not exist."""
+    """Calls of functions that do not exist stay text too."""
     assume(not text.isspace())
     begins = "" if writer == "harmony" else WRITERS[writer][1]([("other", {"a": 1})])
     for said in (text, f"{text} {begins} {text}", begins):

@@ -419,7 +419,7 @@ def test_fields_of_a_message_that_are_not_known_reach_the_template() -> None:
 
 
 def test_an_object_may_have_its_schema_beside_its_type() -> None:
-    """As clients of llama.cpp, Together and Fireworks send it."""
+    """Clients of llama.cpp, Together and Fireworks send it so."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     head = ScriptedHead(lambda _: spoken('{"a":1}'))
     for wanted in [

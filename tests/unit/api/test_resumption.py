@@ -243,8 +243,8 @@ def cut_of(shelf: Shelf, base: int, num_bytes: int, logged: float, sent: float) 
     log = shelf.log()
     begin = shelf.sent[0][0]
     cut = begin + round(logged * (len(log) - begin))
-    # A head logs an increment before it sends a byte of it. So a log without an entry goes with
-    # at most the bytes that were sent before this entry.
+    # A head logs an increment before it sends a byte of it. So if the log
+    # lacks an entry, only bytes that precede this entry were sent.
     ends = [*(size for size, _ in shelf.sent[1:]), len(log)]
     before = [sent - base for end, (_, sent) in zip(ends, shelf.sent, strict=True) if end > cut]
     return cut, round(sent * min(before, default=num_bytes))

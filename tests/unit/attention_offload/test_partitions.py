@@ -54,7 +54,7 @@ def test_a_prefix_is_the_longest_of_one_arena() -> None:
     others = pool.allocate("b", 3)
     assert others is not None
     assert pool.arena_of(others[0]) != pool.arena_of(blocks[0])
-    assert not pool.cache_block(others[0], key(1))  # its name is taken, in the other arena
+    assert not pool.cache_block(others[0], key(1))  # the other arena has a block of this key
     assert pool.cache_block(others[2], key(3))
     keys = [key(1), key(2), key(3)]
     assert pool.match(keys) == blocks

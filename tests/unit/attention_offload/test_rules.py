@@ -181,7 +181,7 @@ def test_kvcache_in_fp8(name: str, by_head: bool, tmp_path: Path) -> None:
 
 
 def test_what_crosses_is_the_latent(tmp_path: Path) -> None:
-    """Of each token, one key of latent and rotated elements: no values, and no heads."""
+    """Each token has one key of latent and rotated elements, without values and heads."""
     model = opened("deepseek-v3", tmp_path, "float32")
     heads = head_shape(model.spec)
     assert (heads.stored_heads, heads.head_dim, heads.latent_dim) == (1, 48 + 16, 48)

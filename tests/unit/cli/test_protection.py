@@ -1,4 +1,5 @@
-"""What is asked to protect a server and cannot: one line, status 1, and nothing is open."""
+"""A server that cannot be protected as asked does not start: one line, status 1, and no open
+port."""
 
 from __future__ import annotations
 

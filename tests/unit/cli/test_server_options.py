@@ -141,7 +141,7 @@ def test_each_command_that_asks_a_server_takes_the_same_options() -> None:
 
 
 def test_no_other_command_makes_connections_of_its_own() -> None:
-    """What it makes itself would lack the key or the authority."""
+    """A connection that a command makes itself would lack the key or the authority."""
     client = re.compile(r"httpx\.(?:\w*Client|get|post|stream|request)\(|HttpClient\(")
     cli_folder = ROOT / "src" / "moonpool" / "cli"
     makers = {

@@ -51,7 +51,7 @@ FIGURES = {
     "run": {"trace", "speed", "noise"},
     "config": set(Config.__struct_fields__),
 }
-"""Of design.md, and what each holds at least."""
+"""Figures of design.md, and the least that each must hold."""
 
 
 @pytest.fixture(scope="module")

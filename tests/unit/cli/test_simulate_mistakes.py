@@ -76,7 +76,7 @@ def test_a_missing_folder_is_noticed_before_the_run(
 
 
 def test_times_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
-    """Once, this ran for ever: a second later was the same time."""
+    """Once, this ran without end: a second later was the same time."""
     path = tmp_path / "far.jsonl"
     path.write_text("".join(json.dumps(ROW | {"timestamp": t}) + "\n" for t in (0, 10**22)))
     result = simulate(str(path))

@@ -73,8 +73,8 @@ def test_an_idle_instance_takes_a_doubtful_prompt_but_a_queue_does_not() -> None
 
 
 def expected(num_others: int) -> ExpectedGoodput:
-    """Of a prompt of 3.06 s under a TTFT SLO of 3 s, at an idle instance at which others arrived,
-    one every 2 s."""
+    """Expects a prompt of 3.06 s under a TTFT SLO of 3 s, at an idle instance at which others
+    arrived, one every 2 s."""
     reservations = Reservations(IntervalForecast())
     for name in NAMES:
         reservations.join(info(name, num_blocks=100_000))

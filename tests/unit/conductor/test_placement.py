@@ -76,7 +76,7 @@ def books_of(*views: dict[str, Any]) -> tuple[Reservations, PrefixMatch]:
 
 
 def match_of(held: Depths, hits: Depths) -> PrefixMatch:
-    """As the index gives it."""
+    """Returns the match as the index gives it."""
     few: tuple[int, ...] = ()
     for depth in sorted({int(depth) for depth in held if depth}, reverse=True):
         rows = tuple(int(row) for row in np.flatnonzero(held >= depth))

@@ -106,7 +106,8 @@ def test_old_arrivals_are_forgotten() -> None:
 
 
 def delay(num_prefills: int, prefill_s: float, begin_s: float = 0.0, alone_s: float = 1.0) -> float:
-    """With 60 arrivals, one a second, that are worth 1 and compute `alone_s` within 3 s."""
+    """Returns the delay with 60 arrivals, one a second, that are worth 1 and compute `alone_s`
+    within 3 s."""
     capacity = CAPACITY._replace(num_prefills=num_prefills, queue_s=0.0, slo_ttft_s=3.0)
     prices = ResourcePrices()
     for second in range(61):

@@ -38,7 +38,7 @@ class Hall:
     def offer(
         self, rps: float, prompt_tokens: int, lasting_s: float, rng: random.Random | None = None
     ) -> list[RoleAdvice]:
-        """What is advised meanwhile, looked at every 2 s."""
+        """Returns the advice, asked for every 2 s."""
         advised = []
         end_s, next_look_s = self.now + lasting_s, self.now
         while self.now < end_s:
@@ -216,7 +216,7 @@ def test_constant_load_with_noise_never_flaps(
     seed=st.integers(0, 1 << 20),
 )
 def test_a_shift_is_followed(split: tuple[int, int], prompt_tokens: int, seed: int) -> None:
-    """From any ratio: the pool that is permanently short gets more instances."""
+    """This holds from any ratio: the pool that is permanently short gets more instances."""
     names = [f"p{i}" for i in range(split[0])] + [f"d{i}" for i in range(split[1])]
     hall = Hall(*names)
     rng = random.Random(seed)

@@ -13,11 +13,11 @@ from moonpool.conductor.waiting.room_forecast import MEMORY_ANSWERS, RecentLengt
 from moonpool.types import RequestId
 
 STEP_S = 0.01
-"""Of a decode step by the desk's cost, and 1 ms for each answer in it."""
+"""Seconds of a decode step by the desk's cost, with 1 ms for each answer in it."""
 
 
 def fill(desk: Desk, number: int, max_tokens: int, ignore_eos: bool) -> None:
-    """So many answers, each of which holds 80 tokens."""
+    """Begins `number` answers, each of which holds 80 tokens."""
     desk.conductor.output_predictor.lengths.mean.value = 64.0
     for name in map(str, range(number)):
         known = {"token_ids": tuple(range(16)), "deadline_s": 1e4}

@@ -134,7 +134,7 @@ def test_measured_times_take_the_place_of_assumed_ones() -> None:
 
 
 def test_a_request_goes_only_to_those_that_may_serve_it() -> None:
-    """As the subset hint of a gateway says."""
+    """A gateway's subset hint names those that may."""
     front = desk("m0", "m1", "m2")
     within = (InstanceId("m1"), InstanceId("m2"), InstanceId("elsewhere"))
     first, attempt = place(front.ask("x", within=within))

@@ -113,7 +113,7 @@ def test_without_a_stated_slo_a_long_queue_waits_at_the_conductor(admission: str
 
 
 def test_further_choices_of_a_call_wait_for_the_first_ones() -> None:
-    """Whatever their SLO is; those of another call are refused."""
+    """This holds whatever their SLO is; further choices of another call are refused."""
     desk = Desk("p0", "d0", num_blocks=16)
     begun: list[str] = []
     for number in range(12):

@@ -107,7 +107,8 @@ class GgufDraft:
         return path
 
     def parts(self, count: int, first_is_empty: bool = False) -> list[GgufDraft]:
-        """The same in several files, as `llama-gguf-split` cuts it: the metadata in the first."""
+        """Writes the same in several files, as `llama-gguf-split` does: the metadata is in the
+        first."""
         names = list(self.tensors)
         made = []
         share = -(-len(names) // (count - first_is_empty))

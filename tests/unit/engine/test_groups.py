@@ -69,7 +69,8 @@ ROWS = (1, 3, BUFFER_BYTES // 512 - 1, BUFFER_BYTES // 512, BUFFER_BYTES // 200)
 def test_all_have_the_sum_of_all_shards_bit_for_bit(
     groups: list[Group], dtype: torch.dtype
 ) -> None:
-    """Also for tensors larger than a buffer, and for consecutive sums without a pause."""
+    """This holds for tensors larger than a buffer, and for consecutive sums without a pause,
+    too."""
     draw = torch.Generator().manual_seed(5)
     parts = [
         [torch.randn(rows, 256, generator=draw).to(dtype) for _ in range(2 * NUM_RANKS)]

@@ -204,7 +204,8 @@ def test_nan_is_an_error_not_a_token() -> None:
     ids=str,
 )
 def test_drafts_change_no_token(params: dict[str, Any]) -> None:
-    """Whatever the drafts are, the tokens are those drawn one by one from the same rows."""
+    """Whatever the drafts are, the tokens are those that are drawn one by one from the same
+    rows."""
     rows = torch.randn(400, 6, generator=torch.Generator().manual_seed(9)) * 2
     rng, num_drawn = random.Random(2), 0
     for begin in range(0, 360, 9):

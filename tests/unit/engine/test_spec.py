@@ -162,7 +162,7 @@ def test_refusals_say_what_is_wrong(change: dict[str, Any], says: str) -> None:
 
 
 def test_a_gemma_that_sees_images_is_read_by_its_text_part() -> None:
-    """As the first Gemma 3 checkpoints have it: a text part that leaves out most sizes."""
+    """The first Gemma 3 checkpoints have a text part that leaves out most sizes."""
     text = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,

@@ -49,7 +49,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": "<é&>
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """As Llama 3 and Qwen have it."""
+    """Returns a tokenizer such as Llama 3 and Qwen have."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -62,7 +62,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def sentencepiece_like() -> tokenizers.Tokenizer:
-    """As Llama 2 and Mistral have it."""
+    """Returns a tokenizer such as Llama 2 and Mistral have."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -66,7 +66,7 @@ class Cluster:
         return self.last
 
     def queries(self, path: str) -> list[dict[str, str]]:
-        """Of all calls that read this path."""
+        """Returns the queries of all calls that read this path."""
         return [
             dict(each.params)
             for each in self.emulator

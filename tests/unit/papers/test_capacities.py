@@ -21,7 +21,7 @@ from papers.single_instance import SoloConfig, SoloRequest, serve
 
 
 def reused_share(workload: MooncakeWorkload) -> float:
-    """Of all prompt tokens: in blocks that a prompt before began with too."""
+    """Share of all prompt tokens that are in blocks with which an earlier prompt began."""
     seen: set[int] = set()
     hits = 0
     for row in workload.rows:
@@ -47,7 +47,7 @@ def test_data_sets_have_the_printed_means_and_shares(data: DataSet, share: float
 
 
 def test_a_capacity_is_the_highest_rate_within_both_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a cluster whose P90s grow with the rate, known beforehand."""
+    """The cluster's P90s grow with the rate, in a known way."""
     p90_of = {MOONCAKE: (1.0, 0.1), v3_capacity.BALANCED: (2.0, 0.1), VLLM: (1.0, 0.5)}
 
     def p90(_: object, name: str, rate: float, *rest: object) -> tuple[float, float]:

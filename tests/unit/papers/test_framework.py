@@ -206,7 +206,7 @@ def test_a_run_of_fewer_requests_has_no_verdicts() -> None:
 
 
 def test_a_part_of_a_trace_gets_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a file of the trace's name has too few requests, without --quick."""
+    """This holds, too, where a file of the trace's name has too few requests, without --quick."""
 
     def shortened(options: Options) -> Finding:
         options.check_whole("conversation", 12_031)

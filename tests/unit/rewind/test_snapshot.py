@@ -94,7 +94,7 @@ def test_an_index_stays_valid() -> None:
 
 
 class Stranger:
-    """Of a module that is not allowed."""
+    """A class of a module that is not allowed."""
 
 
 def test_strangers_are_refused() -> None:

@@ -27,7 +27,7 @@ Act = Callable[[PlayedCluster], Awaitable[Any]]
 
 
 def grown(act: Act, play: Play, options: ApiOptions | None = None, **known: Any) -> dict[str, Any]:
-    """What an act has moved, with TIME in place of seconds."""
+    """Returns what an act has moved, with TIME in place of seconds."""
 
     async def run() -> dict[str, Any]:
         async with played(play, options, **known) as cluster:
@@ -46,7 +46,8 @@ def grown(act: Act, play: Play, options: ApiOptions | None = None, **known: Any)
 
 
 def first_token(prompt: int, requests: int = 1) -> dict[str, Any]:
-    """Of requests that have one, with prompts of so many tokens that no cache has."""
+    """Returns the growth for requests that have a first token, with prompts of so many tokens that
+    no cache has."""
     tokens = float(prompt * requests)
     return {
         "vllm:time_to_first_token_seconds_count": float(requests),
@@ -68,7 +69,7 @@ def timed(name: str, count: int, suffix: str = "") -> dict[str, Any]:
 def answers(
     prompt: int, length: int, requests: int = 1, reason: str = "length", limit: int | None = None
 ) -> dict[str, Any]:
-    """Of complete answers of this length to prompts of this length."""
+    """Returns the growth for complete answers of this length to prompts of this length."""
     found = first_token(prompt, requests) | {
         f"vllm:request_success_total{{finished_reason={reason}}}": float(requests),
         "vllm:generation_tokens_total": float(length * requests),

@@ -61,7 +61,7 @@ class Burst(NamedTuple):
 
 Step = Burst | PrefillStarted | float
 Play = Callable[[AttemptSpec], Sequence[Step]]
-"""What an attempt brings: bursts, reports, and seconds of silence. 0.0 reports that its prefill
+"""What an attempt sends: bursts, reports, and seconds of silence. 0.0 reports that its prefill
 begins without any cached token."""
 
 
@@ -212,7 +212,7 @@ def samples(text: bytes) -> Samples:
 
 
 def moved(before: Samples, after: Samples) -> dict[str, float]:
-    """What counters and histograms have grown by, as `name{labels}`; a new series began at 0."""
+    """Returns the growth of counters and histograms as `name{labels}`; a new series began at 0."""
     grown = {}
     for (name, labels), value in after.items():
         if not name.endswith(("_total", "_count", "_sum")):

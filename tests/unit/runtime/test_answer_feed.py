@@ -63,7 +63,7 @@ def said(*tokens: int, ends: bool = False) -> Output:
 
 
 def adopted(copies: AnswerCopies) -> dict[str, KeptStream]:
-    """What the next head reads, by request id."""
+    """Returns what the next head reads, by request id."""
     keeper, found = LogKeeper(), {}
     for number, fd in enumerate(copies.leave()):
         log = CallLog(keeper, number, fd)

@@ -211,7 +211,8 @@ Begin = Callable[[LogKeeper, socket.socket], KeptStream | HalfRead | None]
 
 
 def taken_over(head: NextHead, begin: Begin, sent: bytes = b"") -> NextHead:
-    """What the head makes of a call that `begin` keeps, whose client was sent some bytes."""
+    """Returns what the head makes of a call that `begin` keeps, whose client was sent some
+    bytes."""
     keeper = LogKeeper()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())

@@ -80,7 +80,7 @@ class Follower:
 
 
 def follow(head: FakeHead) -> tuple[list[str], str]:
-    """What the follower heard, and the error `run` ended with."""
+    """Returns what the follower heard, and the error `run` ended with."""
 
     async def run() -> tuple[list[str], str]:
         server = await head.start()

@@ -86,7 +86,7 @@ def test_packets_that_wait_keep_their_order_and_their_descriptors() -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.binary(min_size=1, max_size=100) | st.builds(DropAnswer, number=st.integers(0, 1 << 60)))
 def test_a_damaged_packet_ends_the_connection(damage: bytes | DropAnswer) -> None:
-    """Also one that came with a file descriptor too many, or without its own."""
+    """This holds, too, for a packet with a file descriptor too many, or without its own."""
 
     async def run() -> None:
         before = open_files()

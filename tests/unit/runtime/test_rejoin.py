@@ -135,7 +135,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
 
 
 class Booted:
-    """As much of an instance as joining needs."""
+    """The parts of an instance that joining needs."""
 
     def info(self, host: str, pid: int) -> str:
         return "info"

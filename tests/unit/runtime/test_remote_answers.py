@@ -29,14 +29,14 @@ def tokens(*ids: int) -> tuple[Token, ...]:
 
 
 def read(answer: RemoteAnswer) -> tuple[list[int], FinishReason | None]:
-    """What is there now."""
+    """Returns what is there now."""
     output = asyncio.run(asyncio.wait_for(answer.next_output(), 5))
     return [token.token_id for token in output.tokens], output.finish_reason
 
 
 @given(st.data())
 def test_parts_in_any_order_and_twice_make_the_same_answer(data: st.DataObject) -> None:
-    """As long as the attempts agree; each part may be sent again by a later attempt."""
+    """The attempts must agree; a later attempt may send each part again."""
     whole = list(range(100, 100 + data.draw(st.integers(2, 30))))
     before = data.draw(st.integers(0, 5))
     delivered = tuple(range(before)) if before else None

@@ -1,4 +1,4 @@
-"""What a head inherits of calls: each of them once. And whose calls outlive a head."""
+"""A head inherits each call once, and only some clients' calls outlive a head."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from moonpool.head.webhook import WantedWebhook
 
 
 async def received(answers: list[str], wanted: list[InstancesWanted]) -> list[dict[str, object]]:
-    """The bodies that a server got which gives these statuses, until it has given them all."""
+    """Runs a server that gives these statuses; returns the bodies that it got."""
     bodies: list[dict[str, object]] = []
     done = asyncio.Event()
 

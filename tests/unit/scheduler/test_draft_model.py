@@ -23,7 +23,7 @@ BY_MODEL = SpeculativeConfig(
 )
 """The lookups find nothing, so that all drafts come from the model."""
 TENTH = FittedCost(prefill=(0.0, 0.0001, 0.0, 0.0), decode=(0.01, 0.0001, 0.0))
-"""Of the price of `CHEAP_ROWS`."""
+"""A tenth of the price of `CHEAP_ROWS`."""
 HALF = FittedCost(prefill=(0.0, 0.0005, 0.0, 0.0), decode=(0.05, 0.0005, 0.0))
 
 

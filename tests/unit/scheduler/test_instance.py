@@ -577,7 +577,7 @@ def step_tokens(bench: Bench) -> tuple[int, float]:
 
 
 def test_steps_count_the_tokens_of_prompts_and_of_answers_once() -> None:
-    """In chunks or not, and on one instance or on two, they are the same."""
+    """The counts are the same in chunks or not, and on one instance or on two."""
     for chunk_tokens in (8, 100):
         bench = Bench(Role.MIXED, chunk_tokens=chunk_tokens)
         bench.handle(StartPrefill(work=attempt("a", num_tokens=20, max_tokens=4)))

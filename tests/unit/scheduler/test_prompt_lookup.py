@@ -16,7 +16,7 @@ def text(*token_ids: int) -> Tokens:
 
 
 def simple_draft(ids: list[int], least: int, most: int, count: int) -> tuple[int, ...]:
-    """The same, by comparing with every earlier place."""
+    """Drafts the same, by comparing with every earlier place."""
     best, best_length = -1, least - 1
     for end in range(len(ids) - 1, least - 1, -1):
         length = 0

@@ -75,7 +75,7 @@ class DraftBench:
     def start(
         self, name: str, prompt: Sequence[int], answer: Sequence[int], **options: Any
     ) -> None:
-        """`options`: of the attempt, else of the sampling."""
+        """`options`: those of the attempt, else those of the sampling."""
         own = {key: options.pop(key) for key in ("tenant", "slo") if key in options}
         self.answers[name], self.got[name] = answer, []
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 1000} | options)

@@ -59,7 +59,7 @@ def test_a_reservation_that_waits_may_be_aborted() -> None:
 
 
 def test_answers_of_a_tenant_that_was_served_far_more_make_room() -> None:
-    """At the end of the step under way; they go on later."""
+    """They make room at the end of the step under way, and go on later."""
     bench = Bench(Role.DECODE, num_blocks=24)
     for name, first in (("a", 100), ("c", 900)):
         decode(bench, name, first, tenant="flood")

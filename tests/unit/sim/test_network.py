@@ -86,7 +86,7 @@ class Reference:
 
 
 def change(flow: RefFlow | None, reference: Reference, what: Change) -> None:
-    """The same change, made to the reference."""
+    """Makes the same change to the reference."""
     time_s, kind, whom, first, second, path = what
     if kind == "start":
         limit = Fraction(second) if second else NEVER

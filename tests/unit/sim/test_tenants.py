@@ -44,7 +44,7 @@ def ttfts(
 def _run(
     requests: list[Arrival], chunk_tokens: int, inline_chunks: bool = True
 ) -> tuple[dict[str, list[float]], float]:
-    """The same, and the seconds of the last step of a prompt of 16,000 tokens alone."""
+    """Returns the same, and the seconds of the last step of a prompt of 16,000 tokens alone."""
     found: dict[str, list[tuple[float, float]]] = {}
 
     def note(record: RequestRecord) -> None:

@@ -67,7 +67,8 @@ def open_process(folder: Path, layout: BlockLayout = LAYOUT) -> Process:
 
 
 def recovered(folder: Path) -> tuple[dict[int, int], int]:
-    """The number of each block's key by block, each of which has its key's bytes."""
+    """Returns the number of each recovered block's key; asserts that the block has this key's
+    bytes."""
     process = open_process(folder)
     kept, num_damaged = process.ledger.recover()
     found = {int(block): int.from_bytes(name, "little") for block, name in kept}

@@ -147,7 +147,8 @@ class Publisher:
 def follow(
     scenario: Callable[[Publisher, Callable[[int], Any]], Any], replay: bool = True
 ) -> list[CacheEventsReceived]:
-    """What a reader was told while the scenario ran; that is given a wait for so many words."""
+    """Returns the events that a reader got while the scenario ran. The scenario gets the
+    publisher, and a function that waits for a number of events."""
     zmq = pytest.importorskip("zmq")
     pytest.importorskip("zmq.asyncio")
     told: list[CacheEventsReceived] = []

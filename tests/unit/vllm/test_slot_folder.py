@@ -27,7 +27,7 @@ def held(seed: int = 0, identity: bytes = MODEL) -> Held:
 
 
 def put(folder: SlotFolder, one: Held, content: bytes = b"state" * 100) -> Path:
-    """As a server saves a slot."""
+    """Saves a slot as a server does."""
     path = folder.path / folder.file_name(one.name)
     content = b"ggsq" + array("I", one.token_ids).tobytes() + content
     path.write_bytes(content)

@@ -351,7 +351,7 @@ def test_a_lost_head_ends_everything() -> None:
 
 
 class Guests(RuleBasedStateMachine):
-    """Whatever comes in whatever order, sums balance and every work ends at most once."""
+    """In whatever order events come, sums balance and every attempt ends at most once."""
 
     def __init__(self) -> None:
         super().__init__()

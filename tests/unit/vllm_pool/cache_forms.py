@@ -53,7 +53,7 @@ ORDERS = {  # physical orders of (layer, block, head, token, content), as vLLM n
 
 @dataclass
 class Worker:
-    """What vLLM gives a connector."""
+    """The interface that vLLM gives a connector."""
 
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
     config: Any = None

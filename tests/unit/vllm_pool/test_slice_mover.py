@@ -22,7 +22,7 @@ if why_unavailable() is None:
 
 
 def memory(size: int, seed: int | None) -> np.ndarray:
-    """At a multiple of 64."""
+    """Allocates at a multiple of 64."""
     raw = np.zeros(size + 64, np.uint8)
     if seed is not None:
         raw[:] = np.random.default_rng(seed).integers(0, 256, size + 64, dtype=np.uint8)

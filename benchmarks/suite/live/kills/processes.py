@@ -26,7 +26,7 @@ class Process(NamedTuple):
 
 
 def processes() -> list[Process]:
-    """All processes of this machine that live."""
+    """Returns all living processes of this machine."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

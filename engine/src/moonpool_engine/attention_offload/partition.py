@@ -96,7 +96,7 @@ class Partition:
         )
 
     def shares(self, block_ids: Sequence[BlockId]) -> dict[int, tuple[BlockId, ...]]:
-        """`own` for each worker that has a part of these blocks, by worker."""
+        """Returns, by worker, `own` of each worker that has a part of these blocks."""
         if self.head_ranges:
             workers = list(range(self.num_workers))
         else:

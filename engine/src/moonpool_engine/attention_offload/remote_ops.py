@@ -142,8 +142,8 @@ class RemoteOps:
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        """As `Ops.rope_store`: qkv [T, row_heads * head_dim] -> q [T, num_heads, head_dim]. Sends
-        Q to all workers first, then K and V."""
+        """Does what `Ops.rope_store` does: qkv [T, row_heads * head_dim] -> q [T, num_heads,
+        head_dim]. Sends Q to all workers first, then K and V."""
         heads, cache, layer, meta, *_ = args
         step = self._step_of(meta, cache)
         q, kv = self._local.rope(qkv, heads, rope, qk_norm, meta)
@@ -166,8 +166,8 @@ class RemoteOps:
         return q
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        """As `Ops.attend`: q [T, num_heads, head_dim] -> [T, num_heads * value_dim]. Receives the
-        workers' results, and merges the partials of split sequences."""
+        """Does what `Ops.attend` does: q [T, num_heads, head_dim] -> [T, num_heads * value_dim].
+        Receives the workers' results, and merges the partials of split sequences."""
         heads, cache, layer, meta, _, rule = args
         step = self._step_of(meta, cache)
         width = heads.num_heads * heads.value_dim

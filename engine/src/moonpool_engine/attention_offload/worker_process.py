@@ -102,7 +102,7 @@ class AttentionWorker:
 
 
 def make_worker(settings: WorkerSettings) -> AttentionWorker:
-    """Of the kind "attention" (`moonpool.plugins.workers`)."""
+    """Makes a worker of the kind "attention" (`moonpool.plugins.workers`)."""
     return AttentionWorker(
         settings.name, settings.machine, settings.host, settings.secret, settings.tls
     )

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = induction.NAME
 ENDLESS_SAMPLING = {"max_tokens": 256.0}
-"""Of the built-in models, which do not end an answer."""
+"""The sampling of the built-in models, which do not end an answer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -89,7 +89,7 @@ class CheckpointWeights:
         places: Mapping[str, StoredTensor],
         scheme: Scheme | None = None,
     ) -> None:
-        """`files`: by stored name. `places`: where each of the model's tensors is stored.
+        """`files`: the files by stored name. `places`: where each of the model's tensors is stored.
         `scheme`: how linears are quantized."""
         self._files = files
         self._dtype = dtype
@@ -127,7 +127,8 @@ class CheckpointWeights:
         # Nor should a decay, which counts in every later token, be rounded.
         exact = name.endswith((".correction", ".A_log", ".dt_bias"))
         dtype = torch.float32 if exact else self._dtype
-        # A copy also for an equal dtype: a mapped tensor is unaligned and keeps its pages mapped.
+        # Copies even if the dtype is equal: a mapped tensor is unaligned and keeps its pages
+        # mapped.
         return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 

@@ -76,7 +76,8 @@ class Model(Protocol):
 
 
 def with_graphs(model: DecoderModel, ops: Ops) -> Model:
-    """With Triton operations, a model whose decode steps run as CUDA graphs; else the model."""
+    """With Triton operations, returns a model whose decode steps run as CUDA graphs; else the
+    model."""
     if ops.name != "triton":
         return model
     from moonpool_engine.engine.cuda.graphs import GraphedModel

@@ -171,7 +171,7 @@ class DecoderModel:
         return own.attention.store(qkv, own.rope, args)
 
     def attend(self, layer: int, q: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
-        """What `store` returned, such as q [T, heads, head_dim] -> [T, heads * head_dim]."""
+        """Takes what `store` returned, such as q [T, heads, head_dim], to [T, heads * head_dim]."""
         own = self._layers[layer]
         args = AttendArgs(self.heads, cache, layer, meta, self._scale, own.rule)
         return own.attention.attend(q, args)
@@ -243,7 +243,7 @@ class DecoderModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        """As `forward`, but returns the normed final hidden states: [W, hidden]."""
+        """Computes as `forward` does, but returns the normed final hidden states: [W, hidden]."""
         start = self.embed(token_ids)
         done = self.advance(*start, cache, meta, wanted, on_layer, before_attend)
         return None if done is None else done[1]

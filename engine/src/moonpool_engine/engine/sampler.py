@@ -242,7 +242,7 @@ def _id_array(token_ids: tuple[int, ...]) -> Ids:
 
 
 def _within(token_ids: Sequence[int] | Ids, row: Row) -> Ids:
-    """Those ids that the row has: a model may lack tokens of its tokenizer."""
+    """Returns the ids that the row has: a model may lack tokens of its tokenizer."""
     ids = np.asarray(token_ids, dtype=np.int64)
     return ids[(ids >= 0) & (ids < len(row))]
 

@@ -288,7 +288,8 @@ def _joined(
     module: str,
     names: tuple[str, str] = ("gate_up_proj", "down_proj"),
 ) -> StoredTensor:
-    """All experts in one tensor, [out, in] each, gate before up. `names`: of the two tensors."""
+    """All experts in one tensor, [out, in] each, gate before up. `names`: the names of the two
+    tensors."""
     assert spec.experts is not None
     inter, hidden, count = spec.experts.intermediate_size, spec.hidden_size, spec.experts.count
     if module == "down_proj":

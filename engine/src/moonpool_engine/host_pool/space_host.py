@@ -91,8 +91,8 @@ class SpaceHost:
         return self._arena.num_blocks
 
     def perform(self) -> tuple[list[BlocksFound | BlocksFetched], BlocksChanged | None]:
-        """Performs what the space wants. Returns what its clients wait for, and what has changed.
-        Must be called after each change, before a client hears of it."""
+        """Performs what the space requests. Returns what its clients wait for, and what has
+        changed. Must be called after each change, before a client hears of it."""
         actions, changes = self.space.take()
         # A record ends before anything can overwrite its block.
         self._ledger.note(self.space.pool.take_rekeyed(), at_once=True)
@@ -114,7 +114,8 @@ class SpaceHost:
     def reserve(
         self, number: int, keys: Sequence[BlockKey], first_depth: int
     ) -> list[BlockId | None]:
-        """As `BlockSpace.reserve`; the old checksums of these blocks are forgotten."""
+        """Reserves as `BlockSpace.reserve` does; the old checksums of these blocks are
+        forgotten."""
         places = self.space.reserve(number, keys, first_depth)
         self._arena.checksums.forget(self.space.reserved(number))
         return places

@@ -102,7 +102,8 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
         return f"{identity} as {config.model_name}"
 
     def _namespace_of(self, host_pool: Any) -> bytes:
-        """Of the pages in this memory. Replicated caches (MLA) are the same on all ranks."""
+        """The namespace of the pages in this memory. Replicated caches (MLA) are the same on all
+        ranks."""
         config = self._config
         tensor_ranks = (0, 1) if config.is_mla_model else (config.tp_rank, config.tp_size)
         shape = [
@@ -180,7 +181,7 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The longest prefix with which every pool's policy is content, and all shorter ones."""
+        """The longest prefix with which every pool's policy is satisfied, and all shorter ones."""
         num_pages = self.batch_exists(keys)
         hits: dict[str, int] = {KV: num_pages} if num_pages else {}
         lengths = list(range(1, num_pages + 1))
@@ -194,7 +195,7 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
         return PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
 
     def _lengths(self, transfer: PoolTransfer, keys: Sequence[str]) -> set[int]:
-        """Lengths of the prefix of which this pool has what it must."""
+        """Lengths of the prefix of which this pool has what it must have."""
         name, pages = str(transfer.name), self._pages()
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             return set(range(1, pages.leading(name, keys) + 1))
@@ -270,7 +271,7 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
     # All
 
     def clear(self) -> None:
-        """The pool is others', too: pages leave it by age."""
+        """Keeps all pages: the pool belongs to others too, and pages leave it by age."""
 
     def get_stats(self) -> dict[str, int] | None:
         return None

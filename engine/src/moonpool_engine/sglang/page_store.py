@@ -71,7 +71,7 @@ class PageStore:
     """Pages of one rank. Whatever fails is a miss: SGLang computes such pages again."""
 
     def __init__(self, client: BlockClient, namespaces: dict[str, bytes]) -> None:
-        """`namespaces`: of each pool of host memory, by name (see `namespace_of`)."""
+        """`namespaces`: the namespace of each pool of host memory, by name (see `namespace_of`)."""
         self._client = client
         self._namespaces = namespaces
         self.counts = {"pages_found": 0, "pages_missed": 0, "pages_stored": 0, "pages_dropped": 0}
@@ -107,7 +107,7 @@ class PageStore:
         return [page_key(namespace, pool_name, page_hash) for page_hash in hashes]
 
     def _counted(self, found: list[bool], count: int, good: str, bad: str) -> list[bool]:
-        """A client that failed has said nothing of any page."""
+        """A client that failed has reported nothing about any page."""
         results = found if len(found) == count else [False] * count
         self.counts[good] += sum(results)
         self.counts[bad] += count - sum(results)

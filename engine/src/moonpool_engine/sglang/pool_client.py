@@ -128,7 +128,7 @@ class _Group:
                 self._answers[name] = message
                 self._condition.notify_all()
                 return
-        if isinstance(message, Reserved):  # nobody waits for it any more
+        if isinstance(message, Reserved):  # the reservation is not needed any more
             self.link.send(Commit(number=message.number, checksums=b""))
 
     def _on_end(self) -> None:
@@ -138,8 +138,8 @@ class _Group:
 
 
 class HostPoolClient:
-    """Pages of one namespace in the pool at `path`. Thread-safe. `sizes`: of the pieces of a page,
-    if they are known before the first one is moved."""
+    """Pages of one namespace in the pool at `path`. Thread-safe. `sizes`: the sizes of the pieces
+    of a page, if they are known before the first one is moved."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class HostPoolClient:
             self._group(tuple(sizes))
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """In any of the sizes that this process has seen."""
+        """Counts pages in any of the sizes that this process has seen."""
         most = 0
         for group in list(self._groups.values()):
             name, found = group.find(keys, places=False)

@@ -143,7 +143,8 @@ class Job:
         error: str = "",
         part: int = 0,
     ) -> None:
-        """The first `num_moved` of the group's `num_wanted` blocks are verified in this part."""
+        """Notes that the first `num_moved` of the group's `num_wanted` blocks are verified in this
+        part."""
         with self._lock:
             was_moving = self._moving.pop((part, start), None) is not None
             if self._ended:
@@ -237,7 +238,7 @@ class LayeredLoad:
         self._headers_read = {start: threading.Event() for start in starts}
 
     def mark_headers_read(self, start: int) -> None:
-        """The headers of the group from `start` on were read, or cannot be read."""
+        """Notes that the headers of the group from `start` on were read, or cannot be read."""
         self._headers_read[start].set()
 
     def await_headers(self, start: int, job: Job) -> None:

@@ -108,8 +108,8 @@ class Arena:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
 
     def reach(self, num_blocks: int) -> None:
-        """The first `num_blocks` blocks are or will soon be in use. Takes their memory in another
-        thread, unless the arena already has it."""
+        """Announces that the first `num_blocks` blocks are or will soon be in use. Takes their
+        memory in another thread, unless the arena already has it."""
         if self._ahead is not None:
             self._ahead.reach(num_blocks * self.block_bytes)
 

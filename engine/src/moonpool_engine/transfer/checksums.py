@@ -84,7 +84,7 @@ class DeferredChecksums:
     sends it. Used by one thread."""
 
     def __init__(self, checksums: SliceChecksums) -> None:
-        """`checksums`: of this side's arena."""
+        """`checksums`: the checksums of this side's arena."""
         self._checksums = checksums
         self._numbers: list[_SliceNumbers] = []
         self._count = 0

@@ -134,7 +134,7 @@ class CancellableConnection:
                 self._connection.interrupt()
 
     def detach(self) -> None:
-        """The operation has ended: its connection may serve another operation."""
+        """Notes that the operation has ended: its connection may serve another operation."""
         with self._lock:
             self._connection = None
 

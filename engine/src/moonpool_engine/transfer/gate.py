@@ -35,8 +35,8 @@ class LayerGate:
             self._changed.notify_all()
 
     def end(self, complete: bool) -> None:
-        """The operation's end has been reported. Opens the gate for all layers if `complete`, and
-        breaks it otherwise."""
+        """Notes that the operation's end has been reported. Opens the gate for all layers if
+        `complete`, and breaks it otherwise."""
         with self._changed:
             if complete and not self._broken:
                 self._num_open = sys.maxsize
@@ -44,7 +44,7 @@ class LayerGate:
             self._changed.notify_all()
 
     def break_gate(self) -> None:
-        """No further layer will open."""
+        """Breaks the gate: no further layer will open."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
@@ -88,8 +88,8 @@ class FetchProgressReporter:
         self._reported_layers = 0
 
     def granted(self, part: int, num_blocks: int) -> None:
-        """The source grants the first `num_blocks` blocks of the part. A second transport may grant
-        fewer than the first."""
+        """Notes that the source grants the first `num_blocks` blocks of the part. A second
+        transport may grant fewer than the first."""
         with self._lock:
             self._started_s = self._started_s or time.monotonic()
             self._granted[part] = num_blocks
@@ -101,7 +101,8 @@ class FetchProgressReporter:
             self._post(FetchProgress(fetch_id=self._fetch_id, num_blocks=self._num_blocks))
 
     def arrived(self, part: int, num_layers: int) -> None:
-        """The first layers of all granted blocks of the part have arrived and are verified."""
+        """Notes that the first layers of all granted blocks of the part have arrived and are
+        verified."""
         with self._lock:
             self._layers[part] = num_layers
             num_layers = min(self._complete_layers(), self._num_layers - 1)
@@ -116,11 +117,11 @@ class FetchProgressReporter:
             self._reported_layers = num_layers
 
     def break_gate(self) -> None:
-        """Not all granted blocks will arrive."""
+        """Notes that not all granted blocks will arrive."""
         self._gate.break_gate()
 
     def end(self, ended: FetchEnded) -> None:
-        """The end of the fetch has been posted."""
+        """Notes that the end of the fetch has been posted."""
         self._gate.end(not ended.error and ended.num_blocks == self._num_blocks)
 
     def _leading_granted(self) -> int | None:

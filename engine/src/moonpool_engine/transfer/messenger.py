@@ -61,7 +61,7 @@ USUAL_LIMITS = TransferLimits()
 
 
 class Messenger:
-    """`layout` is that of whole blocks, also if the arena stores only a share of each.
+    """`layout` is that of whole blocks, even if the arena stores only a share of each.
 
     `post` is called from messenger threads and must not block. `nixl_agent`: used with peers that
     have one too; closed with the messenger.
@@ -166,8 +166,8 @@ class Messenger:
     def forget_checksums(
         self, block_ids: Sequence[BlockId], first_token: int, end_token: int
     ) -> None:
-        """The engine is about to write tokens first_token ... end_token - 1 of the sequence whose
-        block table is `block_ids`."""
+        """Notes that the engine is about to write tokens first_token ... end_token - 1 of the
+        sequence whose block table is `block_ids`."""
         size = self._block_tokens
         self._context.arena.checksums.forget(block_ids[first_token // size : -(-end_token // size)])
 

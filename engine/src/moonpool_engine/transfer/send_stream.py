@@ -99,7 +99,7 @@ class SendStream:
             os.eventfd_write(self._wake_fd, 1)
 
     def finish(self) -> None:
-        """No more slices follow."""
+        """Notes that no more slices follow."""
         with self._lock:
             if not self._ended:
                 self._finished = True

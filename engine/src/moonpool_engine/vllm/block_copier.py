@@ -21,8 +21,8 @@ from moonpool_engine.vllm.slice_mover import SliceMover, Sums
 
 
 class BlockCopier(Protocol):
-    """Of one kind of KVCache. `places` are addresses of blocks in the pool's memory, one for each
-    block id."""
+    """Copies blocks of one kind of KVCache. `places` are addresses of blocks in the pool's memory,
+    one for each block id."""
 
     def mark(self) -> None:
         """Called by vLLM's thread as a step begins: what was computed before may be stored."""
@@ -44,7 +44,7 @@ class BlockCopier(Protocol):
 
 
 class HostCopier:
-    """For tensors in this process's memory."""
+    """Copies tensors in this process's memory."""
 
     def __init__(self, layout: CacheLayout, kind: BlockKind, mover: SliceMover) -> None:
         self._layout = layout
@@ -54,10 +54,10 @@ class HostCopier:
         self._slices_of = kind.slices_by_layer(layout)
 
     def mark(self) -> None:
-        """A step is computed when vLLM's thread goes on."""
+        """Does nothing: a step is computed when vLLM's thread goes on."""
 
     def wait(self, layer: str) -> None:
-        """What was loaded is there."""
+        """Does nothing: what was loaded is there."""
 
     def load(self, layer: str, block_ids: Places, places: Places) -> Sums:
         slices = self._slices_of[layer]
@@ -77,7 +77,7 @@ class HostCopier:
 
 
 class DeviceCopier:
-    """For tensors on a device. Loads and stores have a stream each, beside that of the model."""
+    """Copies tensors on a device. Loads and stores have a stream each, beside that of the model."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class BlockKind:
 
     @property
     def num_slices(self) -> int:
-        """Of one block."""
+        """Slices of one block."""
         return sum(group.num_slices for group in self.groups)
 
     def slices_by_layer(self, layout: CacheLayout) -> dict[str, Places]:
@@ -67,7 +67,7 @@ def kinds_of(layout: CacheLayout) -> tuple[BlockKind, ...]:
 
 
 def windows_of(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
-    """For each group the blocks of its window, 0 where it has none."""
+    """Returns, for each group, the blocks of its window, and 0 where it has none."""
     return tuple(map(window_blocks, groups))
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 BlockBytes = dict[str, "torch.Tensor"]
-"""Of each layer: the bytes of some blocks."""
+"""The bytes of some blocks, for each layer."""
 
 
 class BlockViews:
@@ -50,7 +50,7 @@ class BlockViews:
                 tensor.zero_()
 
     def read(self, places: Sequence[Sequence[int]]) -> BlockBytes:
-        """The bytes of the blocks of each group."""
+        """Returns the bytes of the blocks of each group."""
         import torch
 
         return {

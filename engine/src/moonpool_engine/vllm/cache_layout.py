@@ -55,7 +55,7 @@ class CacheGroup:
     kind: str
     block_tokens: int
     window_tokens: int | None
-    """Of a sliding window or a chunk; None if a token attends to all before it."""
+    """The length of a sliding window or a chunk; None if a token attends to all before it."""
     layers: tuple[str, ...]
     first_slice: int
     num_slices: int
@@ -97,17 +97,17 @@ class CacheLayout:
 
     slice_bytes: int
     num_blocks: int
-    """That vLLM has; ids are below it."""
+    """The number of vLLM's blocks; ids are below it."""
     device_type: str
     groups: tuple[CacheGroup, ...]
     parts: tuple[LayerPart, ...]
     description: str
-    """JSON of all that has to be equal between two workers, without what is of this process."""
+    """JSON of all that must be equal between two workers, without what belongs to this process."""
 
     @classmethod
     def of(cls, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> CacheLayout:
-        """From what vLLM gives a connector: the tensor of each layer by its name, and the
-        `KVCacheConfig`. Raises LayoutRefused."""
+        """Makes the layout from what vLLM gives a connector: the tensor of each layer by its name,
+        and the `KVCacheConfig`. Raises LayoutRefused."""
         try:
             return _read(kv_caches, kv_cache_config)
         except (AttributeError, KeyError, TypeError, IndexError, RuntimeError) as error:
@@ -119,7 +119,7 @@ class CacheLayout:
 
     @property
     def num_slices(self) -> int:
-        """Of one block over all layers of all groups."""
+        """Slices of one block over all layers of all groups."""
         return sum(group.num_slices for group in self.groups)
 
     @cached_property
@@ -166,7 +166,7 @@ class CacheLayout:
 def slice_addresses(
     parts: Sequence[LayerPart], block_ids: npt.ArrayLike, slice_bytes: int, num_blocks: int
 ) -> Addresses:
-    """As `CacheLayout.addresses` for some parts."""
+    """Returns the addresses of some parts, as `CacheLayout.addresses` does."""
     ids = np.asarray(block_ids, dtype=np.int64)
     if ids.size and (ids.min() < 0 or ids.max() >= num_blocks):
         raise IndexError(f"block ids are 0 to {num_blocks - 1}, got {ids.min()} to {ids.max()}")

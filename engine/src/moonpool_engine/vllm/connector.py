@@ -4,7 +4,7 @@
         "kv_connector_module_path": "moonpool.vllm_connector", "kv_role": "kv_both"}'
 
 vLLM makes one connector in its scheduler (`SchedulerSide`) and one in each worker (`WorkerSide`).
-Whatever fails here costs hits, and no answer: vLLM then serves without the pool.
+A failure here costs hits, and no answer: vLLM then serves without the pool.
 """
 
 from __future__ import annotations

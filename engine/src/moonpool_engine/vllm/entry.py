@@ -1,5 +1,5 @@
 """The class that vLLM gets: the pool's connector, or one that moves nothing where this vLLM's
-interface is not known. What follows a change of vLLM here is one line, and no wrong answer."""
+interface is not known. So a change in vLLM causes one line here, and no wrong answer."""
 
 from __future__ import annotations
 

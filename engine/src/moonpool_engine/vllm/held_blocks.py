@@ -1,7 +1,7 @@
 """vLLM's blocks that have left a window and have not been stored yet.
 
-vLLM gives such blocks to other requests with its next step. Whoever wants to read them has to count
-as one of their users: vLLM's own connectors do the same with its block pool.
+vLLM gives such blocks to other requests with its next step. A reader of such blocks must count as
+one of their users: vLLM's own connectors do the same with its block pool.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class HeldBlocks:
         return taken
 
     def end_store(self, number: int) -> None:
-        """The store has ended; ignored if it held nothing."""
+        """Notes that the store has ended; ignored if it held nothing."""
         self._free(self._of_store.pop(number, []))
 
     def give_back(self, req_id: str) -> None:
-        """The request has ended or lost its blocks."""
+        """Gives all blocks back, because the request has ended or lost them."""
         self._next.pop(req_id, None)
         self._free(list(self._of_request.pop(req_id, {}).values()))
 

@@ -6,7 +6,8 @@ import inspect
 from typing import Any
 
 TRIED = ("0.32", "0.33")
-"""Of vLLM, without what follows the second number. `docs/compatibility.md` has the runs."""
+"""Versions of vLLM, without what follows the second number. `docs/compatibility.md` has the
+runs."""
 _SELF = "self"
 METHODS: dict[str, tuple[str, ...]] = {
     "__init__": (_SELF, "vllm_config", "role", "kv_cache_config"),
@@ -34,7 +35,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "wait_for_layer_load": (_SELF, "layer_name"),
     "wait_for_save": (_SELF,),
 }
-"""What vLLM calls of ours, by the names of the parameters."""
+"""What vLLM calls of this connector, with the names of the parameters."""
 
 
 def why_unknown(version: str, base: Any) -> str:

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 POISON = 0x3F  # an ordinary number in each format: kernels may read it, masked
 MOST_NOISE = 0.05
-"""Of a log-probability between two equal steps on a GPU. On a CPU there is none."""
+"""Greatest difference of a log-probability between two equal steps on a GPU. On a CPU there is
+none."""
 NOISE_MARGIN = 4.0
 LEAST_EFFECT = 10.0
 """What blocks that were not copied change has to be more than this many times the tolerance."""
 
 Outcome = list[Logprobs]
-"""Of each prompt; empty on a rank without the last layer, which judges bytes alone."""
+"""The outcome of each prompt; empty on a rank without the last layer, which judges bytes alone."""
 Read = Callable[[Mapping[str, "torch.Tensor"], Any], CacheLayout]
 
 
@@ -110,7 +111,7 @@ class _Probe:
         return control
 
     def _measure_noise(self, control: Outcome) -> None:
-        """By what two steps over the same blocks differ."""
+        """Returns by how much two steps over the same blocks differ."""
         noise = difference(control, self._tails_over([p.computed for p in self._prompts]))
         if noise > (0.0 if self._layout.device_type == "cpu" else MOST_NOISE):
             self.wrong.append(
@@ -201,7 +202,7 @@ class _Probe:
         return [found.get(r.name, {}) for r in requests]
 
     def _step(self, chunks: Sequence[tuple[HandRequest, int]]) -> dict[str, Logprobs]:
-        """On all ranks: where a step fails on one of them, the others would wait for it."""
+        """Runs a step on all ranks: if it fails on one of them, the others would wait for it."""
         found: dict[str, Logprobs] = {}
         agreed(lambda: found.update(self._steps.step(chunks)))
         return found

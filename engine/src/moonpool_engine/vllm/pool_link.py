@@ -76,7 +76,7 @@ class PoolLink:
         self._stopping = threading.Event()
         self._said = ""
         self.memory: SpaceMemory | None = None
-        """Of an attached link, while it is connected."""
+        """The memory of an attached link, while it is connected."""
         self._thread = threading.Thread(target=self._run, name="moonpool-pool", daemon=True)
 
     def start(self) -> None:

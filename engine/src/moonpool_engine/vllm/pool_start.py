@@ -33,8 +33,8 @@ class PoolStartError(Exception):
 
 
 def start_in_background(socket_path: Path, settings: Mapping[str, Any]) -> None:
-    """Starts the pool while vLLM starts. What goes wrong is logged: vLLM serves without the pool,
-    until there is one."""
+    """Starts the pool while vLLM starts. An error is logged: vLLM serves without the pool, until
+    there is one."""
 
     def start() -> None:
         try:

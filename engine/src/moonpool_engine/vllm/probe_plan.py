@@ -15,7 +15,7 @@ SPARE_TOKENS = 32
 """Places behind a prompt, for tokens that a drafter looks ahead."""
 
 Places = tuple[tuple[int, ...], ...]
-"""For each group the blocks of a prompt, in the order of its tokens."""
+"""The blocks of a prompt for each group, in the order of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

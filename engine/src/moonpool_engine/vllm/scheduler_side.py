@@ -224,7 +224,7 @@ class SchedulerSide:
                 self._searches.pop(search.owner, None)
 
     def _give_up(self, state: _RequestState, search: _Search) -> None:
-        """The pool does not answer: the request computes its prompt."""
+        """Gives up on a pool that does not answer: the request computes its prompt."""
         self._release(search)
         state.search = None
         self.counts["silent"] += 1
@@ -249,7 +249,8 @@ class SchedulerSide:
                     search.until_s = search.asked_s + LOAD_S
 
     def _on_end(self) -> None:
-        """The pool has gone: nothing more is answered. Memory that was named stays readable."""
+        """Notes that the pool has gone: nothing more is answered. Memory that was named stays
+        readable."""
         with self._has_news:
             for search in self._searches.values():
                 if search.found is None:
@@ -294,7 +295,7 @@ class SchedulerSide:
         self.counts["from_ssd"] += state.from_ssd
 
     def ssd_tokens(self, request: Any) -> int:
-        """Of the tokens that are loaded for a request, those that were on the SSD."""
+        """The number of tokens that are loaded for a request and were on the SSD."""
         state = self._requests.get(request.request_id)
         return 0 if state is None else state.from_ssd * self._block_tokens
 
@@ -371,7 +372,7 @@ class SchedulerSide:
             self._held.end_store(number)
 
     def on_ended(self, ended: TransfersEnded) -> None:
-        """Workers have ended loads and stores."""
+        """Notes that workers have ended loads and stores."""
         for owner, index in ended.wrong.items():
             self.counts["failed_loads"] += 1
             state = self._requests.get(self._loading.get(owner, ""))

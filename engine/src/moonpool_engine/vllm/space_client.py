@@ -26,7 +26,7 @@ RESERVE_S = 1.0
 
 
 class SpaceClient:
-    """Of one kind of KVCache. `copier` copies the kind's blocks."""
+    """The client of a space for one kind of KVCache. `copier` copies the kind's blocks."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class SpaceClient:
         return np.asarray([table[group.index] for group in self.kind.groups], np.int64)
 
     def tell_damaged(self, keys: tuple[bytes, ...]) -> None:
-        """These blocks differ from their checksums."""
+        """Reports blocks that differ from their checksums."""
         self._link.send(Damaged(keys=keys))
 
     # Stores

@@ -188,7 +188,7 @@ class WorkerSide:
         return wrong
 
     def _tell_damaged(self, specs: Sequence[LoadSpec], wrong: Sequence[np.ndarray]) -> None:
-        """The pool forgets blocks that have changed, in all spaces."""
+        """Makes the pool forget blocks that have changed, in all spaces."""
         for spec, bad in zip(specs, wrong, strict=True):
             keys = tuple(spec.keys[index] for index in np.flatnonzero(bad))
             if not keys:
@@ -231,7 +231,7 @@ class WorkerSide:
             self._lock.notify_all()
 
     def preempt(self, req_ids: Sequence[str]) -> None:
-        """These requests lose their blocks: returns when none of them is read any more."""
+        """Returns when no block of these requests, which lose their blocks, is read any more."""
         if not req_ids:
             return
         gone = set(req_ids)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Logprobs = dict[int, float]
-"""Of the likeliest next tokens."""
+"""Logprobs of the likeliest next tokens."""
 
 MOST_LOGPROBS = 20
 
@@ -76,7 +76,7 @@ class WorkerSteps:
 
     @property
     def most_prompt_tokens(self) -> int:
-        """With one place for what follows."""
+        """The most tokens of a prompt that leave one place for what follows."""
         return int(self._worker.vllm_config.model_config.max_model_len) - 1
 
     def why_unfit(self) -> str:
@@ -201,7 +201,7 @@ def _likeliest(found: Any, row: int) -> Logprobs:
 
 @contextmanager
 def _without_connector(worker: Any) -> Iterator[None]:
-    """As vLLM does for its own dummy steps."""
+    """Runs without the connector, as vLLM does for its own dummy steps."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     kept = kv_transfer_state._KV_CONNECTOR_AGENT

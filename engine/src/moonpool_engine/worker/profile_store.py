@@ -4,7 +4,7 @@ The first start of a model measures them, and the first one of each week refines
 machine makes a measurement slower, never faster, so the store keeps the best time of each kind of
 step, and the cost model is fitted to those. The instances of a machine start at the same time:
 under a lock, the first one measures while the others wait for its result. `moonpool profile`
-measures all anew.
+measures all of them again.
 """
 
 from __future__ import annotations

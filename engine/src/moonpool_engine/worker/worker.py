@@ -63,7 +63,7 @@ from moonpool_engine.worker.transfers import LayerGates, storage_by, transfers_b
 log = logging.getLogger("moonpool.worker")
 
 END_S = 15.0
-"""How long a worker with a hanging engine may take to end in order."""
+"""How long a worker with a hanging engine may take for an orderly end."""
 
 
 class Worker(InstanceProcess):

@@ -24,7 +24,7 @@ class BenchGroup(SuggestingGroup):
     """The commands of this module and those of a checkout's `benchmarks/`."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """In short, those of a checkout by name alone: they are many, and for developers."""
+        """Lists those of a checkout by name alone: they are many, and for developers."""
         if shows_everything(ctx):
             super().format_commands(ctx, formatter)
             return

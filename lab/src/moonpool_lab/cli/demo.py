@@ -30,7 +30,7 @@ from moonpool_lab.demo.events import ask, fill_memory, kill_in_an_answer
 from moonpool_lab.demo.local_server import LocalServer, ServerError, is_alive
 from moonpool_lab.demo.workload import Conversation, make_conversations
 
-MIN_COLUMNS = 118  # of the tables; a file has no width of its own
+MIN_COLUMNS = 118  # width of the tables; a file has no width of its own
 STAGES = ("queue_and_fetch", "prefill", "handover", "decode")
 KV_TOKENS_PER_USER = 6144
 """Memory of an instance for each conversation that it decodes: little, so that it fills up."""

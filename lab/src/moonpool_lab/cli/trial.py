@@ -127,7 +127,7 @@ def trial(
 
     Asks conversations with planted codes, first one by one, then under load with shared and forked
     prefixes, evictions, and clients that leave. Each greedy answer is compared with what the same
-    server answered in quiet. Near-ties, which rounding may flip, are counted apart.
+    server answered without load. Near-ties, which rounding may flip, are counted apart.
 
     Ends with status 1 if wrong answers are proven, and with 3 if answers were cut or hung.
     """

@@ -14,7 +14,7 @@ from moonpool.pages import look
 from moonpool_lab.demo.answers import COLUMNS, AnsweredTurn, DemoRun
 
 STAGES = {"queue_and_fetch": "b2", "prefill": "b1", "handover": "b4", "decode": "b3"}
-"""Of a request, with the colour of each on all pages."""
+"""The stages of a request, with the colour of each on all pages."""
 
 
 def render_page(on: DemoRun, off: DemoRun) -> str:
@@ -39,7 +39,7 @@ def render_page(on: DemoRun, off: DemoRun) -> str:
     faster = off.mean_ttft_s / on.mean_ttft_s if on.mean_ttft_s else 1.0
     return environment.from_string(template).render(
         look=Markup(look()),  # noqa: S704 - the package's own style sheet
-        lead=f"{right} of {len(rows)} answers are right, also those of instances that were killed."
+        lead=f"{right} of {len(rows)} answers are right, with those of instances that were killed."
         f" With reuse of KVCache, first tokens came {faster:.1f} times as soon.",
         tiles=tiles,
         events=on.events,

@@ -2,7 +2,7 @@
 
 Each entry names the hash of the entry before it, and has a hash of itself. So an entry that is
 changed, left out or put in later breaks the chain, which every reader checks. The last entries can
-be cut off without a trace here; whoever keeps the table under version control sees that, too.
+be cut off without a trace here; version control of the table shows that, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FIRST = "0" * 64
-"""Stands in the first entry for the hash of the one before."""
+"""Stands in the first entry for the hash of the entry before."""
 
 
 class TableError(ValueError):

@@ -71,7 +71,7 @@ class FrontDoor:
 
     @property
     def longest_tokens(self) -> int | None:
-        """Of prompt and answer; None: the server does not say."""
+        """Longest prompt and answer in tokens; None: the server does not say."""
         return self._facts.max_model_tokens
 
     def prompt(self, num_tokens: int) -> Prompt:
@@ -89,8 +89,8 @@ class FrontDoor:
 
     @staticmethod
     async def context_tokens(client: HttpClient, facts: ServerFacts) -> int | None:
-        """The longest prompt with its answer: as `/v1/models` lists it, or as llama-server tells
-        of a slot; None where nothing does."""
+        """The longest prompt with its answer: as `/v1/models` lists it, or as llama-server reports
+        it of a slot; None if nothing does."""
         if facts.max_model_tokens is not None:
             return facts.max_model_tokens
         status, body = await client.get("/props")
@@ -102,7 +102,7 @@ class FrontDoor:
             return None
 
     async def cache_tokens(self) -> int:
-        """The KVCache of one engine as vLLM's metrics tell it; 0 where nothing does."""
+        """The KVCache of one engine as vLLM's metrics report it; 0 if nothing does."""
         status, body = await self._client.get("/metrics")
         found = _CACHE_BLOCKS.search(body) if status == 200 else None
         size = _BLOCK_SIZE.search(found[0]) if found else None

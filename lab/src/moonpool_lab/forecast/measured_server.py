@@ -3,7 +3,7 @@
 Prompts are timed alone, by length and by cached tokens; answers by how many decode at once. A long
 prompt beside answers shows how prompts and decodes share steps. Then prompts fill the cache until
 the first of them is gone. Each part has a share of the time and does its most useful cases first;
-what there was no time for is left at what the others imply.
+cases without time are derived from the others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moonpool.types import Struct
 from moonpool_lab.forecast.front_door import FrontDoor, Prompt, TimedAnswer
 
 PREFILL_SHARE, CACHED_SHARE, DECODE_SHARE, CHUNK_SHARE = 0.25, 0.15, 0.35, 0.1
-"""Of the time; what is left fills the cache."""
+"""Shares of the time; the rest fills the cache."""
 SHORTEST_PROMPT = 16
 NUM_LENGTHS = 6
 MOST_REPEATS = 5
 CACHED_PARTS = (0.75, 0.5)
-"""Of a prompt, that is cached already."""
+"""Shares of a prompt that is cached already."""
 HIT_SHARE = 0.75
 """A repeated prompt that takes less than this share of its time was found in the cache."""
 BATCHES = (1, 4, 8, 2, 16, 32, 64)
@@ -41,7 +41,7 @@ KV_BYTES_PER_TOKEN = 1024
 INSTANT_BYTES_PER_S = 1e12
 DEFAULT_CHUNK_TOKENS = 2048
 UNLIMITED_SEQUENCES = 256
-"""Where no limit was met: the default of engines for many users."""
+"""The value if no limit was met: the default of engines for many users."""
 
 
 class MeasuredServer(Struct, frozen=True):
@@ -202,7 +202,7 @@ class _Measurement:
             )
 
     def _engine_s(self, times_s: Sequence[float]) -> float:
-        """What remains without the way to the server and back."""
+        """Returns the time without the way to the server and back."""
         return max(median(times_s) - self._front_s, 1e-6)
 
     async def _measure_decodes(self) -> None:

@@ -33,7 +33,7 @@ from moonpool_lab.replay.server import ASSUMED_VOCAB, ServerFacts, query_server
 
 LOADS = (0.5, 0.8, 1.0, 1.5)
 QUIET_S = 2.0
-"""Between two runs, so that the answers of one are over."""
+"""Pause between two runs, so that the answers of one are over."""
 
 
 class ForecastError(ValueError):

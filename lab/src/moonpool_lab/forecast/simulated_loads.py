@@ -26,7 +26,7 @@ from moonpool_lab.forecast.measured_server import MeasuredServer
 ATTAINMENT = 0.9
 """Capacity is the highest rate at which this share of the requests meets both SLOs."""
 SLO_FACTORS = (10.0, 5.0)
-"""SLOs of TTFT and TBT over their P90 without load, where nobody states one; Mooncake's."""
+"""SLOs of TTFT and TBT over their P90 without load, if nobody states one; Mooncake's."""
 ALONE_SPEED = 1e-4
 """Requests this much slower than the trace's do not meet each other."""
 SEARCH_STEPS = 6
@@ -38,7 +38,7 @@ MESSAGES_OF_A_HANDOVER = 3
 INSTANT_S = 1e-9
 SHARES = ("p50", "p90", "p99")
 OWN_TABLES = ("cluster", "conductor", "engine", "pool")
-"""Of a moonpool server's configuration: those that decide."""
+"""The tables of a moonpool server's configuration that decide."""
 
 
 class TriedLoad(Struct, frozen=True):
@@ -142,8 +142,8 @@ class SimulatedServer:
 
 
 def forecast_figures(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures that are forecast, from those of a simulation or of a replay. Where nothing hit
-    a cache of which nothing is said, `hit_ratio` is what was counted."""
+    """The figures that are forecast, from those of a simulation or of a replay. If no request hit a
+    cache about which nothing is known, `hit_ratio` is what was counted."""
     return {
         "requests": figures["requests"],
         "completed": figures["completed"],

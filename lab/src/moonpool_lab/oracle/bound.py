@@ -237,7 +237,7 @@ def _worst(
 
 
 def _endpoints(instants_s: Floats) -> Floats:
-    """At most MOST_ENDPOINTS of the instants, the first and the last among them."""
+    """Returns at most MOST_ENDPOINTS of the instants, the first and the last among them."""
     distinct = np.unique(instants_s)
     if len(distinct) <= MOST_ENDPOINTS:
         return np.asarray(distinct)

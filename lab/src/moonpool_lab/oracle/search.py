@@ -43,7 +43,8 @@ Chosen = frozenset[int]
 
 
 class EffectiveCollector(Collector):
-    """Also notes which requests were effective, by the number of their arrival."""
+    """A collector that notes, too, which requests were effective, by the number of their
+    arrival."""
 
     def __init__(self) -> None:
         super().__init__()

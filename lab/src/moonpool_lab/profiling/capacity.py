@@ -136,7 +136,8 @@ class _Search:
         return max((rate for rate in rates if rate < self.fails), default=0.0)
 
     def bracket(self, start: float) -> bool:
-        """Widens until one rate holds and another fails; returns False if none does."""
+        """Doubles or halves the rate until one meets the SLOs and another does not. Returns False
+        if all meet them or none does."""
         self.judge(start)
         for _ in range(MAX_WIDENINGS):
             if self.holds:

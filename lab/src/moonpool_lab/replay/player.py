@@ -188,7 +188,7 @@ class Player:
     def _wait_s(
         self, row: TraceRow, status: int, num_tries: int, receiver: CompletionReceiver
     ) -> float | None:
-        """How long to wait before a refused request is sent again; None: it is not."""
+        """Returns how long to wait before a refused request is sent again; None if it is not."""
         if row.call:
             self.programs.num_retries += 1
             wait_s = retry_after_s(status, num_tries, receiver.retry_after_s)

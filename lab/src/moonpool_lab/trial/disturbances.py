@@ -9,7 +9,7 @@ import time
 from moonpool_lab.replay.http_client import BodyReceiver, ConnectionFailedError, HttpClient
 
 RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
-"""Of moonpool and vLLM, and of SGLang."""
+"""Paths of moonpool and vLLM, and of SGLang."""
 RESET_S = 30.0
 START_S = 600.0
 

@@ -1,4 +1,5 @@
-"""Runs a trial against one server: references in quiet, then load and disturbances, then quiet.
+"""Runs a trial against one server: references without load, then load and disturbances, then again
+without load.
 
 The reference of a question is the answer that the server itself gives when nothing else is asked.
 """

@@ -29,7 +29,7 @@ MAX_EXAMPLES = 20
 
 
 class Phase(msgspec.Struct):
-    """Counts of the answers given in quiet, or under load."""
+    """Counts of the answers given without load, or under load."""
 
     asked: int = 0
     answered: int = 0
@@ -53,7 +53,7 @@ class Phase(msgspec.Struct):
 
     @property
     def unexplained(self) -> int:
-        """Answers with a difference that is no near-tie; left out are those nothing tells of."""
+        """Answers with a difference that is no near-tie, except those for which nothing tells."""
         return sum(self.kinds[kind] for kind in ("wrong", "missing", "doubled"))
 
 

@@ -39,8 +39,8 @@ _SINGLE = frozenset(
     }
 )
 """Headers that decide something: two lines of one are refused, because another part of the way may
-have read the other line. The parser sees to Content-Length, the connection to Host; of several
-traceparents none is used, as W3C's text wants."""
+have read the other line. The parser checks Content-Length, the connection checks Host; of several
+traceparents none is used, as the W3C text requires."""
 _TRACEPARENT = b"traceparent"
 _LOCAL_NAMES = frozenset({"localhost", "localhost."})
 _HOSTS_FILE = "/etc/hosts"
@@ -64,8 +64,8 @@ class CallerCheck:
         self._is_shared = len(set(options.api_keys.values())) > 1
 
     async def admit(self, context: HttpContext, rule: RouteRule) -> None:
-        """Sets whose request it is. Raises ApiError (400, 401, 403, 415, 503), and RequestRefused
-        where too many requests wait to be told from those of a proxy."""
+        """Finds out whose request it is. Raises ApiError (400, 401, 403, 415, 503), and
+        RequestRefused where too many requests wait to be told from those of a proxy."""
         if context.kept is not None:  # checked by the head that received it
             context.tenant = context.kept.opening.tenant
             context.is_admin = context.kept.opening.is_admin
@@ -91,7 +91,7 @@ class CallerCheck:
             self._check_page(context)
 
     def _own(self, context: HttpContext) -> None:
-        """Says whose room the request takes. Raises ApiError (503)."""
+        """Finds out whose room the request takes. Raises ApiError (503)."""
         context.belong_to(context.tenant if self._is_shared else "")
 
     def _tenant(self, context: HttpContext) -> str:

@@ -1,9 +1,9 @@
 """Tells a local user's own request from one that a proxy on this machine has passed on.
 
-Both come from a loopback address, and a proxy need not say in any header that it is one. What
-differs is the process at the other end: nobody on a network can speak through a user's command. So
-a process counts as local if it runs as the server's own user, waits for no connections, has
-accepted none, and has none to another machine. The kernel tells it (`/proc`).
+Both come from a loopback address, and a proxy need not send a header that says it is one. What
+differs is the process at the other end: a network peer cannot speak through a user's command. So a
+process counts as local if it runs as the server's own user, waits for no connections, has accepted
+none, and has none to another machine. The kernel has this information (`/proc`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Address = tuple[str, int | None]
 _LISTENS = "0A"
 _UNIX_LISTENS = 0x10000  # __SO_ACCEPTCON
 _MAX_TABLE_BYTES = 16 << 20
-"""A machine with more sockets than fit gets no answer."""
+"""Larger tables are not read, so a machine with more sockets gets no answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""What a server is asked to protect itself with: keys, certificates, authorities. What cannot be
-used ends the start, and never leaves the server without it."""
+"""What a server is asked to protect itself with: keys, certificates, authorities. A setting that
+cannot be used ends the start: the server never runs without the protection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moonpool.config.tables import Config
 from moonpool.link.tls import PeerTls, PeerTlsError
 
 UNPROTECTED = (KeyFileError, TlsError, PeerTlsError)
-"""What these functions raise: each text is one line."""
+"""What these functions raise; each text is one line."""
 
 
 def open_keys(config: Config) -> ApiKeys:

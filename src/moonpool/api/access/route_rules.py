@@ -11,8 +11,8 @@ from moonpool.protocol.model_offer import POOLING_PATHS
 Callers = Literal["everybody", "tenants", "the operator"]
 """`tenants`: with a key, if the server has keys. `the operator`: with the operator's key."""
 Pages = Literal["all", "own", "none"]
-"""Which web pages may call it. `own`: those that the server sends itself, and of origins that it
-allows. With keys a page needs one, and no other rule holds."""
+"""Which web pages may call it. `own`: pages that the server sends itself, and pages of origins that
+it allows. On a server with keys, a page needs a key, and no other rule holds."""
 CALL_BODY = -1
 """The largest body is `api.max_body_bytes`."""
 SMALL_BODY = 64 << 10

@@ -46,8 +46,8 @@ class BodyClient:
         self._process = HelperProcess(MODULE, _ENVIRONMENT, self._on_end)
 
     def begin(self) -> asyncio.Task[str]:
-        """Starts the process. The result is why the tokenizer or the chat template cannot be used;
-        "" if they can."""
+        """Starts the process. Returns why the tokenizer or the chat template cannot be used; "" if
+        they can."""
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
         return self._starting

@@ -1,10 +1,9 @@
 """What one body may take of the process that reads it, and the errors of one that takes more.
 
-Chat templates and tokenizers come with a model: they may take any time and memory for a text that
-they dislike. The time is CPU time, so that a busy machine ends nothing. At the limit Python code is
-interrupted, and the process goes on. Code that does not return to Python ends with the process: its
-parent sees that it computes on, and RLIMIT_CPU would end it, too. What the process was doing is in
-memory that they share.
+Chat templates and tokenizers come with a model: a text may make them take any time and memory. The
+time is CPU time, so that a busy machine ends nothing. At the limit Python code is interrupted, and
+the process goes on. Code that does not return to Python ends with the process: its parent sees that
+it computes on, and RLIMIT_CPU would end it too. A shared page says what the process was doing.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ BYTES_PER_S = 256 << 10
 """CPU time for a body: tokenizers take a fourth of it at most."""
 LOAD_S = 60.0
 LOAD_BYTES = 4 << 30
-"""For the tokenizer itself."""
+"""Memory for the tokenizer itself."""
 BASE_BYTES = 512 << 20
 BYTES_PER_BYTE = 64
 """Memory for a body, beside that of the tokenizer."""
 AGAIN_S = 0.05
-"""How often a limit is told again, should something have caught it."""
+"""How often a limit is signalled again, in case something has caught the signal."""
 
 
 class ReadStage(IntEnum):
@@ -64,7 +63,7 @@ class LimitReachedError(BaseException):
 
 
 class CallLimits:
-    """Sets the limits of this process. For the main thread."""
+    """Sets the limits of this process. Use it in the main thread."""
 
     def __init__(self) -> None:
         self._is_armed = False
@@ -72,7 +71,7 @@ class CallLimits:
         signal.signal(signal.SIGPROF, self._on_time)
 
     def settle(self) -> None:
-        """From now on memory counts beside what is used now."""
+        """From now on counts memory beyond what is used now."""
         self._own_bytes = _address_bytes()
 
     @property
@@ -82,8 +81,8 @@ class CallLimits:
 
     @contextlib.contextmanager
     def within(self, seconds: float, num_bytes: int) -> Iterator[None]:
-        """Within it, so much CPU time and further memory may be used. Raises `LimitReachedError`
-        and MemoryError."""
+        """A context in which this much CPU time and further memory may be used. Raises
+        `LimitReachedError` and MemoryError."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         last_s = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
         _lower(resource.RLIMIT_CPU, last_s)
@@ -110,7 +109,7 @@ def _lower(kind: int, most: int) -> None:
 
 
 def _address_bytes() -> int:
-    """0 where the kernel does not tell it: there memory is not limited."""
+    """Returns 0 where the kernel does not report it: memory is not limited there."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * mmap.PAGESIZE
@@ -140,7 +139,7 @@ _TEMPLATE_REMEDY = "Send other messages, or start the server with --chat-templat
 
 
 def limit_error(kind: str, stage: ReadStage, what: str) -> ApiError:
-    """The error of a body of this kind. `what`: the subject took so much: "takes more than 2 s"."""
+    """The error of a body of this kind. `what`: what it did, as in "takes more than 2 s"."""
     param: Any = _PARAMS.get(kind, "messages")
     if stage is ReadStage.TEMPLATE:
         text = f"The model's chat template {what} for these messages. {_TEMPLATE_REMEDY}"

@@ -15,7 +15,7 @@ log = logging.getLogger("moonpool.http")
 
 MOST_AT_ONCE = 16
 RETRY_S = 1.0
-"""Pause after an error that accepting again at once would meet again: no file descriptors."""
+"""Pause after an error that would come again at once: no file descriptors."""
 
 
 class Acceptor:
@@ -42,7 +42,7 @@ class Acceptor:
         self._watch()
 
     def close(self) -> None:
-        """Accepts no more. Those that wait in the socket's queue are not touched."""
+        """Accepts no more connections. It leaves those that wait in the socket's queue."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)

@@ -1,4 +1,4 @@
-"""Reads the HTTP of one connection within limits: uvicorn's protocol, which alone has none.
+"""Reads the HTTP of one connection within limits, which uvicorn's protocol lacks.
 
 Each byte counts against a limit. A header has a largest size, a largest number of lines, and a time
 to arrive. A body that a handler reads has the limit of its route. Other bytes after a header (the
@@ -65,7 +65,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.party = ""
-        """Who has what waits in this process: the address, or the tenant of the last request."""
+        """Whose connection it is in this process: the address, or the tenant of the last request.
+        """
         self._address = ""  # as a party
         self._tenant = ""  # of the last request; "" if the server has no others
         self._in_header = True
@@ -113,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def belong_to(self, tenant: str) -> bool:
-        """As in `KeepingConnection`."""
+        """Does what `KeepingConnection.belong_to` does."""
         self._tenant = tenant
         self.party = tenant or self._address
         if tenant:
@@ -127,7 +128,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.limit.calls.release(self._tenant)
 
     def give_back(self) -> None:
-        """Ends at once: another connection needs its place, or its memory."""
+        """Ends at once: another connection needs the place, or the memory."""
         self.transport.abort()
 
     # Parsing
@@ -230,7 +231,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _check_host(self) -> None:
-        """One valid line, as RFC 9112 wants it."""
+        """Requires one valid line, as RFC 9112 does."""
         hosts = [value for name, value in self.headers if name == b"host"]
         is_missing = not hosts and self.parser.get_http_version() == "1.1"
         if is_missing or len(hosts) > 1 or not all(map(_HOST.fullmatch, hosts)):
@@ -308,7 +309,7 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: int, text: str) -> None:
-        """Sends a last response, after those to earlier requests; status 0 is none. What arrives
+        """Sends a last response, after those to earlier requests; status 0 means none. What arrives
         from now on is skipped."""
         if self._refusal is not None:
             return

@@ -19,19 +19,19 @@ RECORDS = Framing("<")
 
 
 class StreamKeeper(Protocol):
-    """Who outlives this head and holds what its successor needs. Parties share its room as that of
-    a `SharedBuffer`."""
+    """The party that outlives this head and holds what its successor needs. Parties share its room
+    as that of a `SharedBuffer`."""
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         """Holds duplicates of both. Returns their number; None: there is no room."""
         ...
 
     def keep_cut(self, log_fd: int, party: str) -> int | None:
-        """As `keep`, of a call whose connection ends with this process."""
+        """Keeps, as `keep` does, a call whose connection ends with this process."""
         ...
 
     def cut(self, number: int) -> None:
-        """The connection has ended: holds the log alone."""
+        """The connection has ended: holds only the log."""
         ...
 
     def drop(self, number: int) -> None: ...
@@ -49,7 +49,7 @@ class CallLog:
     def __init__(
         self, keeper: StreamKeeper, number: int, fd: int, num_bytes: int = 0, party: str = ""
     ) -> None:
-        """`num_bytes`: those that the keeper has counted for the party. The log owns `fd`."""
+        """`num_bytes`: the bytes that the keeper has counted for the party. The log owns `fd`."""
         self.records: list[bytes] = []  # of earlier heads
         self.number = number
         self.party = party
@@ -137,7 +137,7 @@ class CallLog:
             self._keeper.cut(self.number)
 
     def drop(self) -> None:
-        """The call needs its log no more."""
+        """The call no longer needs its log."""
         if self.is_kept:
             self.is_kept = False
             self._keeper.drop(self.number)

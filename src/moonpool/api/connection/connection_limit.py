@@ -10,7 +10,7 @@ from moonpool.api.sharing.shared_buffer import ReclaimedBuffer, SharedBuffer
 from moonpool.log_limit import limited_logger
 
 MAX_HALF_READ = 512
-"""Most requests at a time that shall outlive this process before they have arrived."""
+"""Most requests at a time that are kept for another head before they have arrived."""
 MAX_HALF_HEADER_BYTES = 64 << 20
 """Most bytes of headers that have begun and not ended."""
 MAX_UNREAD_BYTES = 512 << 20
@@ -28,7 +28,7 @@ class PlacedConnection(Protocol):
     """What the limit needs to know of a connection."""
 
     def give_back(self) -> None:
-        """Ends at once: another one needs its place."""
+        """Ends at once: another one needs the place."""
         ...
 
 
@@ -65,7 +65,7 @@ class ConnectionLimit:
         return True
 
     def leave(self, connection: PlacedConnection, party: str) -> None:
-        """Also for one that has made room for another."""
+        """Frees a place; called even for a connection that has made room for another."""
         self.work(connection, party)
         self.num_open -= 1
         self._num_of[party] -= 1
@@ -76,7 +76,7 @@ class ConnectionLimit:
         self._waiting.setdefault(party, {})[connection] = None
 
     def work(self, connection: PlacedConnection, party: str) -> None:
-        """It waits no longer."""
+        """Notes that the connection no longer waits."""
         waiting = self._waiting.get(party)
         if waiting is not None:
             waiting.pop(connection, None)

@@ -25,7 +25,7 @@ from moonpool.api.sharing.shared_buffer import party_at
 from moonpool.log_limit import limited_logger
 
 READ_S = 5.0
-"""Seconds for a request to arrive whose connection another head shall have."""
+"""Seconds in which a request must arrive before its connection goes to another head."""
 FLUSH_S = 0.05
 """How often a complete response is looked at until the kernel has all of it."""
 
@@ -35,7 +35,7 @@ class LimitedProtocol(BoundedProtocol):
 
     limit: ConnectionLimit
     keeper: StreamKeeper | None = None
-    """Holds answers that shall outlive this process."""
+    """Holds answers that must outlive this process."""
     answers: KeptAnswers
     mark: WorkMark | None = None
     """Where the supervisor sees which call is worked on."""
@@ -122,7 +122,7 @@ class LimitedProtocol(BoundedProtocol):
 
     @property
     def number(self) -> int | None:
-        """Of the call that another head would go on with."""
+        """The number of the call that another head would go on with."""
         received = self._kept or self._half_read or self._resumed
         return None if received is None else received.number
 
@@ -231,8 +231,8 @@ class LimitedProtocol(BoundedProtocol):
             return None
 
     def resume(self, received: KeptStream | HalfRead, num_sent: int) -> None:
-        """Goes on with a call that another head has received, or has begun to receive, and whose
-        client was sent so many bytes. Call it before the connection is made."""
+        """Continues a call that another head has received, or has begun to receive, and whose
+        client was sent `num_sent` bytes. Call it before the connection is made."""
         if isinstance(received, KeptStream):
             self._resumed = received
         else:

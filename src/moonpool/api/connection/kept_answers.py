@@ -69,13 +69,13 @@ class KeptAnswers:
             self._follow(kept)
 
     def drop(self, kept: KeptStream) -> None:
-        """The response is complete."""
+        """Notes that the response is complete."""
         self._drop(kept)
         for other in self._alike(kept):  # its client has the answer now
             self.forget(other.number)
 
     def lose(self, kept: KeptStream) -> None:
-        """The connection has ended before the response was complete."""
+        """Notes that the connection ended before the response was complete."""
         self._running.pop(kept.number, None)
         if not (kept.opening.digest and kept.may_come_again and kept.log.is_kept):
             self._drop(kept)
@@ -120,7 +120,7 @@ class KeptAnswers:
         return Known(found.opening.facts, deliveries, found.num_returns)
 
     def hold(self, kept: KeptStream) -> None:
-        """Its client has lost the connection, and may come back."""
+        """Keeps an answer whose client has lost the connection, and may come back."""
         self.cut[kept.number] = kept
         self._num_bytes[kept.number] = kept.log.num_bytes
         self._num_cut_bytes += kept.log.num_bytes
@@ -153,7 +153,7 @@ class KeptAnswers:
         return [other for other in self.cut.values() if _name(other) == _name(kept)]
 
     def forget(self, number: int) -> None:
-        """Its client does not come back."""
+        """Drops an answer whose client does not come back."""
         kept = self.cut.pop(number, None)
         if kept is not None:
             self._num_cut_bytes -= self._num_bytes.pop(number)

@@ -72,8 +72,8 @@ class Opening(Struct, frozen=True):
     `request`: as bytes of HTTP. `base`: the position of the response's first byte among all bytes
     that this connection sends, as `accepted_bytes` counts them. `arrived_s` is on the machine's
     monotonic clock, which all processes share. `request` is empty if the connection cannot outlive
-    its head. `digest`: of path and body, by which the same call is known when it comes again; empty
-    if it would not go on. `num_returns`: how often it has come again.
+    its head. `digest`: the digest of path and body, by which the same call is known when it comes
+    again; empty if it would not go on. `num_returns`: how often it has come again.
     """
 
     request: bytes
@@ -123,8 +123,8 @@ class Commented(Struct, frozen=True, array_like=True, tag="c"):
 
 
 class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
-    """A further head goes on from here. `num_ended`: heads that this call has hung or crashed until
-    now. `num_killed`: those that were killed while they worked on it, which may be chance."""
+    """A further head continues from here. `num_ended`: heads that this call has hung or crashed
+    until now. `num_killed`: how many were killed while they worked on it, which may be chance."""
 
     num_ended: int = 0
     num_killed: int = 0
@@ -176,7 +176,7 @@ class KeptStream:
 
     @classmethod
     def take_over(cls, call_log: CallLog, num_ended: int = 0, num_killed: int = 0) -> KeptStream:
-        """Goes on with the log of an earlier head. `num_ended`, `num_killed`: as in `TakenOver`.
+        """Continues the log of an earlier head. `num_ended`, `num_killed`: as in `TakenOver`.
         Raises ValueError if it is not whole."""
         kept = cls._read(call_log)
         kept.is_resumed = True
@@ -225,7 +225,7 @@ class KeptStream:
 
     @property
     def received(self) -> list[bytes]:
-        """The call, as bytes of HTTP."""
+        """The call, as the HTTP bytes that arrived."""
         return [self.opening.request]
 
     def deliveries(self) -> list[Delivered]:

@@ -1,4 +1,4 @@
-"""Calls that have ended processes: none may end more than two, whoever sends it again."""
+"""Calls that have ended processes: none may end more than two, regardless of who sends it again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_REMEMBERED = 256
 
 
 def poison_error() -> ApiError:
-    """Client libraries do not send it again, as they do after other errors of this status."""
+    """Client libraries do not send it again, as they would after other errors of this status."""
     text = (
         f"This request, or one like it, has ended processes of the server {MAX_ENDED} times, so it"
         " is not tried again. Tell the server's operator: its log names the request."

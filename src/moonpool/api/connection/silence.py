@@ -1,4 +1,4 @@
-"""Bytes in a stream that says nothing for a time, so that proxies keep its connection.
+"""Bytes in a stream that is silent for a time, so that proxies keep its connection.
 
 A comment is logged before it is sent, as an increment is. So another head that goes on makes the
 same bytes again, in the same places. The first one sends the headers, so there is none before the
@@ -82,7 +82,8 @@ class Silence:
                 await self._sending
 
     def heard(self) -> bool:
-        """An increment has come, and is logged already. True: call `settle` before it is sent."""
+        """An increment has come, and is logged already. If it returns True, call `settle` before
+        the increment is sent."""
         self._listens = False
         self._num_heard += 1
         return self._sending is not None
@@ -93,7 +94,8 @@ class Silence:
             await self._sending
 
     def listens(self, has_sent: bool) -> bool:
-        """The increment is dealt with. True: call `repeat` before the next one is awaited.
+        """Notes that the increment has been sent. If it returns True, call `repeat` before the next
+        one is awaited.
 
         `has_sent`: it had bytes. Those of a tool call may be held back for long.
         """

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class MarkedStep(NamedTuple):
-    """`number`: of the kept call. `since_s`: on the machine's monotonic clock."""
+    """`number`: the number of the kept call. `since_s`: a time of the machine's monotonic clock."""
 
     number: int
     since_s: float
@@ -39,7 +39,7 @@ class WorkMark:
         return fd
 
     def set(self, number: int) -> None:
-        """The loop works on the kept call of this number."""
+        """Marks that the loop works on the kept call of this number."""
         words = self._words
         words[1] = time.monotonic_ns()
         words[0] = number + 1
@@ -49,11 +49,11 @@ class WorkMark:
 
     @property
     def number(self) -> int | None:
-        """Of the call that is worked on."""
+        """The number of the call that is worked on."""
         return self._words[0] - 1 if self._words[0] else None
 
     def back_to(self, number: int | None) -> None:
-        """Goes on with what was worked on before."""
+        """Marks the earlier work again."""
         if number is None:
             self._words[0] = 0
         elif self._words[0] != number + 1:

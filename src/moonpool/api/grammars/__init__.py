@@ -1,1 +1,1 @@
-"""Whether clients' grammars can be followed, found out in a process of its own."""
+"""Whether clients' grammars can be compiled and followed, tested in a separate process."""

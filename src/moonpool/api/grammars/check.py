@@ -1,8 +1,7 @@
 """Refuses grammars that cannot be compiled, or only with too much time, memory or stack.
 
-They are compiled in a process of their own first, because some would end the process that compiles
-them (`check_process`). The results are kept, so that a schema which many calls share is compiled
-once.
+A separate process compiles them first, because some would end the process that compiles them
+(`check_process`). The results are kept, so that a schema which many calls share is compiled once.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ class ServerMetrics(Collector):
         return found
 
     def set_cache(self, block_tokens: int, num_blocks: int, longest_tokens: int) -> None:
-        """Sets the KVCache of all instances. `longest_tokens`: those of the longest request."""
+        """Sets the KVCache of all instances. `longest_tokens`: the tokens of the longest
+        request."""
         num_tokens = block_tokens * num_blocks
         most = num_tokens / longest_tokens
         numbers = (str(block_tokens), str(num_blocks), str(num_tokens), f"{most:.2f}")

@@ -12,7 +12,7 @@ from moonpool.protocol.messages import CacheView
 from moonpool.types import InstanceId
 
 _FIELDS = ("prompt_tokens", "expected_tokens", "engine_queries", "engine_hits")
-"""Of `CacheView`, in the order of `CACHE_COUNTS`."""
+"""The fields of `CacheView`, in the order of `CACHE_COUNTS`."""
 
 
 class EngineCaches(Collector):

@@ -55,7 +55,7 @@ _POOLED_FIELDS = (
 )
 _TOKEN_BYTES = 4
 MOST_ANSWERS = 128
-"""To one prompt, as the range of `n` has it."""
+"""The most answers to one prompt, the upper limit of `n`."""
 
 
 class ForwardedBody(msgspec.Struct, kw_only=True):

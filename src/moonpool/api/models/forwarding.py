@@ -4,8 +4,8 @@ in which it finds tool calls or reasoning by itself, or for models that generate
 The Conductor places such a call, counts its load and ends it like any other. If the server dies
 before the first part of its response, another one gets the call. After that, an error ends it.
 
-Nor can anybody go on with it for a client that has lost its connection. If the same call comes
-again, it gets the answer that was complete already, or one that is computed anew.
+Nobody can continue it either for a client that has lost its connection. If the same call comes
+again, it gets the answer that was complete already, or one that is computed again.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Forwarder:
 
     async def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
         """Yields what is known of the answer, or what the server says. Each output is logged first.
-        Raises RequestRefused, also if nobody can send what is missing."""
+        Raises RequestRefused, for instance if nobody can send what is missing."""
         kept = call.context.kept
         known = call.known
         if kept is not None and kept.is_resumed:
@@ -361,7 +361,7 @@ async def _send(
 
 
 def _check_position(context: HttpContext, streams: bool) -> None:
-    """Raises ApiError if the client wants the rest of an answer, or ids for it."""
+    """Raises ApiError if the client wants only the rest of an answer, or ids for it."""
     has = resume_tokens(context.headers)
     header = NUM_TOKENS if has is not None and any(has) else ""
     if streams and EVENT_ID.lower().encode() in context.headers:

@@ -29,7 +29,7 @@ class CallWriter:
         sink: Sink,
     ) -> None:
         """`only_one`: further calls are left out. `num_before`: calls earlier in the chat.
-        `spelled`: writes out the special tokens in arguments, which are part of what they say."""
+        `spelled`: special tokens are part of an argument's text, so they are written out."""
         self.functions = functions
         self.spelled = spelled
         self._source = source
@@ -45,7 +45,7 @@ class CallWriter:
         return name in self.functions
 
     def begin(self, name: str, own_id: str = "") -> None:
-        """What was read so far is passed on: there is no way back."""
+        """Passes on what was read so far: there is no way back."""
         self._source.settle()
         number = self._num_before + self._count
         call_id = self._new_id(name, number, own_id)
@@ -62,7 +62,7 @@ class CallWriter:
         self._write(ToolCallDelta(self._count - 1, None, None, self.spelled(arguments)))
 
     def end(self) -> None:
-        """The call is complete. One without arguments has an empty object of them."""
+        """Ends a call that is complete. One without arguments has an empty object of them."""
         if self._is_empty:
             self.add("{}")
         self._sink.is_in_call = False

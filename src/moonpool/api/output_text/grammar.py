@@ -11,7 +11,7 @@ _GAP = r"/\n{0,2}/"  # models write line breaks behind the tag
 
 
 class Tag(NamedTuple):
-    """A tag of reasoning. `token_id`: of a special token."""
+    """A tag of reasoning. `token_id`: the id of a special token."""
 
     text: str
     token_id: int | None

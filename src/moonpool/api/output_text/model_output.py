@@ -149,8 +149,8 @@ class _Plan:
         return CallWriter(*limits, new_id, self._signs.spelled, source, sink)
 
     def script(self, tags: ReasoningTags | None, is_inside: bool, may_not_reason: bool) -> Script:
-        """`tags`: of reasoning. `is_inside`: the output begins behind the opening one, unless
-        `may_not_reason` and it is JSON."""
+        """`tags`: the tags of reasoning. `is_inside`: the output begins behind the opening one,
+        unless `may_not_reason` and it is JSON."""
         if tags is not None:
             opens, closes = (tuple(map(self._signs.of, t)) for t in (tags.opens, tags.closes))
             tags = tags._replace(opens=opens, closes=closes)

@@ -150,8 +150,9 @@ def _pass_call(
     ends: Marks,
     others: Sequence[str] = (),
 ) -> Steps[bool]:
-    """Passes on the arguments of a call to this function, if it exists and they are an object, or
-    there are none. `ends`: what ends them. `others`: what else may come if there are none."""
+    """Passes on the arguments of a call to the function `name`. Returns False unless the function
+    exists, and its arguments are an object or missing. `ends`: what ends the arguments. `others`:
+    texts that may come instead of arguments."""
     yield from source.skip_space()
     if not calls.knows(name):
         return False

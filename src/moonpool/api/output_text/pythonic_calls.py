@@ -171,7 +171,7 @@ def literal(text: str) -> Any:
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """As `ast.literal_eval`, which knows no words of JSON."""
+    """Evaluates as `ast.literal_eval` does, which knows no words of JSON."""
     if isinstance(node, ast.Name) and node.id in _WORDS:
         return _WORDS[node.id]
     if isinstance(node, ast.List | ast.Tuple):

@@ -22,7 +22,8 @@ Say = Callable[[str], None]
 _TRIM_ABOVE_CHARS = 4096
 _MOST_REREAD = 8
 _FREE_REREAD_CHARS = 1 << 16
-"""Attempts may read so many times the characters before them again, and so many more."""
+"""Failed attempts may read the characters before them this many times again, plus a fixed number.
+"""
 
 
 class TextSource:
@@ -34,7 +35,7 @@ class TextSource:
         self._at = 0
         self._num_dropped = 0  # characters before the text
         self._dropped: list[str] = []  # the last of them, where a place may be returned to
-        self._num_reread = 0  # characters that were read in vain
+        self._num_reread = 0  # characters that were read without a result
         self._num_kept = 0  # places that may be returned to
         self._settled = 0  # none before this place
         self.answer_at = 0  # characters before the answer: reasoning and its tags
@@ -73,13 +74,13 @@ class TextSource:
         return found
 
     def settle(self) -> None:
-        """Gives up all places: what was read is passed on."""
+        """Gives up all places: passes on what was read."""
         self._num_kept = 0
         self._dropped.clear()
         self._settled = self._num_dropped + self._at
 
     def begin_answer(self) -> None:
-        """What was read so far is reasoning."""
+        """Marks what was read so far as reasoning."""
         self.answer_at = self._num_dropped + self._at
 
     def _keep(self) -> int:

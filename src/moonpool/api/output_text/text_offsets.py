@@ -41,6 +41,6 @@ def prompt_offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer) ->
             position += len(said)
         elif said.startswith(" ") and text.startswith(said[1:], position):
             position += len(said) - 1
-        elif token_id not in tokenizer.special_token_ids:  # the tokenizer writes the text anew
+        elif token_id not in tokenizer.special_token_ids:  # the tokenizer writes the text again
             position += len(said)
     return found

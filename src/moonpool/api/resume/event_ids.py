@@ -1,4 +1,4 @@
-"""Ids of server-sent events, by which a client goes on at any head, also one that has no log.
+"""Ids of server-sent events, by which a client continues at any head, even one that has no log.
 
 A call with the header `Last-Event-ID: 0` gets an `id:` with each event. The same call with the id
 of the last event that arrived gets the events after it. The answer is computed again for that: an
@@ -134,7 +134,8 @@ class NumberedEvents:
     def __init__(
         self, writer: EventWriter, start: EventPosition, num_choices: int, has: Sequence[Progress]
     ) -> None:
-        """`start`: of the response. `has`: what the client has of each choice, or nothing.
+        """`start`: the start of the response. `has`: what the client has of each choice, or
+        nothing.
 
         Raises ApiError if that is of another number of choices.
         """
@@ -150,7 +151,7 @@ class NumberedEvents:
 
     @property
     def catches_up(self) -> bool:
-        """Nothing that the client lacks has come yet."""
+        """Whether nothing has come yet that the client lacks."""
         return not self._has_begun
 
     def begin(self) -> bytes:
@@ -173,7 +174,7 @@ class NumberedEvents:
         return events
 
     def error(self, error: ApiError) -> bytes:
-        """Without an id: a client may try again from the event before."""
+        """Sends an error without an id: a client may try again from the event before."""
         return self._writer.error(error)
 
     def _numbered(self, events: bytes, index: int) -> bytes:

@@ -72,7 +72,7 @@ class ResumedEvents:
 
     @property
     def catches_up(self) -> bool:
-        """Nothing that the client lacks has come yet."""
+        """Whether nothing has come yet that the client lacks."""
         return not self._has_begun
 
     def begin(self) -> bytes:

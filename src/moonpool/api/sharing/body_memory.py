@@ -19,7 +19,7 @@ MAX_LARGE_BYTES = 256 << 20
 
 
 class BodyMemory:
-    """`max_body_bytes`: those of the largest body."""
+    """`max_body_bytes`: the size of the largest body."""
 
     def __init__(self, max_body_bytes: int = 1) -> None:
         self.small: ReclaimedBuffer[HeldBody] = ReclaimedBuffer(MAX_SMALL_BYTES)
@@ -50,7 +50,7 @@ class HeldBody:
             raise self.refusal()
 
     def finish(self) -> None:
-        """The body is complete: it keeps its room."""
+        """The body is complete: keeps its room."""
         self._memory.small.keep(self)
         self._memory.large.keep(self)
 

@@ -124,7 +124,7 @@ class ReclaimedBuffer(Generic[H]):
             self._forget(holder, self._amounts[holder][0])
 
     def drop(self, holder: H) -> None:
-        """The holder has nothing any more; it may have had nothing."""
+        """Drops what the holder has; it may have had nothing."""
         if holder in self._amounts:
             party, amount = self._amounts.pop(holder)
             self._forget(holder, party)

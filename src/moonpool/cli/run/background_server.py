@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 LINES_KEPT = 200
 LOOK_S = 0.1
 END_S = 20.0
-"""How long the server may take to end in order."""
+"""How long the server may take for an orderly end."""
 
 
 class ServerEndedError(RuntimeError):

@@ -198,7 +198,7 @@ def _print_places(url: str, name: str, folder: Path | None) -> None:
 
 
 def _end_in_order() -> None:
-    """Lets a closed terminal and SIGTERM end the server, too."""
+    """Lets a closed terminal and SIGTERM end the server too."""
 
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)

@@ -12,7 +12,7 @@ from moonpool.cli.run.chat_stream import ChatError, ChatStream, Message
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
 HELP = """\
-  /system TEXT   set the system prompt, and begin anew; without TEXT, show it
+  /system TEXT   set the system prompt and begin again; without TEXT, show it
   /clear         begin a new conversation
   /help          this list
   /bye           end (so does Ctrl-D)

@@ -17,9 +17,9 @@ _FLOWS = (
 )
 _MOST_PREFIXES = 5
 TITLE_LINES = 4
-"""Lines of a table beside its rows."""
+"""Lines of a table besides its rows."""
 WIDE_COLUMNS = 110
-"""From this width of the terminal on, tables have all their columns, and room between them."""
+"""Terminals of at least this width have tables with all columns, and room between them."""
 
 
 def new_table(is_wide: bool) -> Table:

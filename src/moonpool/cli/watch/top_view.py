@@ -105,7 +105,7 @@ def _instances(frame: Frame, is_wide: bool) -> RenderableType:
 
 
 def _remark(one: dict[str, Any], is_wide: bool) -> Text:
-    """What an operator should know of an instance; mostly nothing."""
+    """What an operator should know about an instance; mostly nothing."""
     ssd = one.get("ssd") or {}
     if one["draining"]:
         return Text(f"draining: {one['draining']}" if is_wide else "draining", "yellow")

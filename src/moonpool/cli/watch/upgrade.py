@@ -93,7 +93,7 @@ def _report(name: str, former: dict[str, Any], now: dict[str, Any], began_s: flo
 
 
 def _place(process: dict[str, Any]) -> tuple[str, int]:
-    """What tells a process from all others of the cluster."""
+    """What distinguishes a process from all others of the cluster."""
     return process["host"], process["pid"]
 
 

@@ -16,8 +16,8 @@ from moonpool.types import Slo
 class SloBudget(msgspec.Struct, frozen=True):
     """A request's SLO, and how long it has waited already.
 
-    `slo` is infinite where nobody has stated one. `assumed` has what is assumed there, as a measure
-    of load; None: all was stated.
+    `slo` is infinite if nobody has stated one. `assumed` is what is assumed in its place, as a
+    measure of load; None if all was stated.
     """
 
     slo: Slo

@@ -1,11 +1,11 @@
 """The wait before the first token: an admitted request whose prompt is computed joins its decode
 instance only when the batch has room for it.
 
-The KVCache lies at the decode instance by then. There is room while a step stays below the time
-with which most answers meet their TBT SLO (`AttemptSpec.max_step_s`). So bursts wait within the
-TTFT SLO, and a batch is full without making the answers in it late. The rule is one of its own
-(`conductor.decode_wait`): any admission policy may stand before it. The wait is predicted and
-counts in the TTFT that the policy judges.
+The KVCache lies at the decode instance by then. There is room while a step takes less than the time
+at which most answers meet their TBT SLO (`AttemptSpec.max_step_s`). So bursts wait within the TTFT
+SLO, and a batch is full without making the answers in it late. The rule is separate
+(`conductor.decode_wait`) and works with any admission policy. The wait is predicted and counts in
+the TTFT that the policy judges.
 
 Only decode instances hold a first token back. A mixed instance has no handover at which to wait. A
 vLLM server has a batch of its own, so the instance in front of it passes the first token on.
@@ -22,8 +22,8 @@ from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
 from moonpool.request_record import RequestRecord
 
 LONGEST_FIRST_GAP = 2.0
-"""Steps that the first gap of an answer lasts if it joins at any time. Where so many steps meet the
-TBT SLO, requests join at once."""
+"""Length of an answer's first gap, in steps, if the answer may join at any time. If that many steps
+meet the TBT SLO, requests join at once."""
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
@@ -42,7 +42,8 @@ class DecodeWait:
     chances that answers meet their TBT SLO, and how long a request waits. One per Conductor."""
 
     def __init__(self, waits: bool = True) -> None:
-        """`waits`: the rule is on. Off: requests join at once, and so make the others slower."""
+        """`waits`: whether the rule is on. If it is off, requests join at once and slow the others
+        down."""
         self._waits = waits
         self.tbt_decode, self.tbt_mixed = TbtChances(joins_between=waits), TbtChances()
 
@@ -90,7 +91,7 @@ class DecodeWait:
         ttft_s = context.placement.ttft_s
         wait_s = max(until_room_s(context, limit_s, own_s, ttft_s) - ttft_s, 0.0)
         with_s = limit_s if wait_s else min(without_s + own_s, max(limit_s, own_s))
-        # Without a wait, the load grows after the answer has begun: it tells nothing about a step
+        # Without a wait, the load grows after the answer has begun, so it says nothing about steps
         # as long as the limit.
         return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
 

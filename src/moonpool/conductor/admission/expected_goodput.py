@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 
 LEAST_TTFT_CHANCE = 0.5
-"""A queue in which requests wait in vain serves no more of them than a shorter one."""
+"""Below this chance to meet the TTFT SLO a request is rejected: a longer queue serves no more
+requests in time than a shorter one."""
 LEAST_TTFT_CHANCE_ALONE = 0.85
-"""Where no decode is waited for, a prompt waits only for others, so the queue soon is as deep as
-this permits. Both hold for a TTFT of which `WAITING_SHARE` or more is waiting. Where nothing is
-waited for, a rejection leaves the instance idle, so the least chance falls with the waiting."""
+"""The limit for requests that wait for no decode: their prompts wait only for other prompts, so the
+queue soon grows as deep as this permits. Both limits apply to a TTFT of which at least
+`WAITING_SHARE` is waiting. If nothing is waited for, a rejection leaves the instance idle, so the
+limits fall with the share of waiting."""
 WAITING_SHARE = 0.5
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
@@ -21,13 +23,13 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     worth: float  # its chance to meet both SLOs if no prefill waited
     ttft_chance: float
     tbt_chance: float
-    harm: float  # chances that those who decode beside it lose
+    harm: float  # loss of chance of the answers that decode beside it
     prefill_cost: float
     decode_cost: float
     step_s: float  # predicted, with the request
     wait_s: float = 0.0  # from the end of the prefill until its decode can begin
     waiting_share: float = 1.0  # of the predicted TTFT, in queues
-    delay: float = 0.0  # chances that those lose who arrive while its prompt is computed
+    delay: float = 0.0  # loss of chance of requests that arrive while its prompt is computed
 
     @property
     def least_ttft_chance(self) -> float:
@@ -41,9 +43,9 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
 
     @property
     def cost(self) -> float:
-        # At full load the price of decode and the harm to others are the same loss, seen from those
-        # who would come and from those who are there.
-        # So are the price of prefill and the delay of others.
+        # At full load the price of decode and the harm to others are the same loss: once as seen by
+        # requests still to come, once by those under way. So are the price of prefill and the delay
+        # of others.
         return max(self.prefill_cost, self.delay) + max(self.harm, self.decode_cost)
 
     @property

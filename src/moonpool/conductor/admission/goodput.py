@@ -5,12 +5,13 @@ It adds its own chance to meet both SLOs: the chance of its TTFT, given the queu
 of its TBT, given the decode load at the end of its prefill and through its answer. It costs
 * the requests that could have used the same seconds of prefill and of decode, and those that come
   too late because they wait for its prefill (`resource_prices`);
-* on a mixed instance, chances of the others that decode there: one more lengthens all steps.
+* on a mixed instance, the chances of the other requests that decode there: one more lengthens all
+  steps.
 
 Where the rule `decode_wait` is on, the load of a decode instance follows from it: nobody is slowed
 down, and the wait counts in the TTFT. Where it is off, one more answer harms the others there too.
 
-The chances are learned from the answers that have ended (`slo_chances`). Nothing here books.
+The chances are learned from the answers that have ended (`slo_chances`). Nothing here books load.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.types import BlockKey, Role
 
 MIN_SIMILAR = 8
-"""Answers to prompts of one length, from which on their mean is used."""
+"""The mean of a prompt length is used once it comes from this many answers."""
 TIGHT_TTFT, TIGHT_TBT = "ttft_slo", "decode_load_predicted"
 OUT_OF_PREFILL, OUT_OF_DECODE = "goodput_prefill", "goodput_decode"
 """The reasons of a rejection in favour of requests that need less of that resource."""
@@ -100,14 +101,14 @@ class GoodputModel(ClusterObserver):
             self.ttft.note_first_token(ttft_s, predicted_s, record.slo.ttft_s)
 
     def note_placed(self, context: AdmissionContext) -> None:
-        """A request is placed as the context says."""
+        """Notes that a request was placed as the context says."""
         placement, table = context.placement, context.table
         on_decode = placement.decode is None and not table.prefills[placement.decoder_row]
         self.prices.note_placed(self._pool_prefill_s(context), on_decode, context.now)
 
     def _pool_prefill_s(self, context: AdmissionContext) -> float:
-        """The prefill's time, on a prefill instance where a decode instance computes the prompt:
-        beside decodes it lasts longer, but takes no more work."""
+        """Time of the prefill. If a decode instance computes the prompt, this is the time on a
+        prefill instance: beside decodes it takes longer, but is no more work."""
         placement, table = context.placement, context.table
         if placement.decode is not None or table.prefills[placement.decoder_row]:
             return placement.prefill_s
@@ -122,9 +123,9 @@ class GoodputModel(ClusterObserver):
         keys: Sequence[BlockKey],
         first: bool,
     ) -> ExpectedGoodput:
-        """Must be asked before the request is booked. `load`: of its decode instance; the placement
-        does not contain its wait yet. `keys`: of the prompt's blocks. `first`: the request has just
-        arrived, so it counts as demand."""
+        """Call it before the request is booked. `load`: of its decode instance; the placement does
+        not contain its wait yet. `keys`: the keys of the prompt's blocks. `first`: the request has
+        just arrived, so it counts as demand."""
         budget, placement = context.budget, context.placement
         ttft_stated, tbt_stated = budget.slo.ttft_s < inf, budget.slo.tbt_s < inf
         left_s = budget.slo.ttft_s - budget.waited_s
@@ -167,15 +168,15 @@ class GoodputModel(ClusterObserver):
         return RequestNeed(context.now, worth, prefill_s, decode, context.placement.prefill_s)
 
     def _own_prefill_s(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> float:
-        """The prefill without what is expected to be computed for later requests."""
+        """Prefill time without the part that is expected to serve later requests."""
         footprint, prefill_s = context.footprint, self._pool_prefill_s(context)
         num_cached = context.placement.hit_tokens // footprint.block_tokens
         share = self.sharing.own_share(keys, num_cached, footprint.block_tokens)
         return share * prefill_s + (1.0 - share) * min(self._sharer_s.value, prefill_s)
 
     def _delay(self, context: AdmissionContext, own_prefill_s: float) -> float:
-        """Who rejects the first prompt over a document only leaves the delay to the next one, so
-        that this delay is shared out, too."""
+        """Rejecting the first prompt over a document only leaves the delay to the next one, so this
+        delay is shared out too."""
         table, placement = context.table, context.placement
         if placement.decode is None and not table.prefills[placement.decoder_row]:
             return 0.0  # a decode instance computes the prompt
@@ -183,7 +184,7 @@ class GoodputModel(ClusterObserver):
         return self.prices.delay(placement.queue_s, own_prefill_s, table.num_prefills, slo_ttft_s)
 
     def _note_sharing(self, context: AdmissionContext, keys: Sequence[BlockKey]) -> None:
-        """Counts the demand for the prompt's blocks, and learns what a prompt costs whose known
+        """Counts the demand for the prompt's blocks, and learns the cost of a prompt whose known
         blocks are all cached."""
         footprint, placement = context.footprint, context.placement
         known = self.sharing.note_arrival(keys, footprint.block_tokens, context.now)
@@ -201,7 +202,7 @@ class GoodputModel(ClusterObserver):
             self._usual_step_s.add(added_step_s(context.table, row, tokens))
 
     def _capacity(self, context: AdmissionContext, max_step_s: float | None) -> ClusterCapacity:
-        """Waits are those of a usual request: one with a very long prompt waits for itself, which
+        """Uses the waits of a usual request: one with a very long prompt waits for itself, which
         says nothing about the pools."""
         table, slo = context.table, context.budget.yardstick
         row = context.placement.decoder_row
@@ -228,7 +229,7 @@ class GoodputModel(ClusterObserver):
 
 
 def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | None:
-    """None if the request adds more than it costs."""
+    """Returns None if the request adds more than it costs."""
     if expected.adds_more:
         return None
     placement, numbers = context.placement, _numbers(context, expected)
@@ -255,7 +256,7 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
 
 
 def _numbers(context: AdmissionContext, expected: ExpectedGoodput) -> dict[str, float]:
-    """The decision for machines."""
+    """The numbers behind the decision, for machines."""
     numbers = {
         "ttft_chance": expected.ttft_chance,
         "tbt_chance": expected.tbt_chance,

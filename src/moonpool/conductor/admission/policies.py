@@ -11,10 +11,10 @@ The unit of load is predicted latency over its SLO; `load_limit` is the highest 
 * goodput: admits what adds more effective requests than it costs (`admission.goodput`).
 * module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
 
-Whether an admitted request then waits for room in a decode batch is a rule of its own
-(`admission.decode_wait`), for all policies alike; a policy judges a TTFT with that wait. Where the
-rule is off, the decode instance checks the load once more, in all but none. Policies are pure and
-book nothing.
+A separate rule decides whether an admitted request then waits for room in a decode batch
+(`admission.decode_wait`). It applies to all policies, which judge a TTFT that includes this wait.
+If the rule is off, the decode instance checks the load once more, except with the policy none.
+Policies are pure and book nothing.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class CustomAdmission:
 
 
 def admit(context: AdmissionContext, policy: AdmissionFunction | None = None) -> Rejection | None:
-    """Why the placement must not be booked; None if it may. `policy`: None for the built-in one
-    that the config names."""
+    """Returns why the placement must not be booked; None if it may be. `policy`: None for the
+    built-in one that the config names."""
     if context.budget.slo is UNLIMITED:
         return None
     return (policy or ADMISSIONS[context.config.admission])(context)  # type: ignore[index]

@@ -1,10 +1,10 @@
 """What a second of prefill and a second of decode are worth, in effective requests.
 
 Under overload somebody has to be rejected, and an admitted request takes the place of others. The
-requests of the recent past tell which: ordered by what they need, those that need least are served
-first until the capacity is used up. The need of the last one is the price. A request that needs
-more than its worth at this price would cost more effective requests than it adds. Without overload
-the prices are 0, and nobody is rejected for what he needs.
+recent requests tell which: ordered by need, those that need least are served first until the
+capacity is used up. The need of the last one is the price. A request that needs more than its worth
+at this price would cost more effective requests than it adds. Without overload the prices are 0,
+and nobody is rejected for what he needs.
 
 Prefill has a queue, and a decode waits for room behind its prefill. Either may wait for
 `QUEUE_SHARE` of the TTFT SLO: so much work must be waiting that no instance idles when arrivals
@@ -26,18 +26,20 @@ MIN_ARRIVALS = 16
 UPDATE_EVERY_S = 0.25
 
 QUEUE_SHARE = 0.8
-"""Part of the TTFT SLO that the queue of either resource is let grow to."""
+"""The queue of either resource may grow to this part of the TTFT SLO."""
 GAIN = 4.0
-"""The queue should come to that part within the SLO over `GAIN`. Rejecting early what the queue can
-hold is for nothing if the overload ends; rejecting late lets the queue fill with anything."""
+"""The queue should reach that part within the time of the TTFT SLO divided by `GAIN`. Rejecting
+early what the queue can hold is a loss if the overload ends; rejecting late lets the queue fill
+with requests of any worth."""
 MOST_HELP = 0.5
-"""Work of decode instances on prompts that counts, over that of prefill instances."""
+"""Most work on prompts by decode instances that counts, as a multiple of the work by prefill
+instances."""
 BURST_SHARE = 0.2
 """A burst that ends within this part of the TTFT SLO is taken by the queue."""
 
 
 ROUNDING = 1.0 + 1e-9
-"""More than sums of the same needs in two orders may differ by."""
+"""Tolerance for rounding: sums of the same needs in two orders differ by less."""
 
 
 class RequestNeed(NamedTuple):
@@ -47,11 +49,11 @@ class RequestNeed(NamedTuple):
     worth: float  # its chance to meet both SLOs if no prefill waited
     prefill_s: float
     decode_s: float  # what it adds to each step, times its duration over the mean duration
-    alone_s: float = 0.0  # its whole prefill, whoever shares its blocks later
+    alone_s: float = 0.0  # its whole prefill, even if later requests share its blocks
 
 
 class ClusterCapacity(NamedTuple):
-    """What there is, and what is used now."""
+    """The capacity of the cluster, and how much of it is used now."""
 
     num_prefills: int
     queue_s: float  # until the prefill of a request that is placed now can begin
@@ -67,7 +69,7 @@ Floats = npt.NDArray[np.float64]
 
 class RecentArrivals:
     """The last `MAX_ARRIVALS` rows of numbers, as arrays by column. A row is written once, so that
-    no array is built anew for each decision."""
+    no decision builds an array."""
 
     def __init__(self, num_columns: int) -> None:
         self._rows = np.zeros((num_columns, 2 * MAX_ARRIVALS))
@@ -77,9 +79,9 @@ class RecentArrivals:
         return self._end - self._begin
 
     def add(self, *row: float) -> None:
-        """Appends a row; the oldest one may leave."""
+        """Appends a row, and drops the oldest one if there are too many."""
         if self._end == self._rows.shape[1]:
-            kept = np.zeros(self._rows.shape)  # who has columns may keep them
+            kept = np.zeros(self._rows.shape)  # a caller may keep the columns that it was given
             kept[:, : len(self)] = self.columns
             self._rows, self._begin, self._end = kept, 0, len(self)
         self._rows[:, self._end] = row
@@ -118,11 +120,13 @@ class ResourcePrices:
         self._needs.add(*need)
 
     def note_placed(self, prefill_s: float, on_decode: bool, now: float) -> None:
-        """A prompt was placed, on a decode instance or not. `prefill_s`: on a prefill instance."""
+        """A prompt was placed, on a decode instance or not. `prefill_s`: seconds on a prefill
+        instance."""
         self._placed.add(now, *((0.0, prefill_s) if on_decode else (prefill_s, 0.0)))
 
     def _help(self, now: float) -> float:
-        """The work on prompts that decode instances take, over that of the prefill instances."""
+        """The work on prompts that decode instances take, relative to that of the prefill
+        instances."""
         if not len(self._placed):
             return 0.0
         at_s, own_s, taken_s = self._placed.columns
@@ -145,7 +149,7 @@ class ResourcePrices:
         """How many effective requests come too late because an instance computes a prompt from
         `begin_s` to `begin_s + prefill_s` from now. Call `cost` before.
 
-        Requests are taken to come as in the recent past. One that needs `alone_s` comes too late
+        Arrivals are assumed to go on as in the recent past. One that needs `alone_s` comes too late
         if this instance is busy for more than the rest of the TTFT SLO when it arrives. It waits
         here if all others are busy, and each of them is equally likely to be free first. No more
         are counted than the instances could compute.

@@ -19,15 +19,15 @@ from moonpool.types import BlockKey
 SAMPLE_TOKENS = 512
 """One block of so many tokens is counted. The sampled positions are the same in all prompts."""
 HORIZON_S = 300.0
-"""No later request is waited for longer than this."""
+"""Later requests are expected for no longer than this."""
 LONG_PAUSE = 4.0
-"""A block that nobody asks for during so many times the mean pause counts as not asked for again,
-until somebody does."""
+"""A block that is not asked for during this many mean pauses counts as not asked for again, until a
+request asks for it."""
 MAX_BLOCKS = 65_536
 MAX_ASKED = 8
 """Blocks that were asked for this often or more are one class."""
 PRIOR_BLOCKS = 16.0
-"""Blocks that nobody asked for again, as the history of a class that has none."""
+"""A class without history starts as if this many of its blocks had not been asked for again."""
 MAX_SHARE = 0.98
 MAX_HISTORY = 4096.0
 """Counts of a class are halved when they reach this: old demand fades."""
@@ -37,8 +37,8 @@ class SharingForecast:
     """Learns from the blocks of every arrival, admitted or not. Bounded by `MAX_BLOCKS`."""
 
     def __init__(self) -> None:
-        # How often, and when last; by time. The first entry of a plain dict is found in linear time
-        # once others before it were deleted.
+        # How often each block was asked for, and when last; ordered by time. The first entry of a
+        # plain dict is found in linear time once others before it were deleted.
         self._asked: OrderedDict[BlockKey, tuple[int, float]] = OrderedDict()
         self._waiting: deque[tuple[float, BlockKey]] = deque()  # by time, not yet expired
         self._again = [0.0] * (MAX_ASKED + 1)
@@ -47,8 +47,8 @@ class SharingForecast:
         self._expired_s = float("-inf")  # of the last block that expired
 
     def note_arrival(self, keys: Sequence[BlockKey], block_tokens: int, now: float) -> int:
-        """Counts the blocks of a prompt. Returns how many of the first ones, to a sample,
-        were asked for before: all that a cache could have held."""
+        """Counts the blocks of a prompt. Returns how many of the leading blocks, to the precision
+        of a sample, were asked for before: the most that a cache could have held."""
         self._expire(now)
         known = 0
         asked, waiting, unknown = self._asked, self._waiting, (0, now)
@@ -93,7 +93,7 @@ class SharingForecast:
         return later
 
     def _expire(self, now: float) -> None:
-        """Whoever has not come after several times the usual pause is not expected any more."""
+        """A request that has not come after several usual pauses is no longer expected."""
         before_s = now - min(LONG_PAUSE * self._pause_s.value, HORIZON_S)
         while self._waiting and (self._waiting[0][0] < before_s or len(self._waiting) > MAX_BLOCKS):
             at_s, key = self._waiting.popleft()

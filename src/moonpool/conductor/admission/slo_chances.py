@@ -7,8 +7,8 @@ tenth of a short answer, and has little weight in a long one. One factor for all
 reject everything as soon as a few short answers came. So the ratio is learned by length, and the
 chance of a request is the mean over the lengths that answers have.
 
-Answers of mixed instances are apart: chunks of prompts make their longest gaps. There the predicted
-time is at least the time that the instance plans for such a step (`CHUNKED_STEP_SHARE`).
+Answers of mixed instances are kept apart: chunks of prompts make their longest gaps. There the
+predicted time is at least the time that the instance plans for such a step (`CHUNKED_STEP_SHARE`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TTFT_CLASSES = (0.0, 0.35, 0.7)
 TTFT_MIDDLES = (0.24, 0.52, 0.85)
 """A usual share of the SLO in each class."""
 POOLED_WEIGHT = 8.0
-"""Weight of the ratios of all classes among those of one."""
+"""Weight of the ratios of all classes when they are mixed into those of one class."""
 TINY_WEIGHT = 0.01
 LEAST_RATIO = 0.25
 
@@ -45,7 +45,7 @@ TRIED_RATIOS = (
     *(1.0 + 0.01 * step for step in range(-10, 40)),
     *(edge(i) for i in range(76, NUM_BINS)),
 )
-"""Of the SLO to the step time, for `best_step_s`."""
+"""Ratios of the SLO to the step time that `best_step_s` tries."""
 
 
 class TbtChances:
@@ -179,7 +179,7 @@ def _mixed(ratios: RatioHistogram, pooled: list[float]) -> list[float]:
 
 
 def _first_guess(num_tokens: int) -> list[float]:
-    """Ratios of an answer whose first gap lasts 1 to 2 steps, at any instant with equal chance."""
+    """Ratios of an answer whose first gap lasts 1 to 2 steps, all equally likely."""
     count = max(1, (num_tokens - 1) // 10)
     firsts = [1.0 + (index + 0.5) / NUM_GUESSES for index in range(NUM_GUESSES)]
     return [(first + (count - 1) * USUAL_SPREAD) / count for first in firsts]

@@ -4,9 +4,9 @@
                                                                      \\--another crash--> culprit
 
 An instance that is killed from outside makes no suspects: its requests are placed again at once.
-One that crashes, or whose engine hangs, may do so because of a request, and the next one would,
-too. Which request it was shows the second crash, if only one of them is under way then, and nothing
-new joins it. With the culprit found, the others are released.
+An instance that crashes, or whose engine hangs, may do so because of a request, which would crash
+the next instance too. The second crash shows which request it was, if only one of them is under way
+then and nothing new joins it. With the culprit found, the others are released.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ INSTANCES_ENDED = "instances_ended"
 """The reason of a rejection of the culprit."""
 MAX_LOST = 64
 PROOF_TOKENS, MOST_PROOF_TOKENS, ALONE_S = 16, 80, 30.0
-"""A request is innocent after so many tokens more than it had in the attempt that crashed, or after
-the most, or after so long."""
+"""A request is innocent after `PROOF_TOKENS` more tokens than it had in the attempt that crashed,
+after `MOST_PROOF_TOKENS`, or after `ALONE_S` seconds."""
 
 
 class Suspects:
     """The first one runs alone, the others wait."""
 
     def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
-        """`requests`: those under way."""
+        """`requests`: the requests under way."""
         self._requests = requests
         self._line: dict[RequestId, int] = {}  # length of an answer that proves innocence
         self._lost: OrderedDict[InstanceId, dict[RequestId, int]] = OrderedDict()
@@ -41,12 +41,12 @@ class Suspects:
         return bool(self._line)
 
     def must_wait(self, tracked: TrackedRequest) -> bool:
-        """Whether another one runs alone now."""
+        """Whether another request runs alone now."""
         request_id = tracked.request.request_id
         return request_id in self._line and request_id != next(iter(self._line))
 
     def run_alone_at(self, tracked: TrackedRequest, instances: Iterable[InstanceId | None]) -> bool:
-        """Whether another one runs alone at one of the instances, which nothing new may join."""
+        """Whether another request runs alone at one of the instances: nothing new may join it."""
         alone = self._requests.get(next(iter(self._line), RequestId("")))
         if alone is None or alone is tracked or alone.attempt is None:
             return False
@@ -63,8 +63,8 @@ class Suspects:
         return self._crashed.pop(instance_id, False)
 
     def accuse(self, instance_id: InstanceId) -> tuple[TrackedRequest | None, list[TrackedRequest]]:
-        """The instance has crashed. Returns the culprit, if it is found, and those that wait for
-        their turn from now on."""
+        """Notes that the instance has crashed. Returns the culprit, if it is found, and those that
+        wait for their turn from now on."""
         candidates = self._lost.pop(instance_id, None)
         if candidates is None:  # the loss is not known yet
             self._crashed[instance_id] = True
@@ -103,7 +103,7 @@ class Suspects:
         return True
 
     def forget(self, request_id: RequestId) -> None:
-        """The request has ended, or is innocent."""
+        """Drops a request that has ended, or is innocent."""
         if self._line and request_id == next(iter(self._line)):
             self._since_s = None
         self._line.pop(request_id, None)
@@ -119,8 +119,8 @@ def culprit_rejection(instance_id: InstanceId) -> Rejection:
 
 
 def _candidates(state: InstanceState) -> dict[RequestId, int]:
-    """Those that were under way there, and how many tokens each had of its attempt. What had run
-    for the shortest time is the likeliest cause, and comes first."""
+    """The requests that were under way there, and how many tokens each had of its attempt. What had
+    run for the shortest time is the likeliest cause, and comes first."""
     instance_id = state.info.instance_id
     running = [work for key, work in state.prefills.items() if key in state.started]
     queued = [work for key, work in state.prefills.items() if key not in state.started]

@@ -39,8 +39,8 @@ TBT_SHARE = 0.7
 """Share of the requests at the limit that should meet the TBT SLO with their longest gaps. A higher
 share would reject requests that meet it."""
 TTFT_SHARE = 0.9
-"""The same for TTFT. A higher share costs nothing here: the next request in the queue takes the
-place of a rejected one."""
+"""The same share, for TTFT. A higher share costs nothing here: the next request in the queue takes
+the place of a rejected one."""
 
 
 class CostEstimator(ClusterObserver):
@@ -108,7 +108,7 @@ class CostEstimator(ClusterObserver):
     def learn_first_prefills(self, now: float) -> None:
         """Called before a request is placed: the first dozen prompts of an instance make no
         sample, but one that takes three times as long as predicted says much about those behind it.
-        An instance is looked at only once that can have changed its factor.
+        An instance is looked at again only when its factor may have changed.
         """
         for name, state in list(self._beginners.items()):
             if now < state.teaches_at_s:

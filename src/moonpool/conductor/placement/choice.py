@@ -37,7 +37,7 @@ TBT_TIE = 1.05
 """Predicted TBTs within 5 % are equal: below the estimate's own error."""
 CHUNKED_TTFT_SHARE = 0.5
 """A decode instance takes a prompt in chunks if its first token comes within this share of the
-prefill pool's time: chunks beside decodes take more of a device's time than those of their own."""
+prefill pool's time: chunks beside decodes take more of a device's time than separate prefills."""
 NUM_EXPLAINED = 4
 
 PlacementFunction = Callable[[SelectionContext], WorkerScores]
@@ -53,7 +53,7 @@ class PlacementCandidate(NamedTuple):
     prefill_s: float
     ttft_s: float
     load_tokens: int = 0  # of the hit, from the instance's own SSD
-    source_load_s: float = 0.0  # time of the fetch's source to read from its SSD
+    source_load_s: float = 0.0  # time that the fetch's source takes to read from its SSD
 
     def __str__(self) -> str:
         how = f"fetches from {self.fetch_from}" if self.fetch_from else "computes the rest"
@@ -118,7 +118,7 @@ class Placement(msgspec.Struct, frozen=True):
     fetch_tokens: int
     hit_tokens: int  # usable at the prefill instance, the fetched ones included
     held_blocks: int  # of the prompt, held in the prefill instance's DRAM now
-    source_load_s: float  # time of the fetch's source to read from its SSD
+    source_load_s: float  # time that the fetch's source takes to read from its SSD
     decoder_row: int
     queue_s: float
     prefill_s: float
@@ -224,8 +224,8 @@ def place(
 
 
 def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
-    """Leaves out instances whose last answers, from their time as decode instances, would break the
-    TBT SLO beside a prompt; not if there are no others."""
+    """Leaves out instances whose remaining answers, from their time as decode instances, would
+    break the TBT SLO beside a prompt; not if there are no others."""
     rows = np.array(table.remainders)
     free: Bools = possible.copy()
     free[rows] &= (table.booked_batch[rows] == 0) | table.chunk_fits(rows)

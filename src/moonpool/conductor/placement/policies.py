@@ -5,7 +5,7 @@
 * cache-aware: the smallest predicted TTFT with the prefix that each instance itself holds (Mooncake
   v3 section 6.1; FAST'25 Fig. 5 calls it local).
 * kvcache-centric: Algorithm 1. As cache-aware, but the missing part of the prefix may be fetched
-  from another instance. Hot prefixes are so replicated.
+  from another instance. This replicates hot prefixes.
 * module:Class: a policy from outside the package (`PlacementPolicy`, docs/extending.md).
 
 Algorithm 1 departs from the paper (v3 page 10, FAST'25 page 8) for these reasons:

@@ -1,18 +1,19 @@
-"""Which whole programs wait: a new one begins when there is room for it beside those that began.
+"""Decides which whole programs wait: a new one begins when there is room for it beside those that
+have begun.
 
-A call of a program that has begun is never refused for the load: it waits, as a request does that
-was admitted before. So the load is limited where programs begin. A new program waits
+A call of a program that has begun is never refused for the load: it waits, like a request that was
+admitted before. So the load is limited where programs begin. A new program waits
 
 * while the programs that have begun need the KVCache of the decode pool for themselves. Beyond
-  that each computes again what the others drove out, and all get slower;
+  that, each computes again what the others evicted, and all get slower;
 * while prompts wait longer than `MAX_QUEUE_S` on every instance, or all decode instances are slower
   than the TBT SLO: it would only share what the others get;
 * behind programs that came before it.
 
 A sub-agent belongs to its root, and begins with it.
 
-The calls of a program stay where its blocks are unless another instance is predicted to answer
-sooner (Algorithm 1), and has the room: else it would drive out the blocks of others.
+The calls of a program stay where its blocks are, unless another instance is predicted to answer
+sooner (Algorithm 1) and has room: without room, they would evict the blocks of others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from moonpool.types import InstanceId
 
 MAX_QUEUE_S = 2.0
 MAX_SHARE = 0.9
-"""Of the KVCache of the decode pool, that programs may need for themselves."""
+"""Share of the decode pool's KVCache that programs may need for themselves."""
 UPDATE_EVERY_S = 0.25
 
 
@@ -59,7 +60,7 @@ class Door:
         return Rejection(429, PROGRAMS_WAIT, f"programs that began before it go first: {why}", 0.0)
 
     def leave(self, program: Program) -> None:
-        """It has begun, or has ended."""
+        """Removes a program that has begun or ended."""
         waiting = self._outside.get(program.tenant, {})
         waiting.pop(program.root.number, None)
         if not waiting:

@@ -53,7 +53,7 @@ class Pauses:
         program.since_s = None
 
     def age(self, program: Program, now: float) -> bool:
-        """Notes the ages that the pause has reached. Whether it is over all ranges."""
+        """Notes the ages that the pause has reached. Returns whether it exceeds all ranges."""
         assert program.since_s is not None
         age_s = now - program.since_s
         limits = AGE_LIMITS_S

@@ -4,12 +4,12 @@ The identity of a program is what its client says (`ProgramContext`); programs o
 are never the same. With `programs="all"`, a prompt that goes on after an earlier one is a call of
 the same program, too (`placement.prefetching` finds the session).
 
-What a program holds is kept through a pause as long as the learned length of the pause makes it
-worth its room. The worth of a program's own blocks is the chance that its next call comes before
+A program's blocks are kept through a pause as long as the learned length of the pause makes them
+worth their room. The worth of a program's own blocks is the chance that its next call comes before
 the room would serve others, `HORIZON_S`. Below `PARK_CHANCE` the program is *parked*: its blocks
 are the first to leave DRAM, for the SSD if there is one, and `placement.prefetching` brings them
-back before the next call is due. A parked program no longer counts where new ones wait (`door`).
-A program ends when its client says so, or after a pause longer than all that are told apart.
+back before the next call is due. A parked program no longer counts where new ones wait (`door`). A
+program ends when its client says so, or after a pause longer than all ranges of ages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_PROGRAMS = 4096
 """Programs that are remembered; of the tenant with most, those that have paused for longest are
 forgotten first."""
 HORIZON_S = 30.0
-"""A pause that should be shorter is waited for with the blocks in place."""
+"""If a pause should be shorter than this, the blocks stay in place."""
 PARK_CHANCE = 0.1
 MAX_PARKED_PER_TICK = 64
 MAX_LOOKS_PER_TICK = 256
@@ -44,7 +44,7 @@ class Programs:
     """All programs that have begun or wait to, and have not ended."""
 
     def __init__(self, waiting: WaitingRequests) -> None:
-        """`waiting` gives places in the order of those that wait."""
+        """`waiting` assigns places in the order of those that wait."""
         self.pauses = Pauses()
         self.num_ended = 0
         self.usual_tokens = RunningMean(0.0)  # that a program needs for itself after a call
@@ -223,16 +223,16 @@ class Programs:
         return (programs[start:] + programs[:start])[:MAX_LOOKS_PER_TICK]
 
     def _chance(self, program: Program, now: float) -> float:
-        """Of its next call within the horizon."""
+        """The chance of the program's next call within the horizon."""
         if now < program.keep_until_s or program.awaits_children:
             return 1.0
         return self.pauses.chance(program, HORIZON_S, now)
 
     def held_tokens(self) -> dict[InstanceId | None, float]:
-        """KVCache that the programs which have begun need for themselves, by the instance where
-        their blocks are (None: they have none yet): all of those that run, and of the others as
-        much as is likely to be needed soon. If most are still short, they will grow to the usual
-        size."""
+        """Tokens of KVCache that the programs which have begun need for themselves, by the instance
+        where their blocks are (None: they have none yet). Programs that run count in full, the
+        others by the chance that they need it soon. If most programs are still short, they count
+        with the usual size, to which they will grow."""
         held: dict[InstanceId | None, float] = {}
         present: dict[InstanceId | None, float] = {}
         for program in self._programs.values():

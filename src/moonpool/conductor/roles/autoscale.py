@@ -17,7 +17,7 @@ from moonpool.conductor.roles.role_balance import RoleBalance
 
 CHECK_S = 2.0
 SLACK = 0.02
-"""By this share of an instance, demand may exceed what fewer instances should serve."""
+"""Demand may exceed what fewer instances should serve by this share of an instance."""
 MOST_WANTED = 10_000
 
 

@@ -15,8 +15,8 @@ looks like a reason for the next one.
 Both are linear in sums over the requests, so a few numbers yield the demand on any instance, for
 any hardware and any present cost estimate.
 
-Demand is that of the requests since the mix last changed (`PresentLoad`), of at most a window. An
-advice must also hold if the ratio of both demands is wrong by SURE standard errors. A switch back
+Demand is that of the requests since the mix last changed (`PresentLoad`), of at most a window.
+Advice must also hold if the ratio of both demands is wrong by SURE standard errors. A switch back
 needs a larger benefit. If the mix has not changed since the last switches, it needs more certainty,
 and a second one in RETURN_S a still larger benefit: so roles do not swing where two splits are
 about equally good.
@@ -25,8 +25,8 @@ The length of an answer is predicted from the length of its prompt, and from whe
 is cached: long documents get short answers, the next turn of a long conversation does not, and it
 is their mix that shifts. Answers under way count (`RunningLengths`). Sums are kept by kind, and
 take the lengths that are known when they are used: what is learned later corrects earlier requests,
-and is no shift. An advice must also hold if the answers that exceed all known lengths end at once
-(or last long, if prefill is short).
+and is no shift. Advice must also hold if the answers that exceed all known lengths end at once (or
+last long, if prefill is short).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ MIN_DECODE_SHARE = 0.1
 SHORT_WINDOW_S = 30.0
 """The short window, at most half of the long one."""
 PART_S = 2.0
-"""The time of each part of the present load, where the window has so many; at least `LEAST_PARTS`
-and at most `MOST_PARTS`."""
+"""Length of each part of the present load; the window has at least `LEAST_PARTS` and at most
+`MOST_PARTS` of them."""
 LEAST_PARTS, MOST_PARTS = 32, 256
 LEAST_SEEN_S = 20.0
 """Time since a change before which nothing is advised: a burst is no shift."""
@@ -69,7 +69,7 @@ LEAST_CHANGED = 5
 CHANGED = 4.5
 """Standard errors by which the last seconds must differ from what was before."""
 SURE = 1.0
-"""Standard errors of the ratio of both demands that an advice must bear."""
+"""Advice must hold if the ratio of both demands is wrong by this many standard errors."""
 SURE_TO_RETURN = 3.0
 MARGIN_TO_RETURN, MARGIN_TO_RETURN_AGAIN = 0.2, 0.35
 RETURN_S = 600.0
@@ -263,7 +263,7 @@ class PresentLoad:
         self.load.sums, self.load.seen_s = lately[keep - 1].tolist(), keep * self._part_s
 
     def with_lengths(self, choose: Callable[[LengthRange], float]) -> LoadSums:
-        """The same requests with these lengths of answers."""
+        """Returns the same requests with these lengths of answers."""
         load = LoadSums()
         load.seen_s = self.load.seen_s
         if self._parts:
@@ -434,7 +434,7 @@ class RoleBalance:
         )
 
     def note_switch(self, role: Role, now: float) -> None:
-        """An advice is followed."""
+        """Notes that advice is followed."""
         if self._last is not None and self._last[1] is not role:
             self._returned_s = now
         self._last = (now, role)

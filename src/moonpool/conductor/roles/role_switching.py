@@ -211,7 +211,8 @@ class RoleSwitching(ClusterObserver):
         return [self._announce(f"{why}: mixed instances have one role each")]
 
     def _running(self) -> Iterator[tuple[int, int, int]]:
-        """Of each answer under way: tokens of the prompt, cached ones, and of the answer."""
+        """Returns for each answer under way the tokens of the prompt, the cached ones, and those of
+        the answer."""
         for state in self._reservations.instances.values():
             for tracked in state.decodes.values():
                 if tracked.generated:

@@ -17,7 +17,8 @@ from moonpool.conductor.instance_table import Floats, InstanceTable
 
 MAX_REQUESTS = 512
 WEIGHTS = ((1.0, 0.0), (1.0, 0.3), (1.0, 1.0), (0.3, 1.0), (0.0, 1.0))
-"""Of the needs of prefill and decode, by whose sum requests are ordered. The best order counts."""
+"""Weights of the prefill and decode needs: requests are ordered by the weighted sum. The best order
+counts."""
 
 
 class RecentRequest(NamedTuple):
@@ -40,8 +41,8 @@ class RecentRequests:
     def needs(
         self, table: InstanceTable, since_s: float, mean_tokens: Callable[[int], float]
     ) -> Needs:
-        """What each request since then needs. `mean_tokens`: of answers of a kind after their first
-        token."""
+        """What each request since then needs. `mean_tokens`: mean tokens of answers of a kind after
+        their first token."""
         recent = [request for request in self._requests if request.at_s >= since_s]
         rows = (table.prefills | table.decodes).nonzero()[0]
         if not recent or not len(rows):

@@ -1,4 +1,4 @@
-"""When requests end that are not answered: at their deadlines, and where no room came in time."""
+"""When unanswered requests end: at their deadlines, or when no room came in time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ nothing."""
 
 
 class Deadlines:
-    """Of the requests under way."""
+    """Deadlines of the requests under way."""
 
     def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
         self._requests = requests
@@ -26,7 +26,7 @@ class Deadlines:
         heapq.heappush(self._ends, (tracked.request.deadline_s, tracked.request.request_id))
 
     def add_joining(self, tracked: TrackedRequest) -> None:
-        """It is computed, and waits for room in a decode batch."""
+        """Adds a request that is computed, and waits for room in a decode batch."""
         latest_s = tracked.request.arrived_s + tracked.request.slo.ttft_s
         heapq.heappush(self._joining, (latest_s, tracked.request.request_id))
 

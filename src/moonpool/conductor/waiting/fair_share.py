@@ -60,7 +60,7 @@ class FairShare(ClusterObserver):
         self.end(payer_of(tracked.request.tenant), tracked.account)
 
     def begin(self, tenant: str, now: float) -> ShareAccount:
-        """A request of the tenant arrives, and is under way until `end`."""
+        """Notes that a request of the tenant has arrived; it is under way until `end`."""
         account = self._accounts.pop(tenant, None)
         if account is None:
             account = ShareAccount(self.weight(tenant), at_s=now)

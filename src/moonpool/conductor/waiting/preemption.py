@@ -97,7 +97,7 @@ class Preemption:
 def _by_tenant(
     holding: Iterable[TrackedRequest], tracked: TrackedRequest, now: float
 ) -> dict[str, list[TrackedRequest]]:
-    """Those of the answers that are no more urgent than the request: by tenant, in the order in
+    """Returns the answers that are no more urgent than the request, by tenant, in the order in
     which they keep their places."""
     found: dict[str, list[TrackedRequest]] = {}
     for other in holding:

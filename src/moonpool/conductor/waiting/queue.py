@@ -88,7 +88,7 @@ class WaitingRequests:
             del self.lost[next(iter(self.lost))]
 
     def note_lost(self, state: InstanceState) -> None:
-        """An instance was lost. It is expected back unless it was leaving for good."""
+        """Notes that an instance was lost. It is expected back unless it was leaving for good."""
         drain = state.drain
         if drain is not None and drain.becomes is None and not drain.returns:
             return

@@ -13,7 +13,7 @@ from moonpool.conductor.state import TrackedRequest
 WINDOW = 64
 """Completed requests from which the rate follows."""
 STALE_S = 60.0
-"""Without a completed request for so long, the rate is unknown."""
+"""If no request has completed for this long, the rate is unknown."""
 MAX_RETRY_AFTER_S = 120.0
 
 

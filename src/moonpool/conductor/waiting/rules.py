@@ -50,7 +50,8 @@ LOAD_REASONS = TIME_HELPS | {
 }
 MAX_PLACED_PER_TURN = 256
 MAX_TRIED_PER_TURN = 8
-"""Waiting requests that are planned in vain in one turn: the others would hardly fit either."""
+"""Stop after this many failed placements in one turn: the remaining requests are unlikely to fit.
+"""
 
 
 class WaitRules:
@@ -69,7 +70,7 @@ class WaitRules:
         self._calls: Counter[str] = Counter()  # attempts of calls with several choices
 
     def note_attempt(self, request: Request, number: int) -> None:
-        """An attempt begins (1) or ends (-1)."""
+        """Counts an attempt that begins (1) or ends (-1)."""
         call = request.call
         if call:
             self._calls[call] += number

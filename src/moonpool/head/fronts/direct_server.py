@@ -17,7 +17,8 @@ from moonpool.types import InstanceId
 log = limited_logger("moonpool.front")
 
 MAX_HALF_OPEN = 128
-"""Connections that have not proved the secret. A further one ends the oldest."""
+"""Connections that have not yet proved that they know the secret. A new one beyond that ends the
+oldest."""
 
 DirectChannel = Channel[DirectTokens, NothingSaid]
 

@@ -27,7 +27,8 @@ _KNOWN = msgspec.msgpack.Decoder(Known)
 
 
 class FrontAnswers(KeptAnswers):
-    """As `KeptAnswers`. What another front holds moves here when its client has come back here."""
+    """As `KeptAnswers`. An answer that another front holds moves here when its client comes back
+    here."""
 
     def __init__(self, head: RemoteHead) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class FrontAnswers(KeptAnswers):
                 give.add_done_callback(self._gives.discard)
 
     async def _give(self, fetch: FetchAnswer) -> None:
-        """The client has come back over another front, which goes on with what is known here."""
+        """The client has come back at another front, which continues from what is known here."""
         name, known = fetch.name, b""
         found = await super().find(name.tenant, name.request_id, name.digest, fetch.displaces)
         if found is not None:
@@ -98,7 +99,7 @@ class FrontAnswers(KeptAnswers):
 
 
 class _CopyChannel:
-    """To a standby, by the head."""
+    """Copies to a standby, sent by the head."""
 
     def __init__(self, head: RemoteHead) -> None:
         self._head = head

@@ -31,12 +31,12 @@ class FrontCalls:
         head.on_instances = on_instances
 
     async def begin(self) -> asyncio.Task[None]:
-        """Returns what runs."""
+        """Starts to answer calls, and returns what runs."""
         self._adding = asyncio.create_task(self._add_fronts())
         return self._adding
 
     async def hand_over(self, calls_s: float) -> None:
-        """The fronts have ended before."""
+        """Call it when the fronts have ended."""
 
     async def end(self) -> None:
         self._links.close()

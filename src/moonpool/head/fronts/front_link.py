@@ -89,7 +89,7 @@ class FrontAnswer(ResponseStream):
         self._link.note_grown(self)
 
     def take_parts(self) -> list[AnswerPart]:
-        """Returns what the front has not got yet."""
+        """Returns the tokens that the front does not have yet."""
         parts, self._parts = self._parts, []
         if parts and parts[-1].finish is not None:
             parts[-1] = msgspec.structs.replace(parts[-1], timings_s=self.timings_s)
@@ -108,9 +108,9 @@ class FrontsOfHead(Protocol):
     rates: RateLimits
 
     names: set[RequestId]
-    """Of all answers under way."""
+    """The requests of all answers under way."""
     num_direct: dict[RequestId, int]
-    """Of the report that is handled now."""
+    """Tokens by request in the report that is handled now."""
 
     def on_gone(self, link: FrontLink) -> None: ...
 
@@ -141,7 +141,7 @@ class FrontLink:
         self.number = number
         self.held: dict[AnswerName, None] = {}
         self.num_tokens = self.num_direct_tokens = 0
-        """Of its answers, and those of them that instances sent to it directly."""
+        """Tokens of its answers, and how many of them instances sent to it directly."""
         self._head = head
         self._fronts = fronts
         self._spawn = spawn
@@ -351,7 +351,7 @@ class FrontLink:
             self.send(Told(question.number, value))
 
     def _on_end(self, reason: str) -> None:
-        """The front is gone: another one begins its answers again."""
+        """The front is gone; the next one begins its answers again."""
         for number in list(self._answers):
             self._close(number)
         self._fronts.on_gone(self)

@@ -38,7 +38,7 @@ FETCH_S = 5.0
 
 
 class FrontLinks:
-    """`limits`: of tenants, which hold for all fronts together."""
+    """`limits`: the limits of tenants, which hold for all fronts together."""
 
     def __init__(self, head: Head, limits: Mapping[str, TenantLimits]) -> None:
         self.rates = RateLimits(limits)
@@ -50,11 +50,11 @@ class FrontLinks:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, asyncio.Future[bytes]] = {}  # for answers of other fronts
         self._numbers = itertools.count()
-        self._copied: dict[int, set[int]] = {}  # by front, what a standby follows
+        self._copied: dict[int, set[int]] = {}  # what a standby follows, by front
         self._stages_s = time.monotonic()
 
     async def add(self, number: int, sock: socket.socket) -> None:
-        """A front is there. `number`: its place; an earlier one there has ended."""
+        """Adds a front. `number`: its place; an earlier one there has ended."""
         link = FrontLink(self._head, self, number, self._spawn)
         before = self._links.get(number)
         if before is not None:
@@ -75,14 +75,14 @@ class FrontLinks:
                 link.tell_stages()
 
     def tell(self) -> None:
-        """Something of the models or of the head may have changed."""
+        """Tells the fronts when something of the models or of the head may have changed."""
         for link in self._links.values():
             link.tell_state()
 
     @contextmanager
     def hears(self, report: Report) -> Iterator[None]:
-        """Within it the report of an instance is handled: what the fronts have got directly is not
-        sent to them again."""
+        """A context in which the report of an instance is handled: the head does not send what
+        fronts have received directly."""
         if isinstance(report, StepTokens):
             self.num_direct = {
                 request_of(work.attempt_id): work.num_direct
@@ -127,7 +127,7 @@ class FrontLinks:
         return next((link for link in self._links.values() if name in link.held), None)
 
     def fetch(self, link: FrontLink, fetch: FetchAnswer) -> None:
-        """Asks the front that has it; those that may run it, if its client says so."""
+        """Asks the front that holds the answer, or with `displaces` those that may run it."""
         holder = self.holder(fetch.name)
         asked = [holder] if holder is not None else self.others(link) if fetch.displaces else []
         asked = [each for each in asked if each is not link]
@@ -137,7 +137,7 @@ class FrontLinks:
         self._spawn(self._fetch(link, fetch, asked))
 
     async def _fetch(self, link: FrontLink, fetch: FetchAnswer, asked: list[FrontLink]) -> None:
-        """One after another: the answer is with one of them at most."""
+        """Asks one front after another: at most one of them has the answer."""
         known = b""
         for each in asked:
             number = next(self._numbers)
@@ -155,7 +155,7 @@ class FrontLinks:
         link.send(AnswerFetched(fetch.number, known))
 
     def copy(self, number: int, copied: AnswersCopied) -> None:
-        """Sends the standby what is new of a front's answers, under numbers of their own."""
+        """Sends the standby what is new in a front's answers, under numbers of its own."""
 
         def own(answer: int) -> int:
             return answer * MAX_FRONTS + number

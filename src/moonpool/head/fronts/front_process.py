@@ -65,14 +65,14 @@ async def serve_front(link: SupervisorLink) -> None:
         task.add_done_callback(partial(note_failure, broken, link.stop))
     link.up()
     await link.stop.wait()
-    if broken:  # the next front goes on with the answers
+    if broken:  # the next front continues the answers
         raise ClusterError(broken[0])
     if link.hands_over:
         head.end_views()
         await server.hand_over(link.pass_on, config.api.drain_seconds)
         models.close()
         await link.flush()
-        os._exit(0)  # at once: an end in order would end the answers, which go on
+        os._exit(0)  # at once: an orderly end would end the answers, which go on
     server.should_exit = True
     await asyncio.wait([serving])
     models.close()

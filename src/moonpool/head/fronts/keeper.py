@@ -197,7 +197,7 @@ class Fronts:
         return sum(len(held) for held in self._held)
 
     def start(self, head: HeadPackets) -> None:
-        """The head serves for the first time."""
+        """Starts the fronts when the head serves for the first time."""
         self._head = head
         if self._fronts:
             return
@@ -210,7 +210,7 @@ class Fronts:
         self._tasks = [asyncio.create_task(front.run()) for front in self._fronts]
 
     def connect_all(self, head: HeadPackets) -> None:
-        """Another head has begun."""
+        """Connects all fronts to a new head."""
         self._head = head
         for front in self._fronts:
             if front.packets is not None:
@@ -231,7 +231,7 @@ class Fronts:
         await asyncio.gather(*[front.end(HandOver(), limit_s) for front in self._fronts])
 
     def go_on(self) -> None:
-        """There is no next program: new fronts start."""
+        """Starts new fronts when there is no next program."""
         for front in self._fronts:
             front.go_on()
 
@@ -244,7 +244,7 @@ class Fronts:
             held.close()
 
     def leave(self) -> tuple[HeldState, ...]:
-        """What the next program of the supervisor gets."""
+        """Returns what the next program of the supervisor gets."""
         return tuple(held.leave() for held in self._held)
 
     def watch(self, listened_s: float) -> None:
@@ -252,6 +252,6 @@ class Fronts:
             front.watch(listened_s)
 
     def running(self) -> dict[int, Front]:
-        """By process id."""
+        """The running processes, by process id."""
         running = [front for front in self._fronts if front.process is not None]
         return {front.process.pid: front for front in running if front.process is not None}

@@ -59,7 +59,7 @@ Question = Literal[
 
 
 class _Message(Struct, frozen=True, array_like=True, tag=True):
-    """As an array: tokens come in them."""
+    """Encoded as an array, because messages carry tokens."""
 
 
 # To the head
@@ -127,7 +127,7 @@ class AdmitCall(_Message, frozen=True, tag=True):
 
 
 class SpendTokens(_Message, frozen=True, tag=True):
-    """Tokens of tenants with limits; below 0: they are given back."""
+    """Counts tokens of tenants with limits; negative numbers give tokens back."""
 
     spent: dict[str, int]
 
@@ -153,7 +153,7 @@ class CopyAnswers(_Message, frozen=True, tag=True):
 
 
 class AnswerName(Struct, frozen=True, array_like=True):
-    """By which a call is known when it comes again."""
+    """The name by which a call is known when it comes again."""
 
     tenant: str
     request_id: str
@@ -167,7 +167,7 @@ class HoldAnswer(_Message, frozen=True, tag=True):
 
 
 class ForgetAnswer(_Message, frozen=True, tag=True):
-    """It holds it no longer."""
+    """The front no longer holds the answer."""
 
     name: AnswerName
 
@@ -202,8 +202,8 @@ class ModelKnown(_Message, frozen=True, tag=True):
 
 
 class HeadState(_Message, frozen=True, tag=True):
-    """As `Frontend.not_ready` and `Frontend.is_stopping`. `wants_copies`: a standby follows the
-    answers under way."""
+    """What `Frontend.not_ready` and `Frontend.is_stopping` say of the head. `wants_copies`: a
+    standby follows the answers under way."""
 
     not_ready: str
     is_stopping: bool

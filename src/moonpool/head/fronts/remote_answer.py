@@ -32,7 +32,7 @@ class RemoteAnswer:
         self.lacks_since_s: float | None = None
         """Since when tokens are missing before others that are here."""
         self.is_wrong = False
-        """It goes on from other tokens than the client has."""
+        """The answer goes on from tokens that differ from those the client has."""
         self._token_ids = list(begin.delivered or ())
         self._tokens: list[Token] = []
         self._attempt = 0
@@ -46,7 +46,8 @@ class RemoteAnswer:
         return self.begin.number
 
     def grow_directly(self, attempt: int, position: int, tokens: Sequence[Token]) -> None:
-        """From an instance. Attempts before the newest that was heard are over."""
+        """Adds tokens that came from an instance. Attempts before the newest that was heard are
+        over."""
         if attempt < self._attempt or self.is_complete:
             return
         self._attempt = attempt
@@ -57,7 +58,7 @@ class RemoteAnswer:
         self.grow(AnswerPart(self.number, position, tuple(tokens)))
 
     def grow(self, part: AnswerPart) -> None:
-        """From the head; its part may come before or after those of instances."""
+        """Adds tokens that came from the head; they may come before or after those of instances."""
         if self.is_wrong or self.is_complete:
             return
         self._ahead.append(part)
@@ -81,8 +82,8 @@ class RemoteAnswer:
         return has_finish or self._refused is not None
 
     def begin_again(self, number: int) -> BeginAnswer:
-        """The request for this head, or the next one. What its client has counts, also if that is
-        nothing: the request was admitted."""
+        """The request as it is sent to this head, or the next one. It counts the tokens that its
+        client has, even if there are none: the request was admitted."""
         self._ahead.clear()
         self._attempt, self.is_wrong, self.lacks_since_s = 0, False, None
         self.begin = msgspec.structs.replace(

@@ -1,7 +1,7 @@
 """The head as a front sees it: a process at the other end of a channel, which may be replaced.
 
-Requests whose head is gone begin again at the next one, with the tokens that have come. So do
-questions. Nobody else notices.
+Requests whose head is gone begin again at the next one, with the tokens that have come. Questions
+are asked again too. No other part notices.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class AnswersHere(Protocol):
     def on_message(self, message: HoldAnswer | ForgetAnswer | FetchAnswer) -> None: ...
 
     def forget_others(self) -> None:
-        """What other fronts hold is told anew."""
+        """Forgets what other fronts hold, because it is told again."""
         ...
 
     def tell_all(self) -> None: ...
@@ -77,7 +77,8 @@ class AnswersHere(Protocol):
 
 
 class RemoteHead:
-    """As `CallFrontend` and `ClusterView`. `models` are those that the head has told."""
+    """The head as `CallFrontend` and `ClusterView`, from another process. `models` are those that
+    the head has reported."""
 
     def __init__(self, models: RemoteModels) -> None:
         self.is_told = asyncio.Event()
@@ -98,7 +99,7 @@ class RemoteHead:
         self._loading = asyncio.create_task(self._follow())
 
     async def connect(self, sock: socket.socket) -> None:
-        """Another head is there."""
+        """Connects to another head."""
         former, self._channel = self._channel, None
         if former is not None:
             former.close()
@@ -148,7 +149,7 @@ class RemoteHead:
         return 0 if self._channel is None else self._channel.num_unsent_bytes
 
     def send(self, message: Any) -> None:
-        """What is lost with the head may be."""
+        """Messages that are lost with the head need no repetition."""
         if self._channel is not None:
             self._channel.send(message)
 
@@ -159,7 +160,7 @@ class RemoteHead:
         delivered: tuple[int, ...] | None,
         call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """As `ModelFrontend.submit`, of the model with this key."""
+        """Submits, as `ModelFrontend.submit` does, to the model with this key."""
         number = next(self._numbers)
         answer = RemoteAnswer(BeginAnswer(number, model, request, delivered, call))
         self._answers[number] = self._named[request.request_id] = answer
@@ -177,7 +178,7 @@ class RemoteHead:
             self.send(CloseAnswer(answer.number))
 
     def on_tokens(self, work: DirectWork) -> None:
-        """An instance sends tokens of an answer."""
+        """Takes tokens of an answer that an instance sends."""
         answer = self._answers.get(work.number)
         if answer is not None:
             answer.grow_directly(work.attempt, work.position, work.tokens)
@@ -295,7 +296,7 @@ class RemoteHead:
                     self.kept.on_message(message)
 
     async def _follow(self) -> None:
-        """Takes what the head says of itself, in order: a model takes a while to load."""
+        """Handles what the head says about itself, in order: a model takes a while to load."""
         while True:
             message = await self._arrivals.get()
             if isinstance(message, HeadState):

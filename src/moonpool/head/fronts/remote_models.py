@@ -117,7 +117,7 @@ class RemoteModels:
         return sorted(self._models.values(), key=lambda model: model.known.place)
 
     async def take(self, head: AskedHead, known: ModelKnown) -> None:
-        """A model is new, or has changed. Raises ClusterError."""
+        """Adds a model, or replaces one that has changed. Raises ClusterError."""
         found = self._models.get(known.model)
         if found is None:
             loaded = await self._load(known)

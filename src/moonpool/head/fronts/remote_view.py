@@ -8,7 +8,7 @@ from moonpool.head.fronts.remote_head import RemoteHead
 
 
 class RemoteView:
-    """As `ClusterView`: the head answers."""
+    """A `ClusterView` that the head answers."""
 
     def __init__(self, head: RemoteHead) -> None:
         self._ask = head.question

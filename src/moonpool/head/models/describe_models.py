@@ -10,14 +10,14 @@ from moonpool.head.explain import describe_cluster, describe_to_tenant
 from moonpool.head.models.served_model import ServedModel
 
 _OF_MODEL = ("role_balance", "predictions", "longest_gaps_over_mean", "late_ttft_over_predicted")
-"""What is about one model's instances."""
+"""The parts of the description that are about one model's instances."""
 _OF_EACH = ("lack", "requests_under_way", "requests_waiting", "programs")
 _SUMS = ("answers_paused", "requests_under_way", "requests_waiting", "indexed_blocks")
 
 
 def describe_models(models: Sequence[ServedModel], now: float) -> dict[str, Any]:
-    """As `describe_cluster`. What is about one model is that of the first; `models` has it of
-    each."""
+    """As `describe_cluster`. Parts about one model are those of the first model; `models` has them
+    for each."""
     each = [describe_cluster(model.conductor, now) for model in models]
     described = _together(models, each)
     described["drains"] = {

@@ -41,8 +41,8 @@ UNKNOWN_TOKENS = 1 << 30
 class ModelFiles:
     """What the files of a model say, but for the tokenizer.
 
-    `parts`: of a tokenizer that is in no folder. `chat_template`: the source of one that is used
-    in place of the model's own. `drafts`: the draft model, if there is one."""
+    `parts`: the parts of a tokenizer that is in no folder. `chat_template`: the source of one that
+    is used in place of the model's own. `drafts`: the draft model, if there is one."""
 
     info: ModelInfo
     parts: TokenizerParts | None = None
@@ -65,8 +65,8 @@ class ApiModel:
 
 
 async def load_model(config: Config, is_new: bool = True) -> ApiModel:
-    """The model that the configuration names, for Moonpool's own engine. `is_new`: no head has
-    loaded it before. Raises ClusterError."""
+    """The model that the configuration names, for Moonpool's own engine. `is_new`: whether no head
+    has loaded it before. Raises ClusterError."""
     files = _read_files(config)
     reader = await begin_reader(files, is_new)
     try:
@@ -88,8 +88,9 @@ async def load_model(config: Config, is_new: bool = True) -> ApiModel:
 async def load_offered(
     config: Config, offer: ModelOffer, is_first: bool, is_new: bool = True
 ) -> ApiModel:
-    """The model of a server. `is_first`: the names, adapters and template of the configuration
-    are meant for it. `is_new`: no head has loaded it before. Raises ClusterError."""
+    """The model of a server. `is_first`: whether the names, adapters and template of the
+    configuration are meant for it. `is_new`: whether no head has loaded it before. Raises
+    ClusterError."""
     settings = _settings_of(config, is_first)
     if offer.takes != "text":
         try:
@@ -123,8 +124,7 @@ async def _load_tokens(
 
 
 def _load_text(config: Config, offer: ModelOffer, settings: ModelConfig) -> ApiModel:
-    """A model whose tokens nobody knows here. Its tokenizer is a stand-in, by which no call is
-    read."""
+    """Loads a model whose tokens are unknown here. Its tokenizer, a stand-in, reads no calls."""
     unknown = ModelInfo(0, (), 0, BYTE_TOKENIZER)
     card = _offered_card(config, offer, settings, unknown)
     card = msgspec.structs.replace(card, forwards_all=True)
@@ -137,8 +137,8 @@ def named_offer(name: str) -> ModelOffer:
 
 
 async def begin_reader(files: ModelFiles, waits: bool) -> BodyClient | None:
-    """Starts the process that reads small bodies, where there is one. `waits`: until it has loaded
-    the tokenizers, which nobody has done before. Raises ClusterError."""
+    """Starts the process that reads small bodies, where there is one. `waits`: whether to wait
+    until it has loaded the tokenizers for the first time. Raises ClusterError."""
     if waits and files.drafts is not None and files.drafts.tokenizer != BYTE_TOKENIZER:
         await _load_apart(files.drafts)
     options = _options(files)

@@ -76,16 +76,16 @@ class ModelHost(Protocol):
     ) -> dict[str, float] | None: ...
 
     def unsettled(self, model: ServedModel) -> list[RequestRecord]:
-        """Of the model's requests that have ended and are not counted yet."""
+        """Returns the records of the model's requests that have ended and are not counted yet."""
         ...
 
     def on_new_model(self, model: ServedModel) -> None:
-        """It is served from now on."""
+        """Called when the model is served from now on."""
         ...
 
 
 class ServedModel:
-    """As `ModelFrontend` for the HTTP layer. `key` names the model to its instances."""
+    """A model as the `ModelFrontend` of the HTTP layer. `key` names the model to its instances."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class ServedModel:
         actions: list[ConductorAction] = []
         try:
             actions = self.conductor.handle(event, now)
-        finally:  # an event that raises is the most wanted one
+        finally:  # an event that raises is the one that is needed most
             self._events.note(event, now, actions)
         return actions
 
@@ -233,14 +233,14 @@ class ServedModel:
     # Its vLLM servers
 
     def take_offer(self, offer: ModelOffer) -> None:
-        """A vLLM server of this model has come: its names, adapters and endpoints are the model's,
+        """Adds a vLLM server of this model: its names, adapters and endpoints become the model's,
         too."""
         card = self.card
         if card.model_id == self._settings.config.model.served_name:
             names: tuple[str, ...] = ()
         elif self.has_offers:
             names = (*card.other_names, *offer.names)
-        else:  # until then it is known by what the configuration says
+        else:  # until then the configuration alone describes it
             card = msgspec.structs.replace(card, model_id=offer.names[0])
             names = offer.names
         others = dict.fromkeys(name for name in names if name != card.model_id)
@@ -270,7 +270,7 @@ class ServedModel:
         return tuple(path for path in paths if path in known or path in offer.paths)
 
     def set_parsing(self, offers: Iterable[ModelOffer]) -> None:
-        """What all these servers find in their answers is left to them; and all calls, if one of
+        """Leaves to the servers what all of them find in their answers; and all calls, if one of
         them takes no token ids."""
         shared: set[Parsing] = set(get_args(Parsing))
         forwards_all = not self.card.knows_tokens
@@ -299,7 +299,7 @@ class ServedModel:
         return None
 
     def limit_context_to(self, info: InstanceInfo, offer: ModelOffer | None) -> None:
-        """An instance joins. `offer`: of a vLLM server."""
+        """Notes that an instance joins. `offer`: the offer of a vLLM server."""
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
         if offer is not None and offer.max_model_tokens <= room_tokens:
             why = f"the max_model_len of the vLLM server at {info.instance_id}"

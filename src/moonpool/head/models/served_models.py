@@ -93,8 +93,8 @@ class ServedModels:
         return {name: offer for name, offer in self._offers.items() if name in expected}
 
     def route(self, event: ConductorEvent) -> Sequence[ServedModel]:
-        """Whose event it is. One about a request or a lost instance goes to all: those that do not
-        know it do nothing."""
+        """Returns the model that an event is about. An event about a request or a lost instance
+        goes to all models: those that do not know it do nothing."""
         if isinstance(event, Reported | DrainRequested | InstanceCrashed):
             model = self.of(event.instance_id)
             return [] if model is None else [model]
@@ -174,8 +174,7 @@ class ServedModels:
         self.note_present(instance_id)
 
     def note_present(self, instance_id: InstanceId) -> None:
-        """A vLLM server is about to serve: what it does not parse is left to none of its model's
-        servers."""
+        """A vLLM server is about to serve: what it cannot parse is parsed here for its model."""
         model = self._of.get(instance_id)
         if model is not None:
             present = {*model.conductor.expected, instance_id}

@@ -34,7 +34,7 @@ class VllmSetups:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, link: WorkerLink, offer: ModelOffer | None) -> None:
-        """A worker has applied: it gets its settings, or is turned away."""
+        """Sends the settings to a worker that has applied, or rejects it."""
         task = asyncio.create_task(self._set_up(link, offer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -45,7 +45,7 @@ class VllmSetups:
         except (ClusterError, ConfigError) as error:
             self._turn_away(link, str(error))
             return
-        except Exception as error:  # of files that nobody has thought of
+        except Exception as error:  # an error of the files that no check foresaw
             log.exception("the model of %s cannot be read", link.instance_id)
             found = f"{type(error).__name__}: {error}"
             self._turn_away(link, f"its model cannot be read: {found}; the head's log has more")

@@ -13,7 +13,7 @@ from moonpool.protocol.frames import AnswerBegun, AnswersCopied
 log = limited_logger("moonpool.head")
 
 COPY_S = 0.05
-"""How far the copies may be behind. What they lack is computed again."""
+"""How many seconds the copies may be behind. The tokens that they lack are computed again."""
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
 """While the standby has so much to read, no more is sent."""
@@ -51,7 +51,7 @@ class AnswerFeed:
 
     @property
     def has_begun(self) -> bool:
-        """What was sent before this feed does not count any more."""
+        """Whether the feed has begun: what was sent earlier does not count."""
         return not self._is_first
 
     # The answers' follower

@@ -49,7 +49,7 @@ class Takeover:
 
 
 class Standby:
-    """Made on the running loop. `wait` ends when this machine shall have the head."""
+    """Made on the running loop. `wait` ends when this machine must run the head."""
 
     def __init__(self, config: Config, secret: bytes, control: socket.socket) -> None:
         """`control`: bound to where workers will find the next head. Raises ClusterError."""

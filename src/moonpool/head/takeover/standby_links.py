@@ -99,7 +99,7 @@ class StandbyLinks:
         expected: dict[InstanceId, Role],
         offers: dict[InstanceId, ModelOffer],
     ) -> None:
-        """Lets all links hear that this head is alive."""
+        """Shows all links that this head is alive."""
         if self.replaced:
             return
         addresses = self._addresses()
@@ -120,7 +120,7 @@ class StandbyLinks:
 
     @property
     def wants_copies(self) -> bool:
-        """Whether a standby follows answers, also those of fronts."""
+        """Whether a standby follows answers, including those of fronts."""
         return any(feed.has_begun for feed in self._feeds.values())
 
     def copy(self, frame: AnswersCopied) -> None:

@@ -24,7 +24,7 @@ class OomKills:
         self._count = self._read()
 
     def is_new(self) -> bool:
-        """Whether there was one since the last look."""
+        """Whether there was one since the last check."""
         before, self._count = self._count, self._read()
         return self._count > before
 
@@ -59,7 +59,7 @@ class Culprits:
         self._oom_kills = OomKills()
 
     def watch(self, fd: int) -> None:
-        """The present head notes its work here. Owns `fd`."""
+        """Reads from now on what the present head works on. Owns `fd`."""
         self._begin()
         try:
             self._mark = WorkMark(fd)
@@ -70,7 +70,7 @@ class Culprits:
         return self.ended.get(number, (0, 0))
 
     def forget(self, number: int) -> None:
-        """The call has ended."""
+        """Notes that the call has ended."""
         self.ended.pop(number, None)
 
     def is_working(self) -> bool:

@@ -27,8 +27,8 @@ class EndedRequests:
         self._unsettled: dict[RequestId, tuple[RequestRecord, RequestObserver]] = {}
 
     def keep(self, ended: RequestEnded, own: RequestObserver) -> None:
-        """The Conductor has ended a request. The reader of its answer may still judge otherwise.
-        `own`: the observer of its model."""
+        """Adds a request that the Conductor has ended. The reader of its answer may still judge
+        otherwise. `own`: the observer of its model."""
         record = ended.record
         self._kept[record.request_id] = ended
         self._unsettled[record.request_id] = record, own
@@ -36,7 +36,7 @@ class EndedRequests:
             self._kept.popitem(last=False)
 
     def settle(self, record: RequestRecord) -> None:
-        """Its outcome is final."""
+        """Notes that the outcome of a request is final."""
         _, own = self._unsettled.pop(record.request_id)
         now = self._now()
         for observer in (own, *self._observers):

@@ -20,7 +20,7 @@ from moonpool.types import FinishReason, InstanceId
 MAX_EVENTS = 100
 LOOK_S = 1.0
 REFUSALS_S = 10.0
-"""Requests without an answer are one event for so long."""
+"""Requests without an answer are one event for this long."""
 FAULTS = {"lost", "damaged", "refused", "disk"}
 """Kinds that the page shows as wrong."""
 
@@ -34,7 +34,7 @@ class LiveEvent:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What was known of an instance at the last look."""
+    """The state of an instance at the last check."""
 
     role: str
     draining: str
@@ -59,13 +59,13 @@ class LiveEvents:
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
         if record.outcome in ANSWERED or record.outcome == FinishReason.ABORT.value:
-            return  # who leaves is no fault
+            return  # an orderly departure is no fault
         if not self._refused:
             self._refused_s = now
         self._refused[record.outcome] += 1
 
     def tick(self, now: float) -> None:
-        """Looks at most once a second."""
+        """Checks at most once a second."""
         if now - self._looked_s < LOOK_S:
             return
         self._looked_s = now

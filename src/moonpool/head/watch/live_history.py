@@ -24,7 +24,8 @@ from moonpool.types import FinishReason, payer_of
 BIN_S = 10.0
 NUM_BINS = 360
 MAX_TENANTS = 64
-"""Tenants with a history of their own. A further one replaces the one without requests longest."""
+"""Tenants with a history of their own. A new one replaces the one that has had no request for
+longest."""
 ANSWERED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 _COUNTS = ("answered", "effective", "not_answered", "generated_tokens")
 _GAUGES = ("hit", "ttft_p50_s", "ttft_p90_s", "tbt_p50_s", "tbt_p90_s")

@@ -207,7 +207,7 @@ def _totals(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def _program_of(viewer: str | None, record: RequestRecord) -> str:
-    """The name of its program; who sees all tenants sees whose it is."""
+    """The name of the request's program; a viewer who sees all tenants sees its tenant too."""
     payer = payer_of(record.tenant) if viewer is None else ""
     return f"{payer}: {record.program}" if payer and record.program else record.program
 

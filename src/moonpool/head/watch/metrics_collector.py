@@ -47,13 +47,13 @@ _LABELLED_BY_INSTANCES = (
 )
 """Likewise with a label: metric, its value, counter."""
 MAX_INSTANCES = 4096
-"""Names of instances that are remembered; of others the one that joined first goes."""
+"""Names of instances that are remembered; beyond that, the one that joined first is dropped."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """One process of an instance, and what was counted of it. `inherited`: an earlier head has
-    counted what its first report to this one says."""
+    """One process of an instance, and what was counted of it. `inherited`: whether an earlier head
+    has counted what its first report to this one says."""
 
     incarnation: int
     inherited: bool = False
@@ -87,17 +87,19 @@ class MetricsCollector:
             self.note_refused(record.outcome)
 
     def note_refused(self, reason: str) -> None:
-        """A request was refused before it was placed."""
+        """Counts a request that was refused before it was placed."""
         self._metrics.add("moonpool:requests_rejected", label=reason)
         if reason in LOAD_REFUSALS:
             self._metrics.add("vllm:admission_rejections", label=reason)
 
     def note_failed(self, reason: str) -> None:
-        """An answer that an earlier head began has failed, without a record of this one."""
+        """Counts an answer that an earlier head began and that failed, without a record of this
+        head."""
         self._metrics.add("moonpool:requests_failed", label=reason)
 
     def prompt_answered(self, lengths: Sequence[int]) -> None:
-        """All choices to a prompt are complete. `lengths`: of each in tokens."""
+        """Notes that all choices to a prompt are complete. `lengths`: the length of each in
+        tokens."""
         self._metrics.observe("vllm:request_params_n", len(lengths))
         self._metrics.observe("vllm:request_max_num_generation_tokens", max(lengths))
 
@@ -158,7 +160,7 @@ class MetricsCollector:
     # Instances
 
     def instance_joined(self, info: InstanceInfo, inherited: bool) -> None:
-        """`inherited`: an earlier head had this instance, and it is new to this one."""
+        """`inherited`: whether an earlier head had this instance, and it is new to this one."""
         instance_id, incarnation = info.instance_id, info.incarnation
         life = self._lives.get(instance_id)
         restarts = int(life is not None and life.incarnation != incarnation)
@@ -173,7 +175,7 @@ class MetricsCollector:
         self._metrics.add("moonpool:instance_losses", 0, name)
 
     def instance_lost(self, instance_id: str) -> None:
-        """An instance or an attention worker was lost, and nobody had ordered it to leave."""
+        """Counts an instance or an attention worker that was lost without an order to leave."""
         self._metrics.add("moonpool:instance_losses", label=instance_id)
 
     def instance_load(self, state: InstanceState, load: InstanceLoad) -> None:

@@ -74,7 +74,7 @@ def open_exporter(endpoint: str) -> TraceExporter | None:
 
 def _make_exporter(endpoint: str) -> SpanExporter:
     """OTLP over HTTP, or over gRPC if the environment asks for it, as vLLM does."""
-    # Failed exports are counted and logged below, with a limit.
+    # Failed exports are counted and logged below, within a limit.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     if os.environ.get(PROTOCOL_VARIABLE, "http/protobuf") == "grpc":
         from importlib import import_module

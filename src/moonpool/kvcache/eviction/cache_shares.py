@@ -4,8 +4,9 @@ A tenant with a share may have cached blocks up to that share of the pool. While
 have more: they go first when another request needs room, the one released longest ago first, and
 the end of a prompt before its beginning. The wrapped policy orders all other blocks.
 
-The pool knows nothing of tenants. `KVCacheManager` says whose a block is when a request caches or
-finds it, for tenants with a share only: without any, each call costs one look more.
+The pool knows nothing of tenants. `KVCacheManager` says to which tenant a block belongs when a
+request caches or finds it, for tenants with a share only: without any, each call costs one more
+check.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moonpool.kvcache.eviction.wrapped_eviction import WrappedEviction
 from moonpool.types import BlockId, BlockKey
 
 MAX_REFUSED = 32
-"""Blocks that the policy beneath may refuse in one call: so its time is bounded."""
+"""Most blocks that the policy beneath may refuse in one call, so that its time is bounded."""
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ class ReplicaTracker:
                 notified_of[key] = notified ^ bit
 
     def note_all_dropped(self, key: BlockKey, bit: int) -> None:
-        """As `note_dropped`, for a block that may never have been spare."""
+        """Notes as `note_dropped` does, for a block that may never have been spare."""
         if self._notified.get(key, 0) & bit:
             self.note_dropped((key,), bit)
 

@@ -9,7 +9,7 @@ from typing import Any
 from moonpool.types import Struct
 
 BYTES_PER_TOKEN = 4
-"""Of a prompt's text, about: routers have no tokenizer."""
+"""About the bytes per token of a prompt's text: routers have no tokenizer."""
 TEXT_FIELDS = ("messages", "prompt", "input")
 LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -64,7 +64,7 @@ def _tokens_of(prompt: Any) -> tuple[int, ...]:
 
 
 def _text_of(prompt: Any) -> str:
-    """A text of which a longer conversation's begins with that of a shorter one."""
+    """Returns a text such that a longer conversation's text begins with a shorter one's."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list | tuple):

@@ -2,7 +2,7 @@
 
 It decides as for vLLM servers: each replica is a `VllmInstance`, which turns the Conductor's
 commands into calls to send, and what routers see of the answers into reports. It reads no clock and
-waits for nothing: whoever drives it tells the time, and takes the decisions.
+waits for nothing: its driver passes the time, and takes the decisions.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _UnderWay:
 
 
 class ReplicaConductor:
-    """The state. Times must not go back."""
+    """The state. The times passed to it must not go back."""
 
     def __init__(self, settings: RouterSettings, life: str = "") -> None:
         """`life`: as for `Conductor`."""
@@ -203,7 +203,7 @@ class ReplicaConductor:
         for each in seen:
             under_way = self._calls.get(each.call_id)
             now = max(each.now, self._now)
-            if each.has_failed and not each.replica:  # its router does not want it any more
+            if each.has_failed and not each.replica:  # its router no longer wants it
                 self._cancel(each.call_id, now)
                 continue
             if under_way is None or under_way.attempt_id is None:

@@ -14,7 +14,8 @@ from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_co
 from moonpool.vllm.measure import FAR_BYTES_PER_S
 
 ENOUGH = 6
-"""Samples of each kind for the first fit. Further ones correct it by factors, as everywhere."""
+"""Samples of each kind that the first fit needs. Further ones correct it by factors, as everywhere.
+"""
 MOST = 64
 LEAST_TOKENS = 8
 """Tokens of an answer from which its mean step is a sample."""
@@ -40,7 +41,7 @@ class ReplicaTimes:
         self._is_fitted = False
 
     def began(self, call_id: str, num_tokens: int, now: float) -> None:
-        """The call is sent."""
+        """Notes that the call is sent."""
         for other in self._answers.values():
             other.was_alone = False
         alone = not self._answers

@@ -9,9 +9,9 @@ from moonpool.types import Slo, Struct
 
 class RouterSettings(Struct, frozen=True):
     """`ttft_s`, `tbt_s`: the service levels; without one, nothing is refused for it. `kv_tokens`:
-    what one replica's KVCache holds. `max_model_tokens`: of prompt and answer together.
-    `default_max_tokens`: of a call that states no limit. `timeout_s`: until a call that waits for
-    room is refused."""
+    what one replica's KVCache holds. `max_model_tokens`: the limit for prompt and answer together.
+    `default_max_tokens`: the limit of a call that states none. `timeout_s`: seconds until a call
+    that waits for room is refused."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None

@@ -28,14 +28,14 @@ log = logging.getLogger("moonpool.ray")
 TICK_S = 0.1
 IDLE_S = 600.0
 GONE_S = 5.0
-"""A replica that no router has named for so long, while some have named others, is gone: routers
+"""A replica that no router has named for this long, while some have named others, is gone: routers
 hear of changes one after the other."""
 CALLS = 4096
 """Calls of this actor at a time: one for each call of the deployment that waits for its place."""
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """As `Seen`, with its age when it was sent: routers have clocks of their own."""
+    """What `Seen` has, with its age when it was sent: routers have clocks of their own."""
 
     call_id: str
     age_s: float = 0.0
@@ -58,7 +58,8 @@ class ConductorActor:
         self._ticks = asyncio.get_event_loop().create_task(self._tick())
 
     async def choose(self, call: ReplicaCall, replicas: Sequence[str]) -> Decision:
-        """Waits until the call is placed or refused. `replicas`: those that its router knows."""
+        """Waits until the call is placed or refused. `replicas`: the replicas that its router
+        knows."""
         now = self._asked_s = time.monotonic()
         self._name(replicas, now)
         before = self._waiting.pop(call.call_id, None)
@@ -111,7 +112,7 @@ class ConductorActor:
         self._settle()
 
     async def describe(self) -> dict[str, object]:
-        """What it knows, for operators and tests."""
+        """Describes what it knows, for operators and tests."""
         instances = self._state.conductor.instances
         return {
             "life": self._life,

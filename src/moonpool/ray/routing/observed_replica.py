@@ -15,7 +15,7 @@ OnTokens = Callable[[str, int], None]
 
 
 class ObservedReplica(RunningReplica):  # type: ignore[misc]
-    """As Serve's own."""
+    """A replica as Serve has it, which this router observes."""
 
     def __init__(self, replica_info: Any, on_tokens: OnTokens) -> None:
         super().__init__(replica_info)

@@ -33,10 +33,11 @@ NAMESPACE = "moonpool"
 FLUSH_S = 0.01
 """How long sightings are gathered before they are sent."""
 AGAIN_S = 2.0
-"""From a Conductor that is out of reach to the next try."""
+"""Time from a Conductor that is out of reach to the next attempt."""
 MOST_TASKS = 4096
 MAX_SIGHTINGS = 65_536
-"""More are dropped while the Conductor is out of reach: it then counts the calls as lost."""
+"""Further ones are dropped while the Conductor is out of reach: it then counts the calls as lost.
+"""
 
 
 class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]

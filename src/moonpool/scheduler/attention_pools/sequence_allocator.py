@@ -26,8 +26,8 @@ class SequenceAllocator(Protocol):
     def allocate(
         self, owner: BlockOwner, num_blocks: int, sequence: Sequence[BlockId] = ()
     ) -> list[BlockId] | None:
-        """As `BlockPool.allocate`, for blocks that continue `sequence`: all blocks the sequence has
-        so far, in order."""
+        """Allocates as `BlockPool.allocate` does, for blocks that continue `sequence`: all blocks
+        the sequence has so far, in order."""
         ...
 
     def can_extend(self, extensions: Iterable[tuple[Sequence[BlockId], int]]) -> bool:

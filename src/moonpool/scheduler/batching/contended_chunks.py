@@ -19,14 +19,15 @@ from moonpool.scheduler.request_state import RequestState
 from moonpool.types import payer_of
 
 WINDOW_S = 15.0
-"""A tenant without a prompt for so long is not waited for."""
+"""A tenant that has sent no prompt for this long is not waited for."""
 STEP_SHARE = 0.35
 """Longest step of others over the time of a tenant's prompt alone: half of it is its mean delay."""
 FLOOD = 4
-"""Prompts of others that together are at most so many times as long are computed as if alone: they
-are no flood, and each step more delays them."""
+"""Prompts of others that together are at most this many times as long are computed without limit:
+they are no flood, and each extra step delays them more."""
 LEAST_TOKENS = 32
-"""A chunk in any case: shorter ones would make all tenants wait for the fixed time of steps."""
+"""A step has at least this many tokens: shorter ones would make all tenants wait for the fixed time
+of steps."""
 MAX_TENANTS = 256
 
 

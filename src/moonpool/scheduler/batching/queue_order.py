@@ -2,7 +2,7 @@
 
 The lower priority value is first; within a priority, the tenant with the least tokens served
 (`tenant_accounts`); within a tenant, the older request. After half of its time a request counts as
-one of the best priority here, so none waits for ever.
+one of the best priority here, so none waits forever.
 
 With one tenant and one priority, the order is that of arrival. `is_plain` says so, and spares the
 scheduler the comparisons.
@@ -19,8 +19,8 @@ from moonpool.scheduler.request_state import RequestState
 from moonpool.types import payer_of
 
 CREDIT_TOKENS = 16_384
-"""A tenant that was idle is at most so many tokens ahead of, or behind, those that were not: its
-next prompts of this length in all do not wait for those of others."""
+"""A tenant that was idle is at most this many tokens ahead of, or behind, those that were not: that
+many tokens of its next prompts do not wait for other tenants."""
 
 
 class QueueOrder:
@@ -84,7 +84,7 @@ class QueueOrder:
         return lead > cost
 
     def charge(self, request: RequestState, num_tokens: int) -> None:
-        """Steps compute so many tokens of a request; it may have left meanwhile."""
+        """Adds tokens that steps compute for a request; it may have left meanwhile."""
         if request.account is not None:
             request.account.charge(num_tokens)
 

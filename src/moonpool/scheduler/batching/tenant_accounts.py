@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_ABSENT = 1024
-"""Tenants without requests whose counters are kept; of others the one that left first goes."""
+"""Tenants without requests whose counters are kept; beyond that, the tenant that left first is
+dropped."""
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class TenantAccounts:
         return 0.0 if account is None else account.served
 
     def enter(self, tenant: str, weight: float) -> TenantAccount:
-        """One more request of the tenant is here. Returns the tenant's account."""
+        """Adds one more request of the tenant. Returns the tenant's account."""
         account = self._present.get(tenant)
         if account is None:
             served = [other.served for other in self._present.values()] or [self._last]
@@ -62,7 +63,7 @@ class TenantAccounts:
         return account
 
     def leave(self, tenant: str) -> None:
-        """A request of the tenant has gone."""
+        """Notes that a request of the tenant has gone."""
         account = self._present[tenant]
         account.num_requests -= 1
         if account.num_requests:

@@ -52,8 +52,8 @@ class Prefetch:
             self._commands.append(command.keys)
 
     def run(self) -> None:
-        """Starts the next batch, if nothing speaks against it. The instance calls this after all
-        changes of an event."""
+        """Starts the next batch, if nothing prevents it. The instance calls this after all changes
+        of an event."""
         while self._commands and not self._promotion.num_loads and self._kv_cache.num_slots:
             keys = self._commands[0]
             num_local, absent = self._promotion.reach(keys)
@@ -88,12 +88,12 @@ class Prefetch:
             self._commands.popleft()
 
     def note_used(self, keys: Iterable[BlockKey]) -> None:
-        """A request needs these blocks."""
+        """Notes that a request needs these blocks."""
         if self._unused:
             self._effects.count("used_prefetched_blocks", self._take(keys))
 
     def note_gone(self, keys: Iterable[BlockKey]) -> None:
-        """These blocks left DRAM."""
+        """Notes that these blocks left DRAM."""
         if self._unused:
             self._effects.count("wasted_prefetched_blocks", self._take(keys))
 

@@ -24,7 +24,7 @@ set."""
 READY_TOKENS = 8
 """A draft model that lacks so few tokens computes them together with its first guess."""
 EXPECTED_TOKENS = 64
-"""An answer is expected to go on for as many tokens as it has, and at least for so many."""
+"""An answer is expected to go on for as many tokens as it has, and for at least this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class DraftModel:
         return self._place.num_blocks - len(self._free)
 
     def takes(self, request: RequestState, num_drafts: int) -> bool:
-        """Whether the request and its drafts fit the draft model's context and its KVCache."""
+        """Whether the request and its drafts fit into the draft model's context and its KVCache."""
         place, size = self._place, request.tokens.size + num_drafts
         most = min(place.max_positions, place.num_blocks * place.block_tokens)
         return not self.failed and size <= most
@@ -95,9 +95,9 @@ class DraftModel:
         wanted: Collection[AttemptId],
         limit_s: float,
     ) -> tuple[dict[AttemptId, int], float]:
-        """Chooses whose KVCache it computes further. `requests`: with the most drafts that each may
-        have. Of those, the ones that are not ready are served if they are `wanted`, as far as the
-        step's time `limit_s` allows.
+        """Chooses whose KVCache it computes further. `requests`: each with the most drafts that it
+        may have. Those that are not ready are served if they are in `wanted`, until the step's time
+        `limit_s` is used up.
 
         Returns the requests that can have drafts in this step or get at least a chunk, each with
         the position up to which its KVCache will then be complete, and the time for the chunks.
@@ -138,7 +138,7 @@ class DraftModel:
     def end(
         self, request: RequestState, task: DraftTask, drafted: Sequence[int] | None, num_right: int
     ) -> None:
-        """Enters the end of a task. `num_right` of the `drafted` tokens were right."""
+        """Records the end of a task. `num_right` of the `drafted` tokens were right."""
         if drafted is None:
             self.failed = True
             return

@@ -45,7 +45,7 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class DraftState:
-    """One request's drafts. `rates`: by source; `source` is that of the offered draft.
+    """One request's drafts. `rates`: the rates by source; `source` is that of the offered draft.
 
     The draft model's KVCache of the first `num_computed` tokens is in `block_ids`.
     """

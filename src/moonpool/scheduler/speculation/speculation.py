@@ -46,10 +46,10 @@ LEAST_GAIN = 1.05
 """A step with drafts must promise this many times the tokens per second of one without: what they
 cost beside the engine's time is not in the cost model."""
 TRIAL_STEPS = 200
-"""After so many steps for which only the learned factor spoke against drafts, one step has them:
+"""After this many steps for which only the learned factor spoke against drafts, one step has them:
 the factor may stem from a time when the machine was busy."""
 FIRST_MODEL_RATE = 0.7
-"""A draft model's guesses are expected to be right so often, before any is known."""
+"""The share of a draft model's guesses that is expected to be right before any is known."""
 TRIAL_SHARE = 0.05
 """A trial of a draft model may first compute what it lacks, for this share of the time between two
 trials."""
@@ -90,7 +90,7 @@ class _Choice(NamedTuple):
 
 class _Prepared(NamedTuple):
     """Offers after the draft model was asked, the positions up to which its KVCache will be
-    complete, the time for that, and an offer to try out."""
+    complete, the time for that, and an offer to try."""
 
     offers: list[_Offer]
     until: Mapping[AttemptId, int] = MappingProxyType({})

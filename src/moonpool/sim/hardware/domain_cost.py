@@ -77,7 +77,8 @@ class DomainCost:
         return 0.0
 
     def prompt_departure_s(self, num_tokens: int, cached_tokens: int) -> float:
-        """By how much a prompt departs from the roofline, its computed tokens together."""
+        """Returns the seconds by which a prompt departs from the roofline, its computed tokens
+        together."""
         computed = num_tokens - cached_tokens
         return computed * self._prompt_departure_s(num_tokens, cached_tokens)
 

@@ -20,8 +20,8 @@ from moonpool.sim.hardware.node_cost import MEMORY_SHARE, NodeCost, kv_capacity_
 from moonpool.sim.hardware.roofline import RooflineCost
 
 ROUND_OVERHEAD_S = 0.001
-"""Of each round of guesses, with CUDA graphs: its rows are prepared and its tokens are picked. It
-has no scheduler, so it takes less than that of a step. This is an assumption."""
+"""Seconds of each round of guesses, with CUDA graphs: its rows are prepared and its tokens are
+picked. It has no scheduler, so it takes less than that of a step. This is an assumption."""
 PADDING_TOKENS = 1024
 """Vocabularies of one tokenizer differ by unused tokens, and by no more than these."""
 ANY_POSITIONS = 1 << 40

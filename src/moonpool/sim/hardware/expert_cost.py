@@ -19,7 +19,7 @@ SPREAD = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ExpertCost:
-    """One layer's experts. `products`: of one expert."""
+    """One layer's experts. `products`: the products of one expert."""
 
     count: int
     per_token: int

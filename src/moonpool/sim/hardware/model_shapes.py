@@ -25,7 +25,7 @@ class LatentShape(Struct, frozen=True):
     """Attention over latents (MLA): `rank` + `rope` elements per token and layer are cached, for
     heads whose keys have `nope` + `rope` elements and whose values have `value`.
 
-    `query_rank`: of a latent of the queries; 0: none.
+    `query_rank`: the rank of a latent of the queries; 0: none.
     """
 
     rank: int
@@ -42,8 +42,8 @@ class ModelShape(Struct, frozen=True):
     `window`: tokens that a layer attends to, 0 for all; every `full_every`-th layer attends to all.
     Requests hold all KVCache, unless all layers have the window. With `latent`, `kv_heads` is 1 and
     `head_dim` its rank + rope.
-    `bytes_per_embedding`: of a weight of embedding and LM head; 0: as all others. `fp8_products`:
-    the layers multiply in FP8 on devices that can.
+    `bytes_per_embedding`: bytes of a weight of embedding and LM head; 0: as all others.
+    `fp8_products`: the layers multiply in FP8 on devices that can.
     `max_positions`: longest text of a draft model; 0: any. Other models are not held to it.
     """
 

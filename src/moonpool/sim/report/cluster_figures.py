@@ -42,7 +42,7 @@ LINK_KINDS = {
     "ssd-read": "SSD, to DRAM",
     "ssd-write": "SSD, from DRAM",
 }
-"""By the last part of a link's name."""
+"""The kinds of links by the last part of a link's name."""
 
 
 def cluster_figures(simulation: Simulation, figures: dict[str, Any]) -> list[ReportFigure]:

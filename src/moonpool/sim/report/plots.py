@@ -167,7 +167,7 @@ def rates(points: Points, edges: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def thinned(points: Points, most: int = 360) -> list[tuple[float, float]]:
-    """At most `most` points, each the mean of neighbours. Infinite samples are left out."""
+    """Returns at most `most` points, each the mean of neighbours. Infinite samples are left out."""
     finite = [(x, y) for x, y in points if isfinite(y)]
     size = -(-len(finite) // most)
     if size <= 1:

@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from moonpool.text.tokenizer import ChatTemplateError
 
 CONTINUATION_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""For models that continue text: the prompt joins all messages without separators.
+"""The template for models that continue text: the prompt joins all messages without separators.
 
 So "The quick brown fox. The quick" continues with " brown fox.". The next turn's prompt begins with
 this turn's prompt and answer, so the prefix cache hits.
@@ -36,7 +36,7 @@ ROLES_TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For checkpoints without a template."""
+"""The template for checkpoints without one."""
 
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}

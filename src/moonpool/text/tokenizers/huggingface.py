@@ -299,7 +299,7 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _growth(steps: list[dict[str, Any]]) -> float:
-    """By how much the steps may lengthen a text, at most."""
+    """Returns the largest factor by which the steps may lengthen a text."""
     found = 1.0
     for step in steps:
         if step.get("type") == "Replace":

@@ -1,4 +1,4 @@
-"""Which endpoints a server has, where no document of it tells."""
+"""Which endpoints a server has, if no document of it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out of which make a server is. It is asked; no flag says it."""
+"""Finds out the make of a server. The server is asked; no flag says it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _VERSION = msgspec.json.Decoder(_Version)
 
 
 async def find_dialect(client: VllmClient) -> ServerDialect:
-    """How the server is asked. Raises VllmError if it is gone or not healthy, and DialectError for
-    one that is not understood."""
+    """Returns how the server is asked. Raises VllmError if it is gone or not healthy, and
+    DialectError for one that is not understood."""
     health = await client.health()
     if health != "well":
         raise VllmError(

@@ -178,7 +178,7 @@ class LlamaDialect:
                     return  # which ends the request at the server
 
     async def counts(self) -> PrefixCounts | None:
-        """Of the answers to us: it counts no hits itself."""
+        """Counts of the answers to us: the server counts no hits itself."""
         return PrefixCounts(self._queries, self._hits)
 
     def note_hits(self, num_tokens: int, num_cached: int) -> None:
@@ -193,7 +193,7 @@ class LlamaDialect:
             raise DialectError(f"its /tokenize is not understood: {error}") from None
 
     def _own_fields(self, work: AttemptSpec, use: SlotUse | None) -> dict[str, Any]:
-        """What clients may not set. An adapter that no one asks for is off."""
+        """The fields that clients may not set. An adapter that no one asks for is off."""
         lora = next((one for one in self.loras if one.name == work.adapter), None)
         scales = [] if lora is None else [{"id": lora.id, "scale": 1.0}]
         if use is None:
@@ -240,7 +240,7 @@ def compute_fields(work: AttemptSpec, context: int) -> dict[str, Any]:
 
 
 def _why_not(sampling: SamplingParams, num_done: int) -> str:
-    """What of a request such a server cannot do; "": nothing."""
+    """Returns what of a request such a server cannot do; "" if it can do all."""
     if sampling.prompt_logprobs is not None:
         return "has no log-probabilities of a prompt"
     if sampling.logprob_token_ids:
@@ -271,7 +271,7 @@ class _Reader:
         self._work = work
         self._seen = 0
         self.is_cut = False
-        """A stop token has come that the server does not know."""
+        """Whether a stop token has come that the server does not know."""
 
     async def read(self, event: bytes) -> EngineOutput:
         """Raises DialectError and VllmError."""
@@ -325,7 +325,7 @@ class _Reader:
         )
 
     def _until_stop(self, tokens: tuple[Token, ...], finish: FinishReason | None) -> EngineOutput:
-        """Such a server knows no stop tokens but the model's own."""
+        """Cuts the output at a stop token: such a server knows only the model's own."""
         stops = self._work.sampling.stop_token_ids
         for number, token in enumerate(tokens):
             if token.token_id in stops:

@@ -1,6 +1,6 @@
 """A server with OpenAI's endpoints that takes no token ids: Ollama, TensorRT-LLM, or another.
 
-It gets the client's own body. Of its KVCache nothing is known.
+It gets the client's own body. Its KVCache is unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moonpool.vllm.known_cache import PrefixCounts
 BLOCK_TOKENS = 16
 ASSUMED_CONTEXT = 32_768
 CONTEXTS = 64
-"""Whole contexts that it is taken to hold at a time."""
+"""How many whole contexts it is assumed to hold at a time."""
 CHAT = "/v1/chat/completions"
 
 
@@ -97,7 +97,7 @@ def read_listed(models: bytes) -> list[Listed]:
 
 
 class OpenAiDialect:
-    """`make`: what it is found to be. `takes_salt`: it keeps prompts with another `cache_salt`
+    """`make`: what it was found to be. `takes_salt`: it keeps prompts with another `cache_salt`
     apart."""
 
     def __init__(
@@ -136,7 +136,8 @@ class OpenAiDialect:
         return VllmFacts(offer, BLOCK_TOKENS, blocks, make=self.make, assumed=words)
 
     async def _context_of(self, name: str) -> int:
-        """As Ollama tells it: of the loaded model, else of its file. 0: it does not."""
+        """The context as Ollama reports it: of the loaded model, else of its file. 0: it does
+        not."""
         with contextlib.suppress(VllmError, *MALFORMED):
             for one in _LOADED.decode(await self.client.get("/api/ps")).models:
                 if name in (one.name, one.model) and one.context_length:

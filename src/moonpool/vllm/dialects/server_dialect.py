@@ -23,8 +23,8 @@ class SlotUse:
 
 
 class ServerDialect(Protocol):
-    """Of one make. All methods raise VllmError if the server fails, and DialectError if it does not
-    answer as it should."""
+    """How servers of one make are asked. All methods raise VllmError if the server fails, and
+    DialectError if it does not answer as it should."""
 
     client: VllmClient
 

@@ -216,8 +216,8 @@ def _constraint(grammar: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads the events of one answer. Each has all tokens so far, or with
-    `--incremental-streaming-output` the new ones: its count of all tells which."""
+    """Reads the events of one answer. Each event has all tokens so far, or with
+    `--incremental-streaming-output` the new ones; its count of all tokens tells which."""
 
     def __init__(self, work: AttemptSpec) -> None:
         self._work = work

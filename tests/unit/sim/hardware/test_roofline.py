@@ -46,7 +46,7 @@ def linear_flops(shape: ModelShape, num_tokens: int, logit_rows: int) -> int:
 
 
 def attention_flops(shape: ModelShape, num_tokens: int, start: int) -> int:
-    """Of so many causal queries behind `start` tokens of context; each pair counts once."""
+    """Counts so many causal queries behind `start` tokens of context; each pair counts once."""
     keys = num_tokens * start + num_tokens * (num_tokens + 1) // 2
     return 4 * shape.layers * shape.heads * shape.head_dim * keys
 
@@ -188,7 +188,7 @@ def test_as_a_cost_model() -> None:
 # -- beside what others measured
 
 EAGER_S = 0.018
-"""What a step of the engines of 2023 and 2024 costs by itself: 15 to 25 ms."""
+"""The time that a step of the engines of 2023 and 2024 costs by itself: 15 to 25 ms."""
 
 
 def layer_s(device: str, shape: str, devices: int, tokens: int) -> float:
@@ -202,7 +202,7 @@ def whole_s(device: str, shape: str, devices: int, tokens: int, overhead_s: floa
 
 
 def mfu(device: str, shape: str, devices: int, tokens: int, overhead_s: float) -> float:
-    """Of the linear layers and of attention, of the peak."""
+    """Returns the share of the peak that the linear layers and attention reach."""
     sizes: ModelShape = BUILT_IN.shape(shape)
     flops = linear_flops(sizes, tokens, 1) + attention_flops(sizes, tokens, 0)
     seconds = whole_s(device, shape, devices, tokens, overhead_s)
@@ -210,7 +210,8 @@ def mfu(device: str, shape: str, devices: int, tokens: int, overhead_s: float) -
 
 
 def mbu(device: str, shape: str, devices: int, overhead_s: float) -> float:
-    """Of the weights, in a decode step of one."""
+    """Returns the share of the bandwidth that reading the weights takes, in a decode step of
+    one."""
     seconds = build(device, shape, devices, overhead_s).step_s((), 1, 500)
     weights = BUILT_IN.shape(shape).weight_bytes
     return weights / (devices * DEVICES[device].memory_bytes_per_s * seconds)

@@ -137,7 +137,7 @@ class HostGpuSync:
                     self._gpu[block_id].copy_(self._arena[block_id], non_blocking=True)
 
     def _completed(self, places: Iterable[_Place], tails: bool) -> list[int]:
-        """The blocks that the step fills, and with `tails` also those it leaves partly filled."""
+        """The blocks that the step fills; with `tails`, those it leaves partly filled too."""
         size = self._layout.block_tokens
         done: list[int] = []
         for start, end, table in places:

@@ -143,7 +143,7 @@ def _original(fields: Fields, default: int) -> int:
 
 
 def _factor(rope: Fields, kind: str, stretched: float) -> float:
-    """`stretched`: by how much the context is longer than the original one."""
+    """`stretched`: the factor by which the context is longer than the original one."""
     if not rope.has("factor") and kind != "yarn":
         raise rope.error(f"rope_type {kind!r} needs 'factor'")
     return rope.number("factor", stretched)

@@ -51,7 +51,7 @@ def _group_sizes(delta: DeltaSpec) -> dict[int, tuple[int, ...]]:
 
 
 def _half_of_heads(head_dim: int, half: int, stored: Tensor) -> Tensor:
-    """Of each head, its q or its gate."""
+    """Returns the half of each head's rows that is its q, or its gate."""
     heads: Tensor = stored.unflatten(0, (-1, 2, head_dim))
     return heads[:, half].flatten(0, 1)
 

@@ -117,7 +117,7 @@ class GgufWeights:
         return tensor.to(dtype, copy=True) if order is None else tensor[order].to(dtype)
 
     def _order(self, place: Place) -> Tensor | None:
-        """For q and k: the stored row of each of the model's rows."""
+        """Returns, for q and k, the stored row of each of the model's rows."""
         part = place.name.split(".")[-2]
         if place.half is not None:
             heads = torch.arange(place.num_rows).view(self._heads[part], 2, -1)

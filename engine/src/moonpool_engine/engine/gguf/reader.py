@@ -154,7 +154,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads and checks the header; of the first part of several, also those of the others.
+    """Reads and checks the header. If `path` is the first of several parts, reads all headers.
 
     Raises `ModelError` with one line."""
     metadata, tensors, first = _read_part(path)
@@ -346,7 +346,7 @@ class _Header:
         return np.frombuffer(data, dtype=np.dtype(code).newbyteorder("<"))
 
     def _texts(self, what: str, count: int) -> list[str]:
-        """As `_text`, in one loop: a vocabulary has hundreds of thousands."""
+        """Reads as `_text` does, in one loop: a vocabulary has hundreds of thousands of texts."""
         data, end, at, found = self._data, self._end, self._at, []
         unpack = struct.Struct("<Q").unpack_from
         for _ in range(count):

@@ -95,11 +95,11 @@ class MetadataValues:
         return value
 
     def optional_count(self, name: str) -> int | None:
-        """As `count`; None if it is missing or 0."""
+        """Reads as `count` does; None if the number is missing or 0."""
         return (self.count(name, least=0) or None) if self.has(name) else None
 
     def most(self, name: str, default: int) -> int:
-        """As `count`, but an array may have 0 at some places."""
+        """Reads as `count` does, but an array may have 0 at some places."""
         value = self._value(name)
         if isinstance(value, np.ndarray):
             found = {one for one in value.tolist() if one != 0}

@@ -114,7 +114,7 @@ class NativeAttentionExecutor:
         rules: Sequence[AttendRule] = (),
     ) -> None:
         """`ends`: the addresses of the ring to read and of the ring to write, and their capacity
-        in bytes. `rules`: of each layer, or none."""
+        in bytes. `rules`: the rules of each layer, or none."""
         rings = open_rings()
         assert rings is not None, "NativeSplitOps implies that the kernels are built"
         assert rings.executor_size(0) == ctypes.sizeof(_ExecutorStruct), (

@@ -40,7 +40,7 @@ class GlooGroup:
     """A group over gloo. All ranks must create theirs at the same time.
 
     It takes over `store_fd` and never closes it: torch's store writes to that number once more when
-    it is freed. Raises RankLostError, also if a rank does not know `secret`.
+    it is freed. Raises RankLostError, for a rank that does not know `secret` too.
     """
 
     def __init__(self, store_fd: int, rank: int, num_ranks: int, secret: bytes) -> None:

@@ -24,7 +24,7 @@ from moonpool_engine.engine.native.shared_memory import ShmAllgather, Waiter, op
 from moonpool_engine.engine.parallel.process_group import StageLostError
 
 SILENCE_S = 120.0
-"""How long a rank waits for another one, also in the middle of a step."""
+"""How long a rank waits for another one, between steps and in the middle of one."""
 BUFFER_BYTES = 1 << 20
 """Size of a rank's buffer; each rank has two. Larger tensors go in pieces: the other ranks read
 one piece while the rank writes the next."""

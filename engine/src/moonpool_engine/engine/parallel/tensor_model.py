@@ -211,7 +211,7 @@ class ShardedModel:
         return None if normed is None else self.logits(normed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """As `DecoderModel.logits`, on rank 0 alone."""
+        """Returns what `DecoderModel.logits` does, on rank 0 alone."""
         return self._shards[0].logits(normed)
 
     def hidden(

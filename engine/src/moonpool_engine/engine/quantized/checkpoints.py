@@ -29,7 +29,7 @@ Reader = Callable[[str], Tensor]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ puts column i of eight in a word."""
 STORED_TYPES = frozenset({"F32", "BF16", "F16"})
-"""Of tensors that are not packed."""
+"""The types of tensors that are not packed."""
 INTEGERS = (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")
 NIBBLES = 8
 """Numbers of 4 bits in a word."""
