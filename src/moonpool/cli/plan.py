@@ -59,6 +59,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _FLAGS = ConfigFlags(
     "slo.ttft_s",
     "slo.tbt_s",
+    "slo.classes",
     "pool.block_tokens",
     "engine.max_sequences",
     "engine.speculative_config",
@@ -255,7 +256,8 @@ class _Job:
 
     def plan(self, plot: str | None) -> dict[str, Any]:
         """Searches, prints, draws; returns the figures. Raises ConfigError."""
-        from moonpool.plan.advice import broken_by_fewer, sentence
+        from moonpool.plan.advice import broken_by_fewer
+        from moonpool.plan.answer import answer
         from moonpool.plan.assess import StoppedError
         from moonpool.plan.bounds import Bounds
         from moonpool.plan.search import Planner
@@ -272,7 +274,7 @@ class _Job:
             except (StoppedError, KeyboardInterrupt):
                 fewer = []
         self._choice = found.choice
-        words = sentence(found, fewer, slo, goal, prepared.shares_prefixes, self._priced)
+        words = answer(found, fewer, goal, prepared, self._priced)
         print_plan(found, words, wanted, costs_of(found.choice, prepared, self._priced))
         if plot is not None:
             try:

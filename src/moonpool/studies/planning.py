@@ -75,7 +75,8 @@ def plan_cluster(
     More than one of `processes` are spawned: a script that asks for them needs
     `if __name__ == "__main__"` around the call. Raises ValueError (`TraceError`, `ConfigError`).
     """
-    from moonpool.plan.advice import broken_by_fewer, sentence
+    from moonpool.plan.advice import broken_by_fewer
+    from moonpool.plan.answer import answer
     from moonpool.plan.assess import Assessor, PlanGoal
     from moonpool.plan.bounds import Bounds
     from moonpool.plan.search import Planner
@@ -99,8 +100,7 @@ def plan_cluster(
         found = Planner(assessor, prepared, bounds).plan()
         around = found.neighbours if found.complete else ()
         fewer = broken_by_fewer(around, assessor.in_full)
-    slos, shares = prepared.base.slo.usual, prepared.shares_prefixes
-    words = sentence(found, fewer, slos, goal, shares, priced)
+    words = answer(found, fewer, goal, prepared, priced)
     figures = figures_of(found, fewer, words, prepared, goal, priced)
     run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
     return PlanResult(figures | {"run": named_trace(trace) | run})

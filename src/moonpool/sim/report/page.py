@@ -139,10 +139,11 @@ def _outcome(config: Config, figures: dict[str, Any]) -> str:
     if failed:
         lost.append(f"{failed:,} failed")
     end = f"{joined(lost)}." if lost else "none was refused."
-    return (
-        f"{answered}, {percent(figures['effective_share'])}{of_all} within both SLOs "
-        f"(TTFT{GAP}≤{GAP}{duration(slo.ttft_s)}, TBT{GAP}≤{GAP}{duration(slo.tbt_s)}); {end}"
-    )
+    levels = f"TTFT{GAP}≤{GAP}{duration(slo.ttft_s)}, TBT{GAP}≤{GAP}{duration(slo.tbt_s)}"
+    if figures.get("slo_classes"):
+        levels = "those of its class"
+    share = percent(figures["effective_share"])
+    return f"{answered}, {share}{of_all} within both SLOs ({levels}); {end}"
 
 
 def _details(simulation: Simulation, figures: dict[str, Any]) -> str:
