@@ -46,7 +46,8 @@ class Answer(Struct, frozen=True):
     def text(self) -> str:
         """All sentences in one text."""
         (first, bought), *others = self.parts
-        return " ".join([f"{first} {bought}" if first else bought, *(text for _, text in others)])
+        begin = f"{first} {bought}" if first else bought
+        return " ".join([begin, *(f"{label}: {text}" for label, text in others)])
 
     def lines(self) -> Iterator[str]:
         """Yields the answer for a terminal: the labels in a column of their own."""
@@ -76,10 +77,10 @@ def answer(
     if plan.sure is not None and plan.sure.candidate != choice.candidate:
         sure = plan.sure
         named = f"{priced.words(sure.candidate)}, with {_pool(sure.candidate, priced)}"
+        price = f"{sure.usd_per_h:,.2f} USD/h"
         parts.append(
-            ("To be sure", f"At {goal.confidence:.0%} confidence, buy {named}, for"
-             f" {sure.usd_per_h:,.2f} USD/h.")
-        )  # fmt: skip
+            ("To be sure", f"At {goal.confidence:.0%} confidence, buy {named}, for {price}.")
+        )
     return Answer(tuple(parts))
 
 
@@ -100,8 +101,8 @@ def _bought(one: Candidate, prepared: Prepared, priced: Priced) -> str:
     text = f"{priced.words(one)}, with {_pool(one, priced)}."
     text += f" An instance is one copy of the model; {', and '.join(roles)}."
     if prepared.shares_prefixes:
-        return f"{text} DRAM keeps the KVCache of prompts that begin alike, so that they need not"\
-            " be computed again."  # fmt: skip
+        text += " DRAM keeps the KVCache of prompts that begin alike, which are not computed again."
+        return text
     return f"{text} The requests share no prefixes: the DRAM only holds those that run."
 
 
@@ -156,7 +157,7 @@ def _up_to(rooms: Sequence[Room], rate: float) -> str:
     if not rooms:
         return f"The trace's load of {rate:.3g} requests/s. "
     choice, *others = rooms
-    text = f"Up to {choice.kept:g} times the trace's load, which is {rate:.3g} requests/s"
+    text = f"Up to {choice.kept:g} times the trace's load of {rate:.3g} requests/s"
     if choice.missed is None:
         text += "; more was not tried"
     elif choice.kept == 1.0:
@@ -198,7 +199,9 @@ def _broken(broken: InstanceLossEffect, wanted: float) -> str:
 
 def _nothing(plan: ClusterPlan, slo: SloConfig, wanted: float) -> str:
     """The answer where no cluster was found."""
-    text = f"No cluster was found in which {wanted:.0%} of requests keep both SLOs: {slo_words(slo)}"
+    text = (
+        f"No cluster was found in which {wanted:.0%} of requests keep both SLOs: {slo_words(slo)}"
+    )
     if plan.assessed:
         best = max(plan.assessed, key=lambda one: one.outcomes[0].how_far())
         cause = main_cause(best.misses())

@@ -206,6 +206,7 @@ class Prepared(Struct, frozen=True):
     layout: Layout
     left_out: tuple[str, ...]
     context_tokens: int  # mean, of a request half-way through its answer
+    has_hashes: bool = True  # the trace tells which prompts begin alike
 
     @property
     def shares_prefixes(self) -> bool:
@@ -277,7 +278,16 @@ def prepare(
             f"no cluster of these devices serves the load within {priced.max_power_w / 1e3:g} kW,"
             " by the cost model: allow more with --max-power, or name other --devices"
         )
-    return Prepared(base, demand, tuple(starts), steps, layout, left_out, max(context, 1))
+    return Prepared(
+        base,
+        demand,
+        tuple(starts),
+        steps,
+        layout,
+        left_out,
+        max(context, 1),
+        workload.block_tokens > 0,
+    )
 
 
 def _stages(need: Need, base: Config, kind: NodeKind) -> list[int]:

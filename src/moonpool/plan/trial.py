@@ -67,8 +67,11 @@ class Trial(Struct, frozen=True):
 
 class Outcome(Struct, frozen=True):
     """The outcome of a trial. `attainment` is that of all requests; where there are classes of
-    service levels, that of the class with the lowest, since each has to be kept. With an `error` it could not run, and nothing else holds. If it
-    `gave_up`, the run ended early, and the true attainment is less than the one here."""
+    service levels, that of the class with the lowest, since each has to be kept.
+
+    With an `error` it could not run, and nothing else holds. If it `gave_up`, the run ended early,
+    and the true attainment is less than the one here.
+    """
 
     attainment: Attainment
     misses: dict[str, int]  # by cause

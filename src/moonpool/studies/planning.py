@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.config.tables import Config, ConfigError
 from moonpool.plan.candidate import NodeKind, Priced
 from moonpool.plan.demand import Layout, prepare, truth_for
 from moonpool.plan.offloading import with_rivals
 from moonpool.sim.hardware.prices import parse_prices
+from moonpool.sim.report.drawing import Drawing
 from moonpool.studies.cluster import cluster_config
 from moonpool.studies.hardware_files import read_catalogue_and_profile, read_text_file
+from moonpool.studies.notebook_html import drawn, pairs_html
+from moonpool.studies.progress_line import ProgressLine
+from moonpool.studies.result_table import ResultTable
 from moonpool.studies.trace_rows import TraceRows, as_share, as_trace, named_trace, open_scaled
 
 if TYPE_CHECKING:
+    from moonpool.plan.demand import Prepared
+    from moonpool.plan.search import ClusterPlan
+    from moonpool.plan.stored_runs import StoredRun
     from moonpool.plan.trial import Workload
     from moonpool.trace.row import TraceRow
 
@@ -25,11 +33,44 @@ if TYPE_CHECKING:
 class PlanResult:
     """`summary` are the figures of `moonpool plan --json`."""
 
-    def __init__(self, summary: dict[str, Any]) -> None:
+    def __init__(self, summary: dict[str, Any], search: SearchDone) -> None:
         self.summary = summary
+        self._search = search
 
     def __repr__(self) -> str:
         return f"<PlanResult: {self.advice}>"
+
+    def _repr_html_(self) -> str:
+        """The answer, for notebooks."""
+        parts = {part["label"] or "Answer": part["text"] for part in self.summary["answer"]}
+        return pairs_html(f"Plan for {self.summary['run']['trace']}", parts)
+
+    @cached_property
+    def runs(self) -> ResultTable:
+        """One row per simulation of the trace: the search's, and those of `what_if`."""
+        from moonpool.plan.stored_runs import COLUMNS, run_rows
+
+        done = self._search
+        return ResultTable.from_rows(COLUMNS, list(run_rows(done.found, done.stored, done.priced)))
+
+    def plot(self) -> Drawing:
+        """Attainment of the simulated clusters over their price."""
+        from moonpool.plan.page import attainment_by_price
+
+        return drawn(attainment_by_price(self._search.found, self.summary["goal"]["wanted"]))
+
+    def html(self, command: str = "moonpool.plan_cluster(...)") -> str:
+        """The page of `plan --page` as text; its sliders need the runs of `what_if=True`."""
+        from moonpool.plan.page import render_plan
+
+        done = self._search
+        return render_plan(
+            done.found, done.stored, self.summary, done.prepared, done.priced, command
+        )
+
+    def report(self, path: str | Path, command: str = "moonpool.plan_cluster(...)") -> None:
+        """Writes that page. Raises OSError."""
+        Path(path).write_text(self.html(command), encoding="utf-8")
 
     @property
     def advice(self) -> str:
@@ -44,6 +85,15 @@ class PlanResult:
             raise ValueError(f"no cluster keeps the SLOs: {self.advice}")
         tables: dict[str, dict[str, Any]] = self.summary["config"]
         return tables
+
+
+class SearchDone(NamedTuple):
+    """A search that has ended, and what it searched with."""
+
+    found: ClusterPlan
+    stored: Sequence[StoredRun]
+    prepared: Prepared
+    priced: Priced
 
 
 def plan_cluster(
@@ -69,9 +119,13 @@ def plan_cluster(
     scale_tokens: str | float | Fraction = 1,
     trace_format: str = "auto",
     processes: int = 1,
+    what_if: bool = False,
+    progress: bool | None = None,
 ) -> PlanResult:
     """Finds the cheapest cluster that keeps the SLOs on a trace, as `moonpool plan` does.
 
+    `what_if` also simulates clusters at other loads, which the sliders of its page need. `progress`
+    shows a line of progress; None: in notebooks.
     More than one of `processes` are spawned: a script that asks for them needs
     `if __name__ == "__main__"` around the call. Raises ValueError (`TraceError`, `ConfigError`).
     """
@@ -80,7 +134,9 @@ def plan_cluster(
     from moonpool.plan.assess import Assessor, PlanGoal
     from moonpool.plan.bounds import Bounds
     from moonpool.plan.search import Planner
+    from moonpool.plan.stored_runs import stored_runs
     from moonpool.plan.tables import figures_of
+    from moonpool.plan.time_left import time_words
     from moonpool.plan.workforce import Workforce
 
     trace = as_trace(trace)
@@ -94,16 +150,26 @@ def plan_cluster(
     kinds = with_rivals(kinds, priced.prices)
     prepared = prepare(workload, base, kinds, priced, attainment, layout)
     goal = PlanGoal(attainment, confidence, seeds, runs, seed, time_limit_s)
-    with Workforce(workload, processes) as workforce:
-        assessor = Assessor(workforce, prepared.base, goal, priced, lambda what, done: None)
+    with Workforce(workload, processes) as workforce, ProgressLine(progress) as line:
+
+        def report(what: str, done: float, left_s: float | None) -> None:
+            share = 1.0 / (1.0 + assessor.time_left.runs(done) / max(done, 1.0))
+            line.show(share, f"{done:.0f} runs, {time_words(left_s)}: {what}")
+
+        assessor = Assessor(workforce, prepared.base, goal, priced, report)
         bounds = Bounds(workload, prepared.base, prepared.demand)
         found = Planner(assessor, prepared, bounds).plan()
         around = found.neighbours if found.complete else ()
         fewer = broken_by_fewer(around, assessor.in_full)
+        stored: list[StoredRun] = []
+        if what_if:
+            assessor = Assessor(workforce, prepared.base, goal, priced, report)
+            stored = stored_runs(found, assessor, prepared.steps)
     words = answer(found, fewer, goal, prepared, priced)
     figures = figures_of(found, fewer, words, prepared, goal, priced)
     run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
-    return PlanResult(figures | {"run": named_trace(trace) | run})
+    summary = figures | {"run": named_trace(trace) | run}
+    return PlanResult(summary, SearchDone(found, stored, prepared, priced))
 
 
 def base_and_kinds(base: Config, devices: str, cost: str | None) -> tuple[Config, list[NodeKind]]:

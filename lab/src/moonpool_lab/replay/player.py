@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic
 
@@ -47,7 +47,7 @@ class PlayOptions:
 
     model: str
     slo: Slo
-    slo_classes: SloConfig = SloConfig()
+    slo_classes: SloConfig = field(default_factory=SloConfig)
     send_slo: bool = False
     concurrency: int = 1024
     retries: int = 0

@@ -72,10 +72,16 @@ def render_report(
     )
 
 
-def environment() -> Environment:
-    """The templates of this folder; all text in them is escaped."""
-    folder = resources.files(__package__)
-    load = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
+def environment(package: str = __package__) -> Environment:
+    """The templates of a package and, for those that it lacks, of this folder. All text in them is
+    escaped."""
+    folders = [resources.files(package), resources.files(__package__)]
+
+    def read(name: str) -> str:
+        place = next(each for each in folders if each.joinpath(name).is_file())
+        return place.joinpath(name).read_text(encoding="utf-8")
+
+    load = FunctionLoader(read)
     templates = Environment(
         loader=load,
         autoescape=True,

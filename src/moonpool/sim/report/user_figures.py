@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from moonpool.config.tables import Config
@@ -160,3 +161,11 @@ def _refusals(figures: dict[str, Any]) -> ReportFigure:
         for name, number in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     ]
     return ReportFigure(title, " ".join(how), bars(rows, title, 160))
+
+
+CHARTS: dict[str, Callable[[Simulation], ReportFigure]] = {
+    "ttft": _ttft,
+    "tbt": _tbt,
+    "requests": _requests,
+}
+"""Charts that notebooks draw by themselves, by name."""
