@@ -107,7 +107,7 @@ bench-guard: setup
 
 # The outputs of the documentation's notebook again.
 notebook: setup
-	$(BIN)/python -m benchmarks.notebook
+	$(BIN)/python -m website.notebook
 
 # Lines of each package, imports across their borders, circles of imports.
 house: setup

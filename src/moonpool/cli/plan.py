@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import click
 import msgspec
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from moonpool.plan.search import ClusterPlan
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce
+    from moonpool.trace.row import TraceRow
 
 TABLE_SUFFIXES = (".csv", ".parquet")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -83,7 +84,6 @@ _FLAGS = ConfigFlags(
         "--slo-tbt",
         "--shape",
         "--devices",
-        "--layout",
         "--prices",
         "--attainment",
         "--requests",
@@ -165,8 +165,7 @@ _FLAGS = ConfigFlags(
 @click.option(
     "--page",
     type=click.Path(dir_okay=False),
-    help="Write an HTML page: the answer, and sliders of load, SLOs, memory and machine over runs"
-    " that are made for it.",
+    help="Write an HTML page with sliders of load, SLOs, memory and machine over stored runs.",
 )
 @click.option(
     "--table",
@@ -197,13 +196,10 @@ def plan(
 ) -> None:
     """Find the cheapest cluster that keeps the SLOs on a trace.
 
-    It says what to buy, what that costs, what it holds up to, and what breaks first. On a terminal
-    it asks for service levels, devices and prices that were not given.
-
-    The search simulates clusters of the named devices: prefill and decode instances, mixed ones and
-    mixtures of all, with more or less DRAM and SSD, other chunk sizes and policies. It prints the
-    cheapest cluster, what another sample of the workload would have, what limits the cluster, and
-    which SLO one instance fewer would break. Ctrl-C ends the search and prints the best so far.
+    It says what to buy, what that costs, what it holds up to, and what breaks first. The search
+    simulates clusters of the named devices: prefill and decode instances, mixed ones and mixtures
+    of all, with more or less DRAM and SSD, other chunk sizes and policies. On a terminal it asks
+    for service levels, devices and prices that were not given. Ctrl-C prints the best so far.
     """
     from moonpool.plan.assess import PlanGoal
     from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
@@ -211,21 +207,10 @@ def plan(
     began_s = time.perf_counter()
     _check_files(plot, page, table, json_file)
     try:
-        rows, block_tokens = read_rows(trace_file, requests, scale, speed, trace_format)
-        missing = Missing(on_terminal())
-        overrides = _FLAGS.overrides(options)
-        asked = missing.slo(read_config(config_file, overrides).slo)
-        overrides["slo"] = overrides.get("slo", {}) | asked.get("slo", {})
-        given = read_config(config_file, overrides, DEFAULTS)
-        devices = missing.devices(devices)
-        base, kinds = base_and_kinds(given, devices, cost)
-        workload, priced = priced_workload(
-            rows, block_tokens, base, kinds, catalogue_file, prices_file, max_power_kw
-        )
-        priced = missing.prices(priced, kinds, prices_file)
-        missing.say(prices_file is None)
-        kinds = with_rivals(kinds, priced.prices)
-        prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
+        trace = read_rows(trace_file, requests, scale, speed, trace_format)
+        files = config_file, prices_file, catalogue_file
+        asked = _Asked(*files, devices, layout, cost, max_power_kw)
+        prepared, workload, priced, devices = asked.prepared(trace, options)
         names = ("attainment", "confidence", "seeds", "runs", "seed", "time_limit_s")
         goal = PlanGoal(*(options[name] for name in names))
         for reason in prepared.left_out:
@@ -258,6 +243,38 @@ def plan(
     write_json(json_file, figures | {"origin": origin()})
     if interrupted:
         raise SystemExit(130)
+
+
+class _Asked(NamedTuple):
+    """What a plan is for, as it was given on the command line."""
+
+    config_file: str | None
+    prices_file: str | None
+    catalogue_file: str | None
+    devices: str | None
+    layout: Layout
+    cost: str | None
+    max_power_kw: float
+
+    def prepared(
+        self, trace: tuple[tuple[TraceRow, ...], int], options: dict[str, Any]
+    ) -> tuple[Prepared, Workload, Priced, str]:
+        """Asks for what is missing, and returns where the search begins, and the devices. Raises
+        ConfigError."""
+        missing = Missing(on_terminal())
+        overrides = _FLAGS.overrides(options)
+        asked = missing.slo(read_config(self.config_file, overrides).slo)
+        overrides["slo"] = overrides.get("slo", {}) | asked.get("slo", {})
+        given = read_config(self.config_file, overrides, DEFAULTS)
+        devices = missing.devices(self.devices)
+        base, kinds = base_and_kinds(given, devices, self.cost)
+        files = self.catalogue_file, self.prices_file
+        workload, priced = priced_workload(*trace, base, kinds, *files, self.max_power_kw)
+        priced = missing.prices(priced, kinds, self.prices_file)
+        missing.say(self.prices_file is None)
+        kinds = with_rivals(kinds, priced.prices)
+        prepared = prepare(workload, base, kinds, priced, options["attainment"], self.layout)
+        return prepared, workload, priced, devices
 
 
 class _Job:

@@ -36,7 +36,7 @@ CAUSES = {
 """What lacks, for those who do not know the words of the field."""
 
 
-class Answer(Struct, frozen=True):
+class PlanAnswer(Struct, frozen=True):
     """The parts of an answer, each a label and its sentences. The first says what to buy, or that
     nothing was found."""
 
@@ -63,11 +63,11 @@ def answer(
     goal: PlanGoal,
     prepared: Prepared,
     priced: Priced,
-) -> Answer:
+) -> PlanAnswer:
     """Returns the answer of a search."""
     choice, slo = plan.choice, prepared.base.slo
     if choice is None:
-        return Answer((("", _nothing(plan, slo, goal.wanted)),))
+        return PlanAnswer((("", _nothing(plan, slo, goal.wanted)),))
     parts = [
         ("Buy", _bought(choice.candidate, prepared, priced)),
         ("Costs", _costs(choice, prepared, priced)),
@@ -81,7 +81,7 @@ def answer(
         parts.append(
             ("To be sure", f"At {goal.confidence:.0%} confidence, buy {named}, for {price}.")
         )
-    return Answer(tuple(parts))
+    return PlanAnswer(tuple(parts))
 
 
 def slo_words(slo: SloConfig) -> str:

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from moonpool.plan.advice import InstanceLossEffect, binding, worst_moment
-from moonpool.plan.answer import Answer
+from moonpool.plan.answer import PlanAnswer
 from moonpool.plan.assess import Assessment, NeighbourFound, PlanCheck, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
 from moonpool.plan.demand import Prepared
@@ -23,7 +23,7 @@ from moonpool.sim.metrics import rounded
 FRONT_ROWS = 12
 
 
-def print_plan(plan: ClusterPlan, found: Answer, wanted: float, costs: dict[str, Any]) -> None:
+def print_plan(plan: ClusterPlan, found: PlanAnswer, wanted: float, costs: dict[str, Any]) -> None:
     """Prints the answer, the neighbours, the front and the mixes of hardware."""
     if plan.stopped:
         click.echo(f"ended early after {plan.runs:.0f} runs: {plan.stopped}; the best so far:")
@@ -166,7 +166,7 @@ def _price(mix: MixFound) -> str:
 def figures_of(
     plan: ClusterPlan,
     fewer: Sequence[InstanceLossEffect],
-    found: Answer,
+    found: PlanAnswer,
     prepared: Prepared,
     goal: PlanGoal,
     priced: Priced,

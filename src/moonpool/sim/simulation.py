@@ -121,7 +121,7 @@ class Simulation:
         self.last_arrival_s = self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
         self.wanted: list[tuple[float, int, int]] = []  # seconds, prefill, decode
-        self.boot_s = boot_s
+        self.boot_s, self._ticking = boot_s, False
         self.timeline = Timeline(POOL_SERIES, sample_s)
         self._perturbation = Perturbation(noise, slow, recorded)
         self._layer_wise, self._capped = layer_wise, capped
@@ -132,7 +132,6 @@ class Simulation:
         self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
         self._num_prompt_tokens: dict[str, int] = {}
         self._slo_classes: dict[str, SloClass] = {}  # of requests that have one
-        self._ticking = False
         self.clients = self._clients(most_programs)
         self._add_nodes()
         self._check_names([*(slow or {}), *(drains or {}), *(restarts or {})])

@@ -23,10 +23,13 @@ from moonpool.studies.result_table import ResultTable
 from moonpool.studies.trace_rows import TraceRows, as_share, as_trace, named_trace, open_scaled
 
 if TYPE_CHECKING:
+    from moonpool.plan.advice import InstanceLossEffect
+    from moonpool.plan.assess import Assessor, PlanGoal
     from moonpool.plan.demand import Prepared
     from moonpool.plan.search import ClusterPlan
     from moonpool.plan.stored_runs import StoredRun
     from moonpool.plan.trial import Workload
+    from moonpool.plan.workforce import Workforce
     from moonpool.trace.row import TraceRow
 
 
@@ -129,14 +132,9 @@ def plan_cluster(
     More than one of `processes` are spawned: a script that asks for them needs
     `if __name__ == "__main__"` around the call. Raises ValueError (`TraceError`, `ConfigError`).
     """
-    from moonpool.plan.advice import broken_by_fewer
     from moonpool.plan.answer import answer
-    from moonpool.plan.assess import Assessor, PlanGoal
-    from moonpool.plan.bounds import Bounds
-    from moonpool.plan.search import Planner
-    from moonpool.plan.stored_runs import stored_runs
+    from moonpool.plan.assess import PlanGoal
     from moonpool.plan.tables import figures_of
-    from moonpool.plan.time_left import time_words
     from moonpool.plan.workforce import Workforce
 
     trace = as_trace(trace)
@@ -151,25 +149,49 @@ def plan_cluster(
     prepared = prepare(workload, base, kinds, priced, attainment, layout)
     goal = PlanGoal(attainment, confidence, seeds, runs, seed, time_limit_s)
     with Workforce(workload, processes) as workforce, ProgressLine(progress) as line:
+        search = _Search(workforce, workload, prepared, goal, priced, line)
+        done, fewer = search.run(what_if)
+    words = answer(done.found, fewer, goal, prepared, priced)
+    figures = figures_of(done.found, fewer, words, prepared, goal, priced)
+    run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
+    return PlanResult(figures | {"run": named_trace(trace) | run}, done)
+
+
+class _Search(NamedTuple):
+    """A search to run, with a line of its progress."""
+
+    workforce: Workforce
+    workload: Workload
+    prepared: Prepared
+    goal: PlanGoal
+    priced: Priced
+    line: ProgressLine
+
+    def run(self, what_if: bool) -> tuple[SearchDone, list[InstanceLossEffect]]:
+        """Returns what was found, and what one instance fewer breaks. Raises ConfigError."""
+        from moonpool.plan.advice import broken_by_fewer
+        from moonpool.plan.bounds import Bounds
+        from moonpool.plan.search import Planner
+        from moonpool.plan.stored_runs import stored_runs
+
+        assessor = self._assessor()
+        bounds = Bounds(self.workload, self.prepared.base, self.prepared.demand)
+        found = Planner(assessor, self.prepared, bounds).plan()
+        fewer = broken_by_fewer(found.neighbours if found.complete else (), assessor.in_full)
+        steps = self.prepared.steps
+        stored = stored_runs(found, self._assessor(), steps) if what_if else []
+        return SearchDone(found, stored, self.prepared, self.priced), fewer
+
+    def _assessor(self) -> Assessor:
+        from moonpool.plan.assess import Assessor
+        from moonpool.plan.time_left import time_words
 
         def report(what: str, done: float, left_s: float | None) -> None:
-            share = 1.0 / (1.0 + assessor.time_left.runs(done) / max(done, 1.0))
-            line.show(share, f"{done:.0f} runs, {time_words(left_s)}: {what}")
+            share = 1.0 / (1.0 + found.time_left.runs(done) / max(done, 1.0))
+            self.line.show(share, f"{done:.0f} runs, {time_words(left_s)}: {what}")
 
-        assessor = Assessor(workforce, prepared.base, goal, priced, report)
-        bounds = Bounds(workload, prepared.base, prepared.demand)
-        found = Planner(assessor, prepared, bounds).plan()
-        around = found.neighbours if found.complete else ()
-        fewer = broken_by_fewer(around, assessor.in_full)
-        stored: list[StoredRun] = []
-        if what_if:
-            assessor = Assessor(workforce, prepared.base, goal, priced, report)
-            stored = stored_runs(found, assessor, prepared.steps)
-    words = answer(found, fewer, goal, prepared, priced)
-    figures = figures_of(found, fewer, words, prepared, goal, priced)
-    run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
-    summary = figures | {"run": named_trace(trace) | run}
-    return PlanResult(summary, SearchDone(found, stored, prepared, priced))
+        found = Assessor(self.workforce, self.prepared.base, self.goal, self.priced, report)
+        return found
 
 
 def base_and_kinds(base: Config, devices: str, cost: str | None) -> tuple[Config, list[NodeKind]]:

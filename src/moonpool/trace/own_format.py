@@ -85,9 +85,9 @@ class OwnParser:
         time = row.arrived_s
         if isinstance(time, int | float):
             time = time * self.units_per_s
-        shape = time, row.input_tokens, row.output_tokens
-        named = row.hash_ids, row.session, row.tenant, row.priority
-        return ParsedRow(*shape, *named)._replace(slo_class=row.slo_class)
+        others = (row.hash_ids, row.session, row.tenant, row.priority)
+        parsed = ParsedRow(time, row.input_tokens, row.output_tokens, *others)
+        return parsed._replace(slo_class=row.slo_class)
 
     def _check_ids(self, ids: tuple[Any, ...], input_tokens: int) -> None:
         if not self.block_tokens:

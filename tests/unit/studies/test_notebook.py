@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 import moonpool
-from benchmarks.notebook import NOTEBOOKS, executed, text_of
 from moonpool.studies.progress_line import ProgressLine
 from moonpool.studies.result_table import ResultTable
+from website.notebook import NOTEBOOKS, executed, text_of
 
 ROWS = [moonpool.TraceRow(2.0 * i, 2048, 8) for i in range(20)]
 

@@ -44,9 +44,10 @@ def _run(cell: dict[str, Any], names: dict[str, Any], number: int) -> list[dict[
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
     with redirect_stdout(printed):
-        exec(compile(tree, f"cell {number}", "exec"), names)
+        exec(compile(tree, f"cell {number}", "exec"), names)  # noqa: S102 - the project's own cells
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), names)
+            shown = compile(ast.Expression(last.value), f"cell {number}", "eval")
+            value = eval(shown, names)  # noqa: S307 - the project's own cells
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
         outputs.append({"name": "stdout", "output_type": "stream", "text": printed.getvalue()})
