@@ -39,7 +39,7 @@ def simulate(
 
     def note(record):  # type: ignore[no-untyped-def]
         placed.append((record.arrived_s, record.prefill_instance))
-        note_ended(record)
+        note_ended(record, slo_class)
 
     simulation.collector.note_ended = note  # type: ignore[method-assign]
     simulation.run(requests)
