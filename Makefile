@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard engine/src/moonpool_engine/engine/native/*.cpp engine/src/moonpool_engine/engine/native/*.h)
 
-.PHONY: setup-demo setup setup-dev demo test lint types check long docs lock wheel release swarm soak bench bench-guard house peer-tests clean
+.PHONY: setup-demo setup setup-dev demo test lint types check long docs lock wheel release swarm soak bench bench-guard house notebook peer-tests clean
 
 # What `install.py` sets up: what serves, with plans and measurements, with tests and checks.
 setup-demo: $(VENV)/.installed-demo
@@ -104,6 +104,10 @@ soak: setup-dev
 # last release's, or that of the commit before. COMMIT names another.
 bench-guard: setup
 	$(BIN)/python -m benchmarks.guard $(COMMIT)
+
+# The outputs of the documentation's notebook again.
+notebook: setup
+	$(BIN)/python -m website.notebook
 
 # Lines of each package, imports across their borders, circles of imports.
 house: setup

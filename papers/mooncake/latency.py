@@ -86,9 +86,9 @@ class _Keeping(Collector):
         super().__init__()
         self.records: list[RequestRecord] = []
 
-    def note_ended(self, record: RequestRecord) -> None:
+    def note_ended(self, record: RequestRecord, slo_class: str = "") -> None:
         self.records.append(record)
-        super().note_ended(record)
+        super().note_ended(record, slo_class)
 
 
 def phases_of(num_tokens: int, hit_share: float, *, layer_wise: bool, seed: int) -> Phases:

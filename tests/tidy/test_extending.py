@@ -102,9 +102,9 @@ def test_a_policy_chooses_both_instances(folder: Path, monkeypatch: pytest.Monke
     chosen: Counter[tuple[str | None, str | None]] = Counter()
     note_ended = simulation.collector.note_ended
 
-    def note(record: RequestRecord) -> None:
+    def note(record: RequestRecord, slo_class: str = "") -> None:
         chosen[record.prefill_instance, record.decode_instance] += 1
-        note_ended(record)
+        note_ended(record, slo_class)
 
     monkeypatch.setattr(simulation.collector, "note_ended", note)
     simulation.run(Arrival(i * 0.1, 1000, 20, private_keys(i, 1000, 512)) for i in range(20))

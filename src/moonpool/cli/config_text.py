@@ -201,7 +201,8 @@ def _row(field: FieldSchema) -> str:
 
 def _type_name(field: FieldSchema) -> str:
     if get_origin(field.kind) is tuple:
-        return "list of texts"
+        texts = get_args(field.kind)[0] is str
+        return "list of texts" if texts else "list of tables"
     return {int: "integer", float: "number", bool: "true or false"}.get(field.kind, "text")
 
 

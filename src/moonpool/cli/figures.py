@@ -32,6 +32,7 @@ def _requests(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple
     yield "requests", f"{figures['requests']:,} in {simulation.last_arrival_s:,.0f} s"
     share = f"{figures['effective']:,} ({figures['effective_share']:.1%})"
     text = f"within TTFT {slo.ttft_s:g} s and TBT {slo.tbt_s:g} s"
+    text += ", or the SLOs of their class" if figures.get("slo_classes") else ""
     yield "effective", f"{share} {text}: {figures['goodput_rps']:.3f} requests/s"
     reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
     yield "rejected", f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "")
@@ -39,7 +40,17 @@ def _requests(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple
     yield "TTFT", _spread(figures["ttft_s"], 1.0, "s")
     yield "TBT", _spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
     yield "", _spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
+    yield from _slo_classes(figures)
     yield from _tenants(figures)
+
+
+def _slo_classes(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields a line for each class of service levels that requests named."""
+    for number, (name, found) in enumerate(figures.get("slo_classes", {}).items()):
+        share = found["effective"] / max(found["requests"], 1)
+        text = f"{found['effective']:,} of {found['requests']:,} ({share:.1%}) within its SLOs"
+        label = "" if number else "classes"
+        yield label, f"{name}: {text}, TTFT {_spread(found['ttft_s'], 1.0, 's')}"
 
 
 def _tenants(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -109,7 +120,9 @@ def replay_lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "requests", f"{figures['requests']:,} in {figures['simulated_s']:,.1f} s{cut}"
     share = f"{figures['effective']:,} ({figures['effective_share']:.1%})"
     text = f"within TTFT {slo['ttft_s']:g} s and TBT {slo['tbt_s']:g} s"
+    text += ", or the SLOs of their class" if figures.get("slo_classes") else ""
     yield "effective", f"{share} {text}: {figures['goodput_rps']:.3f} requests/s"
+    yield from _slo_classes(figures)
     reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
     resent = f"; {figures['resent']:,} sent again" if figures["resent"] else ""
     yield "rejected", f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "") + resent

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from math import isnan
+from math import inf, isnan
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -87,6 +87,30 @@ class _TokenShare(ParamType[Fraction]):
 
 
 TOKEN_SHARE = _TokenShare()
+
+
+class SloClassType(ParamType[dict[str, Any]]):
+    """A class of requests and its service levels, such as `chat=2,0.1`."""
+
+    name = "class"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        name, _, levels = value.rpartition("=")
+        try:
+            ttft_s, tbt_s = (float(text) for text in levels.split(","))
+        except ValueError:
+            ttft_s = tbt_s = 0.0
+        if not name or not (0 < ttft_s < inf and 0 < tbt_s < inf):
+            self.fail(f"{value!r} must be NAME=TTFT,TBT in seconds, such as chat=2,0.1", param, ctx)
+        return {"name": name, "ttft_s": ttft_s, "tbt_s": tbt_s}
+
+
+CONFIG_TYPES = {"slo.classes": SloClassType()}
+"""Types of keys that are lists of more than texts."""
 
 TRACE_HELP = "Trace file: Mooncake, Azure, BurstGPT, or a log as CSV or JSON lines."
 trace_option = click.option("--trace", "trace_file", required=True, help=TRACE_HELP)
@@ -271,7 +295,8 @@ class ConfigFlags:
         if field.kind is bool:
             flags, settings = f"{field.flag}/--no-{field.flag[2:]}", {"default": None}
         elif get_origin(field.kind) is tuple:
-            settings = {"multiple": True}
+            settings = {"multiple": True, "type": self._types.get(field.name)}
+            settings["type"] = settings["type"] or CONFIG_TYPES.get(field.name, click.STRING)
         else:
             types = {**POLICY_TYPES, **self._types}
             settings["type"] = types.get(field.name) or _click_type(field.kind)

@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import click
 import msgspec
-from click.core import ParameterSource
 
 from moonpool.cli.inputs import read_rows
 from moonpool.cli.options import (
@@ -35,6 +35,7 @@ from moonpool.cli.options import (
     trace_option,
 )
 from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
+from moonpool.cli.plan_questions import Missing, on_terminal
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import ConfigError
 from moonpool.plan.candidate import Priced
@@ -42,23 +43,27 @@ from moonpool.plan.demand import Layout, Prepared, prepare
 from moonpool.plan.offloading import with_rivals
 from moonpool.plan.running_costs import costs_of
 from moonpool.plan.tables import figures_of, print_check, print_offloading, print_plan
+from moonpool.plan.time_left import time_words
 from moonpool.plugins.plots import plot_function
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.studies.planning import base_and_kinds, priced_workload
+from moonpool.studies.result_table import ResultTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from fractions import Fraction
 
-    from moonpool.plan.assess import Assessor, PlanGoal
+    from moonpool.plan.assess import Assessor, PlanGoal, Report
     from moonpool.plan.search import ClusterPlan
     from moonpool.plan.trial import Workload
     from moonpool.plan.workforce import Workforce
+    from moonpool.trace.row import TraceRow
 
+TABLE_SUFFIXES = (".csv", ".parquet")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _FLAGS = ConfigFlags(
     "slo.ttft_s",
     "slo.tbt_s",
+    "slo.classes",
     "pool.block_tokens",
     "engine.max_sequences",
     "engine.speculative_config",
@@ -71,12 +76,6 @@ _FLAGS = ConfigFlags(
 )
 
 
-PAPERS_NODES = (
-    "8 A800-SXM, those of Mooncake's paper; name yours with --devices, such as H100-SXM for nodes"
-    " of any size"
-)
-
-
 @click.command(
     cls=SectionedCommand,
     screen=(
@@ -85,7 +84,6 @@ PAPERS_NODES = (
         "--slo-tbt",
         "--shape",
         "--devices",
-        "--layout",
         "--prices",
         "--attainment",
         "--requests",
@@ -93,6 +91,8 @@ PAPERS_NODES = (
         "--config",
         "--check",
         "--plot",
+        "--page",
+        "--table",
         "--json",
     ),
 )
@@ -103,11 +103,10 @@ PAPERS_NODES = (
 @attainment_option
 @click.option(
     "--devices",
-    default="A800-SXM:8",
-    show_default=True,
     help="Devices of the catalogue, separated by commas; all mixes are tried. H100-SXM:4 is a node"
     " of four, H100-SXM any of 1, 2, 4, 8 on which the model fits; H100-SXM:2+H20:4 is a decode"
-    " node of two with four for attention. The default is the nodes of Mooncake's paper.",
+    " node of two with four for attention. Asked for on a terminal; else A800-SXM:8, the nodes of"
+    " Mooncake's paper.",
 )
 @click.option(
     "--layout",
@@ -163,6 +162,16 @@ PAPERS_NODES = (
 @click.option(
     "--plot", type=click.Path(dir_okay=False), help="Draw the plan to a .png, .svg or .pdf file."
 )
+@click.option(
+    "--page",
+    type=click.Path(dir_okay=False),
+    help="Write an HTML page with sliders of load, SLOs, memory and machine over stored runs.",
+)
+@click.option(
+    "--table",
+    type=click.Path(dir_okay=False),
+    help="Write all runs to a .csv or .parquet file.",
+)
 @json_option
 def plan(
     trace_file: str,
@@ -172,7 +181,7 @@ def plan(
     cost: str | None,
     max_power_kw: float,
     config_file: str | None,
-    devices: str,
+    devices: str | None,
     layout: Layout,
     requests: int | None,
     speed: float,
@@ -180,49 +189,50 @@ def plan(
     processes: int | None,
     check: bool,
     plot: str | None,
+    page: str | None,
+    table: str | None,
     json_file: str | None,
     **options: Any,
 ) -> None:
     """Find the cheapest cluster that keeps the SLOs on a trace.
 
-    The search simulates clusters of the named devices: prefill and decode instances, mixed ones and
-    mixtures of all, with more or less DRAM and SSD, other chunk sizes and policies. It prints the
-    cheapest cluster, what another sample of the workload would have, what limits the cluster, and
-    which SLO one instance fewer would break. Ctrl-C ends the search and prints the best so far.
+    It says what to buy, what that costs, what it holds up to, and what breaks first. The search
+    simulates clusters of the named devices: prefill and decode instances, mixed ones and mixtures
+    of all, with more or less DRAM and SSD, other chunk sizes and policies. On a terminal it asks
+    for service levels, devices and prices that were not given. Ctrl-C prints the best so far.
     """
     from moonpool.plan.assess import PlanGoal
     from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
 
     began_s = time.perf_counter()
-    _check_files(plot, json_file)
+    _check_files(plot, page, table, json_file)
     try:
-        given = read_config(config_file, _FLAGS.overrides(options), DEFAULTS)
-        base, kinds = base_and_kinds(given, devices, cost)
-        rows, block_tokens = read_rows(trace_file, requests, scale, speed, trace_format)
-        workload, priced = priced_workload(
-            rows, block_tokens, base, kinds, catalogue_file, prices_file, max_power_kw
-        )
-        kinds = with_rivals(kinds, priced.prices)
-        prepared = prepare(workload, base, kinds, priced, options["attainment"], layout)
+        trace = read_rows(trace_file, requests, scale, speed, trace_format)
+        files = config_file, prices_file, catalogue_file
+        asked = _Asked(*files, devices, layout, cost, max_power_kw)
+        prepared, workload, priced, devices = asked.prepared(trace, options)
         names = ("attainment", "confidence", "seeds", "runs", "seed", "time_limit_s")
         goal = PlanGoal(*(options[name] for name in names))
-        _announce(prepared)
+        for reason in prepared.left_out:
+            click.echo(f"left out: {reason}")
         with Workforce(workload, processes or num_cores()) as workforce:
             job = _Job(prepared, goal, workload, priced, workforce)
             figures = job.plan(plot)
             interrupted = figures["stopped"] == "interrupted"
             figures["plan_s"] = round(time.perf_counter() - began_s, 1)
+            figures["run"] = {
+                "trace": Path(trace_file).name,
+                "speed": speed,
+                "scale_tokens": str(scale),
+                "devices": devices,
+                "layout": layout,
+            }
             if check and not interrupted:
                 figures["check"] = job.check()
+            if (page or table) and not interrupted:
+                job.write_runs(figures, page, table)
     except (ConfigError, WorkforceError) as error:
         fail(str(error))
-    figures["run"] = {
-        "trace": Path(trace_file).name,
-        "speed": speed,
-        "scale_tokens": str(scale),
-        "devices": devices,
-        "layout": layout,
-    }
     figures["wall_s"] = round(time.perf_counter() - began_s, 1)
     figures["cpu_s"] = _cpu_s()
     checked = f", {figures['wall_s']:.0f} s with its check" if check else ""
@@ -233,6 +243,38 @@ def plan(
     write_json(json_file, figures | {"origin": origin()})
     if interrupted:
         raise SystemExit(130)
+
+
+class _Asked(NamedTuple):
+    """What a plan is for, as it was given on the command line."""
+
+    config_file: str | None
+    prices_file: str | None
+    catalogue_file: str | None
+    devices: str | None
+    layout: Layout
+    cost: str | None
+    max_power_kw: float
+
+    def prepared(
+        self, trace: tuple[tuple[TraceRow, ...], int], options: dict[str, Any]
+    ) -> tuple[Prepared, Workload, Priced, str]:
+        """Asks for what is missing, and returns where the search begins, and the devices. Raises
+        ConfigError."""
+        missing = Missing(on_terminal())
+        overrides = _FLAGS.overrides(options)
+        asked = missing.slo(read_config(self.config_file, overrides).slo)
+        overrides["slo"] = overrides.get("slo", {}) | asked.get("slo", {})
+        given = read_config(self.config_file, overrides, DEFAULTS)
+        devices = missing.devices(self.devices)
+        base, kinds = base_and_kinds(given, devices, self.cost)
+        files = self.catalogue_file, self.prices_file
+        workload, priced = priced_workload(*trace, base, kinds, *files, self.max_power_kw)
+        priced = missing.prices(priced, kinds, self.prices_file)
+        missing.say(self.prices_file is None)
+        kinds = with_rivals(kinds, priced.prices)
+        prepared = prepare(workload, base, kinds, priced, options["attainment"], self.layout)
+        return prepared, workload, priced, devices
 
 
 class _Job:
@@ -251,11 +293,12 @@ class _Job:
         self._workload = workload
         self._priced = priced
         self._workforce = workforce
-        self._choice: Any = None
+        self._found: ClusterPlan | None = None
 
     def plan(self, plot: str | None) -> dict[str, Any]:
         """Searches, prints, draws; returns the figures. Raises ConfigError."""
-        from moonpool.plan.advice import broken_by_fewer, sentence
+        from moonpool.plan.advice import broken_by_fewer
+        from moonpool.plan.answer import answer
         from moonpool.plan.assess import StoppedError
         from moonpool.plan.bounds import Bounds
         from moonpool.plan.search import Planner
@@ -271,8 +314,8 @@ class _Job:
                 fewer = broken_by_fewer(around, assessor.in_full)
             except (StoppedError, KeyboardInterrupt):
                 fewer = []
-        self._choice = found.choice
-        words = sentence(found, fewer, slo, goal, prepared.shares_prefixes, self._priced)
+        self._found = found
+        words = answer(found, fewer, goal, prepared, self._priced)
         print_plan(found, words, wanted, costs_of(found.choice, prepared, self._priced))
         if plot is not None:
             try:
@@ -304,36 +347,61 @@ class _Job:
         from moonpool.plan.assess import FRESH_SEEDS_FROM, StoppedError
         from moonpool.plan.assess import check as check_choice
 
-        if self._choice is None:
+        choice = None if self._found is None else self._found.choice
+        if choice is None:
             return {}
         seed = self._goal.first_seed + FRESH_SEEDS_FROM
         fresh = msgspec.structs.replace(self._goal, first_seed=seed, time_limit_s=float("inf"))
         try:
             with _progress(self._goal.max_runs) as tell:
-                found = check_choice(self._choice, self._assessor(fresh, tell))
+                found = check_choice(choice, self._assessor(fresh, tell))
         except StoppedError:
             fail("the check needs more simulations than --runs allows: give it more")
         return print_check(found)
 
-    def _assessor(self, goal: PlanGoal, tell: Callable[[str, float], None]) -> Assessor:
+    def write_runs(self, figures: dict[str, Any], page: str | None, table: str | None) -> None:
+        """Runs the clusters of the page at several loads, and writes page and table."""
+        from moonpool.plan.page import render_plan
+        from moonpool.plan.stored_runs import COLUMNS, run_rows, stored_runs
+
+        assert self._found is not None
+        goal = msgspec.structs.replace(self._goal, time_limit_s=float("inf"))
+        with _progress(goal.max_runs) as tell:
+            stored = stored_runs(self._found, self._assessor(goal, tell), self._prepared.steps)
+        command = " ".join(["moonpool", *sys.argv[1:]])
+        where = page or ""
+        try:
+            if page is not None:
+                text = render_plan(
+                    self._found, stored, figures, self._prepared, self._priced, command
+                )
+                Path(page).write_text(text, encoding="utf-8")
+            if table is not None:
+                where = table
+                rows = list(run_rows(self._found, stored, self._priced))
+                ResultTable.from_rows(COLUMNS, rows).write(table)
+        except OSError as error:
+            fail(f"cannot write {where}: {error.strerror}")
+        for written in filter(None, (page, table)):
+            click.echo(f"written: {written}")
+
+    def _assessor(self, goal: PlanGoal, tell: Report) -> Assessor:
         from moonpool.plan.assess import Assessor
 
         return Assessor(self._workforce, self._prepared.base, goal, self._priced, tell)
 
 
-def _announce(prepared: Prepared) -> None:
-    """Says with which nodes it plans unless they were named, and without which."""
-    for reason in prepared.left_out:
-        click.echo(f"left out: {reason}")
-    source = click.get_current_context().get_parameter_source("devices")
-    if source is ParameterSource.DEFAULT:
-        click.echo(f"planning with nodes of {PAPERS_NODES}", err=True)
-
-
-def _check_files(plot: str | None, json_file: str | None) -> None:
+def _check_files(
+    plot: str | None, page: str | None, table: str | None, json_file: str | None
+) -> None:
     """Ends the command, before its work, where a file cannot be written or a package is absent."""
-    check_folders(plot, json_file)
+    check_folders(plot, page, table, json_file)
     need_package("scipy")
+    if table is not None:
+        if Path(table).suffix.lower() not in TABLE_SUFFIXES:
+            fail(f"cannot write {table}: its name must end in {' or '.join(TABLE_SUFFIXES)}")
+        if Path(table).suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
+            fail("a .parquet file needs pyarrow (pip install pyarrow); a .csv file needs nothing")
     if plot is None:
         return
     plot_function("plan")
@@ -352,33 +420,36 @@ LOG_EVERY_S = 15.0
 
 
 @contextmanager
-def _progress(total: float) -> Iterator[Callable[[str, float], None]]:
-    """Shows on a terminal a bar of the most runs that are allowed; elsewhere a line per stage and
-    every LOG_EVERY_S."""
+def _progress(total: float) -> Iterator[Report]:
+    """On a terminal, a bar of the runs that are expected; elsewhere a line per stage and every
+    LOG_EVERY_S. Both say about how long it will take."""
     began_s = last_s = time.monotonic()
     stages: set[str] = set()
     if not sys.stderr.isatty():
 
-        def say(what: str, runs: float) -> None:
+        def say(what: str, runs: float, left_s: float | None) -> None:
             nonlocal last_s
             now_s, stage = time.monotonic(), what.partition(",")[0]
             if stage not in stages or now_s - last_s > LOG_EVERY_S:
                 last_s = now_s
                 stages.add(stage)
-                click.echo(f"{now_s - began_s:5.0f} s {runs:4.0f} runs: {what}", err=True)
+                left = time_words(left_s)
+                left = f", {left}" if left else ""
+                click.echo(f"{now_s - began_s:5.0f} s {runs:4.0f} runs{left}: {what}", err=True)
 
         yield say
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), TextColumn("{task.completed:.0f} of at most {task.total:.0f} runs"))
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda what, runs: bar.update(task, completed=runs, description=what)
+    columns = (TimeElapsedColumn(), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def show(what: str, runs: float, left_s: float | None) -> None:
+            used_s = time.monotonic() - began_s
+            share = 0.0 if left_s is None else used_s / max(used_s + left_s, 1e-9)
+            text = f"{runs:.0f} of at most {total:.0f} runs {time_words(left_s)} {what}"
+            bar.update(task, completed=share, description=text)
+
+        yield show

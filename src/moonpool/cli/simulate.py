@@ -75,7 +75,7 @@ CLUSTER_KEYS = (
 )
 """What describes a simulated cluster: its instances, policies and hardware."""
 CLUSTER_DEFAULTS = parse_config("", {}, DEFAULTS)
-SIMULATE_FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
+SIMULATE_FLAGS = ConfigFlags(*CLUSTER_KEYS, "slo.classes", "conductor.seed")
 MAX_INSTANT_S = 1e9
 RUN_OPTIONS = (
     *("speed", "requests", "trace_format", "noise", "prefill_belief", "decode_belief"),

@@ -50,6 +50,11 @@ def _check_block_tokens(config: Config) -> None:
     )
 
 
+def _check_slo_classes(config: Config) -> None:
+    names = [one.name for one in config.slo.classes]
+    require(len(set(names)) == len(names), "slo.classes", "of different names")
+
+
 def _check_role_balance(config: Config) -> None:
     require(
         config.conductor.role_balance != "switch" or config.hardware.nodes_per_prefill == 1,
@@ -423,6 +428,7 @@ _PARTS = (
     _check_attention_workers,
     _check_block_tokens,
     _check_mooncake,
+    _check_slo_classes,
     _check_role_balance,
     _check_autoscale,
     _check_disk_read,

@@ -15,6 +15,7 @@ import msgspec
 from moonpool.config.tables import Config, ConfigError
 from moonpool.plan.candidate import Candidate, Priced
 from moonpool.plan.confidence import Interval, sample_interval
+from moonpool.plan.time_left import TimeLeft
 from moonpool.plan.trial import Outcome, StopRequestedError, Trial
 from moonpool.plan.workforce import Workforce
 from moonpool.sim.hardware.prices import Prices
@@ -25,6 +26,10 @@ FRESH_SEEDS_FROM = 1001
 
 class StoppedError(RuntimeError):
     """The search ended early; the message says why."""
+
+
+Report = Callable[[str, float, float | None], None]
+"""Gets what is under way, the runs so far, and about how many seconds are left, if known."""
 
 
 class PlanGoal(Struct, frozen=True):
@@ -70,7 +75,7 @@ class Assessment(Struct, frozen=True):
 class Assessor:
     """Runs simulations of candidates and remembers them.
 
-    `report` is called with what is under way and the runs so far. `clock` gives seconds.
+    `clock` gives seconds.
     """
 
     def __init__(
@@ -79,12 +84,13 @@ class Assessor:
         base: Config,
         goal: PlanGoal,
         priced: Priced,
-        report: Callable[[str, float], None] = lambda what, runs: None,
+        report: Report = lambda what, runs, left_s: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.goal = goal
         self.runs = 0.0
         self.doing = ""
+        self.time_left = TimeLeft()
         self.looks: dict[Candidate, Outcome] = {}
         self._workforce = workforce
         self._base = base
@@ -129,6 +135,13 @@ class Assessor:
     def look_faster(self, candidates: Sequence[Candidate], speed: float) -> list[Outcome]:
         """Like `look`, with the trace at a multiple of its speed; nothing is remembered."""
         trials = [self._trial(one, 0, self.goal.wanted) for one in candidates]
+        return self._run([msgspec.structs.replace(one, speed=speed) for one in trials])
+
+    def in_full_at(self, candidates: Sequence[Candidate], speed: float) -> list[Outcome]:
+        """Simulates the trace at a multiple of its speed to its end; an outcome may be an error.
+        Raises StoppedError."""
+        trials = [self._trial(one, 0, 0.0) for one in candidates]
+        self._any_ran = True
         return self._run([msgspec.structs.replace(one, speed=speed) for one in trials])
 
     def in_full(self, candidate: Candidate) -> Outcome:
@@ -186,13 +199,21 @@ class Assessor:
     def _stop(self) -> bool:
         return self._clock() - self._began_s > self._limit * self.goal.time_limit_s
 
+    def _tell(self, runs: float) -> None:
+        self.time_left.begin(self.doing.partition(",")[0], runs - 1)
+        used_s = self._clock() - self._began_s
+        left_s = self.time_left.seconds(runs, used_s)
+        if left_s is not None:
+            left_s = min(left_s, self.goal.time_limit_s - used_s)
+        self._report(self.doing, runs, left_s)
+
     def _run(self, trials: Sequence[Trial], ahead: Sequence[Trial] = ()) -> list[Outcome]:
         if trials and self.runs >= self._limit * self.goal.max_runs:
             raise StoppedError("all allowed simulations were run; allow more with --runs")
         before, counted = self._workforce.num_run, self.runs
         try:
             outcomes = self._workforce.run(
-                trials, lambda done: self._report(self.doing, counted + done), self._stop, ahead
+                trials, lambda done: self._tell(counted + done), self._stop, ahead
             )
         except StopRequestedError:
             raise StoppedError("the time limit was reached; allow more with --time-limit") from None

@@ -70,7 +70,7 @@ class Bounds:
         work = self._work(one)
         if work is None:
             return 0.0
-        slo = self._base.slo.usual
+        slo = self._base.slo.loosest
         answer_s = slo.ttft_s + slo.tbt_s * float(self._output.max())
         decode_s = self._decode_s(one, work)
         parts = (
@@ -147,7 +147,7 @@ class Bounds:
             if size not in shares:
                 batch = min(room // size, config.engine.max_sequences)
                 shares[size] = [
-                    _least_share_s(node, size, batch, config.slo.usual.tbt_s, drafts)
+                    _least_share_s(node, size, batch, config.slo.loosest.tbt_s, drafts)
                     for drafts in range(most + 1)
                 ]
             left = answer - 1

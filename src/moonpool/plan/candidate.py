@@ -182,9 +182,16 @@ class Priced(Struct, frozen=True):
         usd = groups * candidate.kind.usd_per_h(self.prices)
         if candidate.decode:
             usd += decodes * candidate.decode_kind.usd_per_h(self.prices)
-        each_bytes = (groups + decodes) * self.kv_bytes_per_token
-        usd += self.prices.dram_usd_per_h(each_bytes * candidate.cache_tokens)
-        return usd + self.prices.ssd_usd_per_h(each_bytes * candidate.ssd_tokens)
+        usd += self.prices.dram_usd_per_h(self.pool_bytes(candidate, candidate.cache_tokens))
+        return usd + self.prices.ssd_usd_per_h(self.pool_bytes(candidate, candidate.ssd_tokens))
+
+    def pool_bytes(self, candidate: Candidate, tokens: int) -> float:
+        """Returns the bytes that so many tokens of KVCache on each instance take in all."""
+        groups = (candidate.prefill + candidate.mixed) * candidate.prefill_stages
+        groups *= self.nodes_per_prefill
+        return (groups + candidate.decode * self.nodes_per_decode) * (
+            self.kv_bytes_per_token * tokens
+        )
 
     def power_w(self, candidate: Candidate) -> float:
         """Returns the most that the devices draw; 0 where one's power is not known."""

@@ -151,7 +151,7 @@ def _decode_instances(
         for _ in range(64):  # Little's law gives the batch
             step_s = decoder.estimate.decode_step_s(ceil(batch), ceil(batch * context))
             batch = rate_rps / number * answer * step_s
-            if step_s > config.slo.usual.tbt_s or batch > most:
+            if step_s > config.slo.loosest.tbt_s or batch > most:
                 break
         else:
             return number
@@ -164,7 +164,7 @@ def mixed_chunk_tokens(demand: Demand, node: NodeHardware, config: Config) -> in
     for chunk in reversed(CHUNK_STEPS):
         chunk_s = node.estimate.prefill_s(chunk, 0) - node.estimate.prefill[0]
         step_s = chunk_s + node.estimate.decode_step_s(16, round(16 * demand.context_tokens))
-        if step_s <= config.slo.usual.tbt_s:
+        if step_s <= config.slo.loosest.tbt_s:
             return chunk
     return CHUNK_STEPS[0]
 
@@ -174,19 +174,19 @@ def check_possible(needs: dict[NodeKind, Need], config: Config, wanted: float) -
     prefilling = [kind for kind in needs if not kind.offloads]
     fastest = min(prefilling, key=lambda kind: needs[kind].idle_ttft_s)
     idle_s = needs[fastest].idle_ttft_s
-    if idle_s > config.slo.usual.ttft_s:
+    if idle_s > config.slo.loosest.ttft_s:
         raise ConfigError(
             f"no cluster keeps the SLOs: for {wanted:.0%} of the requests, prefill alone takes"
             f" up to {idle_s:.3g} s on an idle instance of {fastest}, all cache hits included,"
-            f" and --slo-ttft is {config.slo.usual.ttft_s:g} s: raise it, lower --attainment, or"
+            f" and --slo-ttft is {config.slo.loosest.ttft_s:g} s: raise it, lower --attainment, or"
             " name faster --devices"
         )
     fastest = min(needs, key=lambda kind: needs[kind].idle_tbt_s)
     idle_s = needs[fastest].idle_tbt_s
-    if idle_s > config.slo.usual.tbt_s:
+    if idle_s > config.slo.loosest.tbt_s:
         raise ConfigError(
             f"no cluster keeps the SLOs: a decode step takes {idle_s:.3g} s on an idle"
-            f" instance of {fastest}, and --slo-tbt is {config.slo.usual.tbt_s:g} s: raise it, or"
+            f" instance of {fastest}, and --slo-tbt is {config.slo.loosest.tbt_s:g} s: raise it, or"
             " name faster --devices"
         )
 
@@ -206,6 +206,7 @@ class Prepared(Struct, frozen=True):
     layout: Layout
     left_out: tuple[str, ...]
     context_tokens: int  # mean, of a request half-way through its answer
+    has_hashes: bool = True  # the trace tells which prompts begin alike
 
     @property
     def shares_prefixes(self) -> bool:
@@ -248,7 +249,7 @@ def prepare(
         for kind, node in able.items()
     }
     check_possible(needs, base, wanted)
-    within = [kind for kind in needs if needs[kind].idle_tbt_s <= base.slo.usual.tbt_s]
+    within = [kind for kind in needs if needs[kind].idle_tbt_s <= base.slo.loosest.tbt_s]
     first_one = Candidate(
         kinds[0], kinds[0], 1, 1, 0, steps.caches[-1], FIRST_CHUNK_TOKENS,
         base.conductor.placement, base.conductor.admission, steps.evictions[0],
@@ -277,16 +278,25 @@ def prepare(
             f"no cluster of these devices serves the load within {priced.max_power_w / 1e3:g} kW,"
             " by the cost model: allow more with --max-power, or name other --devices"
         )
-    return Prepared(base, demand, tuple(starts), steps, layout, left_out, max(context, 1))
+    return Prepared(
+        base,
+        demand,
+        tuple(starts),
+        steps,
+        layout,
+        left_out,
+        max(context, 1),
+        workload.block_tokens > 0,
+    )
 
 
 def _stages(need: Need, base: Config, kind: NodeKind) -> list[int]:
     """Returns the numbers of stages of a prefill instance that are worth trying."""
     own = base.engine.pipeline_parallel_size
-    late = need.idle_ttft_s > STAGES_FROM * base.slo.usual.ttft_s
+    late = need.idle_ttft_s > STAGES_FROM * base.slo.loosest.ttft_s
     free = base.hardware.nodes_per_prefill == 1 and base.engine.num_shards == 1
     possible = free and own == 1 and not base.hardware.cost.endswith(".json")
-    if need.idle_ttft_s > 2 * base.slo.usual.ttft_s:
+    if need.idle_ttft_s > 2 * base.slo.loosest.ttft_s:
         return []
     return [own, 2] if late and possible else [own]
 

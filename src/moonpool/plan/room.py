@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moonpool.plan.candidate import Candidate
-from moonpool.plan.trial import Outcome
+from moonpool.plan.trial import Outcome, main_cause
 from moonpool.types import Struct
 
 SPEEDS = (1.1, 1.25, 1.5, 2.0, 3.0)
@@ -15,11 +15,12 @@ FasterLook = Callable[[Sequence[Candidate], float], list[Outcome]]
 
 class Room(Struct, frozen=True):
     """A cluster keeps the SLOs at `kept` times the trace's speed, and misses them at `missed`
-    (None: it was not simulated that fast)."""
+    (None: it was not simulated that fast), mostly for lack of `lacked`."""
 
     candidate: Candidate
     kept: float
     missed: float | None
+    lacked: str = ""
 
 
 def rooms(contenders: Sequence[Candidate], look: FasterLook, wanted: float) -> list[Room]:
@@ -30,8 +31,12 @@ def rooms(contenders: Sequence[Candidate], look: FasterLook, wanted: float) -> l
     for speed in SPEEDS:
         outcomes = look(left, speed)
         holds = [outcome.share >= wanted for outcome in outcomes]
-        lost = [one for one, held in zip(left, holds, strict=True) if not held]
-        found = [*(Room(one, kept, speed) for one in lost), *found]
+        lost = [
+            Room(one, kept, speed, main_cause(outcome.misses))
+            for one, outcome in zip(left, outcomes, strict=True)
+            if outcome.share < wanted
+        ]
+        found = [*lost, *found]
         left = [one for one, held in zip(left, holds, strict=True) if held]
         if not left:
             return found

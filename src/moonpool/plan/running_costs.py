@@ -11,6 +11,7 @@ from moonpool.plan.assess import Assessment
 from moonpool.plan.candidate import Candidate, Priced
 from moonpool.plan.demand import Demand, Prepared
 from moonpool.sim.hardware import calibrated
+from moonpool.sim.report.notes import NO_HASHES
 
 MILLION = 1e6
 
@@ -69,6 +70,8 @@ def _notes(chosen: Candidate, prepared: Prepared, priced: Priced) -> Iterator[st
         when = f", {price.date}" if price.date else ""
         yield f"{name} costs {price.usd_per_h:g} USD/h ({price.source}{when})"
     yield from _domain(prepared.demand, prepared.base.hardware.cost)
+    if not prepared.has_hashes:
+        yield NO_HASHES
 
 
 def _domain(demand: Demand, cost: str) -> Iterator[str]:

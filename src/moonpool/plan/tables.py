@@ -10,35 +10,38 @@ import click
 import msgspec
 
 from moonpool.distributions.quantiles import rounded
-from moonpool.plan.advice import InstanceLossEffect, binding, main_cause, worst_moment
+from moonpool.plan.advice import InstanceLossEffect, binding, worst_moment
+from moonpool.plan.answer import PlanAnswer
 from moonpool.plan.assess import Assessment, NeighbourFound, PlanCheck, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
 from moonpool.plan.demand import Prepared
 from moonpool.plan.offloading import Balance, DecodeNode
 from moonpool.plan.running_costs import cost_lines, costs_of
 from moonpool.plan.search import ClusterPlan, MixFound
+from moonpool.plan.trial import main_cause
 
 FRONT_ROWS = 12
 
 
-def print_plan(plan: ClusterPlan, words: str, wanted: float, costs: dict[str, Any]) -> None:
-    """Prints the advice, the neighbours, the front and the mixes of hardware."""
+def print_plan(plan: ClusterPlan, found: PlanAnswer, wanted: float, costs: dict[str, Any]) -> None:
+    """Prints the answer, the neighbours, the front and the mixes of hardware."""
     if plan.stopped:
         click.echo(f"ended early after {plan.runs:.0f} runs: {plan.stopped}; the best so far:")
-    click.echo(words)
+    for line in found.lines():
+        click.echo(line)
     choice = plan.choice
     if choice is not None:
         click.echo(f"\n{_settings(choice.candidate)}")
         for line in cost_lines(costs):
             click.echo(line)
         if plan.neighbours:
-            click.echo("\nnext to it")
+            click.echo("\nnext to it (other clusters, one step away)")
         _print_neighbours(plan.neighbours, choice, wanted)
     click.echo(f"\nnothing cheaper attains as much (wanted: {wanted:.0%})")
     front = plan.front()[-FRONT_ROWS:]
-    width = max((len(_what(found.candidate)) for found in front), default=0)
-    for found in front:
-        click.echo(f"  {_row(found, wanted, width)}")
+    width = max((len(_what(each.candidate)) for each in front), default=0)
+    for each in front:
+        click.echo(f"  {_row(each, wanted, width)}")
     click.echo("\nhardware")
     for line in _mixes(plan.mixes):
         click.echo(f"  {line}")
@@ -52,9 +55,9 @@ def print_plan(plan: ClusterPlan, words: str, wanted: float, costs: dict[str, An
 def _settings(one: Candidate) -> str:
     ssd = f", {tokens(one.ssd_tokens)} tokens of SSD" if one.ssd_tokens else ""
     return (
-        f"chunks of {one.chunk_tokens} tokens; placement {one.placement}, admission"
-        f" {one.admission}, eviction {one.eviction}; {tokens(one.cache_tokens)} tokens of DRAM"
-        f"{ssd} an instance"
+        f"settings: prompts computed in chunks of {one.chunk_tokens} tokens; placement"
+        f" {one.placement}, admission {one.admission}, eviction {one.eviction};"
+        f" {tokens(one.cache_tokens)} tokens of DRAM{ssd} an instance"
     )
 
 
@@ -163,7 +166,7 @@ def _price(mix: MixFound) -> str:
 def figures_of(
     plan: ClusterPlan,
     fewer: Sequence[InstanceLossEffect],
-    words: str,
+    found: PlanAnswer,
     prepared: Prepared,
     goal: PlanGoal,
     priced: Priced,
@@ -179,7 +182,8 @@ def figures_of(
     }
     devices = {name: priced.prices.devices[name] for name in sorted(names)}
     return {
-        "advice": words,
+        "advice": found.text,
+        "answer": [{"label": label, "text": text} for label, text in found.parts],
         "choice": None if choice is None else _assessment(choice, goal.wanted),
         "sure": None if plan.sure is None else _assessment(plan.sure, goal.wanted),
         "binds": "" if choice is None else binding(choice, fewer),
@@ -198,7 +202,12 @@ def figures_of(
             for one in plan.neighbours
         ],
         "rooms": [
-            {"cluster": one.candidate.counts, "kept": one.kept, "missed": one.missed}
+            {
+                "cluster": one.candidate.counts,
+                "kept": one.kept,
+                "missed": one.missed,
+                "lacked": one.lacked,
+            }
             for one in plan.rooms
         ],
         "front": [_assessment(one, goal.wanted) for one in plan.front()],
@@ -214,6 +223,7 @@ def figures_of(
         "costs": costs_of(choice, prepared, priced),
         "goal": msgspec.to_builtins(goal) | {"time_limit_s": _finite(goal.time_limit_s)},
         "slo": msgspec.to_builtins(prepared.base.slo.usual),
+        "slo_classes": msgspec.to_builtins(prepared.base.slo.classes),
         "runs": rounded(plan.runs),
         "complete": plan.complete,
         "stopped": plan.stopped,
@@ -248,6 +258,11 @@ def _assessment(found: Assessment, wanted: float) -> dict[str, Any]:
         "ttft_p90_s": found.ttft_p90_s,
         "hit_ratio": outcome.hit_ratio,
         "utilisation": outcome.utilisation,
+        "classes": {
+            one.name: rounded(one.num_effective / max(one.num_requests, 1))
+            for one in outcome.classes
+            if one.name or len(outcome.classes) > 1
+        },
     }
 
 

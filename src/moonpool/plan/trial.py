@@ -9,7 +9,7 @@ were used at that moment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from math import ceil
 
@@ -17,6 +17,7 @@ from moonpool.config.tables import Config, ConfigError
 from moonpool.cost.fitted import FittedCost
 from moonpool.distributions.quantiles import rounded
 from moonpool.plan.confidence import Attainment
+from moonpool.plan.latency_table import ClassOutcome, LatencyTable
 from moonpool.request_record import RequestRecord
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
@@ -67,8 +68,12 @@ class Trial(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """The outcome of a trial. With an `error` it could not run, and nothing else holds. If it
-    `gave_up`, the run ended early, and the true attainment is less than the one here."""
+    """The outcome of a trial. `attainment` is that of all requests; where there are classes of
+    service levels, that of the class with the lowest, since each has to be kept.
+
+    With an `error` it could not run, and nothing else holds. If it `gave_up`, the run ended early,
+    and the true attainment is less than the one here.
+    """
 
     attainment: Attainment
     misses: dict[str, int]  # by cause
@@ -80,6 +85,7 @@ class Outcome(Struct, frozen=True):
     utilisation: dict[str, float] = {}  # noqa: RUF012 - msgspec copies it
     gave_up: bool = False
     error: str = ""
+    classes: tuple[ClassOutcome, ...] = ()
 
     @property
     def share(self) -> float:
@@ -110,6 +116,11 @@ class Cause(Enum):
     DEADLINE = "time until the deadline"
 
 
+def main_cause(misses: Mapping[str, int]) -> str:
+    """Returns the most frequent cause; "" if there are no misses."""
+    return max(sorted(misses), key=lambda cause: misses[cause], default="")
+
+
 _BY_REASON = {
     "ttft_slo": Cause.PREFILL,
     "goodput_prefill": Cause.PREFILL,
@@ -132,6 +143,7 @@ class Watcher(Collector):
         super().__init__()
         self.misses: Counter[Cause] = Counter()
         self.gave_up = False
+        self.latencies = LatencyTable()
         self._simulation = simulation
         self._begin_s = begin_s
         self._speed = speed
@@ -152,13 +164,14 @@ class Watcher(Collector):
         self._reasons[request_id] = reason
         super().note_refused(request_id, status, reason)
 
-    def note_ended(self, record: RequestRecord) -> None:
+    def note_ended(self, record: RequestRecord, slo_class: str = "") -> None:
         reason = self._reasons.pop(record.request_id, "")
         if record.arrived_s < self._begin_s:
             self._prefill_s.pop(record.request_id, None)
             self._refused.pop(record.request_id, None)
             return
-        super().note_ended(record)
+        super().note_ended(record, slo_class)
+        self.latencies.add(record, slo_class, record.outcome in COMPLETED)
         minute = int(record.arrived_s * self._speed // BIN_S)
         self._arrived[minute] += 1
         if record.effective:
@@ -258,8 +271,13 @@ def _outcome(simulation: Simulation, watcher: Watcher, counted: int) -> Outcome:
             nodes = [node for node in simulation.nodes.values() if node.info.role is role]
             busy_s = sum(node.engine.figures.busy_s for node in nodes)
             utilisation[role.value] = rounded(busy_s / (len(nodes) * span_s))
+    classes = watcher.latencies.classes()
+    attainment = Attainment(counted, counted - watcher.num_missed)
+    if simulation.config.slo.classes and classes and not watcher.gave_up:
+        shares = [Attainment(one.num_requests, one.num_effective) for one in classes]
+        attainment = min(shares, key=lambda one: one.share)
     return Outcome(
-        attainment=Attainment(counted, counted - watcher.num_missed),
+        attainment=attainment,
         misses={cause.value: watcher.misses[cause] for cause in Cause if watcher.misses[cause]},
         misses_by_minute=watcher.by_minute(),
         ttft_p50_s=rounded(watcher.ttft_s.quantile(0.5)),
@@ -268,4 +286,5 @@ def _outcome(simulation: Simulation, watcher: Watcher, counted: int) -> Outcome:
         hit_ratio=rounded(watcher.hit_tokens / max(watcher.input_tokens, 1)),
         utilisation=utilisation,
         gave_up=watcher.gave_up,
+        classes=classes,
     )

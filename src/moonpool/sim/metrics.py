@@ -46,8 +46,8 @@ class Timeline:
         return [(row[0], row[column]) for row in self.rows]
 
 
-class TenantFigures:
-    """What the requests of one tenant got."""
+class GroupFigures:
+    """What the requests of one tenant or of one class got."""
 
     __slots__ = (
         "hit_tokens",
@@ -67,6 +67,17 @@ class TenantFigures:
         self.hit_tokens = 0
         self.output_tokens = 0
         self.ttft_s = Histogram()
+
+    def add(self, record: RequestRecord) -> None:
+        """Adds a request that has ended."""
+        self.num_requests += 1
+        if record.outcome in COMPLETED and record.ttft_s is not None:
+            self.num_completed += 1
+            self.num_effective += record.effective
+            self.input_tokens += record.num_prompt_tokens
+            self.hit_tokens += record.cached_tokens
+            self.output_tokens += record.num_generated_tokens
+            self.ttft_s.add(record.ttft_s)
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -102,7 +113,8 @@ class Collector:
         self.stages_s: dict[str, float] = {}
         self.ttft_error_s = Histogram()
         self.ttft_bias_s = 0.0
-        self._tenants: dict[str, TenantFigures] = {}
+        self.slo_classes: dict[str, GroupFigures] = {}
+        self._tenants: dict[str, GroupFigures] = {}
         self._refused: dict[RequestId, tuple[int, str]] = {}
         self._prefill_s: dict[RequestId, float] = {}
 
@@ -120,13 +132,15 @@ class Collector:
         self._refused.pop(request_id, None)
         self._prefill_s.pop(request_id, None)
 
-    def note_ended(self, record: RequestRecord) -> None:
-        """Adds a request that has ended. The record itself is not kept."""
+    def note_ended(self, record: RequestRecord, slo_class: str = "") -> None:
+        """Adds a request that has ended, of the class with that name. The record is not kept."""
         self.num_requests += 1
         gap_runs = record.gap_runs
         if record.outcome in COMPLETED:
             record.forget_gaps()  # TBT figures sort the gaps; the runs are kept here
         self._note_tenant(record)
+        if slo_class:
+            self.slo_classes.setdefault(slo_class, GroupFigures()).add(record)
         prefill_s = self._prefill_s.pop(record.request_id, 0.0)
         status, reason = self._refused.pop(record.request_id, (0, ""))
         if record.outcome in COMPLETED:
@@ -140,7 +154,7 @@ class Collector:
         else:
             self.num_failed += 1
 
-    def tenants(self) -> dict[str, TenantFigures]:
+    def tenants(self) -> dict[str, GroupFigures]:
         """The figures by tenant, if there are several or the one has a name. Tenants beyond
         MAX_TENANTS count as one, named OTHER_TENANTS."""
         return self._tenants if self._tenants.keys() - {""} else {}
@@ -148,15 +162,7 @@ class Collector:
     def _note_tenant(self, record: RequestRecord) -> None:
         is_known = record.tenant in self._tenants or len(self._tenants) < MAX_TENANTS
         name = record.tenant if is_known else OTHER_TENANTS
-        figures = self._tenants.setdefault(name, TenantFigures())
-        figures.num_requests += 1
-        if record.outcome in COMPLETED and record.ttft_s is not None:
-            figures.num_completed += 1
-            figures.num_effective += record.effective
-            figures.input_tokens += record.num_prompt_tokens
-            figures.hit_tokens += record.cached_tokens
-            figures.output_tokens += record.num_generated_tokens
-            figures.ttft_s.add(record.ttft_s)
+        self._tenants.setdefault(name, GroupFigures()).add(record)
 
     def _note_completed(
         self, record: RequestRecord, gap_runs: Sequence[tuple[float, int]], prefill_s: float

@@ -96,6 +96,7 @@ def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
             "bias": rounded(found.ttft_bias_s / max(found.ttft_error_s.count, 1)),
         },
         **_tenants(found),
+        **slo_class_figures(found),
     }
 
 
@@ -105,6 +106,12 @@ def _tenants(found: Collector) -> dict[str, Any]:
     return (
         {"tenants": {name: tenants[name].summary() for name in sorted(tenants)}} if tenants else {}
     )
+
+
+def slo_class_figures(found: Collector) -> dict[str, Any]:
+    """The figures of each class of service levels, if requests name one."""
+    classes = found.slo_classes
+    return {"slo_classes": {n: classes[n].summary() for n in sorted(classes)}} if classes else {}
 
 
 def _replicated(simulation: Simulation) -> dict[str, int]:

@@ -29,6 +29,7 @@ class Arrival:
     session: str = ""
     parent: str = ""
     tool: str = ""
+    slo_class: str = ""
 
     @property
     def program(self) -> ProgramContext | None:
@@ -81,4 +82,5 @@ def make_arrivals(
             row.session,
             row.parent,
             row.tool,
+            row.slo_class,
         )

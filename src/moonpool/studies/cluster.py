@@ -29,7 +29,7 @@ def cluster_config(
     text, given = "", overrides
     if isinstance(config, Config):
         tables, slo = msgspec.to_builtins(config), config.slo.usual
-        tables["slo"] = {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s}  # a study judges by them
+        tables["slo"] |= {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s}  # a study judges by them
         given = _merged(tables, overrides)
     elif isinstance(config, Mapping):
         given = _merged(config, overrides)

@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.config.tables import Config, ConfigError
 from moonpool.plan.candidate import NodeKind, Priced
 from moonpool.plan.demand import Layout, prepare, truth_for
 from moonpool.plan.offloading import with_rivals
 from moonpool.sim.hardware.prices import parse_prices
+from moonpool.sim.report.drawing import Drawing
 from moonpool.studies.cluster import cluster_config
 from moonpool.studies.hardware_files import read_catalogue_and_profile, read_text_file
+from moonpool.studies.notebook_html import drawn, pairs_html
+from moonpool.studies.progress_line import ProgressLine
+from moonpool.studies.result_table import ResultTable
 from moonpool.studies.trace_rows import TraceRows, as_share, as_trace, named_trace, open_scaled
 
 if TYPE_CHECKING:
+    from moonpool.plan.advice import InstanceLossEffect
+    from moonpool.plan.assess import Assessor, PlanGoal
+    from moonpool.plan.demand import Prepared
+    from moonpool.plan.search import ClusterPlan
+    from moonpool.plan.stored_runs import StoredRun
     from moonpool.plan.trial import Workload
+    from moonpool.plan.workforce import Workforce
     from moonpool.trace.row import TraceRow
 
 
 class PlanResult:
     """`summary` are the figures of `moonpool plan --json`."""
 
-    def __init__(self, summary: dict[str, Any]) -> None:
+    def __init__(self, summary: dict[str, Any], search: SearchDone) -> None:
         self.summary = summary
+        self._search = search
 
     def __repr__(self) -> str:
         return f"<PlanResult: {self.advice}>"
+
+    def _repr_html_(self) -> str:
+        """The answer, for notebooks."""
+        parts = {part["label"] or "Answer": part["text"] for part in self.summary["answer"]}
+        return pairs_html(f"Plan for {self.summary['run']['trace']}", parts)
+
+    @cached_property
+    def runs(self) -> ResultTable:
+        """One row per simulation of the trace: the search's, and those of `what_if`."""
+        from moonpool.plan.stored_runs import COLUMNS, run_rows
+
+        done = self._search
+        return ResultTable.from_rows(COLUMNS, list(run_rows(done.found, done.stored, done.priced)))
+
+    def plot(self) -> Drawing:
+        """Attainment of the simulated clusters over their price."""
+        from moonpool.plan.page import attainment_by_price
+
+        return drawn(attainment_by_price(self._search.found, self.summary["goal"]["wanted"]))
+
+    def html(self, command: str = "moonpool.plan_cluster(...)") -> str:
+        """The page of `plan --page` as text; its sliders need the runs of `what_if=True`."""
+        from moonpool.plan.page import render_plan
+
+        done = self._search
+        return render_plan(
+            done.found, done.stored, self.summary, done.prepared, done.priced, command
+        )
+
+    def report(self, path: str | Path, command: str = "moonpool.plan_cluster(...)") -> None:
+        """Writes that page. Raises OSError."""
+        Path(path).write_text(self.html(command), encoding="utf-8")
 
     @property
     def advice(self) -> str:
@@ -44,6 +88,15 @@ class PlanResult:
             raise ValueError(f"no cluster keeps the SLOs: {self.advice}")
         tables: dict[str, dict[str, Any]] = self.summary["config"]
         return tables
+
+
+class SearchDone(NamedTuple):
+    """A search that has ended, and what it searched with."""
+
+    found: ClusterPlan
+    stored: Sequence[StoredRun]
+    prepared: Prepared
+    priced: Priced
 
 
 def plan_cluster(
@@ -69,16 +122,18 @@ def plan_cluster(
     scale_tokens: str | float | Fraction = 1,
     trace_format: str = "auto",
     processes: int = 1,
+    what_if: bool = False,
+    progress: bool | None = None,
 ) -> PlanResult:
     """Finds the cheapest cluster that keeps the SLOs on a trace, as `moonpool plan` does.
 
+    `what_if` also simulates clusters at other loads, which the sliders of its page need. `progress`
+    shows a line of progress; None: in notebooks.
     More than one of `processes` are spawned: a script that asks for them needs
     `if __name__ == "__main__"` around the call. Raises ValueError (`TraceError`, `ConfigError`).
     """
-    from moonpool.plan.advice import broken_by_fewer, sentence
-    from moonpool.plan.assess import Assessor, PlanGoal
-    from moonpool.plan.bounds import Bounds
-    from moonpool.plan.search import Planner
+    from moonpool.plan.answer import answer
+    from moonpool.plan.assess import PlanGoal
     from moonpool.plan.tables import figures_of
     from moonpool.plan.workforce import Workforce
 
@@ -93,17 +148,50 @@ def plan_cluster(
     kinds = with_rivals(kinds, priced.prices)
     prepared = prepare(workload, base, kinds, priced, attainment, layout)
     goal = PlanGoal(attainment, confidence, seeds, runs, seed, time_limit_s)
-    with Workforce(workload, processes) as workforce:
-        assessor = Assessor(workforce, prepared.base, goal, priced, lambda what, done: None)
-        bounds = Bounds(workload, prepared.base, prepared.demand)
-        found = Planner(assessor, prepared, bounds).plan()
-        around = found.neighbours if found.complete else ()
-        fewer = broken_by_fewer(around, assessor.in_full)
-    slos, shares = prepared.base.slo.usual, prepared.shares_prefixes
-    words = sentence(found, fewer, slos, goal, shares, priced)
-    figures = figures_of(found, fewer, words, prepared, goal, priced)
+    with Workforce(workload, processes) as workforce, ProgressLine(progress) as line:
+        search = _Search(workforce, workload, prepared, goal, priced, line)
+        done, fewer = search.run(what_if)
+    words = answer(done.found, fewer, goal, prepared, priced)
+    figures = figures_of(done.found, fewer, words, prepared, goal, priced)
     run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
-    return PlanResult(figures | {"run": named_trace(trace) | run})
+    return PlanResult(figures | {"run": named_trace(trace) | run}, done)
+
+
+class _Search(NamedTuple):
+    """A search to run, with a line of its progress."""
+
+    workforce: Workforce
+    workload: Workload
+    prepared: Prepared
+    goal: PlanGoal
+    priced: Priced
+    line: ProgressLine
+
+    def run(self, what_if: bool) -> tuple[SearchDone, list[InstanceLossEffect]]:
+        """Returns what was found, and what one instance fewer breaks. Raises ConfigError."""
+        from moonpool.plan.advice import broken_by_fewer
+        from moonpool.plan.bounds import Bounds
+        from moonpool.plan.search import Planner
+        from moonpool.plan.stored_runs import stored_runs
+
+        assessor = self._assessor()
+        bounds = Bounds(self.workload, self.prepared.base, self.prepared.demand)
+        found = Planner(assessor, self.prepared, bounds).plan()
+        fewer = broken_by_fewer(found.neighbours if found.complete else (), assessor.in_full)
+        steps = self.prepared.steps
+        stored = stored_runs(found, self._assessor(), steps) if what_if else []
+        return SearchDone(found, stored, self.prepared, self.priced), fewer
+
+    def _assessor(self) -> Assessor:
+        from moonpool.plan.assess import Assessor
+        from moonpool.plan.time_left import time_words
+
+        def report(what: str, done: float, left_s: float | None) -> None:
+            share = 1.0 / (1.0 + found.time_left.runs(done) / max(done, 1.0))
+            self.line.show(share, f"{done:.0f} runs, {time_words(left_s)}: {what}")
+
+        found = Assessor(self.workforce, self.prepared.base, self.goal, self.priced, report)
+        return found
 
 
 def base_and_kinds(base: Config, devices: str, cost: str | None) -> tuple[Config, list[NodeKind]]:

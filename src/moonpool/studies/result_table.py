@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moonpool.studies.notebook_html import table_html
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -48,6 +50,32 @@ class ResultTable:
             writer = csv.writer(file)
             writer.writerow(self.columns)
             writer.writerows(zip(*self.columns.values(), strict=True))
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Writes the table as Parquet. Raises ImportError where pyarrow is not installed, and
+        OSError."""
+        arrow, parquet = _pyarrow()
+        parquet.write_table(arrow.table(self.columns), str(path))
+
+    def write(self, path: str | Path) -> None:
+        """Writes Parquet to a name that ends in `.parquet`, else CSV. Raises as these do."""
+        if Path(path).suffix.lower() == ".parquet":
+            self.to_parquet(path)
+        else:
+            self.to_csv(path)
+
+    def _repr_html_(self) -> str:
+        """The first rows, for notebooks."""
+        return table_html(self)
+
+
+def _pyarrow() -> tuple[ModuleType, ModuleType]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError("Parquet needs pyarrow: pip install pyarrow") from None
+    return pyarrow, pyarrow.parquet
 
 
 def _pandas() -> ModuleType:

@@ -10,6 +10,9 @@ import msgspec
 
 from moonpool.config.tables import Config
 from moonpool.distributions.quantiles import rounded
+from moonpool.pages.units import duration
+from moonpool.sim.report.drawing import Drawing
+from moonpool.studies.notebook_html import drawn, pairs_html
 from moonpool.studies.result_table import ResultTable
 
 if TYPE_CHECKING:
@@ -35,6 +38,31 @@ class SimulationResult:
             f" {found['requests']:,} requests within both SLOs, TTFT p90"
             f" {found['ttft_s']['p90']:.3g} s, hit ratio {found['cache']['hit_ratio']:.3f}>"
         )
+
+    def _repr_html_(self) -> str:
+        """The main figures, for notebooks."""
+        found = self.summary
+        share = f"{found['effective']:,} of {found['requests']:,}, {found['effective_share']:.1%}"
+        pairs = {
+            "within both SLOs": f"{share} ({found['goodput_rps']:.3g} requests/s)",
+            "refused, failed": f"{found['rejected']:,}, {found['failed']:,}",
+            "TTFT, time to first token": _spread(found["ttft_s"]),
+            "TBT, slow tenth of an answer": _spread(found["tbt_top10_mean_s"]),
+            "prompt tokens from the cache": f"{found['cache']['hit_ratio']:.1%}",
+        }
+        for name, one in found.get("slo_classes", {}).items():
+            pairs[f"class {name}"] = f"{one['effective']:,} of {one['requests']:,} within its SLOs"
+        if found.get("usd") is not None:
+            pairs["price"] = f"{found['usd']:,.2f} USD for the run"
+        return pairs_html(f"Simulation of {found['run']['trace']}", pairs)
+
+    def plot(self, what: str = "ttft") -> Drawing:
+        """A chart of the report: "ttft", "tbt" or "requests". Raises ValueError."""
+        from moonpool.sim.report.user_figures import CHARTS
+
+        if what not in CHARTS:
+            raise ValueError(f"there is no plot {what!r}: use one of {', '.join(CHARTS)}")
+        return drawn(CHARTS[what](self._simulation))
 
     @property
     def config(self) -> Config:
@@ -88,3 +116,7 @@ class SimulationResult:
         from moonpool.sim.report.page import render_report
 
         return render_report(self._simulation, self.summary, command, self.summary["run"]["trace"])
+
+
+def _spread(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {duration(values[name])}" for name in ("p50", "p90", "p99"))

@@ -135,13 +135,14 @@ class JsonLogParser:
         total_s = fields.get("total_s")
         if "outcome" in fields and isinstance(total_s, int | float):
             time -= round(total_s * AZURE_UNITS_PER_S)  # our own log is written at the end
-        shape = time, num_input, num_output, (), _session(fields), _tenant(fields)
+        shape = time, num_input, num_output, (), _session(fields), _text(fields, "tenant")
+        slo_class = _text(fields, "slo_class")
         program = fields.get("program")
         if not isinstance(program, str) or not program or not isinstance(total_s, int | float):
-            return ParsedRow(*shape)
+            return ParsedRow(*shape, slo_class=slo_class)
         # A call of a program in our own log: the next one waits for its end.
         ended = time + round(total_s * AZURE_UNITS_PER_S)
-        return ParsedRow(*shape, ended=ended)._replace(session=program)
+        return ParsedRow(*shape, ended=ended, slo_class=slo_class)._replace(session=program)
 
     def _time(self, value: Any, place: _Place) -> int:
         """Returns units of 100 ns. Raises LineError."""
@@ -321,6 +322,6 @@ def _session(fields: dict[str, Any]) -> str:
     return str(fields[name]) if name else ""
 
 
-def _tenant(fields: dict[str, Any]) -> str:
-    tenant = fields.get("tenant", "")
-    return tenant if isinstance(tenant, str) else ""
+def _text(fields: dict[str, Any], name: str) -> str:
+    text = fields.get(name, "")
+    return text if isinstance(text, str) else ""

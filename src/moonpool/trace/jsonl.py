@@ -3,8 +3,9 @@
 Times are milliseconds in Mooncake's files and seconds in Bailian's. A Mooncake file whose first
 times have fractions, as some tools write them, is in seconds. Blocks of a Mooncake file have 512
 tokens unless its first rows show another size. Rows of both may name a `tenant`, whose blocks
-nobody else shares, and a `priority`, of which a lower one is served first. Unknown fields are
-ignored, misspelt ones are errors. `write_trace` writes Mooncake's format.
+nobody else shares, a `priority`, of which a lower one is served first, and an `slo_class`, whose
+service levels the configuration gives (`slo.classes`). Unknown fields are ignored, misspelt ones
+are errors. `write_trace` writes Mooncake's format.
 
 Rows of agents are in aiperf's or in Dynamo's form of Mooncake's: `session_id` and `delay`, or
 `request_id`, `wait_for`, `delay` and `tool_wait_ms`, all times in milliseconds. Such a row starts
@@ -53,6 +54,7 @@ class _MooncakeLine(msgspec.Struct, gc=False):
     session_id: str | int = ""
     tenant: str = ""
     priority: _Priority = 0
+    slo_class: str = ""
 
 
 class _AgentLine(msgspec.Struct, gc=False):
@@ -70,6 +72,7 @@ class _AgentLine(msgspec.Struct, gc=False):
     tool: str = ""
     tenant: str = ""
     priority: _Priority = 0
+    slo_class: str = ""
 
 
 class _BailianLine(msgspec.Struct, gc=False):
@@ -80,6 +83,7 @@ class _BailianLine(msgspec.Struct, gc=False):
     chat_id: str | int = ""
     tenant: str = ""
     priority: _Priority = 0
+    slo_class: str = ""
 
 
 _REQUIRED = {
@@ -137,6 +141,7 @@ class JsonlParser:
             str(row.session_id),
             row.tenant,
             row.priority,
+            slo_class=row.slo_class,
         )
 
 
@@ -181,6 +186,7 @@ class AgentParser:
             parent=_name(row.parent_session_id),
             tool=row.tool,
             adds=not self._has_hashes,
+            slo_class=row.slo_class,
         )
 
     def _prompt(self, row: _AgentLine) -> tuple[int, tuple[int, ...]]:
@@ -256,6 +262,7 @@ class BailianParser:
             str(row.chat_id),
             row.tenant,
             row.priority,
+            slo_class=row.slo_class,
         )
 
 
@@ -359,7 +366,7 @@ def _explain(line: bytes, shape: type, name: str, error: Exception) -> str:
         checked = tuple(
             field for field in (*checked, "delay", "tool_wait_ms") if fields.get(field) is not None
         )
-    for field in (*checked, *({"tenant", "priority"} & set(fields))):
+    for field in (*checked, *sorted({"tenant", "slo_class", "priority"} & set(fields))):
         problem = _problem(field, fields[field])
         if problem is not None:
             return problem
@@ -374,8 +381,8 @@ def _problem(field: str, value: Any) -> str | None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
             return f"{field} is {shown}; it must be a finite number, 0 or more"
-    elif field == "tenant":
-        return None if isinstance(value, str) else f"tenant is {shown}; it must be a name"
+    elif field in ("tenant", "slo_class"):
+        return None if isinstance(value, str) else f"{field} is {shown}; it must be a name"
     elif not isinstance(value, int) or isinstance(value, bool):
         return f"{field} is {shown}; it must be an integer"
     elif field == "priority":
@@ -399,6 +406,7 @@ class _WrittenLine(msgspec.Struct, omit_defaults=True, gc=False):
     wait_for: tuple[str, ...] = ()
     delay: float | None = None
     tool: str = ""
+    slo_class: str = ""
 
 
 def write_trace(rows: Iterable[TraceRow], path: Path) -> int:
@@ -438,4 +446,5 @@ def _written(row: TraceRow) -> _WrittenLine:
         row.after,
         round(row.delay_s * 1000, 3) if row.after else None,
         row.tool,
+        row.slo_class,
     )

@@ -86,7 +86,8 @@ class OwnParser:
         if isinstance(time, int | float):
             time = time * self.units_per_s
         others = (row.hash_ids, row.session, row.tenant, row.priority)
-        return ParsedRow(time, row.input_tokens, row.output_tokens, *others)
+        parsed = ParsedRow(time, row.input_tokens, row.output_tokens, *others)
+        return parsed._replace(slo_class=row.slo_class)
 
     def _check_ids(self, ids: tuple[Any, ...], input_tokens: int) -> None:
         if not self.block_tokens:

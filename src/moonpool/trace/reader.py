@@ -304,6 +304,7 @@ def _rows(parsed: Iterator[ParsedRow], first_time: float, units_per_s: float) ->
             row.delay_s or 0.0,
             row.parent,
             row.tool,
+            row.slo_class,
         )
 
 

@@ -32,6 +32,9 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     `delay_s` after the last of them has ended, which is how long its tools ran. `arrived_s` is then
     no time of its own but that of its program. `session` names its agent, and `parent` the agent
     that waits for that one; "": none does. `tool`: what runs when it has ended.
+
+    `slo_class` names the class whose service levels hold for it; "": that of its tenant, if there
+    is one, or none.
     """
 
     arrived_s: float
@@ -46,6 +49,7 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     delay_s: float = 0.0
     parent: str = ""
     tool: str = ""
+    slo_class: str = ""
 
     def faster(self, speed: float) -> TraceRow:
         """Returns the same request in a trace that arrives `speed` times as fast. Tools run as long
@@ -102,6 +106,7 @@ class ParsedRow(NamedTuple):
     tool: str = ""
     ended: float | None = None
     adds: bool = False
+    slo_class: str = ""
 
 
 OTHER_LINE = ParsedRow(-1.0, 0, 0)

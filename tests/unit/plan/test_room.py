@@ -26,7 +26,10 @@ def keeps(until: dict[Candidate, float], asked: list[float]) -> FasterLook:
 
 def test_the_one_that_bears_more_comes_first() -> None:
     found = rooms([MIXED, PAIR], keeps({MIXED: 1.2, PAIR: 1.5}, []), 0.99)
-    assert found == [Room(PAIR, 1.5, 2.0), Room(MIXED, 1.1, 1.25)]
+    assert found == [
+        Room(PAIR, 1.5, 2.0, "prefill time"),
+        Room(MIXED, 1.1, 1.25, "prefill time"),
+    ]
 
 
 def test_of_equal_ones_the_first_stays() -> None:
@@ -37,7 +40,7 @@ def test_of_equal_ones_the_first_stays() -> None:
 def test_nothing_is_simulated_after_the_last_has_failed() -> None:
     asked: list[float] = []
     found = rooms([PAIR], keeps({PAIR: 1.0}, asked), 0.99)
-    assert found == [Room(PAIR, 1.0, SPEEDS[0])]
+    assert found == [Room(PAIR, 1.0, SPEEDS[0], "prefill time")]
     assert asked == [SPEEDS[0]]
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import Config
-from moonpool.plan.advice import broken_by_fewer, sentence
+from moonpool.plan.advice import broken_by_fewer
+from moonpool.plan.answer import answer
 from moonpool.plan.arrangements import Failure, arrangements
 from moonpool.plan.assess import FRESH_SEEDS_FROM, Assessor, PlanGoal, check
 from moonpool.plan.bounds import Bounds
@@ -167,8 +168,9 @@ def test_of_clusters_at_one_price_the_one_with_the_most_room_is_named() -> None:
     assert by_name["2P+2D"].kept == 1.5
     assert by_name["2P+2D"].missed == 2.0
     assert by_name["4M"].kept == 1.1
-    words = sentence(found, [], BASE.slo, PlanGoal(), True, priced())
-    assert "It keeps the SLOs at 1.5 times the trace's speed, not at 2 times" in words
+    words = answer(found, [], PlanGoal(), prepared(), priced()).text
+    assert "Up to 1.5 times the trace's load of " in words and ", and not 2 times" in words
+    assert "Breaks first: At 2 times the load, " in words
 
 
 def test_dear_dram_buys_less_of_it() -> None:
@@ -212,7 +214,7 @@ def test_a_spent_budget_keeps_what_was_found_and_says_so() -> None:
     assert not found.complete and found.choice is not None and found.choice.share >= 0.9
     nothing, _ = planned(MadeUpWorkforce(truth(40.0, 30.0)), priced(), max_runs=3.0)
     assert nothing.choice is None and not nothing.complete
-    assert "allow more with --runs" in sentence(nothing, [], BASE.slo, PlanGoal(), True, priced())
+    assert "allow more with --runs" in answer(nothing, [], PlanGoal(), prepared(), priced()).text
 
 
 def test_a_time_limit_keeps_the_best_so_far() -> None:
@@ -242,13 +244,13 @@ def test_an_interrupt_keeps_the_best_so_far() -> None:
     found, _ = planned(workforce, priced())
     assert found.stopped == "interrupted"
     assert found.choice is not None and found.choice.interval is None
-    assert sentence(found, [], BASE.slo, PlanGoal(), True, priced()).startswith("Buy ")
+    assert answer(found, [], PlanGoal(), prepared(), priced()).text.startswith("Buy ")
 
 
 def test_where_nothing_meets_the_nearest_is_named() -> None:
     found, _ = planned(MadeUpWorkforce(lambda config: (0.5, 0.5)), priced())
     assert found.choice is None and found.neighbours == ()
-    words = sentence(found, [], BASE.slo, PlanGoal(), True, priced())
+    words = answer(found, [], PlanGoal(), prepared(), priced()).text
     assert words.startswith("No cluster was found in which 90%")
 
 
@@ -264,17 +266,18 @@ def test_the_sentence_says_what_is_promised_and_what_one_fewer_breaks() -> None:
     assert choice.share == pytest.approx(0.92) and len(choice.outcomes) == 7
     assert choice.interval.low < 0.9 < choice.interval.high
     fewer = broken_by_fewer(found.neighbours, used.in_full)
-    words = sentence(found, fewer, BASE.slo, PlanGoal(), False, priced())
+    words = answer(found, fewer, PlanGoal(), prepared(), priced()).text
     bought = priced().words(choice.candidate)
     assert bought.endswith(f" on {choice.candidate.num_instances} nodes of 8 A800-SXM")
     assert words.startswith(f"Buy {bought}, with ")
-    assert f"another sample like it has {choice.interval.low:.1%} to" in words
-    assert "share no prefixes" in words and " instance fewer breaks the " in words
+    assert f"another sample like the trace has {choice.interval.low:.1%} to" in words
+    assert "first token within 30 s (TTFT, time to first token)" in words
+    assert " instance fewer, " in words and "first tokens come too late" in words
     assert "at 00:00" in words
     # Draws have up to four points less, so that being sure takes more.
     assert found.sure is not None and found.sure.interval is not None
     assert found.sure.usd_per_h > choice.usd_per_h and found.sure.interval.low >= 0.9
-    assert "To be 95% sure, buy " in words
+    assert "To be sure: At 95% confidence, buy " in words
 
 
 def test_the_check_simulates_fresh_draws() -> None:

@@ -6,9 +6,11 @@ import asyncio
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from scripted_server import Reply, models, scripted, stream, token_event, whole
 
+from moonpool.config.slo import SloClass
 from moonpool.trace.row import TraceRow
 from moonpool_lab.replay.player import HopelessError
 from moonpool_lab.replay.run import ReplayPlan, run_replay
@@ -132,6 +134,23 @@ def test_key_and_slo_travel_as_headers() -> None:
     headers = calls[0][1]
     assert headers["authorization"] == "Bearer s3"
     assert (headers["x-slo-ttft-ms"], headers["x-slo-tpot-ms"]) == ("2000", "250")
+
+
+def test_each_class_travels_with_its_own_slo_and_is_counted() -> None:
+    own, other = rows(2)
+    classes = (SloClass("chat", 60.0, 60.0), SloClass("sales", 1e-6, 60.0))
+    named = (
+        msgspec.structs.replace(own, slo_class="chat", tenant="sales"),
+        msgspec.structs.replace(other, tenant="sales"),
+    )
+    figures, calls = play(lambda *_: stream(*GOOD), rows=named, slo_classes=classes)
+    sent = {call[1]["x-slo-ttft-ms"] for call in calls}
+    assert sent == {"60000", "0.001"}
+    found = figures["slo_classes"]
+    assert {name: (one["requests"], one["effective"]) for name, one in found.items()} == {
+        "chat": (1, 1),
+        "sales": (1, 0),
+    }
 
 
 def test_it_is_an_open_loop_and_slots_are_bounded() -> None:

@@ -42,9 +42,9 @@ def simulate(
     placed: list[tuple[float, str]] = []
     note_ended = simulation.collector.note_ended
 
-    def note(record):  # type: ignore[no-untyped-def]
+    def note(record, slo_class=""):  # type: ignore[no-untyped-def]
         placed.append((record.arrived_s, record.prefill_instance))
-        note_ended(record)
+        note_ended(record, slo_class)
 
     simulation.collector.note_ended = note  # type: ignore[method-assign]
     simulation.run(requests)

@@ -18,6 +18,7 @@ from moonpool.cli.inputs import read_text
 from moonpool.cli.options import (
     COUNT,
     POSITIVE,
+    SloClassType,
     json_option,
     requests_option,
     scale_option,
@@ -27,6 +28,7 @@ from moonpool.cli.options import (
 from moonpool.cli.output import check_folders, fail, write_json
 from moonpool.cli.progress import progress
 from moonpool.cli.server.address import Server, asks_server
+from moonpool.config.slo import SloClass
 from moonpool.studies.trace_rows import named_trace
 from moonpool.types import MALFORMED
 
@@ -91,6 +93,14 @@ if TYPE_CHECKING:
     help="Service level for the time between tokens, in seconds; the server's unless given.",
 )
 @click.option(
+    "--slo-class",
+    "slo_classes",
+    type=SloClassType(),
+    multiple=True,
+    metavar="NAME=TTFT,TBT",
+    help="Service levels of the rows that name this class, or whose tenant has this name.",
+)
+@click.option(
     "--retries",
     type=click.IntRange(min=0),
     default=0,
@@ -128,6 +138,7 @@ def replay(
     prompts: str,
     slo_ttft: float | None,
     slo_tbt: float | None,
+    slo_classes: tuple[dict[str, Any], ...],
     retries: int,
     concurrency: int,
     timeout_s: float,
@@ -155,6 +166,7 @@ def replay(
         as_text=prompts == "text",
         slo_ttft_s=slo_ttft,
         slo_tbt_s=slo_tbt,
+        slo_classes=tuple(SloClass(**one) for one in slo_classes),
         retries=retries,
         concurrency=concurrency,
         timeout_s=timeout_s,

@@ -44,6 +44,8 @@ def limits_of(
             "there is no bound for instances that guess tokens: leave out"
             " engine.speculative_config, or compare simulations"
         )
+    if config.slo.classes:
+        raise ConfigError("there is no bound for classes of service levels: leave out slo.classes")
     longest = max((a.input_tokens + a.output_tokens for a in arrivals), default=1)
     rates = _rates(config, hardware, longest, noise)
     demand = least_work_of(arrivals, rates)

@@ -50,10 +50,10 @@ class EffectiveCollector(Collector):
         super().__init__()
         self.effective: set[int] = set()
 
-    def note_ended(self, record: RequestRecord) -> None:
+    def note_ended(self, record: RequestRecord, slo_class: str = "") -> None:
         if record.effective:
             self.effective.add(int(record.request_id))
-        super().note_ended(record)
+        super().note_ended(record, slo_class)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic
 
 import msgspec
 
+from moonpool.config.slo import SloClass, SloConfig
 from moonpool.distributions.histogram import Histogram
 from moonpool.request_record import RequestRecord
 from moonpool.sim.metrics import Collector
@@ -41,11 +42,13 @@ class HopelessError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PlayOptions:
-    """How to play. `send_slo` sends the SLO to a moonpool server with each request. `retries`: how
-    often to send a rejected request again, each time after the server's Retry-After."""
+    """How to play. `send_slo` sends the SLO to a moonpool server with each request; that of a class
+    is always sent. `slo_classes`: those that rows may name. `retries`: how often to send a rejected
+    request again, each time after the server's Retry-After."""
 
     model: str
     slo: Slo
+    slo_classes: SloConfig = field(default_factory=SloConfig)
     send_slo: bool = False
     concurrency: int = 1024
     retries: int = 0
@@ -131,6 +134,9 @@ class Player:
             return False
         return True
 
+    def _class_of(self, row: TraceRow) -> SloClass | None:
+        return self._options.slo_classes.class_of(row.slo_class, row.tenant)
+
     def _send(
         self,
         number: int,
@@ -141,7 +147,9 @@ class Player:
         on_end: Callable[[], None],
     ) -> None:
         self.late_s.add(max(monotonic() - due_s, 0.0))
-        record = RequestRecord(RequestId(str(number)), row.input_tokens, self._options.slo, due_s)
+        slo_class = self._class_of(row)
+        slo = self._options.slo if slo_class is None else slo_class.slo
+        record = RequestRecord(RequestId(str(number)), row.input_tokens, slo, due_s)
         task = self._loop.create_task(self._one(record, body, row, began_s, on_end))
         self._tasks.add(task)
         self.peak_in_flight = max(self.peak_in_flight, len(self._tasks))
@@ -164,7 +172,8 @@ class Player:
         began_s: float,
         on_end: Callable[[], None],
     ) -> None:
-        headers = self._headers
+        slo_class = self._class_of(row)
+        headers = self._headers if slo_class is None else _slo_headers(slo_class.slo)
         if row.call:
             self.programs.begin(row, record.arrived_s)
             headers += _program_header(row)
@@ -181,7 +190,7 @@ class Player:
         if status in HOPELESS and not self.collector.num_completed:
             self._hopeless = f"the server answers {status}: {receiver.error_message or reason}"
             self._stopped.set()
-        self._note(record, receiver, status, reason)
+        self._note(record, receiver, status, reason, "" if slo_class is None else slo_class.name)
         if row.call:
             self._end_call(row, record, began_s, on_end)
 
@@ -245,7 +254,12 @@ class Player:
         return 200, receiver.finish_reason
 
     def _note(
-        self, record: RequestRecord, receiver: CompletionReceiver, status: int, reason: str
+        self,
+        record: RequestRecord,
+        receiver: CompletionReceiver,
+        status: int,
+        reason: str,
+        slo_class: str,
     ) -> None:
         collector = self.collector
         if status == 200 and record.first_token_s is not None:
@@ -260,7 +274,7 @@ class Player:
             collector.note_refused(record.request_id, status, reason)
         elif record.outcome not in ("stop", "length"):
             self.errors[f"{record.outcome}: {receiver.error_message}"] += 1
-        collector.note_ended(record)
+        collector.note_ended(record, slo_class)
 
     def _body(self, row: TraceRow, number: int) -> bytes:
         prompt = self._prompts.json(row, number)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from moonpool.config.slo import SloClass, SloConfig
 from moonpool.distributions.quantiles import rounded
 from moonpool.protocol.frames import HEARTBEAT_S
 from moonpool.sim.outcome import request_figures
@@ -47,6 +48,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     as_text: bool = False
     slo_ttft_s: float | None = None
     slo_tbt_s: float | None = None
+    slo_classes: tuple[SloClass, ...] = ()
     retries: int = 0
     concurrency: int = 1024
     timeout_s: float = 600.0
@@ -78,6 +80,7 @@ async def run_replay(
     options = PlayOptions(
         model=facts.model,
         slo=slo,
+        slo_classes=SloConfig(classes=plan.slo_classes),
         send_slo=plan.slo_ttft_s is not None or plan.slo_tbt_s is not None,
         concurrency=plan.concurrency,
         retries=plan.retries,

@@ -72,10 +72,16 @@ def render_report(
     )
 
 
-def environment() -> Environment:
-    """The templates of this folder; all text in them is escaped."""
-    folder = resources.files(__package__)
-    load = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
+def environment(package: str = __package__) -> Environment:
+    """The templates of a package and, for those that it lacks, of this folder. All text in them is
+    escaped."""
+    folders = [resources.files(package), resources.files(__package__)]
+
+    def read(name: str) -> str:
+        place = next(each for each in folders if each.joinpath(name).is_file())
+        return place.joinpath(name).read_text(encoding="utf-8")
+
+    load = FunctionLoader(read)
     templates = Environment(
         loader=load,
         autoescape=True,
@@ -139,10 +145,11 @@ def _outcome(config: Config, figures: dict[str, Any]) -> str:
     if failed:
         lost.append(f"{failed:,} failed")
     end = f"{joined(lost)}." if lost else "none was refused."
-    return (
-        f"{answered}, {percent(figures['effective_share'])}{of_all} within both SLOs "
-        f"(TTFT{GAP}≤{GAP}{duration(slo.ttft_s)}, TBT{GAP}≤{GAP}{duration(slo.tbt_s)}); {end}"
-    )
+    levels = f"TTFT{GAP}≤{GAP}{duration(slo.ttft_s)}, TBT{GAP}≤{GAP}{duration(slo.tbt_s)}"
+    if figures.get("slo_classes"):
+        levels = "those of its class"
+    share = percent(figures["effective_share"])
+    return f"{answered}, {share}{of_all} within both SLOs ({levels}); {end}"
 
 
 def _details(simulation: Simulation, figures: dict[str, Any]) -> str:

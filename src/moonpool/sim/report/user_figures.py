@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from moonpool.config.tables import Config
 from moonpool.pages.chart import bars, count_axis
 from moonpool.pages.units import counted, duration, percent, significant
 from moonpool.request_record import STAGES
@@ -11,6 +13,7 @@ from moonpool.sim.report.plots import (
     NO_REQUEST,
     ReportFigure,
     Series,
+    Table,
     distribution,
     over_time,
     rates,
@@ -42,6 +45,7 @@ def user_figures(simulation: Simulation, figures: dict[str, Any]) -> list[Report
     return [
         _ttft(simulation),
         _tbt(simulation),
+        *_slo_classes(simulation.config, figures),
         _requests(simulation),
         _stages(figures),
         _refusals(figures),
@@ -70,6 +74,25 @@ def _tbt(simulation: Simulation) -> ReportFigure:
         ],
         simulation.config.slo.usual.tbt_s,
     )
+
+
+def _slo_classes(config: Config, figures: dict[str, Any]) -> list[ReportFigure]:
+    """A row for each class that requests named; nothing without classes."""
+    found: dict[str, Any] = figures.get("slo_classes", {})
+    levels = {one.name: one for one in config.slo.classes}
+    rows = [
+        (
+            name,
+            f"{one['requests']:,}",
+            percent(one["effective"] / max(one["requests"], 1)),
+            f"{duration(levels[name].ttft_s)}, {duration(levels[name].tbt_s)}",
+            duration(one["ttft_s"]["p90"]),
+        )
+        for name, one in found.items()
+    ]
+    head = ("class", "requests", "within its SLOs", "SLO of TTFT, TBT", "TTFT, p90")
+    how = "Requests by their class of service levels. Those without one are not shown here."
+    return [ReportFigure("Classes of requests", how, table=Table(head, rows))] if rows else []
 
 
 def _requests(simulation: Simulation) -> ReportFigure:
@@ -138,3 +161,11 @@ def _refusals(figures: dict[str, Any]) -> ReportFigure:
         for name, number in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     ]
     return ReportFigure(title, " ".join(how), bars(rows, title, 160))
+
+
+CHARTS: dict[str, Callable[[Simulation], ReportFigure]] = {
+    "ttft": _ttft,
+    "tbt": _tbt,
+    "requests": _requests,
+}
+"""Charts that notebooks draw by themselves, by name."""

@@ -1,0 +1,120 @@
+"""The runs that a plan's page and tables have: the search's own, and clusters at several loads.
+
+The search ends a run as soon as it fails. For the page, the choice, twice as much of it, and the
+cheapest cluster of other hardware run to the end, at several loads and with several sizes of DRAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from moonpool.plan.assess import Assessor, StoppedError
+from moonpool.plan.candidate import Candidate, Priced, Steps
+from moonpool.plan.search import ClusterPlan
+from moonpool.plan.time_left import TimeLeft
+from moonpool.plan.trial import Outcome, main_cause
+from moonpool.types import Struct
+
+SPEEDS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
+"""Multiples of the trace's load."""
+OTHER_HARDWARE = 3
+"""Mixes of hardware beside that of the choice."""
+MEMORY_STEPS = (-4, 0, 4)
+"""Sizes of DRAM beside that of a cluster, in steps of the search."""
+
+
+class StoredRun(Struct, frozen=True):
+    """A simulation of the whole trace at a multiple of its load."""
+
+    candidate: Candidate
+    speed: float
+    outcome: Outcome
+
+
+def stored_runs(plan: ClusterPlan, assessor: Assessor, steps: Steps) -> list[StoredRun]:
+    """Runs the page's clusters at all loads, the trace's own load first. Those until then, where
+    the allowed runs or the time end before, or Ctrl-C does."""
+    found: list[StoredRun] = []
+    clusters = page_clusters(plan, steps)
+    assessor.doing = "loads of the page"
+    assessor.time_left = TimeLeft({assessor.doing: float(len(clusters) * len(SPEEDS))})
+    try:
+        for speed in sorted(SPEEDS, key=lambda speed: abs(speed - 1.0)):
+            outcomes = assessor.in_full_at(clusters, speed)
+            found += [
+                StoredRun(one, speed, outcome)
+                for one, outcome in zip(clusters, outcomes, strict=True)
+                if not outcome.error
+            ]
+    except (StoppedError, KeyboardInterrupt):
+        pass
+    return sorted(found, key=lambda run: (clusters.index(run.candidate), run.speed))
+
+
+def page_clusters(plan: ClusterPlan, steps: Steps) -> list[Candidate]:
+    """The clusters of the page, the choice first."""
+    if plan.choice is None:
+        return []
+    chosen, change = plan.choice.candidate, msgspec.structs.replace
+    bases = [chosen]
+    bases.append(
+        change(chosen, prefill=2 * chosen.prefill, decode=2 * chosen.decode, mixed=2 * chosen.mixed)
+    )
+    others = [mix.cheapest.candidate for mix in plan.mixes if mix.cheapest is not None]
+    known = {(one.hardware, one.layout) for one in bases}
+    bases += [one for one in others if (one.hardware, one.layout) not in known][:OTHER_HARDWARE]
+    found = [
+        change(base, cache_tokens=cache)
+        for base in bases
+        for cache in _around(steps.caches, base.cache_tokens)
+    ]
+    return list(dict.fromkeys([chosen, *found]))
+
+
+def _around(caches: Sequence[int], own: int) -> list[int]:
+    at = min(range(len(caches)), key=lambda i: abs(caches[i] - own))
+    places = {min(max(at + step, 0), len(caches) - 1) for step in MEMORY_STEPS}
+    return sorted({own, *(caches[place] for place in places)})
+
+
+COLUMNS = (
+    *("cluster", "hardware", "layout", "instances", "cache_tokens", "ssd_tokens", "chunk_tokens"),
+    *("placement", "admission", "eviction", "usd_per_h", "load", "requests", "within_slos"),
+    *("share", "ended_early", "ttft_p50_s", "ttft_p90_s", "tbt_p90_s", "hit_ratio", "lacked"),
+    *("slo_class", "class_share"),
+)
+"""Columns of the table of runs; a run with classes of service levels has a row for each."""
+
+
+def run_rows(
+    plan: ClusterPlan, stored: Sequence[StoredRun], priced: Priced
+) -> Iterator[tuple[Any, ...]]:
+    """Yields a row for each run and class: the search's on the trace as it is, then the page's."""
+    for found in plan.assessed:
+        yield from _rows(StoredRun(found.candidate, 1.0, found.outcomes[0]), priced)
+    known = {one.candidate for one in plan.assessed if not one.gave_up}
+    for run in stored:
+        if run.speed != 1.0 or run.candidate not in known:
+            yield from _rows(run, priced)
+
+
+def _rows(run: StoredRun, priced: Priced) -> Iterator[tuple[Any, ...]]:
+    one, outcome = run.candidate, run.outcome
+    attained = outcome.attainment
+    row = (
+        *(one.roles, one.hardware, one.layout, one.num_instances),
+        *(one.cache_tokens, one.ssd_tokens, one.chunk_tokens),
+        *(str(one.placement), str(one.admission), str(one.eviction)),
+        *(priced.usd_per_h(one), run.speed, attained.num_requests, attained.num_effective),
+        *(attained.share, outcome.gave_up),
+        *(outcome.ttft_p50_s, outcome.ttft_p90_s, outcome.tbt_p90_s, outcome.hit_ratio),
+        main_cause(outcome.misses),
+    )
+    classes = outcome.classes if len(outcome.classes) > 1 else ()
+    for each in classes:
+        yield (*row, each.name, each.num_effective / max(each.num_requests, 1))
+    if not classes:
+        yield (*row, "", attained.share)

@@ -1,0 +1,52 @@
+"""How many simulations a search will still run, about: for the time left that it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+USUAL_RUNS = {
+    "starting": 4.0,
+    "policies": 2.0,
+    "improving": 8.0,
+    "settling": 6.0,
+    "clusters at the same price": 5.0,
+    "draws of the trace": 6.0,
+    "a sure choice": 4.0,
+    "neighbours": 6.0,
+}
+"""Stages of a search in order, and how many runs each usually takes."""
+
+
+class TimeLeft:
+    """Expects of each stage the usual runs, and of one that takes longer one more at a time."""
+
+    def __init__(self, usual_runs: Mapping[str, float] = USUAL_RUNS) -> None:
+        self._usual = usual_runs
+        self._stages = list(usual_runs)
+        self._stage = 0
+        self._began_runs = 0.0
+
+    def begin(self, stage: str, runs: float) -> None:
+        """A stage begins after so many runs."""
+        if stage in self._stages and self._stages.index(stage) != self._stage:
+            self._stage, self._began_runs = self._stages.index(stage), runs
+
+    def runs(self, runs: float) -> float:
+        """Returns the runs that are left after so many."""
+        own = self._usual[self._stages[self._stage]]
+        later = sum(self._usual[stage] for stage in self._stages[self._stage + 1 :])
+        return max(own - (runs - self._began_runs), 1.0) + later
+
+    def seconds(self, runs: float, used_s: float) -> float | None:
+        """Returns the seconds left, as long as each run took so far; None before the first."""
+        return self.runs(runs) * used_s / runs if runs else None
+
+
+def time_words(seconds: float | None) -> str:
+    """Returns "about 3 min left", or "" where it is not known."""
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"about {max(round(seconds / 5) * 5, 5)} s left"
+    minutes = seconds / 60
+    return f"about {minutes:.0f} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"

@@ -1,0 +1,78 @@
+"""The stored runs of a plan's page: at which loads, how they are judged, and the page itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+
+import moonpool
+from moonpool.plan.latency_table import MULTIPLES, ClassOutcome, LatencyTable
+from moonpool.plan.stored_runs import SPEEDS
+from moonpool.plan.time_left import TimeLeft, time_words
+from moonpool.request_record import RequestRecord
+from moonpool.types import RequestId, Slo
+
+ROWS = [moonpool.TraceRow(0.5 * i, 6144, 30) for i in range(40)]
+OWN = MULTIPLES.index(1.0)
+
+
+def record(ttft_s: float, slo: Slo) -> RequestRecord:
+    found = RequestRecord(RequestId("r"), 10, slo, arrived_s=0.0, outcome="stop")
+    found.first_token_s = ttft_s
+    return found
+
+
+def test_a_run_is_judged_by_other_levels_as_it_was_by_its_own() -> None:
+    slo, table = Slo(2.0, 0.1), LatencyTable()
+    for ttft_s in (0.1, 0.9, 1.0, 2.0, 2.1, 3.9, 99.0):
+        table.add(record(ttft_s, slo), "", answered=True)
+    table.add(record(0.1, slo), "", answered=False)
+    (found,) = table.classes()
+    assert found.num_requests == 8
+    within = {multiple: found.num_within(i, OWN) for i, multiple in enumerate(MULTIPLES)}
+    assert (within[0.5], within[1.0], within[1.25], within[2.0], within[5.0]) == (3, 4, 5, 6, 6)
+    assert found.num_within(OWN, OWN) == 4
+
+
+def test_the_page_answers_from_runs_at_each_load() -> None:
+    plan = moonpool.plan_cluster(
+        moonpool.TraceRows(ROWS),
+        slo_ttft_s=6,
+        slo_tbt_s=0.1,
+        layout="colocated",
+        seeds=2,
+        what_if=True,
+    )
+    page = plan.html("moonpool plan --trace <own>")
+    (text,) = re.findall(r'<script type="application/json" id="runs">(.*?)</script>', page, re.S)
+    data = json.loads(text)
+    assert sum(cluster["chosen"] for cluster in data["clusters"]) == 1
+    for cluster in data["clusters"]:
+        assert [run["load"] for run in cluster["runs"]] == list(SPEEDS)
+    (chosen,) = [cluster for cluster in data["clusters"] if cluster["chosen"]]
+    (same,) = [run for run in chosen["runs"] if run["load"] == 1.0]
+    one = ClassOutcome("", same["classes"][0]["requests"], 0, same["classes"][0]["times"])
+    share = plan.summary["choice"]["share"]
+    assert round(one.num_within(OWN, OWN) / one.num_requests, 6) == share
+    assert one.num_within(0, OWN) <= one.num_within(OWN, OWN)
+    assert "USD a month" in page and "A800-SXM costs " in page and "no block hashes" in page
+    assert "&lt;own&gt;" in page and "<own>" not in page
+    assert "://" not in page.replace("http://www.w3.org/2000/svg", ""), "it loads from elsewhere"
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.S)
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert len(scripts) == 1 and f"script-src 'sha256-{digest}'" in page
+    loads = {row["load"] for row in plan.runs}
+    assert loads == set(SPEEDS)
+
+
+def test_time_left_falls_stage_by_stage() -> None:
+    left = TimeLeft()
+    assert left.seconds(0, 5.0) is None and time_words(None) == ""
+    first = left.runs(1)
+    left.begin("draws of the trace", 20)
+    assert left.runs(21) < first
+    left.begin("neighbours", 40)
+    assert left.runs(90) == 1.0 and left.seconds(90, 180.0) == 2.0
+    assert time_words(2.0) == "about 5 s left" and time_words(200) == "about 3 min left"
