@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moonpool.api.app import http_server, make_app
 from moonpool.api.connection.listening import listen
-from moonpool.api.frontend import ApiOptions, ModelCard, Output
+from moonpool.api.serving_backend import ApiOptions, ModelCard, Output
 from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.link.packets import MAX_FDS, MAX_PACKET_BYTES, packet_pair
 from moonpool.protocol.messages import ForwardedCall
@@ -45,7 +45,7 @@ CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":n
 
 
 class InstantHead:
-    """A `Frontend` that answers every prompt with as many letters as asked for."""
+    """A `ServingBackend` that answers every prompt with as many letters as asked for."""
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()

@@ -32,7 +32,7 @@ from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import Proces
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 
-from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.serving_backend import ApiOptions, ModelCard
 from moonpool.config.tables import Config, EngineConfig, ModelConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.discovery.endpoint import Endpoint, Listing

@@ -10,7 +10,7 @@ from typing import Any, cast
 from starlette.routing import BaseRoute
 
 from moonpool.api.app import make_app
-from moonpool.api.frontend import Frontend
+from moonpool.api.serving_backend import ServingBackend
 
 HEAD = """# HTTP API
 
@@ -23,7 +23,7 @@ shape of `Error` below.
 
 def reference_routes() -> Sequence[BaseRoute]:
     """Returns the routes of a server. Their handlers have no head, so they cannot be called."""
-    return make_app(cast(Frontend, SimpleNamespace(models=list))).routes
+    return make_app(cast(ServingBackend, SimpleNamespace(models=list))).routes
 
 
 def http_page(document: bytes) -> str:

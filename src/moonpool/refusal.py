@@ -1,6 +1,6 @@
 """Why a request is not served: one value in the Conductor's action, on the wire and in logs (pure).
 
-The exception that carries it to a client is `api.frontend.RequestRefused`.
+The exception that carries it to a client is `api.serving_backend.RequestRefused`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from uvicorn.server import ServerState
 from moonpool.api import messages
 from moonpool.api.access.admission import CallerCheck
 from moonpool.api.access.route_rules import RouteRule, rule_of
-from moonpool.api.cluster_view import CallFrontend, ClusterView, OwnClusterView
+from moonpool.api.cluster_view import CallBackend, ClusterView, OwnClusterView
 from moonpool.api.connection.acceptor import MOST_AT_ONCE, Acceptor
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.half_read import HalfRead
@@ -40,7 +40,6 @@ from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
-from moonpool.api.frontend import ApiOptions, Frontend, RequestRefused
 from moonpool.api.http_context import HttpContext, request_id_of
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.models.model_apis import ModelApis
@@ -48,6 +47,7 @@ from moonpool.api.models.model_calls import ModelCalls
 from moonpool.api.openapi import openapi_document
 from moonpool.api.page.html_page import HtmlPage
 from moonpool.api.page.live_page import LivePage
+from moonpool.api.serving_backend import ApiOptions, RequestRefused, ServingBackend
 from moonpool.api.sharing.body_memory import BodyMemory
 from moonpool.protocol.model_offer import POOLING_PATHS
 
@@ -70,18 +70,18 @@ Handler = Callable[[HttpContext], Awaitable[None]]
 
 
 def make_app(
-    frontend: Frontend,
+    backend: ServingBackend,
     options: ApiOptions | None = None,
     models: ModelApis | None = None,
     answers_calls: bool = True,
 ) -> Starlette:
     """Makes an app as `make_front_app` does, for a head in this process."""
-    view = OwnClusterView(frontend)
-    return make_front_app(frontend, view, options, models, answers_calls)
+    view = OwnClusterView(backend)
+    return make_front_app(backend, view, options, models, answers_calls)
 
 
 def make_front_app(
-    frontend: CallFrontend,
+    backend: CallBackend,
     view: ClusterView,
     options: ApiOptions | None = None,
     models: ModelApis | None = None,
@@ -93,11 +93,11 @@ def make_front_app(
     cluster is there. Raises NoRuleError for a route that `route_rules` lacks.
     """
     options = options or ApiOptions()
-    models = models or ModelApis(frontend, options)
+    models = models or ModelApis(backend, options)
     memory, access = BodyMemory(options.max_body_bytes), CallerCheck(options)
     calls = ModelCalls(models, view)
-    inspector = Inspector(frontend, view, models)
-    controller, live_page = Controller(view, options), LivePage(frontend, view)
+    inspector = Inspector(backend, view, models)
+    controller, live_page = Controller(view, options), LivePage(backend, view)
 
     async def openapi(context: HttpContext) -> None:
         await context.respond(200, openapi_document(app.routes))
@@ -105,7 +105,7 @@ def make_front_app(
     def route(
         path: str, handler: Handler, *methods: str, payload_of: ErrorPayload = _openai_payload
     ) -> Route:
-        counter = frontend if path in GENERATING else None
+        counter = backend if path in GENERATING else None
         endpoint = _Endpoint(handler, access, rule_of(path), memory, payload_of, counter)
         return Route(path, endpoint, methods=methods or ("GET",))
 
@@ -199,7 +199,7 @@ class _Endpoint:
         rule: RouteRule,
         memory: BodyMemory,
         payload_of: ErrorPayload,
-        counter: CallFrontend | None,
+        counter: CallBackend | None,
     ):
         """`payload_of` writes an error in the endpoint's format. `counter` counts refusals that the
         head does not know; None: they are not those of requests."""

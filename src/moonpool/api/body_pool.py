@@ -27,10 +27,10 @@ from moonpool.api.body_process import (
 from moonpool.api.body_reading.client import BodyClient, BodyProcessEndedError, NotReadError
 from moonpool.api.body_reading.limits import body_s, ended_twice, too_long
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions, ModelCard, ModelFrontend, RequestRefused
 from moonpool.api.grammars.check import GrammarCheck
 from moonpool.api.helpers.helper import Helper
 from moonpool.api.preparation import PreparedCall, Preparer
+from moonpool.api.serving_backend import ApiOptions, ModelBackend, ModelCard, RequestRefused
 from moonpool.api.turns import MAX_WAITING, FairTurns
 from moonpool.log_limit import limited_logger
 
@@ -50,13 +50,13 @@ class BodyReader:
     """Reads the bodies of one server's calls. `close` ends its processes."""
 
     def __init__(
-        self, frontend: ModelFrontend, options: ApiOptions, first: BodyClient | None = None
+        self, backend: ModelBackend, options: ApiOptions, first: BodyClient | None = None
     ) -> None:
         """`first`: a process that has loaded the tokenizer already."""
-        self._frontend = frontend
-        self._preparer = Preparer(frontend.tokenizer, frontend.card, options)
+        self._backend = backend
+        self._preparer = Preparer(backend.tokenizer, backend.card, options)
         self._options = options
-        vocab_size = frontend.card.vocab_size
+        vocab_size = backend.card.vocab_size
         starts = [body_start(options, vocab_size, yields) for yields in (False, True)]
         self._small = Lane(starts[0], SMALL_AT_A_TIME, MOST_SMALL_WAITING, first)
         self._large, self._huge = Lane(starts[1]), Lane(starts[1])
@@ -64,14 +64,14 @@ class BodyReader:
 
     async def call(self, kind: Kind, raw: bytes, party: str, timeout_s: float) -> PreparedCall:
         """Returns a checked call. Raises `ApiError` and `RequestRefused`."""
-        began_s = self._frontend.now()
+        began_s = self._backend.now()
         if self._reads_here(raw):
             call = await getattr(self._preparer, kind)(raw)
             assert isinstance(call, PreparedCall)
         else:
             call = unpack(kind, await self._run(kind, raw, party, timeout_s))
         if call.grammar:
-            left_s = began_s + timeout_s - self._frontend.now()
+            left_s = began_s + timeout_s - self._backend.now()
             await self._grammars.require(call.grammar_field, call.grammar, party, left_s)
         return call
 
@@ -85,8 +85,8 @@ class BodyReader:
 
     def _reads_here(self, raw: bytes) -> bool:
         """Whether the body is read in this process; from now on by the present card."""
-        if self._preparer.card is not self._frontend.card:
-            self._preparer.use(self._frontend.card)
+        if self._preparer.card is not self._backend.card:
+            self._preparer.use(self._backend.card)
         if not self._options.tokenizer:
             return True
         return len(raw) <= LARGE_BYTES and not is_foreign(self._options)

@@ -34,7 +34,6 @@ from moonpool.api.body_reading.limits import (
     too_long,
 )
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.api.helpers.parent import join_parent
 from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody
 from moonpool.api.preparation import (
@@ -46,6 +45,7 @@ from moonpool.api.preparation import (
     PreparedCall,
     Preparer,
 )
+from moonpool.api.serving_backend import ApiOptions, ModelCard
 from moonpool.api.tools import Tools
 from moonpool.text.shown import shown_name
 from moonpool.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, TokenizerParts

@@ -14,11 +14,11 @@ from msgspec import structs
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream
 from moonpool.api.connection.work_mark import marked
-from moonpool.api.frontend import ModelFrontend, Output, RequestRefused
 from moonpool.api.output_text.said import Said, ToolCallDelta, plain
 from moonpool.api.output_text.source import OutputReader
 from moonpool.api.output_text.text_offsets import TextOffsets
 from moonpool.api.sampling import Ending
+from moonpool.api.serving_backend import ModelBackend, Output, RequestRefused
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
 from moonpool.text.tokenizer import Tokenizer
@@ -91,24 +91,24 @@ class Choice:
         self._text_stream = tokenizer.stream(skips, shown) if shown else tokenizer.stream(skips)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
 
-    async def run(self, frontend: ModelFrontend, take: Take) -> None:
+    async def run(self, backend: ModelBackend, take: Take) -> None:
         """Gives each increment to `take` until the output ends. An error of `take`, or to be
         cancelled, aborts the request.
 
         Raises `RequestRefused`, and RuntimeError if the outputs stop without a finish reason.
         """
         delivered = None if self.delivered is None else tuple(self.delivered)
-        outputs = frontend.submit(self.request, delivered)
+        outputs = backend.submit(self.request, delivered)
         try:
             async for output in outputs:
                 for piece in _pieces(output) if self.one_by_one else (output,):
-                    await take(await self._judged(piece, frontend))
+                    await take(await self._judged(piece, backend))
                     if self.finish_reason is not None:
                         return
         finally:
             close = getattr(outputs, "aclose", None)
             if close is None:
-                frontend.abort(self.request.request_id)
+                backend.abort(self.request.request_id)
             else:
                 await close()
         raise RuntimeError(f"request {self.request.request_id} ended without a finish reason")
@@ -122,7 +122,7 @@ class Choice:
         self.delivered.extend([token.token_id for token in output.tokens])
         return delta
 
-    async def _judged(self, output: Output, frontend: ModelFrontend) -> Delta:
+    async def _judged(self, output: Output, backend: ModelBackend) -> Delta:
         """Takes an output, and tells the head if the answer ended otherwise than the engine says:
         by a stop string, or as no valid one. This does not wait for a client that reads slowly."""
         request_id = self.request.request_id
@@ -131,11 +131,11 @@ class Choice:
             if self.answer_grammar:
                 await self._check_structure()
         except RequestRefused as refused:
-            frontend.abort(request_id, refused.refusal.reason)
+            backend.abort(request_id, refused.refusal.reason)
             refused.is_counted = True
             raise
         if self.finish_reason is not None and isinstance(self.stop_reason, str):
-            timings_s = frontend.finish(request_id, self.finish_reason, self.num_tokens)
+            timings_s = backend.finish(request_id, self.finish_reason, self.num_tokens)
             self.timings_s = timings_s or self.timings_s
         return delta
 
@@ -281,7 +281,7 @@ def _pieces(output: Output) -> list[Output]:
 
 async def run_choices(
     choices: Sequence[Choice],
-    frontend: ModelFrontend,
+    backend: ModelBackend,
     take: Take,
     kept: KeptStream | None = None,
     known: Sequence[Delivered] = (),
@@ -310,15 +310,15 @@ async def run_choices(
             choice.delivered = []
         for entry in kept.deliveries():
             await take(await choices[entry.index].replay(entry.output()))
-        kept.raise_refusal(frontend.note_refused)
+        kept.raise_refusal(backend.note_refused)
     elif known:
         await _come_again(choices, known, pass_on)
     running = [choice for choice in choices if choice.finish_reason is None]
     try:
         if len(running) == 1:
-            await running[0].run(frontend, pass_on)
+            await running[0].run(backend, pass_on)
         elif running:
-            await _run_side_by_side(running, frontend, pass_on, kept)
+            await _run_side_by_side(running, backend, pass_on, kept)
     except RequestRefused as error:
         if kept is not None and not takes:
             kept.note_refused(error)
@@ -339,10 +339,10 @@ async def _come_again(choices: Sequence[Choice], known: Sequence[Delivered], tak
 
 
 async def _run_side_by_side(
-    choices: Sequence[Choice], frontend: ModelFrontend, take: Take, kept: KeptStream | None
+    choices: Sequence[Choice], backend: ModelBackend, take: Take, kept: KeptStream | None
 ) -> None:
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
-    works = [marked(_pump(choice, frontend, queue), kept) for choice in choices]
+    works = [marked(_pump(choice, backend, queue), kept) for choice in choices]
     tasks = [asyncio.create_task(work) for work in works]
     running = len(tasks)
     try:
@@ -361,10 +361,10 @@ async def _run_side_by_side(
 
 
 async def _pump(
-    choice: Choice, frontend: ModelFrontend, queue: asyncio.Queue[Delta | Exception | None]
+    choice: Choice, backend: ModelBackend, queue: asyncio.Queue[Delta | Exception | None]
 ) -> None:
     try:
-        await choice.run(frontend, queue.put)
+        await choice.run(backend, queue.put)
     except Exception as error:
         queue.put_nowait(error)
     else:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from moonpool.api.frontend import Frontend, ModelFrontend
+from moonpool.api.serving_backend import ModelBackend, ServingBackend
 
 
 class ClusterView(Protocol):
     """Answers questions about the whole cluster, even from a process that is not its head. The
-    answers are those of `Frontend`."""
+    answers are those of `ServingBackend`."""
 
     async def num_calls(self, own: int) -> int:
         """Returns the calls under way in all processes that answer calls; `own` are in this."""
@@ -43,7 +43,7 @@ class ClusterView(Protocol):
 class OwnClusterView:
     """The view of a head in this process."""
 
-    def __init__(self, head: Frontend) -> None:
+    def __init__(self, head: ServingBackend) -> None:
         self._head = head
 
     async def num_calls(self, own: int) -> int:
@@ -83,12 +83,12 @@ class OwnClusterView:
         return self._head.metrics_text()
 
 
-class CallFrontend(Protocol):
-    """What calls need of a head: `Frontend` without the view of the cluster."""
+class CallBackend(Protocol):
+    """What calls need of a head: `ServingBackend` without the view of the cluster."""
 
     def now(self) -> float: ...
 
-    def models(self) -> Sequence[ModelFrontend]: ...
+    def models(self) -> Sequence[ModelBackend]: ...
 
     def is_stopping(self) -> bool: ...
 

@@ -15,10 +15,10 @@ from moonpool.api.bodies import EmbeddingsBody
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.work_mark import marked
-from moonpool.api.frontend import ApiOptions, ModelFrontend, RequestRefused
 from moonpool.api.generate import limits_of, seconds_left, tenant_of
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.rate_limits import RateLimits
+from moonpool.api.serving_backend import ApiOptions, ModelBackend, RequestRefused
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
 
 MAX_RUNNING = 32
@@ -49,13 +49,13 @@ class Embedder:
 
     def __init__(
         self,
-        frontend: ModelFrontend,
+        backend: ModelBackend,
         options: ApiOptions,
         bodies: BodyReader,
         active: ActiveCalls,
         rates: RateLimits,
     ):
-        self._frontend = frontend
+        self._backend = backend
         self._options = options
         self._bodies = bodies
         self._rates = rates
@@ -64,22 +64,22 @@ class Embedder:
     @property
     def _name(self) -> str:
         """The model's own name, which may change when its first vLLM server joins."""
-        return self._options.names(self._frontend.card)[0]
+        return self._options.names(self._backend.card)[0]
 
     async def embed(self, context: HttpContext) -> None:
-        arrived_s = self._frontend.now()
-        slo, timeout_s = limits_of(context, self._frontend)
+        arrived_s = self._backend.now()
+        slo, timeout_s = limits_of(context, self._backend)
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
         is_resumed = context.kept is not None and context.kept.is_resumed
         if not is_resumed:
             await self._rates.admit(context.tenant, arrived_s)
         digest = await context.digest(raw)
-        arrived_s, _ = context.keep_call(raw, arrived_s, self._frontend.card, digest=digest)
-        left_s = seconds_left(arrived_s, timeout_s, self._frontend)
+        arrived_s, _ = context.keep_call(raw, arrived_s, self._backend.card, digest=digest)
+        left_s = seconds_left(arrived_s, timeout_s, self._backend)
         call = await self._bodies.call("embeddings", raw, context.party, left_s)
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
-        adapter = self._frontend.card.adapter_of(body.model)
+        adapter = self._backend.card.adapter_of(body.model)
         delivered = () if is_resumed else None
         deadline_s = arrived_s + timeout_s
         priority = self._rates.priority(context.tenant, body.priority, context.is_admin)
@@ -122,8 +122,8 @@ class Embedder:
     async def _embedding(
         self, request_id: RequestId, token_ids: tuple[int, ...], limits: _Limits, call: str
     ) -> _Found:
-        frontend = self._frontend
-        pooling = frontend.card.pooling
+        backend = self._backend
+        pooling = backend.card.pooling
         request = Request(
             request_id=request_id,
             token_ids=token_ids,
@@ -131,7 +131,7 @@ class Embedder:
                 temperature=0.0, max_tokens=1, ignore_eos=True, pooling=pooling
             ),
             slo=limits.slo,
-            arrived_s=frontend.now(),
+            arrived_s=backend.now(),
             deadline_s=limits.deadline_s,
             tenant=limits.tenant,
             adapter=limits.adapter,
@@ -140,7 +140,7 @@ class Embedder:
             call=call,
         )
         found: _Found | None = None
-        async with aclosing(frontend.submit(request, limits.delivered)) as outputs:
+        async with aclosing(backend.submit(request, limits.delivered)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.ABORT:
                     text = "The server aborted this request. Send it again."

@@ -12,12 +12,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from moonpool.api.bodies import decode_body
 from moonpool.api.body_process import Kind
-from moonpool.api.cluster_view import CallFrontend, ClusterView
+from moonpool.api.cluster_view import CallBackend, ClusterView
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions
 from moonpool.api.generate import limits_of
 from moonpool.api.http_context import HttpContext, scoped_id
 from moonpool.api.models.model_apis import ModelApi, ModelApis
+from moonpool.api.serving_backend import ApiOptions
 
 DEFAULT_HOT = 20
 MAX_HOT = 1000
@@ -27,8 +27,8 @@ _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 class Inspector:
     """Serves the endpoints that only read from one frontend."""
 
-    def __init__(self, frontend: CallFrontend, view: ClusterView, models: ModelApis):
-        self._frontend, self._view = frontend, view
+    def __init__(self, backend: CallBackend, view: ClusterView, models: ModelApis):
+        self._backend, self._view = backend, view
         self._models = models
 
     async def models(self, context: HttpContext) -> None:
@@ -40,7 +40,7 @@ class Inspector:
         await _respond(context, _described(self._models.named(name), name))
 
     async def health(self, context: HttpContext) -> None:
-        await context.respond(503 if self._frontend.not_ready() else 200, b"", b"text/plain")
+        await context.respond(503 if self._backend.not_ready() else 200, b"", b"text/plain")
 
     async def live(self, context: HttpContext) -> None:
         """Answers as long as the server's loop turns: a supervisor restarts it otherwise."""
@@ -48,7 +48,7 @@ class Inspector:
 
     async def ready(self, context: HttpContext) -> None:
         """Answers load balancers: 503 with the reason while requests should go elsewhere."""
-        reason = self._frontend.not_ready()
+        reason = self._backend.not_ready()
         body = msgspec.json.encode({"ready": not reason, "reason": reason or None})
         await context.respond(503 if reason else 200, body)
 
@@ -121,7 +121,7 @@ class Inspector:
         """What `tokenizer_config.json` says, as vLLM shows it; `?model=NAME`: that of another model
         than the default."""
         api = self._models.named(_asked(context, "model"))
-        await _respond(context, api.frontend.tokenizer.describe())
+        await _respond(context, api.backend.tokenizer.describe())
 
     async def detokenize(self, context: HttpContext) -> None:
         await self._respond_to_body("detokenize", context)
@@ -133,7 +133,7 @@ class Inspector:
     async def _respond_to_body(self, kind: Kind, context: HttpContext) -> None:
         api = await self._models.of_call(context)
         options = self._models.options
-        _, timeout_s = limits_of(context, api.frontend)
+        _, timeout_s = limits_of(context, api.backend)
         raw = await context.read_body(options.max_body_bytes, options.body_timeout_s)
         response = await api.bodies.respond(kind, raw, context.party, timeout_s)
         await context.respond(200, response)
@@ -141,7 +141,7 @@ class Inspector:
 
 def _described(api: ModelApi, name: str) -> dict[str, Any]:
     """Describes a model under one of its names, or one of its adapters."""
-    card = api.frontend.card
+    card = api.backend.card
     root = next((a.root for a in card.adapters if a.name == name), None)
     return {
         "id": name,

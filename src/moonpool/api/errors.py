@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 
 Headers = Sequence[tuple[bytes, bytes]]
 NO_RETRY = (b"x-should-retry", b"false")

@@ -26,7 +26,6 @@ from moonpool.api.choice import Choice, Delta, Take, run_choices
 from moonpool.api.connection.kept_stream import Delivered, StreamFacts
 from moonpool.api.connection.silence import Silence, comment_at
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
-from moonpool.api.frontend import ApiOptions, ModelFrontend, RequestRefused
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.output_text.grammar import is_json
 from moonpool.api.output_text.model_output import ModelOutput
@@ -50,6 +49,7 @@ from moonpool.api.resume.resumed_events import (
     resume_tokens,
 )
 from moonpool.api.sampling import Ending, ending_of, max_tokens_of, num_logprobs, sampling_of
+from moonpool.api.serving_backend import ApiOptions, ModelBackend, RequestRefused
 from moonpool.api.shapes import (
     AnswerFormat,
     ChatShape,
@@ -89,30 +89,30 @@ class Generator:
 
     def __init__(
         self,
-        frontend: ModelFrontend,
+        backend: ModelBackend,
         options: ApiOptions,
         bodies: BodyReader,
         active: ActiveCalls,
         rates: RateLimits,
     ):
-        self._frontend = frontend
+        self._backend = backend
         self._options = options
         self._bodies = bodies
         self._rates = rates
-        self._chat_shape = ChatShape(frontend.tokenizer)
-        self._completion_shape = CompletionShape(frontend.tokenizer)
+        self._chat_shape = ChatShape(backend.tokenizer)
+        self._completion_shape = CompletionShape(backend.tokenizer)
         self._active = active
 
     @property
     def _name(self) -> str:
         """The model's own name, which may change when its first vLLM server joins."""
-        return self._options.names(self._frontend.card)[0]
+        return self._options.names(self._backend.card)[0]
 
     @cached_property
     def _model_output(self) -> ModelOutput:
         options = self._options
         return ModelOutput(
-            self._frontend.tokenizer, options.tool_call_parser, options.reasoning_parser
+            self._backend.tokenizer, options.tool_call_parser, options.reasoning_parser
         )
 
     async def chat(self, context: HttpContext) -> None:
@@ -127,7 +127,7 @@ class Generator:
         async with self._begun(call) as (request_id, choices):
             model = body.model or self._name
             made = (f"resp_{request_id}", model, body, choices[0], call.facts)
-            writer = ResponseWriter(*made, self._frontend.tokenizer)
+            writer = ResponseWriter(*made, self._backend.tokenizer)
             await self._write(call, request_id, bool(body.stream), choices, writer)
 
     async def message(self, context: HttpContext) -> None:
@@ -140,8 +140,8 @@ class Generator:
 
     async def _call(self, kind: Kind, context: HttpContext) -> _Call:
         """Reads and checks the body of a call."""
-        arrived_s = self._frontend.now()
-        slo, timeout_s = limits_of(context, self._frontend)
+        arrived_s = self._backend.now()
+        slo, timeout_s = limits_of(context, self._backend)
         position = last_event_id(context.headers)
         has = resume_tokens(context.headers)
         if has is not None and (position is not None or kind not in ("chat", "completion")):
@@ -155,9 +155,9 @@ class Generator:
         is_new = facts is None and not (context.kept is not None and context.kept.is_resumed)
         if is_new:
             await self._rates.admit(context.tenant, arrived_s)
-        card = self._frontend.card
+        card = self._backend.card
         arrived_s, facts = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
-        left_s = seconds_left(arrived_s, timeout_s, self._frontend)
+        left_s = seconds_left(arrived_s, timeout_s, self._backend)
         prepared = await self._bodies.call(kind, raw, context.party, left_s)
         is_drawn_anew = is_new and prepared.body.seed is None
         told = (facts, position, has, known, is_new, is_drawn_anew)
@@ -168,7 +168,7 @@ class Generator:
     ) -> tuple[StreamFacts | None, Sequence[Delivered], int]:
         """Returns the facts of the response that a call continues or asks for again, or None; what
         is known of it; and how often it was asked for again."""
-        own, card = None, self._frontend.card
+        own, card = None, self._backend.card
         if position is not None and position.progress:
             own = position.facts(card.max_model_tokens, card.system_fingerprint)
         request_id = context.request_id if own is None else own.request_id
@@ -228,7 +228,7 @@ class Generator:
         """Runs the choices. Counts the tokens of the prompts, and of the answers as they come. What
         was known of an answer that goes on was counted before."""
         tenant = call.context.tenant
-        told = choices, self._frontend, take, call.context.kept, call.known
+        told = choices, self._backend, take, call.context.kept, call.known
         if not self._rates.counts(tenant):
             await run_choices(*told)
             return
@@ -261,12 +261,12 @@ class Generator:
         for start in range(0, len(choices), num_per_prompt):
             own = choices[start : start + num_per_prompt]
             if all(choice.finish_reason is not None for choice in own):
-                self._frontend.note_answered([choice.num_tokens for choice in own])
+                self._backend.note_answered([choice.num_tokens for choice in own])
 
     def _choices(self, call: _Call, request_id: str) -> list[Choice]:
-        frontend, prepared = self._frontend, call.prepared
+        backend, prepared = self._backend, call.prepared
         body = prepared.body
-        card, tokenizer = frontend.card, frontend.tokenizer
+        card, tokenizer = backend.card, backend.tokenizer
         ending = ending_of(body, card)
         tenant = tenant_of(call.context.tenant, body.cache_salt)
         seed = call.facts.seed if body.seed is None else body.seed
@@ -316,7 +316,7 @@ class Generator:
     def _grammar(self, call: _Call, prompt: Sequence[int]) -> str:
         """Returns the grammar of an output: the call's, behind the reasoning if there is one."""
         grammar = call.prepared.grammar
-        waits = self._frontend.card.grammar_waits and call.facts.tells_reasoning
+        waits = self._backend.card.grammar_waits and call.facts.tells_reasoning
         if not grammar or not waits or call.prepared.tools is None:
             return grammar
         return self._model_output.grammar_behind_reasoning(grammar, prompt) or grammar
@@ -334,7 +334,7 @@ class Generator:
         if prepared.tools is None:  # a completion has no place for reasoning and calls
             return None, {}
         grammar = prepared.grammar
-        engine_decides = not self._frontend.card.grammar_waits and is_json(grammar)
+        engine_decides = not self._backend.card.grammar_waits and is_json(grammar)
         may_reason = not grammar or grammar_waits or engine_decides
         return self._model_output.reader(
             prompt,
@@ -404,7 +404,7 @@ class Generator:
     def _comment(self, call: _Call, choices: Sequence[Choice]) -> bytes:
         """Returns the bytes for a silent stream; nothing while the call may still be refused."""
         running = [c.request.request_id for c in choices if c.finish_reason is None]
-        stages = [self._frontend.stage(request_id) for request_id in running]
+        stages = [self._backend.stage(request_id) for request_id in running]
         return comment_at(stages, call.context.started, call.kind == "messages")
 
     def _numbered(
@@ -419,7 +419,7 @@ class Generator:
         of another request."""
         for choice in choices:
             choice.one_by_one = True
-        digest = digest_of_call(call.context.scope["path"], self._frontend.card.model_id, choices)
+        digest = digest_of_call(call.context.scope["path"], self._backend.card.model_id, choices)
         if position.progress and position.call != digest:
             raise another_call()
         start = EventPosition.of(call.facts, request_id, digest)
@@ -470,9 +470,9 @@ def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
     return f"{key_tenant}/{cache_salt}"
 
 
-def limits_of(context: HttpContext, frontend: ModelFrontend) -> tuple[Slo, float]:
+def limits_of(context: HttpContext, backend: ModelBackend) -> tuple[Slo, float]:
     """Returns the SLO and the time limit of a call: the server's defaults or the call's headers."""
-    slo = frontend.default_slo
+    slo = backend.default_slo
     ttft_ms = _milliseconds(context, b"x-slo-ttft-ms")
     tbt_ms = _milliseconds(context, b"x-slo-tpot-ms")
     if ttft_ms is not None or tbt_ms is not None:
@@ -483,14 +483,14 @@ def limits_of(context: HttpContext, frontend: ModelFrontend) -> tuple[Slo, float
             tbt_stated=slo.tbt_stated or tbt_ms is not None,
         )
     timeout_ms = _milliseconds(context, b"x-request-timeout-ms")
-    timeout_s = frontend.request_timeout_s
+    timeout_s = backend.request_timeout_s
     return slo, timeout_s if timeout_ms is None else min(timeout_s, timeout_ms / 1e3)
 
 
-def seconds_left(arrived_s: float, timeout_s: float, frontend: ModelFrontend) -> float:
+def seconds_left(arrived_s: float, timeout_s: float, backend: ModelBackend) -> float:
     """Returns the time to the deadline. Raises RequestRefused if it has passed, which it may have
     while a head was replaced."""
-    left_s = arrived_s + timeout_s - frontend.now()
+    left_s = arrived_s + timeout_s - backend.now()
     if left_s <= 0.0:
         text = "the request's deadline passed before its body was read"
         raise RequestRefused(504, "deadline", text)

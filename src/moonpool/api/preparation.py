@@ -25,7 +25,6 @@ from moonpool.api.bodies import (
     missing_parameter,
 )
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions, ModelCard
 from moonpool.api.models.forwarded_bodies import EstimatedPrompt, ForwardedReader
 from moonpool.api.prompt_text.truncation import truncation_of
 from moonpool.api.prompts import InThread, PromptReader
@@ -38,6 +37,7 @@ from moonpool.api.sampling import (
     check_token_ids,
     context_exceeded,
 )
+from moonpool.api.serving_backend import ApiOptions, ModelCard
 from moonpool.api.structured_output import grammar_of
 from moonpool.api.tools import Tools
 from moonpool.text.tokenizer import Tokenizer

@@ -11,10 +11,10 @@ import msgspec
 
 from moonpool.api.bodies import ChatBody, CompletionBody, EmbeddingsBody, missing_parameter
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ModelCard
 from moonpool.api.prompt_text.continuation import cut_at_mark, mark_final
 from moonpool.api.prompt_text.truncation import Truncation, truncation_of
 from moonpool.api.sampling import LONGEST_STOP_CHARS, check_token_ids, context_exceeded
+from moonpool.api.serving_backend import ModelCard
 from moonpool.text.tokenizer import ChatTemplateError, Tokenizer
 from moonpool.types import BadWord
 

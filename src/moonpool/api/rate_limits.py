@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import RequestRefused
 from moonpool.api.keys import NO_LIMITS, TenantLimits
+from moonpool.api.serving_backend import RequestRefused
 
 BURST_S = 10.0
 """What a tenant did not use for this long may come at once."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moonpool.api.bodies import ChatBody, CompletionBody, GenerationBody
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ModelCard
+from moonpool.api.serving_backend import ModelCard
 from moonpool.types import PRIORITY_RANGE, SAMPLING_RANGES, BadWord, SamplingParams
 
 _SEED_MODULUS = 1 << 63

@@ -18,8 +18,8 @@ from llguidance import LLMatcher
 
 from moonpool.api.bodies import ChatBody, CompletionBody, JsonSchemaFormat
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import RequestRefused
 from moonpool.api.grammars.gbnf import GbnfError, gbnf_to_lark, is_gbnf
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.text.grammar import matches_grammar
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 
 BODIES = 16
 """Largest bodies that are held at a time; smaller ones may be many more."""

@@ -17,7 +17,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 
 from moonpool.api.errors import ApiError, from_refused, internal_error
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.epp import wire
 from moonpool.epp.body_room import BodyRoom
 from moonpool.epp.call_headers import request_id_of

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.discovery.endpoint import Endpoint
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.routed_call import Route, RoutedCall

@@ -11,10 +11,10 @@ import msgspec
 from msgspec.structs import replace
 
 from moonpool.api.body_process import Kind
-from moonpool.api.frontend import ApiOptions, RequestRefused
 from moonpool.api.models.forwarded_bodies import ForwardedBody
 from moonpool.api.models.model_apis import ModelApi, ModelApis
 from moonpool.api.preparation import PreparedCall, check_model
+from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from moonpool.api.trace_context import read_traceparent
 from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice
@@ -132,7 +132,7 @@ class Picker:
         if path not in GENERATING and path not in POOLING_PATHS:
             return self._next(within), None
         api = self._api(raw, path)
-        model = api.frontend
+        model = api.backend
         assert isinstance(model, ServedModel)
         arrived_s = self.head.now()
         terms = read_terms(

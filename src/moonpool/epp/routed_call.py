@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.conductor.actions import Refuse
 from moonpool.discovery.endpoint import Endpoint
 from moonpool.protocol.messages import AttemptId, request_of

@@ -8,7 +8,7 @@ import socket
 
 from moonpool.api.access.protection import open_keys, open_tls
 from moonpool.api.app import http_server, make_app
-from moonpool.api.frontend import ApiOptions
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Listing
 from moonpool.discovery.sources import EndpointSource

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
 from moonpool.head.response_stream import ResponseStream, WorkWatch
 from moonpool.head.watch.ended_requests import EndedRequests, RequestObserver

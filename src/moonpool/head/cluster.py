@@ -10,9 +10,9 @@ from functools import partial
 import msgspec
 
 from moonpool.api.access.protection import UNPROTECTED, open_keys, open_peer_tls, open_tls
-from moonpool.api.frontend import ApiOptions
 from moonpool.api.keys import NO_KEYS, ApiKeys
 from moonpool.api.output_text.formats import UnknownParserError, check_parsers
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.config.rules import check_values
 from moonpool.config.tables import Config, ConfigError
 from moonpool.cores import (

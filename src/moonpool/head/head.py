@@ -1,7 +1,7 @@
 """The head: performs the Conductor's decisions over control connections to the workers.
 
 It owns the sockets, the clock and the response streams; it decides nothing. It is also the
-`Frontend` of the HTTP layer.
+`ServingBackend` of the HTTP layer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from moonpool.api.frontend import Output
 from moonpool.api.models.metrics_text import metrics_text
+from moonpool.api.serving_backend import Output
 from moonpool.conductor.actions import (
     Announce,
     CacheDropRequested,
@@ -233,7 +233,7 @@ class Head:
         delivered: tuple[int, ...] | None = None,
         call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """As `ModelFrontend.submit`. Raises RequestRefused, for a head that is stopping too."""
+        """As `ModelBackend.submit`. Raises RequestRefused, for a head that is stopping too."""
         answer = self.begin(model, request, delivered, call)
         try:
             while True:

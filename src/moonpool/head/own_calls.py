@@ -6,8 +6,8 @@ import asyncio
 
 from moonpool.api.app import http_server, make_app
 from moonpool.api.connection.tls import TlsFiles
-from moonpool.api.frontend import ApiOptions
 from moonpool.api.models.model_apis import ModelApis
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.head.head import Head
 from moonpool.head.supervisor_link import Inheritance, SupervisorLink
 

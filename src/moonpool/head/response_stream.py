@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from moonpool.api.connection.work_mark import WorkMark
-from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
 from moonpool.protocol.messages import AttemptId, TokenRoute
 from moonpool.types import RequestId, Token

@@ -19,7 +19,7 @@ from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.listening import listen
 from moonpool.api.connection.tls import TlsFiles
-from moonpool.api.frontend import ApiOptions, ModelCard, Output
+from moonpool.api.serving_backend import ApiOptions, ModelCard, Output
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.text.tokenizer import Tokenizer
 from moonpool.text.tokenizers.byte import ByteTokenizer
@@ -57,7 +57,7 @@ def one_by_one(data: bytes, *, logprobs: bool = False) -> list[Step]:
 
 
 class ScriptedHead:
-    """Implements `Frontend`. Records what it was asked and which requests were left early."""
+    """Implements `ServingBackend`. Records what it was asked and which requests were left early."""
 
     def __init__(self, script: Script | None = None, tokenizer: Tokenizer | None = None):
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()

@@ -20,8 +20,8 @@ from moonpool.api.access import admission, route_rules
 from moonpool.api.access.local_client import why_not_local
 from moonpool.api.access.route_rules import RULES, NoRuleError, RouteRule
 from moonpool.api.app import make_app
-from moonpool.api.frontend import ApiOptions
 from moonpool.api.page import live_page
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.protocol.model_offer import POOLING_PATHS
 
 KEYS = {"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}

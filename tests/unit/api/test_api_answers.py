@@ -16,7 +16,7 @@ from scripted_head import (
     spoken,
 )
 
-from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.text.tokenizers.byte import EOS_ID
 from moonpool.types import FinishReason, Request, Slo, Token
 

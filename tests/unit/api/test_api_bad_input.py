@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scripted_head import ScriptedHead, call, chat, complete, one_by_one
 
 from moonpool.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from moonpool.api.frontend import ApiOptions
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.text.tokenizers.byte import ByteTokenizer
 
 USER = {"role": "user", "content": "Hi"}

@@ -14,7 +14,7 @@ from scripted_head import ScriptedHead, call, chat, complete, events_of, served,
 
 from moonpool.api import body_process
 from moonpool.api.bodies import ChatBody, JsonSchemaFormat, ResponseFormat
-from moonpool.api.frontend import ApiOptions, Output, RequestRefused
+from moonpool.api.serving_backend import ApiOptions, Output, RequestRefused
 from moonpool.api.structured_output import grammar_of
 from moonpool.config.parse import parse_config
 from moonpool.head.cluster_error import ClusterError

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from scripted_head import ScriptedHead, call
 
-from moonpool.api.frontend import ApiOptions
+from moonpool.api.serving_backend import ApiOptions
 
 
 def get(head: ScriptedHead, path: str) -> httpx.Response:

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from scripted_head import ScriptedHead, call, served, spoken
 from test_api_tools import CALL, LLAMA_CALL, PLAIN_JSON, TAGGED, ToolTokenizer, head_saying
 
-from moonpool.api.frontend import ApiOptions, RequestRefused
+from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from moonpool.types import FinishReason
 
 USER = {"role": "user", "content": "Hi"}

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_head import ScriptedHead, call, chat, complete, events_of, served, spoken
 
-from moonpool.api.frontend import ApiOptions, Output
 from moonpool.api.output_text.model_output import ModelOutput
+from moonpool.api.serving_backend import ApiOptions, Output
 from moonpool.text.grammar import matches_grammar
 from moonpool.text.tokenizer import ByteTextStream
 from moonpool.text.tokenizers.byte import ByteTokenizer

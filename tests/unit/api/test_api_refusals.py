@@ -8,7 +8,7 @@ import openai
 import pytest
 from scripted_head import ScriptedHead, Step, complete, served, spoken
 
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.types import Request
 
 NUMBERS = {"predicted_ttft_s": 41.5, "limit_ttft_s": 30.0}

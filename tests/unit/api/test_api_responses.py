@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from scripted_head import ScriptedHead, call, one_by_one, served, spoken
 from test_api_tools import CALL, TAGGED, ToolTokenizer, head_saying
 
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.types import FinishReason
 
 WEATHER: Any = {

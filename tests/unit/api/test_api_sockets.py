@@ -16,7 +16,7 @@ import pytest
 from scripted_head import ScriptedHead, Step, one_by_one, served, spoken, wait_until
 
 from moonpool.api.connection.listening import PortError, listen
-from moonpool.api.frontend import ApiOptions, Output, RequestRefused
+from moonpool.api.serving_backend import ApiOptions, Output, RequestRefused
 from moonpool.api.sharing import body_memory
 from moonpool.types import FinishReason, Request, Token
 

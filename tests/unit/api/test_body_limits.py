@@ -20,8 +20,8 @@ from moonpool.api.body_pool import BodyReader, body_start
 from moonpool.api.body_process import Kind
 from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions
 from moonpool.api.helpers import process as helper_process
+from moonpool.api.serving_backend import ApiOptions
 from tests.processes import children
 from tests.unit.engine.test_tokenizer_huggingface import byte_level, write_folder
 

@@ -15,7 +15,7 @@ import uvloop
 from scripted_head import ScriptedHead, served
 
 from moonpool.api import body_pool, turns
-from moonpool.api.frontend import ApiOptions, RequestRefused
+from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from tests.processes import children
 
 USER = {"role": "user", "content": "Hello"}

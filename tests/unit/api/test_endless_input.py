@@ -17,7 +17,7 @@ import pytest
 from scripted_head import ScriptedHead, served, spoken, wait_until
 
 from moonpool.api.connection import bounded_protocol
-from moonpool.api.frontend import ApiOptions
+from moonpool.api.serving_backend import ApiOptions
 
 MOST_BYTES = 16 << 20
 """More than all limits and the sockets' buffers together."""

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scripted_head import ScriptedHead, Step, call, served, spoken, wait_until
 
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import Output
 from moonpool.api.resume.event_ids import HEADER, last_event_id
+from moonpool.api.serving_backend import Output
 from moonpool.types import FinishReason, Request, Token, TokenLogprobs
 
 TEXT = "Grüße an alle, die warten. <stop> never said"

@@ -24,7 +24,7 @@ from test_resumption import NO_SHRINKING, PERIOD_S, SometimesSilent, cut_of, go_
 from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.kept_stream import digest_of
 from moonpool.api.connection.poison import MAX_ENDED
-from moonpool.api.frontend import ApiOptions, Output, RequestRefused
+from moonpool.api.serving_backend import ApiOptions, Output, RequestRefused
 from moonpool.protocol.model_offer import MEDIA_PATHS
 from moonpool.types import FinishReason, Request, Token
 

@@ -13,9 +13,9 @@ from msgspec import structs
 from scripted_head import ScriptedHead, Step, call, served, spoken
 
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions, ModelCard, Output, RequestRefused
 from moonpool.api.keys import TenantLimits
 from moonpool.api.models.forwarded_bodies import MEDIA_TOKENS, ForwardedReader, may_hold_media
+from moonpool.api.serving_backend import ApiOptions, ModelCard, Output, RequestRefused
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import MEDIA_PATHS
 from moonpool.text.tokenizers.byte import ByteTokenizer

@@ -14,7 +14,7 @@ from scripted_head import ScriptedHead, Step, served, spoken, wait_until
 from moonpool.api import app as app_module
 from moonpool.api.connection import bounded_protocol
 from moonpool.api.connection.http_protocol import limited_protocol
-from moonpool.api.frontend import Output
+from moonpool.api.serving_backend import Output
 from moonpool.log_limit import MAX_LINES
 from moonpool.types import Request, Token
 

@@ -17,7 +17,7 @@ from scripted_head import ScriptedHead, Step, call, served, wait_until
 from moonpool.api.connection import kept_answers
 from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.tls import TlsFiles
-from moonpool.api.frontend import ApiOptions, Output
+from moonpool.api.serving_backend import ApiOptions, Output
 from moonpool.types import FinishReason, Request, Token
 from tests.certificates import make_certificates
 

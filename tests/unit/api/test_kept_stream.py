@@ -21,7 +21,7 @@ from moonpool.api.connection.kept_stream import (
     TakenOver,
     draw_facts,
 )
-from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.types import FinishReason, Token, TokenLogprobs
 
 OPENING = Opening(

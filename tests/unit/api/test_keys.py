@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from scripted_head import ScriptedHead, call
 
-from moonpool.api.frontend import ApiOptions
 from moonpool.api.keys import ApiKeys, KeyFileError, KeyRing, TenantLimits, collect_keys, read_keys
+from moonpool.api.serving_backend import ApiOptions
 
 ROOT = Path(__file__).parents[3]
 KEYS_MODULE = ROOT / "src" / "moonpool" / "api" / "keys.py"

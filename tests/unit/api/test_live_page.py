@@ -14,9 +14,9 @@ from starlette.types import Message
 
 from moonpool.api.cluster_view import OwnClusterView
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions
 from moonpool.api.http_context import HttpContext
 from moonpool.api.page.live_page import MAX_VIEWERS, LivePage
+from moonpool.api.serving_backend import ApiOptions
 
 OPTIONS = ApiOptions(
     api_keys={"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}, admins=frozenset({"admin"})

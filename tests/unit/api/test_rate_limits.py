@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scripted_head import ScriptedHead, Step, served, spoken
 
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions, RequestRefused
 from moonpool.api.keys import TenantLimits
 from moonpool.api.rate_limits import BURST_S, RateLimits
+from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from moonpool.types import Request
 
 KEYS = {"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}

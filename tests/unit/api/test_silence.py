@@ -19,7 +19,7 @@ import pytest
 from msgspec import structs
 from scripted_head import ScriptedHead, Step, served, spoken
 
-from moonpool.api.frontend import ApiOptions, Output, RequestRefused
+from moonpool.api.serving_backend import ApiOptions, Output, RequestRefused
 from moonpool.types import FinishReason, Token
 
 OFTEN = ApiOptions(keepalive_s=0.02)

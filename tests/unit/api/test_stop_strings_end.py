@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted_head import ScriptedHead, call, chat, complete, one_by_one, spoken
 
-from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.types import FinishReason, Request, Token
 
 

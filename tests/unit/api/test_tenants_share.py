@@ -17,8 +17,8 @@ from moonpool.api import app as app_module
 from moonpool.api import turns
 from moonpool.api.connection import bounded_protocol, connection_limit
 from moonpool.api.connection.http_protocol import limited_protocol
-from moonpool.api.frontend import ApiOptions, Output
 from moonpool.api.page import live_page
+from moonpool.api.serving_backend import ApiOptions, Output
 from moonpool.api.sharing import body_memory
 from moonpool.types import Request, Token
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.epp.body_room import BODIES, BodyRoom
 
 

@@ -15,7 +15,7 @@ from played_head import (
     played,
 )
 
-from moonpool.api.frontend import ApiOptions
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import FinishReason
 

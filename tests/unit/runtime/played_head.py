@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.api.app import make_app
-from moonpool.api.frontend import ApiOptions, ModelCard
+from moonpool.api.serving_backend import ApiOptions, ModelCard
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import Config
 from moonpool.cost.fitted import FittedCost

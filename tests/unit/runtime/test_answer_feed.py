@@ -15,7 +15,7 @@ from log_keeper import LogKeeper
 from moonpool.api.connection.call_log import CallLog
 from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
-from moonpool.api.frontend import Output
+from moonpool.api.serving_backend import Output
 from moonpool.head.takeover import answer_copies, answer_feed
 from moonpool.head.takeover.answer_copies import AnswerCopies
 from moonpool.head.takeover.answer_feed import AnswerFeed

@@ -19,7 +19,7 @@ from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
 from moonpool.api.connection.poison import MAX_ENDED, MAX_REMEMBERED, REMEMBERED_S, Enders
 from moonpool.api.connection.resumption import accepted_bytes
 from moonpool.api.connection.work_mark import MarkedWork, WorkMark
-from moonpool.api.frontend import Output
+from moonpool.api.serving_backend import Output
 from moonpool.config.tables import Config
 from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.head.watch.culprits import Culprits

@@ -31,8 +31,8 @@ from played_head import (
     played,
 )
 
-from moonpool.api.frontend import ApiOptions
 from moonpool.api.keys import TenantLimits
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.protocol.messages import (
     AttemptFailed,
     AttemptId,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from moonpool.api.frontend import ModelCard
+from moonpool.api.serving_backend import ModelCard
 from moonpool.config.tables import Config
 from moonpool.cores import CoreShare
 from moonpool.cost.fitted import FittedCost

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.api.frontend import AdapterCard, Output
+from moonpool.api.serving_backend import AdapterCard, Output
 from moonpool.conductor.actions import InstancesExpected, RequestCancelled
 from moonpool.config.tables import Config, ModelConfig, VllmConfig
 from moonpool.head.cluster_error import ClusterError

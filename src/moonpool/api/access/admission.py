@@ -18,9 +18,9 @@ from ipaddress import ip_address
 from moonpool.api.access.local_client import why_not_local
 from moonpool.api.access.route_rules import CALL_BODY, RouteRule
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ApiOptions
 from moonpool.api.http_context import HttpContext
 from moonpool.api.keys import KeyRing
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.api.turns import FairTurns
 
 _SINGLE = frozenset(

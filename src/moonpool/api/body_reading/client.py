@@ -11,8 +11,8 @@ import msgspec
 
 from moonpool.api.body_process import BodyReady, BodyResult, BodyStart, BodyWork, UseCard
 from moonpool.api.body_reading.limits import LOAD_BYTES, LOAD_S, ReadStage, StageNote
-from moonpool.api.frontend import ModelCard
 from moonpool.api.helpers.process import HelperEndedError, HelperProcess
+from moonpool.api.serving_backend import ModelCard
 from moonpool.link.anonymous_file import anonymous_file
 
 MODULE = "moonpool.api.body_process"

@@ -17,7 +17,7 @@ import msgspec
 from moonpool.api.connection.call_log import RECORDS, CallLog, StreamKeeper
 from moonpool.api.connection.poison import INSTANCES_ENDED, MAX_ENDED, Enders
 from moonpool.api.connection.work_mark import WorkMark
-from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.refusal import Refusal
 from moonpool.types import MALFORMED, FinishReason, Struct, Token
 

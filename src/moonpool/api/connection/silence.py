@@ -27,7 +27,7 @@ def comment_of(text: str) -> bytes:
 def comment_at(stages: Sequence[str], has_begun: bool, pings: bool) -> bytes:
     """Returns what the silent stream of a call says; nothing while the call may still be refused.
 
-    `stages`: of its requests that run, as `ModelFrontend.stage` has them. `has_begun`: its headers
+    `stages`: of its requests that run, as `ModelBackend.stage` has them. `has_begun`: its headers
     are sent. `pings`: its API has an event for it.
     """
     if not (has_begun or all(stages)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 
 
 class HelperLife(Protocol):

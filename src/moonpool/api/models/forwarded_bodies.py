@@ -18,7 +18,7 @@ import msgspec
 
 from moonpool.api.bodies import decode_body
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import ModelCard
+from moonpool.api.serving_backend import ModelCard
 
 MEDIA_TOKENS = 512
 """Made-up tokens of an image or a sound: about as many as a small image has."""

@@ -27,7 +27,6 @@ from moonpool.api.choice import REPLAYED_PER_TURN
 from moonpool.api.connection.kept_stream import Delivered
 from moonpool.api.connection.silence import Silence, comment_at
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
-from moonpool.api.frontend import ApiOptions, ModelFrontend, Output, RequestRefused
 from moonpool.api.generate import limits_of, seconds_left, tenant_of
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.messages import error_payload
@@ -39,6 +38,7 @@ from moonpool.api.resume.event_ids import HEADER as EVENT_ID
 from moonpool.api.resume.resumed_events import HEADER as NUM_TOKENS
 from moonpool.api.resume.resumed_events import resume_tokens
 from moonpool.api.sampling import check_range
+from moonpool.api.serving_backend import ApiOptions, ModelBackend, Output, RequestRefused
 from moonpool.api.trace_context import read_traceparent
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import COMPLETIONS, MEDIA_PATHS
@@ -108,13 +108,13 @@ class Forwarder:
 
     def __init__(
         self,
-        frontend: ModelFrontend,
+        backend: ModelBackend,
         options: ApiOptions,
         bodies: BodyReader,
         active: ActiveCalls,
         rates: RateLimits,
     ) -> None:
-        self._frontend = frontend
+        self._backend = backend
         self._options = options
         self._bodies = bodies
         self._rates = rates
@@ -124,8 +124,8 @@ class Forwarder:
         """Answers a call of an endpoint for models that generate nothing. Raises ApiError (404) if
         no server has it."""
         path = context.scope["path"]
-        if path not in self._frontend.card.forwards:
-            text = f"The model '{self._frontend.card.model_id}' has no {path} here."
+        if path not in self._backend.card.forwards:
+            text = f"The model '{self._backend.card.model_id}' has no {path} here."
             raise ApiError(text, status=404, code="unsupported_endpoint")
         call = await self._call("pooling", context)
         assert call is not None
@@ -134,7 +134,7 @@ class Forwarder:
     async def takes(self, context: HttpContext) -> bool:
         """Answers a call with images or sounds, or with an answer that the servers parse by
         themselves. Returns False for any other, and for one that no server can take."""
-        path, card = context.scope["path"], self._frontend.card
+        path, card = context.scope["path"], self._backend.card
         if path not in card.forwards:
             if card.forwards_all:
                 text = f"The servers of the model '{card.model_id}' have no {path}."
@@ -155,12 +155,12 @@ class Forwarder:
 
     def _may_take(self, raw: bytes) -> bool:
         """Whether it is worth reading the body for what makes it one to forward."""
-        parses = self._frontend.card.parses
-        if self._frontend.card.forwards_all:
+        parses = self._backend.card.parses
+        if self._backend.card.forwards_all:
             return True
         if may_hold_media(raw):
             return True
-        if not parses or self._frontend.why_not_forwarded():
+        if not parses or self._backend.why_not_forwarded():
             return False
         return "reasoning" in parses or b'"tools"' in raw
 
@@ -169,12 +169,12 @@ class Forwarder:
         return await context.read_ahead(most, self._options.body_timeout_s)
 
     async def _call(self, kind: Kind, context: HttpContext) -> _Call | None:
-        arrived_s = self._frontend.now()
-        slo, timeout_s = limits_of(context, self._frontend)
+        arrived_s = self._backend.now()
+        slo, timeout_s = limits_of(context, self._backend)
         raw = await self._raw(context)
         if context.kept is not None:
             arrived_s = context.kept.opening.arrived_s
-        left_s = seconds_left(arrived_s, timeout_s, self._frontend)
+        left_s = seconds_left(arrived_s, timeout_s, self._backend)
         if _was_forwarded(context):  # what it was sent is all that matters
             known = decode_body(FORWARDED, raw)
             prepared = PreparedCall(CompletionBody(), [(0,)], original=known, num_tokens=1)
@@ -182,7 +182,7 @@ class Forwarder:
             prepared = await self._bodies.call(kind, raw, context.party, left_s)
         if not prepared.prompts:
             return None
-        refusal = self._frontend.why_not_forwarded()
+        refusal = self._backend.why_not_forwarded()
         if refusal:
             text = f"This server takes only text: {refusal}."
             raise ApiError(text, param="messages", code="unsupported_value")
@@ -196,7 +196,7 @@ class Forwarder:
         if found is None and not _is_resumed(context):
             await self._rates.admit(context.tenant, arrived_s)
         facts, num_returns = (found.facts, found.num_returns) if found else (None, 0)
-        card = self._frontend.card
+        card = self._backend.card
         arrived_s, _ = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
         answer = found.deliveries if found else ()
         return _Call(context, prepared, body, raw, arrived_s, slo, timeout_s, answer)
@@ -215,7 +215,7 @@ class Forwarder:
                 await self._answer_at_once(call, request)
 
     def _request(self, call: _Call, request_id: RequestId) -> Request:
-        context, card, tokens = call.context, self._frontend.card, call.prepared.prompts[0]
+        context, card, tokens = call.context, self._backend.card, call.prepared.prompts[0]
         left = max(card.max_model_tokens - len(tokens), 1)
         most = 1
         if call.generates:
@@ -256,7 +256,7 @@ class Forwarder:
             if number % REPLAYED_PER_TURN == 0:
                 await asyncio.sleep(0)
         if kept is not None:
-            kept.raise_refusal(self._frontend.note_refused)
+            kept.raise_refusal(self._backend.note_refused)
         if known:
             if not _is_whole(known):
                 text = (
@@ -281,7 +281,7 @@ class Forwarder:
         delivered = () if _is_resumed(call.context) else None
         sent = ForwardedCall(path=call.path, body=call.raw, is_exact=call.prepared.is_exact)
         tokens: list[Token] = []
-        async with aclosing(self._frontend.forward(request, sent, delivered)) as outputs:
+        async with aclosing(self._backend.forward(request, sent, delivered)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.ABORT:
                     text = "The server aborted this request. Send it again."
@@ -337,7 +337,7 @@ class Forwarder:
             await context.end_events(b"")
 
     def _comment(self, call: _Call, request_id: RequestId) -> bytes:
-        stage = self._frontend.stage(request_id)
+        stage = self._backend.stage(request_id)
         return comment_at([stage], call.context.started, call.path == "/v1/messages")
 
 

@@ -10,14 +10,14 @@ import msgspec
 
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_reading.client import BodyClient
-from moonpool.api.cluster_view import CallFrontend
+from moonpool.api.cluster_view import CallBackend
 from moonpool.api.embeddings import Embedder
-from moonpool.api.frontend import ApiOptions, ModelFrontend, RequestRefused
 from moonpool.api.generate import Generator
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.models.forwarding import Forwarder
 from moonpool.api.preparation import check_model
 from moonpool.api.rate_limits import RateLimits
+from moonpool.api.serving_backend import ApiOptions, ModelBackend, RequestRefused
 from moonpool.protocol.model_offer import POOLING_PATHS
 from moonpool.types import MALFORMED
 
@@ -32,8 +32,8 @@ _NAMED = msgspec.json.Decoder(_Named)
 
 
 @runtime_checkable
-class StartedFrontend(Protocol):
-    """A `ModelFrontend` that has begun a process which reads bodies."""
+class StartedBackend(Protocol):
+    """A `ModelBackend` that has begun a process which reads bodies."""
 
     def take_reader(self) -> BodyClient | None:
         """Returns, once, a process that has loaded the model's tokenizer already; None: there is
@@ -45,27 +45,27 @@ class ModelApi:
     """The endpoints of one model."""
 
     def __init__(
-        self, frontend: ModelFrontend, shared: ApiOptions, active: ActiveCalls, rates: RateLimits
+        self, backend: ModelBackend, shared: ApiOptions, active: ActiveCalls, rates: RateLimits
     ) -> None:
-        self.frontend = frontend
-        self.options = frontend.options(shared)
-        reader = frontend.take_reader() if isinstance(frontend, StartedFrontend) else None
-        self.bodies = BodyReader(frontend, self.options, reader)
-        own = frontend, self.options, self.bodies, active, rates
+        self.backend = backend
+        self.options = backend.options(shared)
+        reader = backend.take_reader() if isinstance(backend, StartedBackend) else None
+        self.bodies = BodyReader(backend, self.options, reader)
+        own = backend, self.options, self.bodies, active, rates
         self.generator, self.embedder = Generator(*own), Embedder(*own)
         self.forwarder = Forwarder(*own)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that clients may use, the model's own first."""
-        return self.options.names(self.frontend.card)
+        return self.options.names(self.backend.card)
 
     def is_named(self, name: str | None) -> bool:
-        return name is None or name in self.options.accepted(self.frontend.card)
+        return name is None or name in self.options.accepted(self.backend.card)
 
     def has(self, path: str) -> bool:
         """Whether it answers calls of this endpoint."""
-        card = self.frontend.card
+        card = self.backend.card
         if path in card.forwards:
             return True
         if path in POOLING_PATHS:
@@ -77,17 +77,17 @@ class ModelApis:
     """All of a server. `close` ends their processes."""
 
     def __init__(
-        self, frontend: CallFrontend, options: ApiOptions, rates: RateLimits | None = None
+        self, backend: CallBackend, options: ApiOptions, rates: RateLimits | None = None
     ) -> None:
         self.options = options
         self.active = ActiveCalls()
-        self._frontend = frontend
+        self._backend = backend
         self._rates = rates or RateLimits(options.limits)
         self._apis: dict[int, ModelApi] = {}
 
     def all(self) -> Sequence[ModelApi]:
         """In the order in which the models came."""
-        return [self._api(model) for model in self._frontend.models()]
+        return [self._api(model) for model in self._backend.models()]
 
     async def of_call(self, context: HttpContext) -> ModelApi:
         """The one that a call means by its body. A call that means none goes to the default, which
@@ -131,7 +131,7 @@ class ModelApis:
             raise RequestRefused(503, "no_instance", text, NO_MODEL_RETRY_S)
         return apis
 
-    def _api(self, model: ModelFrontend) -> ModelApi:
+    def _api(self, model: ModelBackend) -> ModelApi:
         found = self._apis.get(id(model))
         if found is None:
             found = self._apis[id(model)] = ModelApi(model, self.options, self.active, self._rates)

@@ -32,7 +32,7 @@ class ModelCalls:
 
     async def embed(self, context: HttpContext) -> None:
         api = await self._models.of_call(context)
-        if context.scope["path"] in api.frontend.card.forwards:
+        if context.scope["path"] in api.backend.card.forwards:
             await api.forwarder.pool(context)
         else:
             await api.embedder.embed(context)
@@ -52,12 +52,12 @@ class ModelCalls:
         api = await self._models.of_call(context)
         if await api.forwarder.takes(context):
             return
-        if not api.frontend.card.generates:
+        if not api.backend.card.generates:
             raise _only_pools(api, context)
         await answer(api.generator, context)
 
 
 def _only_pools(api: ModelApi, context: HttpContext) -> ApiError:
-    path, others = context.scope["path"], ", ".join(api.frontend.card.forwards)
+    path, others = context.scope["path"], ", ".join(api.backend.card.forwards)
     text = f"The model '{api.names[0]}' has no {path}: it generates no text. It has {others}."
     return ApiError(text, status=404, param="model", code="unsupported_endpoint")

@@ -10,7 +10,7 @@ import asyncio
 
 import msgspec
 
-from moonpool.api.cluster_view import CallFrontend, ClusterView
+from moonpool.api.cluster_view import CallBackend, ClusterView
 from moonpool.api.errors import ApiError
 from moonpool.api.http_context import HttpContext
 from moonpool.api.sharing.shared_buffer import SharedBuffer
@@ -22,8 +22,8 @@ MAX_VIEWERS = 32
 class LivePage:
     """Serves the events of the page for one frontend."""
 
-    def __init__(self, frontend: CallFrontend, view: ClusterView) -> None:
-        self._frontend, self._view = frontend, view
+    def __init__(self, backend: CallBackend, view: ClusterView) -> None:
+        self._backend, self._view = backend, view
         self._viewers = SharedBuffer(MAX_VIEWERS)
         self._frames: dict[str | None, tuple[float, bytes]] = {}
         self._computing = asyncio.Lock()
@@ -45,7 +45,7 @@ class LivePage:
         try:
             async with context.watch():
                 await context.start_events()
-                while not self._frontend.is_stopping():
+                while not self._backend.is_stopping():
                     await context.send_events(await self._shared_frame(tenant))
                     await asyncio.sleep(FRAME_S)
                 await context.end_events(b"event: end\ndata: {}\n\n")
@@ -59,7 +59,7 @@ class LivePage:
             return await self._frame(tenant)
 
     async def _frame(self, tenant: str | None) -> bytes:
-        now = self._frontend.now()
+        now = self._backend.now()
         made_s, frame = self._frames.get(tenant, (float("-inf"), b""))
         if now - made_s < FRAME_S / 2:
             return frame

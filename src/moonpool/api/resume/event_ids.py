@@ -20,7 +20,7 @@ import msgspec
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.connection.kept_stream import StreamFacts
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.api.shapes import EventWriter
 from moonpool.protocol.sparse import without_defaults
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from moonpool.api.choice import Choice, Delta
 from moonpool.api.errors import ApiError
-from moonpool.api.frontend import RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.api.shapes import EventWriter
 
 HEADER = "X-Resume-Tokens"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from moonpool.api.frontend import ApiOptions
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.head.fronts.front_links import FrontLinks
 from moonpool.head.head import Head
 from moonpool.head.supervisor_link import SupervisorLink

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from moonpool.api.frontend import RequestRefused
 from moonpool.api.rate_limits import RateLimits
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse
 from moonpool.head.fronts.channel import FrontChannel
 from moonpool.head.fronts.messages import (

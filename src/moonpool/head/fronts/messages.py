@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from moonpool.api.frontend import ModelCard
+from moonpool.api.serving_backend import ModelCard
 from moonpool.protocol.frames import AnswersCopied
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import ModelOffer
@@ -67,7 +67,7 @@ class _Message(Struct, frozen=True, array_like=True, tag=True):
 
 class BeginAnswer(_Message, frozen=True, tag=True):
     """A client waits for an answer. `model`: its key. `delivered`, `call`: as in
-    `ModelFrontend.submit` and `forward`."""
+    `ModelBackend.submit` and `forward`."""
 
     number: int
     model: str
@@ -83,14 +83,14 @@ class CloseAnswer(_Message, frozen=True, tag=True):
 
 
 class AbortAnswer(_Message, frozen=True, tag=True):
-    """As `ModelFrontend.abort`."""
+    """As `ModelBackend.abort`."""
 
     number: int
     reason: str
 
 
 class FinishAnswer(_Message, frozen=True, tag=True):
-    """As `ModelFrontend.finish`."""
+    """As `ModelBackend.finish`."""
 
     number: int
     reason: FinishReason
@@ -112,7 +112,7 @@ class CountRefused(_Message, frozen=True, tag=True):
 
 
 class CountAnswered(_Message, frozen=True, tag=True):
-    """As `ModelFrontend.note_answered`."""
+    """As `ModelBackend.note_answered`."""
 
     model: str
     lengths: tuple[int, ...]
@@ -192,7 +192,7 @@ class AnswerFetched(_Message, frozen=True, tag=True):
 
 class ModelKnown(_Message, frozen=True, tag=True):
     """A model of the head, and its place among them. `offer`: what it is read from; None: the
-    configuration names it. `no_forwarding`: as `ModelFrontend.why_not_forwarded`."""
+    configuration names it. `no_forwarding`: as `ModelBackend.why_not_forwarded`."""
 
     model: str
     place: int
@@ -202,8 +202,8 @@ class ModelKnown(_Message, frozen=True, tag=True):
 
 
 class HeadState(_Message, frozen=True, tag=True):
-    """What `Frontend.not_ready` and `Frontend.is_stopping` say of the head. `wants_copies`: a
-    standby follows the answers under way."""
+    """What `ServingBackend.not_ready` and `ServingBackend.is_stopping` say of the head.
+    `wants_copies`: a standby follows the answers under way."""
 
     not_ready: str
     is_stopping: bool
@@ -229,7 +229,7 @@ class AnswersGrown(_Message, frozen=True, tag=True):
 
 
 class AnswerPlaced(_Message, frozen=True, tag=True):
-    """What a request without a token does now; see `ModelFrontend.stage`."""
+    """What a request without a token does now; see `ModelBackend.stage`."""
 
     number: int
     stage: str

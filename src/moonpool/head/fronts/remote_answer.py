@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moonpool.api.frontend import Output, RequestRefused
+from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.head.fronts.messages import AnswerPart, BeginAnswer, ToldRefusal
 from moonpool.types import Token
 

@@ -17,9 +17,9 @@ import msgspec
 
 from moonpool.api.connection.kept_stream import MAX_FRUITLESS
 from moonpool.api.connection.poison import poison_error
-from moonpool.api.frontend import Output, RequestRefused
 from moonpool.api.keys import TenantLimits
 from moonpool.api.rate_limits import RateLimits
+from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.head.fronts.channel import FrontChannel
 from moonpool.head.fronts.messages import (
     TO_FRONT,
@@ -77,7 +77,7 @@ class AnswersHere(Protocol):
 
 
 class RemoteHead:
-    """The head as `CallFrontend` and `ClusterView`, from another process. `models` are those that
+    """The head as `CallBackend` and `ClusterView`, from another process. `models` are those that
     the head has reported."""
 
     def __init__(self, models: RemoteModels) -> None:
@@ -160,7 +160,7 @@ class RemoteHead:
         delivered: tuple[int, ...] | None,
         call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Submits, as `ModelFrontend.submit` does, to the model with this key."""
+        """Submits, as `ModelBackend.submit` does, to the model with this key."""
         number = next(self._numbers)
         answer = RemoteAnswer(BeginAnswer(number, model, request, delivered, call))
         self._answers[number] = self._named[request.request_id] = answer

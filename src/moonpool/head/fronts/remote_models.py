@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from moonpool.api.body_reading.client import BodyClient
-from moonpool.api.frontend import ApiOptions, ModelCard, Output
+from moonpool.api.serving_backend import ApiOptions, ModelCard, Output
 from moonpool.config.tables import Config
 from moonpool.head.fronts.messages import CountAnswered, CountRefused, ModelKnown
 from moonpool.head.models.model_loading import ApiModel, load_model, load_offered, named_offer
@@ -41,7 +41,7 @@ class AskedHead(Protocol):
 
 
 class RemoteModel:
-    """As `ModelFrontend`. `known` is replaced when the head says so."""
+    """As `ModelBackend`. `known` is replaced when the head says so."""
 
     def __init__(
         self, head: AskedHead, config: Config, known: ModelKnown, loaded: ApiModel

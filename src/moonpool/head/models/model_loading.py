@@ -18,7 +18,7 @@ import msgspec
 from moonpool import __version__
 from moonpool.api.body_pool import body_start, is_foreign
 from moonpool.api.body_reading.client import BodyClient
-from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard
+from moonpool.api.serving_backend import AdapterCard, ApiOptions, ModelCard
 from moonpool.config.rules import lora_module
 from moonpool.config.tables import Config, ModelConfig
 from moonpool.head.cluster_error import ClusterError

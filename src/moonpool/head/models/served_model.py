@@ -13,10 +13,10 @@ from prometheus_client.registry import Collector
 
 from moonpool import __version__
 from moonpool.api.body_reading.client import BodyClient
-from moonpool.api.frontend import AdapterCard, ApiOptions, ModelCard, Output
 from moonpool.api.metrics.labels import FAILURES, REFUSALS
 from moonpool.api.metrics.server_metrics import ServerMetrics
 from moonpool.api.models.engine_caches import EngineCaches
+from moonpool.api.serving_backend import AdapterCard, ApiOptions, ModelCard, Output
 from moonpool.conductor.actions import ConductorAction, ConductorEvent
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import Config
@@ -85,7 +85,7 @@ class ModelHost(Protocol):
 
 
 class ServedModel:
-    """A model as the `ModelFrontend` of the HTTP layer. `key` names the model to its instances."""
+    """A model as the `ModelBackend` of the HTTP layer. `key` names the model to its instances."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class RequestRefused(Exception):  # noqa: N818 (not a fault)
         return error
 
 
-class ModelFrontend(Protocol):
+class ModelBackend(Protocol):
     """One model of the head, as the endpoints that compute see it. All methods are called on the
     head's event loop."""
 
@@ -174,7 +174,7 @@ class ModelFrontend(Protocol):
         ...
 
 
-class Frontend(Protocol):
+class ServingBackend(Protocol):
     """The head as the HTTP layer sees it. All methods are called on the head's event loop."""
 
     @property
@@ -185,7 +185,7 @@ class Frontend(Protocol):
 
     def now(self) -> float: ...
 
-    def models(self) -> Sequence[ModelFrontend]:
+    def models(self) -> Sequence[ModelBackend]:
         """Returns the models that can be asked for; the first one is the default."""
         ...
 
