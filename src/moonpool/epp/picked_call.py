@@ -10,7 +10,7 @@ from moonpool.api.serving_backend import RequestRefused
 from moonpool.discovery.endpoint import Endpoint
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.routed_call import Route, RoutedCall
-from moonpool.head.head import Head
+from moonpool.head.head import ClusterHead
 from moonpool.head.models.served_model import ServedModel
 from moonpool.head.response_stream import ResponseStream
 from moonpool.protocol.messages import ForwardedCall
@@ -23,7 +23,7 @@ SETTLE_S = 5.0
 class AnswerKeeper(Protocol):
     """The picker, as an answer sees it."""
 
-    head: Head
+    head: ClusterHead
     shared: PickerShared
 
     def endpoint(self, instance_id: InstanceId) -> Endpoint: ...

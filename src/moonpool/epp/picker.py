@@ -23,7 +23,7 @@ from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.members import Members
 from moonpool.epp.picked_call import BookedAnswer, Picked
 from moonpool.epp.routed_call import Route
-from moonpool.head.head import Head
+from moonpool.head.head import ClusterHead
 from moonpool.head.models.served_model import ServedModel
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.messages import ForwardedCall
@@ -68,7 +68,7 @@ class Picker:
     ) -> None:
         """`num_fallbacks`: further endpoints that the gateway is told with each."""
         self._num_fallbacks = num_fallbacks
-        self.head = Head(config, None, b"")
+        self.head = ClusterHead(config, None, b"")
         self.models = ModelApis(self.head, options)
         self.shared = PickerShared(self.head, api_key, self.head.now)
         self.members = Members(self.shared, config.api.drain_seconds)

@@ -27,7 +27,7 @@ from moonpool.cores import (
 from moonpool.gc_tuning import settle_memory
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.fronts.front_calls import FrontCalls
-from moonpool.head.head import Head
+from moonpool.head.head import ClusterHead
 from moonpool.head.head_drain import drain
 from moonpool.head.launcher import local_instances
 from moonpool.head.models.model_loading import ApiModel, load_model, load_offered, named_offer
@@ -89,7 +89,9 @@ async def serve_cluster(link: SupervisorLink) -> None:
     beat.cancel()
 
 
-async def _begin(link: SupervisorLink, head: Head, config: Config, inherited: Inheritance) -> None:
+async def _begin(
+    link: SupervisorLink, head: ClusterHead, config: Config, inherited: Inheritance
+) -> None:
     """Waits for the workers of the first head, and says where the cluster is. A further head serves
     at once: its requests wait for the workers."""
     begin = inherited.begin
@@ -122,7 +124,7 @@ def note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[None
     stop.set()
 
 
-async def _wait_for_workers(head: Head, count: int, stop: asyncio.Event) -> None:
+async def _wait_for_workers(head: ClusterHead, count: int, stop: asyncio.Event) -> None:
     """Waits until all workers have joined. Raises ClusterError if one fails or time runs out."""
     joined = asyncio.create_task(head.wait_for_instances(count))
     failed = asyncio.create_task(head.start_failures.get())
@@ -173,10 +175,10 @@ async def _load(config: Config, is_new: bool) -> ApiModel | None:
 
 def _make_head(
     config: Config, loaded: ApiModel | None, secret: bytes, keys: ApiKeys = NO_KEYS
-) -> Head:
+) -> ClusterHead:
     """Raises ClusterError."""
     try:
-        return Head(
+        return ClusterHead(
             config, loaded, secret, tenant_shares=keys.shares, tenant_caches=keys.cache_shares
         )
     except ConfigError as error:

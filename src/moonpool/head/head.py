@@ -93,7 +93,7 @@ LAST_LOOKS, LAST_LOOK_S = 100, 0.01
 """Time for a stop to reach the workers."""
 
 
-class Head:
+class ClusterHead:
     """One cluster's head. Call `start`, then serve; `stop` ends the workers."""
 
     def __init__(

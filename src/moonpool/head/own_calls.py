@@ -8,7 +8,7 @@ from moonpool.api.app import http_server, make_app
 from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.models.model_apis import ModelApis
 from moonpool.api.serving_backend import ApiOptions
-from moonpool.head.head import Head
+from moonpool.head.head import ClusterHead
 from moonpool.head.supervisor_link import Inheritance, SupervisorLink
 
 
@@ -18,7 +18,7 @@ class OwnCalls:
     def __init__(
         self,
         link: SupervisorLink,
-        head: Head,
+        head: ClusterHead,
         options: ApiOptions,
         inherited: Inheritance,
         tls: TlsFiles | None,

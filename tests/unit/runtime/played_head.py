@@ -18,7 +18,7 @@ from moonpool.api.serving_backend import ApiOptions, ModelCard
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import Config
 from moonpool.cost.fitted import FittedCost
-from moonpool.head.head import Head
+from moonpool.head.head import ClusterHead
 from moonpool.head.models.model_loading import ApiModel
 from moonpool.head.models.served_model import ServedModel
 from moonpool.head.worker_link import WorkerLink
@@ -70,7 +70,7 @@ class PlayedInstance:
 
     def __init__(
         self,
-        head: Head,
+        head: ClusterHead,
         play: Play,
         incarnation: int = 1,
         name: InstanceId = NAME,
@@ -153,7 +153,7 @@ class PlayedInstance:
 
 
 class PlayedCluster(NamedTuple):
-    head: Head
+    head: ClusterHead
     instance: PlayedInstance
     http: httpx.AsyncClient
 
@@ -185,7 +185,7 @@ async def played(
         eos_token_ids=tokenizer.eos_token_ids,
         **known,
     )
-    head = Head(Config(), ApiModel(card, tokenizer), SECRET, time.monotonic)
+    head = ClusterHead(Config(), ApiModel(card, tokenizer), SECRET, time.monotonic)
     ticker = asyncio.create_task(head.tick_forever())
     instance = PlayedInstance(head, play)
     instance.join()

@@ -16,7 +16,7 @@ from moonpool.config.tables import Config
 from moonpool.cores import CoreShare
 from moonpool.cost.fitted import FittedCost
 from moonpool.head import head as head_module
-from moonpool.head.head import Head
+from moonpool.head.head import ClusterHead
 from moonpool.head.models.model_loading import ApiModel
 from moonpool.head.worker_link import WorkerLink
 from moonpool.link.auth import Identity
@@ -35,10 +35,10 @@ MODEL = open_model("random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=
 SECRET = b"a secret of the test"
 
 
-def make_head(now: Callable[[], float] = time.monotonic) -> Head:
+def make_head(now: Callable[[], float] = time.monotonic) -> ClusterHead:
     card = ModelCard("m", 0, 512, MODEL.spec.vocab_size, MODEL.spec.eos_token_ids)
     tokenizer = open_tokenizer(MODEL.tokenizer, MODEL.spec.vocab_size)
-    return Head(Config(), ApiModel(card, tokenizer), SECRET, now)
+    return ClusterHead(Config(), ApiModel(card, tokenizer), SECRET, now)
 
 
 def info(incarnation: int) -> InstanceInfo:
@@ -72,7 +72,7 @@ class FakeChannel:
     abort = close
 
 
-def link_of(head: Head) -> tuple[WorkerLink, FakeChannel]:
+def link_of(head: ClusterHead) -> tuple[WorkerLink, FakeChannel]:
     link, channel = WorkerLink(head, SECRET), FakeChannel()
     link.channel = channel  # type: ignore[assignment]
     link.on_open(Identity(instance_id=InstanceId("d"), service="control", fingerprint=b""))

@@ -10,7 +10,7 @@ import pytest
 from test_instance import COST, LAYOUT
 
 from moonpool.config.parse import parse_config
-from moonpool.head.head import Head
+from moonpool.head.head import ClusterHead
 from moonpool.scheduler.actions import WorkerEvent
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
@@ -53,7 +53,7 @@ def test_both_drivers_pass_the_same_settings(num_stages: int) -> None:
     if num_stages > 1:
         tables["hardware"] = {"cost": "roofline"}
     config = parse_config("", {"cluster": {"prefill": 1, "decode": 1}, **tables}, DEFAULTS)
-    setup = Head.setup(SimpleNamespace(config=config))  # type: ignore[arg-type]
+    setup = ClusterHead.setup(SimpleNamespace(config=config))  # type: ignore[arg-type]
     simulation = Simulation(config, build_hardware(config))
     live = msgspec.structs.asdict(live_config(setup, num_stages, None, True))
     usual = msgspec.structs.asdict(InstanceConfig())

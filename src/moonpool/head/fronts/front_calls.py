@@ -6,7 +6,7 @@ import asyncio
 
 from moonpool.api.serving_backend import ApiOptions
 from moonpool.head.fronts.front_links import FrontLinks
-from moonpool.head.head import Head
+from moonpool.head.head import ClusterHead
 from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.types import InstanceId, Role
@@ -15,7 +15,7 @@ from moonpool.types import InstanceId, Role
 class FrontCalls:
     """From `begin` until `hand_over` or `end`. The supervisor starts and ends the fronts."""
 
-    def __init__(self, link: SupervisorLink, head: Head, options: ApiOptions) -> None:
+    def __init__(self, link: SupervisorLink, head: ClusterHead, options: ApiOptions) -> None:
         self._link = link
         self._links = FrontLinks(head, options.limits)
         head.fronts = self._links

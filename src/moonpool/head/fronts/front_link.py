@@ -48,7 +48,7 @@ from moonpool.protocol.messages import AttemptId, TokenRoute
 from moonpool.types import RequestId
 
 if TYPE_CHECKING:
-    from moonpool.head.head import Head
+    from moonpool.head.head import ClusterHead
 
 log = limited_logger("moonpool.head")
 
@@ -132,7 +132,7 @@ class FrontLink:
 
     def __init__(
         self,
-        head: Head,
+        head: ClusterHead,
         fronts: FrontsOfHead,
         number: int,
         spawn: Callable[[Any], None],

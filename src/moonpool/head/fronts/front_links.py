@@ -28,7 +28,7 @@ from moonpool.protocol.messages import Report, StepTokens, request_of
 from moonpool.types import RequestId
 
 if TYPE_CHECKING:
-    from moonpool.head.head import Head
+    from moonpool.head.head import ClusterHead
 
 STAGES_S = 1.0
 """How often fronts are told what silent requests do."""
@@ -40,7 +40,7 @@ FETCH_S = 5.0
 class FrontLinks:
     """`limits`: the limits of tenants, which hold for all fronts together."""
 
-    def __init__(self, head: Head, limits: Mapping[str, TenantLimits]) -> None:
+    def __init__(self, head: ClusterHead, limits: Mapping[str, TenantLimits]) -> None:
         self.rates = RateLimits(limits)
         self.names: set[RequestId] = set()
         self.num_direct: dict[RequestId, int] = {}
