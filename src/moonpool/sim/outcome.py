@@ -10,7 +10,7 @@ from moonpool.conductor.forecast.cost_estimator import learned_factors
 from moonpool.config.tables import Config
 from moonpool.distributions.quantiles import rounded
 from moonpool.sim.metrics import Collector
-from moonpool.sim.node import Node
+from moonpool.sim.sim_instance import SimInstance
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role
 
@@ -139,7 +139,7 @@ def _learned(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _cost_domain(simulation: Simulation, nodes: list[Node]) -> dict[str, Any] | None:
+def _cost_domain(simulation: Simulation, nodes: list[SimInstance]) -> dict[str, Any] | None:
     """What the cost was measured for, and what of this run lay outside; None if it was not
     measured."""
     domain = simulation.hardware.prefill.domain
@@ -164,7 +164,7 @@ def _without_secrets(config: Config) -> dict[str, Any]:
     return tables
 
 
-def _speculation(config: Config, nodes: list[Node]) -> dict[str, Any]:
+def _speculation(config: Config, nodes: list[SimInstance]) -> dict[str, Any]:
     """Drafts and what came of them, if the instances speculate."""
     if config.engine.speculative_config is None:
         return {}
@@ -183,7 +183,7 @@ def _speculation(config: Config, nodes: list[Node]) -> dict[str, Any]:
     }
 
 
-def _transfers(nodes: list[Node]) -> dict[str, Any]:
+def _transfers(nodes: list[SimInstance]) -> dict[str, Any]:
     figures = [node.messenger.figures for node in nodes]
     return {
         "bytes": sum(f.num_bytes for f in figures),
@@ -194,7 +194,7 @@ def _transfers(nodes: list[Node]) -> dict[str, Any]:
     }
 
 
-def _ssd(nodes: list[Node]) -> dict[str, Any]:
+def _ssd(nodes: list[SimInstance]) -> dict[str, Any]:
     """The work of the SSD tier; all 0 without one.
 
     Dropped blocks were evicted before they could be written. Refused blocks were not admitted or
@@ -229,7 +229,7 @@ def _mean(sums: list[tuple[float, int]]) -> float:
     return sum(seconds for seconds, _ in sums) / max(sum(number for _, number in sums), 1)
 
 
-def _utilisation(nodes: list[Node], role: Role) -> float:
+def _utilisation(nodes: list[SimInstance], role: Role) -> float:
     """The share of the time until the last answer in which the engines of a role computed."""
     span_s = sum(node.role_s.get(role, 0.0) for node in nodes)
     return sum(node.busy_s.get(role, 0.0) for node in nodes) / max(span_s, 1e-9)
@@ -247,7 +247,7 @@ def _roles(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _instance_hours(simulation: Simulation, nodes: list[Node]) -> dict[str, float]:
+def _instance_hours(simulation: Simulation, nodes: list[SimInstance]) -> dict[str, float]:
     """Hours of instances by role, from their start (before they boot) to their end."""
     hours: dict[str, float] = {}
     for role in Role:
@@ -270,7 +270,7 @@ def _scaling(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _bubbles(nodes: list[Node], span_s: float) -> dict[str, Any]:
+def _bubbles(nodes: list[SimInstance], span_s: float) -> dict[str, Any]:
     """Idle times between steps of an instance: number, mean, and share of all instances' time."""
     figures = [node.engine.figures for node in nodes]
     idle_s = sum(f.bubble_s for f in figures)
@@ -282,7 +282,7 @@ def _bubbles(nodes: list[Node], span_s: float) -> dict[str, Any]:
     }
 
 
-def _occupation(nodes: list[Node], block_bytes: int) -> dict[str, float]:
+def _occupation(nodes: list[SimInstance], block_bytes: int) -> dict[str, float]:
     """KVCache occupation in bytes x seconds, by role (Mooncake v3 section 5.2)."""
     total: dict[str, float] = {}
     for node in nodes:

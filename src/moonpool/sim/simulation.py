@@ -41,10 +41,10 @@ from moonpool.sim.engine import EOS_TOKEN_ID, EngineTraits, SimEngine
 from moonpool.sim.hardware.build import Hardware, NodeHardware
 from moonpool.sim.metrics import Collector, Timeline
 from moonpool.sim.network import Link, Network
-from moonpool.sim.node import Node
 from moonpool.sim.perturbation import Perturbation, StepFactor
 from moonpool.sim.scaling import Scaling
 from moonpool.sim.settings import USUAL_SETTINGS, SimulationSettings
+from moonpool.sim.sim_instance import SimInstance
 from moonpool.sim.transfers import NodeLinks, SimMessenger
 from moonpool.sim.workload import Arrival
 from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams
@@ -95,8 +95,8 @@ class Simulation:
         )
         self._on_end: Callable[[RequestRecord], None] | None = None
         self.collector = Collector()
-        self.nodes: dict[InstanceId, Node] = {}
-        self.past_nodes: list[Node] = []  # replaced by a restart
+        self.nodes: dict[InstanceId, SimInstance] = {}
+        self.past_nodes: list[SimInstance] = []  # replaced by a restart
         self.last_arrival_s = self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
         self.wanted: list[tuple[float, int, int]] = []  # seconds, prefill, decode
@@ -225,7 +225,7 @@ class Simulation:
             chunk_tokens=self.config.engine.chunk_tokens,
             num_stages=hardware.ground_truth.num_stages,
         )
-        node = Node(
+        node = SimInstance(
             self.clock,
             info,
             instance,

@@ -15,7 +15,6 @@ from moonpool.pages.units import (
     whole,
 )
 from moonpool.sim.network import Link
-from moonpool.sim.node import Node
 from moonpool.sim.report.plots import (
     NO_REQUEST,
     TOO_SHORT,
@@ -29,6 +28,7 @@ from moonpool.sim.report.plots import (
     thinned,
     window_edges,
 )
+from moonpool.sim.sim_instance import SimInstance
 from moonpool.sim.simulation import Simulation
 from moonpool.types import InstanceId, Role
 
@@ -68,7 +68,7 @@ def kvcache_figures(simulation: Simulation, figures: dict[str, Any]) -> list[Rep
     ]
 
 
-def busy_share(nodes: list[Node], span_s: float) -> list[float]:
+def busy_share(nodes: list[SimInstance], span_s: float) -> list[float]:
     """The share of the run in which each instance computed."""
     return [min(node.engine.figures.busy_s / max(span_s, 1e-9), 1.0) for node in nodes]
 

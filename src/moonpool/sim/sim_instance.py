@@ -32,7 +32,7 @@ from moonpool.sim.transfers import SimMessenger
 from moonpool.types import Role
 
 
-class Node:
+class SimInstance:
     """Performs the actions of an `Instance` in virtual time.
 
     Engine and messenger post events to the node, so `attach` adds them after construction.
