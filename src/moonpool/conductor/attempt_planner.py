@@ -14,6 +14,7 @@ import numpy as np
 
 from moonpool.conductor.admission.check import AdmissionCheck, goes_on
 from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.output_predictor import OutputPredictor
 from moonpool.conductor.placement.choice import (
     LONG_QUEUE,
@@ -25,7 +26,6 @@ from moonpool.conductor.placement.choice import (
     place,
 )
 from moonpool.conductor.placement.policies import PolicyError, RequestFootprint
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
 from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
@@ -60,15 +60,15 @@ class AttemptPlanner:
         self,
         config: ConductorConfig,
         policies: Policies,
-        reservations: Reservations,
+        cluster_state: ClusterState,
         output_predictor: OutputPredictor,
         admission: AdmissionCheck,
     ) -> None:
         self.max_attempts = config.max_attempts  # of a request, without a new token
         self._config = config
         self._policies = policies
-        self._reservations = reservations
-        self._table, self._instances = reservations.instance_table, reservations.instances
+        self._cluster_state = cluster_state
+        self._table, self._instances = cluster_state.instance_table, cluster_state.instances
         self._output_predictor = output_predictor
         self._admission = admission
         self._numbers = count(1)  # a client may reuse its request id
@@ -81,14 +81,14 @@ class AttemptPlanner:
 
     def plan(self, tracked: TrackedRequest, now: float) -> PlannedAttempt | Rejection:
         """Decides on the request's next attempt."""
-        request, layout = tracked.request, self._reservations.layout
+        request, layout = tracked.request, self._cluster_state.layout
         if not self._instances or layout is None:
             return Rejection(503, "no_instance", "no instance is up", 5.0)
         tokens: Sequence[int] = request.token_ids
         if tracked.generated:
             tokens = (*tokens, *tracked.generated)
         name_blocks(tracked, tokens, layout)
-        match = self._reservations.index.match(tracked.keys)
+        match = self._cluster_state.index.match(tracked.keys)
         footprint = self._footprint(tracked, len(tokens), layout)
         failed_on = [self._instances.get(name) for name in sorted(tracked.failed_on)]
         avoid = [state.row for state in failed_on if state is not None] + tracked.crowded
@@ -166,8 +166,8 @@ class AttemptPlanner:
             expected_tokens=layout.blocks_for(expected) * layout.block_tokens,
             decodes=left > 1,
             block_tokens=layout.block_tokens,
-            token_bytes=self._reservations.token_bytes,
-            answer_s=self._reservations.answer_s,
+            token_bytes=self._cluster_state.token_bytes,
+            answer_s=self._cluster_state.answer_s,
             tbt_s=min(tracked.request.slo.tbt_s, self._table.tbt_slo_s),
             competes=tracked.competes,
         )

@@ -35,6 +35,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.admission.check import AdmissionCheck
 from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.attempt_planner import AttemptPlanner, Policies
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.forecast.cost_estimator import CostEstimator
 from moonpool.conductor.forecast.decode_forecast import Forecast, IntervalForecast, SurvivalForecast
@@ -45,7 +46,6 @@ from moonpool.conductor.placement.replication import ReplicaMarks, Replication
 from moonpool.conductor.programs.keeper import ProgramKeeper
 from moonpool.conductor.programs.programs import Programs
 from moonpool.conductor.request_lifecycle import RequestLifecycle
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.fair_share import FairShare
@@ -109,27 +109,29 @@ class Conductor:
         self.forecast: Forecast = IntervalForecast() if by_length else SurvivalForecast()
         # `inline_chunks` is off where instances do not size chunks (`Config.for_conductor`).
         sizes_chunks = config.inline_chunks
-        self.reservations = Reservations(self.forecast, default_slo.tbt_s, sizes_chunks, life)
+        self.cluster_state = ClusterState(self.forecast, default_slo.tbt_s, sizes_chunks, life)
         # All parts work on these; they are also what drivers read.
-        self.index = self.reservations.index
-        self.instance_table = self.reservations.instance_table
-        self.instances = self.reservations.instances
+        self.index = self.cluster_state.index
+        self.instance_table = self.cluster_state.instance_table
+        self.instances = self.cluster_state.instances
         self._actions: list[ConductorAction] = []
         shares = FairShare(tenant_weights, tenant_caches)
-        wait_rules = WaitRules(self.reservations, shares, config.admission != "none")
+        wait_rules = WaitRules(self.cluster_state, shares, config.admission != "none")
         keeper = ProgramKeeper(
-            config.programs, self.reservations, wait_rules.waiting, self._actions
+            config.programs, self.cluster_state, wait_rules.waiting, self._actions
         )
-        self.roles = RoleSwitching(config, self.reservations, default_slo)
-        self.drains = Draining(self.reservations)
-        self.cost_estimator = CostEstimator(self.reservations, config.learning, self.forecast.error)
+        self.roles = RoleSwitching(config, self.cluster_state, default_slo)
+        self.drains = Draining(self.cluster_state)
+        self.cost_estimator = CostEstimator(
+            self.cluster_state, config.learning, self.forecast.error
+        )
         self.goodput = GoodputModel(config.learning, config.decode_wait)
         self.output_predictor = (LengthPredictor if by_length else OutputPredictor)(
-            self.reservations
+            self.cluster_state
         )
-        self.replication = Replication(self.reservations) if config.replicate else None
+        self.replication = Replication(self.cluster_state) if config.replicate else None
         options: tuple[ClusterObserver | None, ...] = (
-            Prefetching(self.reservations) if config.prefetch else None,
+            Prefetching(self.cluster_state) if config.prefetch else None,
             self.replication,
             ReplicaMarks(self.index) if config.spare_copies_first else None,
         )
@@ -148,13 +150,13 @@ class Conductor:
             ]
         )
         admission = AdmissionCheck(
-            config, policies.admission, self.reservations, self.cost_estimator, self.goodput
+            config, policies.admission, self.cluster_state, self.cost_estimator, self.goodput
         )
         self._planner = AttemptPlanner(
-            config, policies, self.reservations, self.output_predictor, admission
+            config, policies, self.cluster_state, self.output_predictor, admission
         )
         self._lifecycle = RequestLifecycle(
-            self._planner, self.reservations, wait_rules, keeper, self._observers, self._actions
+            self._planner, self.cluster_state, wait_rules, keeper, self._observers, self._actions
         )
         self._launched: set[InstanceId] = set()
 
@@ -271,7 +273,7 @@ class Conductor:
     def _on_instance_joined(self, info: InstanceInfo, now: float) -> None:
         if info.instance_id in self.instances:
             self._on_instance_lost(info.instance_id, "it joined again", now)
-        self._resync(self.reservations.join(info))
+        self._resync(self.cluster_state.join(info))
         self._actions += self.roles.assign_roles()
         self._lifecycle.waiting.note_joined(info.instance_id)
         self._lifecycle.place_waiting(now)
@@ -283,7 +285,7 @@ class Conductor:
             self._actions.append(Send(state.info.instance_id, Resync()))
 
     def _on_instance_lost(self, instance_id: InstanceId, reason: str, now: float) -> None:
-        state = self.reservations.leave(instance_id)
+        state = self.cluster_state.leave(instance_id)
         if state is None:
             return
         self._lifecycle.waiting.note_lost(state)

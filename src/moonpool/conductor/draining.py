@@ -23,8 +23,8 @@ from enum import Enum
 from itertools import count
 
 from moonpool.conductor.actions import Announce, ConductorAction, Send
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.observers import ClusterObserver
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import Drain, InstanceState, TrackedRequest
 from moonpool.protocol.messages import (
     HotPrefix,
@@ -90,10 +90,10 @@ class _PrefixTransfer:
 class Draining(ClusterObserver):
     """Owns the drains that end with a departure. Books roles and room only."""
 
-    def __init__(self, reservations: Reservations) -> None:
+    def __init__(self, cluster_state: ClusterState) -> None:
         self.num_left = self.num_handed_blocks = 0
-        self._index, self._table = reservations.index, reservations.instance_table
-        self._instances = reservations.instances
+        self._index, self._table = cluster_state.index, cluster_state.instance_table
+        self._instances = cluster_state.instances
         self._departures: dict[InstanceId, _Departure] = {}
         self._fetches: dict[int, _PrefixTransfer] = {}
         self._numbers = count(1)

@@ -23,12 +23,12 @@ from moonpool.conductor.actions import (
     Send,
 )
 from moonpool.conductor.attempt_planner import POLICY_ERROR, AttemptPlanner
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.crashes.suspects import Suspects, culprit_rejection
 from moonpool.conductor.forecast.estimators import RunningMean
 from moonpool.conductor.observers import Observers
 from moonpool.conductor.placement.choice import NO_ROOM, PlannedAttempt, Rejection
 from moonpool.conductor.programs.keeper import ProgramKeeper
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
 from moonpool.conductor.waiting.deadlines import Deadlines
 from moonpool.conductor.waiting.preemption import Preemption
@@ -85,7 +85,7 @@ class RequestLifecycle:
     def __init__(
         self,
         planner: AttemptPlanner,
-        reservations: Reservations,
+        cluster_state: ClusterState,
         wait_rules: WaitRules,
         keeper: ProgramKeeper,
         observers: Observers,
@@ -94,15 +94,15 @@ class RequestLifecycle:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.wait_rules, self.keeper = wait_rules, keeper
         self.shares, self.waiting = wait_rules.shares, wait_rules.waiting
-        self._preemption = Preemption(reservations, self.shares)
+        self._preemption = Preemption(cluster_state, self.shares)
         self.num_pauses = 0  # of answers that gave way to another tenant's
         self._has_room = False  # an answer has ended since the last look at waiting requests
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
         self._deadlines = Deadlines(self.requests)
         self._planner = planner
-        self._reservations = reservations
-        self._table, self._instances = reservations.instance_table, reservations.instances
+        self._cluster_state = cluster_state
+        self._table, self._instances = cluster_state.instance_table, cluster_state.instances
         self._max_attempts = planner.max_attempts
         self._observers = observers
         self._actions = actions
@@ -197,7 +197,7 @@ class RequestLifecycle:
         self.waiting.add(tracked, now, need)
 
     def _wait_or_reject(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> None:
-        answer_s = self._reservations.answer_s
+        answer_s = self._cluster_state.answer_s
         waited = tracked.request.request_id in self.waiting
         if not waited:
             rejection = self.wait_rules.with_wait(tracked, rejection, answer_s, now)
@@ -230,7 +230,7 @@ class RequestLifecycle:
         record = tracked.record
         record.attempts = tracked.num_attempts = tracked.num_attempts + 1
         self._suspects.note_placed(tracked, now)
-        attempt = tracked.attempt = self._reservations.book(tracked, planned, now)
+        attempt = tracked.attempt = self._cluster_state.book(tracked, planned, now)
         tracked.account.held_tokens += attempt.booked_tokens
         self._attempts[attempt.attempt_id] = tracked
         for placed in self._observers.placed:
@@ -289,7 +289,7 @@ class RequestLifecycle:
     def _start_prefill(
         self, tracked: TrackedRequest, attempt: Attempt, report: PrefillStarted, now: float
     ) -> None:
-        self._reservations.start_prefill(attempt, now)
+        self._cluster_state.start_prefill(attempt, now)
         for started in self._observers.prefill_started:
             started(tracked, report, now)
         record = tracked.record
@@ -324,12 +324,12 @@ class RequestLifecycle:
         tracked.record.end_prefill(now)
         for done in self._observers.prefill_done:
             done(tracked, now)
-        self._reservations.end_prefill(tracked, attempt, now)
+        self._cluster_state.end_prefill(tracked, attempt, now)
 
     def _begin_decoding(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
         if tracked.record.first_token_s is None:
             tracked.record.decode_started_s = now
-        self._reservations.begin_decoding(attempt, now)
+        self._cluster_state.begin_decoding(attempt, now)
         for started in self._observers.decode_started:
             started(tracked, now)
 
@@ -362,9 +362,9 @@ class RequestLifecycle:
             self.end(tracked, finish.value, now)
 
     def _add_tokens(self, tracked: TrackedRequest, attempt: Attempt, num_tokens: int) -> int:
-        """Does what `Reservations.add_tokens` does; the tokens that the tenant holds grow with
+        """Does what `ClusterState.add_tokens` does; the tokens that the tenant holds grow with
         it."""
-        extra_tokens = self._reservations.add_tokens(attempt, num_tokens)
+        extra_tokens = self._cluster_state.add_tokens(attempt, num_tokens)
         tracked.account.held_tokens += extra_tokens
         return extra_tokens
 
@@ -408,7 +408,7 @@ class RequestLifecycle:
             self._retry(tracked, 503, report.reason, text, now)
         else:
             # Not placed again: the pool is full, and more wasted prefills would not empty it.
-            wait_s = self._reservations.answer_s
+            wait_s = self._cluster_state.answer_s
             self._reject(tracked, Rejection(429, TBT_SLO_LATE, text, wait_s), now)
 
     def on_instance_lost(self, state: InstanceState, reason: str, now: float) -> None:
@@ -455,7 +455,7 @@ class RequestLifecycle:
             self._place(waiting, now)
         for victim in self._preemption.overfull(now):
             self._pause(victim, now)
-        for tracked, rejection in self._deadlines.late(now, self._reservations.answer_s):
+        for tracked, rejection in self._deadlines.late(now, self._cluster_state.answer_s):
             self._reject(tracked, rejection, now)
 
     def _retry(
@@ -551,8 +551,8 @@ class RequestLifecycle:
         if attempt.started_s is not None:
             until_s = now if attempt.prefilled_s is None else attempt.prefilled_s
             tracked.record.note_prefill(max(until_s - attempt.started_s, 0.0), not answered)
-        self._reservations.end_prefill(tracked, attempt, now)
-        self._reservations.unbook(tracked, attempt, now)
+        self._cluster_state.end_prefill(tracked, attempt, now)
+        self._cluster_state.unbook(tracked, attempt, now)
         tracked.account.held_tokens -= attempt.booked_tokens
         for instance_id in sorted({attempt.prefill, attempt.decoder}):
             reserved = instance_id == attempt.decode and attempt.stage is not AttemptStage.DECODE
@@ -578,4 +578,4 @@ class RequestLifecycle:
             tokens = 0 if tracked.attempt is None else tracked.attempt.booked_tokens
             held.setdefault(payer_of(tracked.request.tenant), []).append(tokens)
         self.shares.validate_held(held)
-        self._reservations.validate(list(self._attempts.values()))
+        self._cluster_state.validate(list(self._attempts.values()))

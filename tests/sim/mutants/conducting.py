@@ -8,10 +8,10 @@ import msgspec
 
 from moonpool.conductor.actions import Refuse
 from moonpool.conductor.attempt_planner import AttemptPlanner
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.draining import Draining
 from moonpool.conductor.request_lifecycle import RequestLifecycle
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
@@ -39,7 +39,7 @@ def _forget_delivered(original: Method) -> Method:
     return defective
 
 
-@plant("reservations never end", Reservations, "end_prefill", like="router#2881")
+@plant("reservations never end", ClusterState, "end_prefill", like="router#2881")
 def _book_forever(original: Method) -> Method:
     return nothing(original)
 

@@ -11,10 +11,10 @@ from conductor_instances import COST, info
 
 from moonpool.conductor.admission.context import AdmissionContext, SloBudget
 from moonpool.conductor.admission.policies import admit
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.decode_forecast import IntervalForecast
 from moonpool.conductor.placement.choice import Placement, Rejection, place
 from moonpool.conductor.placement.policies import RequestFootprint
-from moonpool.conductor.reservations import Reservations
 from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import Slo
@@ -35,17 +35,17 @@ class Scene:
     """One prefill and two decode instances."""
 
     def __init__(self, queue_s: float = 0.0, decoding: tuple[int, int] = (0, 0)) -> None:
-        self.reservations = Reservations(IntervalForecast())
+        self.cluster_state = ClusterState(IntervalForecast())
         for name in NAMES:
-            self.reservations.join(info(name, num_blocks=100_000))
-        self.reservations.instance_table.waiting_ns[0] = queue_s * 1e9
+            self.cluster_state.join(info(name, num_blocks=100_000))
+        self.cluster_state.instance_table.waiting_ns[0] = queue_s * 1e9
         for row, count in enumerate(decoding, start=1):
             for _ in range(count):
-                self.reservations.instance_table.begin_decoding(row, 0)
+                self.cluster_state.instance_table.begin_decoding(row, 0)
 
     def enter(self, count: int, begins_s: float, lasts_s: float) -> None:
         for _ in range(count):
-            self.reservations.forecast.enter(begins_s, lasts_s, 0, 0.0)
+            self.cluster_state.forecast.enter(begins_s, lasts_s, 0, 0.0)
 
     def decide(
         self,
@@ -58,11 +58,11 @@ class Scene:
     ) -> Rejection | None:
         settings = ConductorConfig(admission=admission, **config)
         none = np.zeros(len(NAMES))
-        table = self.reservations.instance_table
+        table = self.cluster_state.instance_table
         placement = place(footprint, table, PrefixMatch(none, none, 0), settings, 0.0)
         assert isinstance(placement, Placement)
         budget = SloBudget(Slo(ttft_s=ttft_s, tbt_s=tbt_s), waited_s)
-        forecast = self.reservations.forecast
+        forecast = self.cluster_state.forecast
         return admit(AdmissionContext(footprint, placement, budget, table, forecast, settings, 0.0))
 
     def refuse(self, admission: Any, *, status: int = 429, **known: Any) -> Rejection:
@@ -111,7 +111,7 @@ def test_the_limit_is_of_load_not_of_latency() -> None:
 def test_the_tbt_slo_applies_to_the_longest_gaps() -> None:
     busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
     assert busy.decide("early", tbt_s=0.06) is None
-    busy.reservations.instance_table.tbt_tail = 1.3
+    busy.cluster_state.instance_table.tbt_tail = 1.3
     refusal = busy.refuse("early", tbt_s=0.06)
     assert "0.066 s" in refusal.message
     assert busy.decide("early", tbt_s=0.07) is None
@@ -120,14 +120,14 @@ def test_the_tbt_slo_applies_to_the_longest_gaps() -> None:
 def test_queueing_is_corrected_by_the_recent_lateness() -> None:
     context = Scene(queue_s=4.0)
     assert context.decide("early", ttft_s=5.5) is None
-    context.reservations.instance_table.ttft_tail = 1.2
+    context.cluster_state.instance_table.ttft_tail = 1.2
     refusal = context.refuse("early", ttft_s=5.5)
     assert "5.00 s (5.80 s" in refusal.message and "SLO of 5.5 s" in refusal.message
     assert refusal.retry_after_s == pytest.approx(0.3)
     assert refusal.projection is not None
     assert refusal.projection["late_ttft_s"] == pytest.approx(5.8)
     idle = Scene()
-    idle.reservations.instance_table.ttft_tail = 4.0
+    idle.cluster_state.instance_table.ttft_tail = 4.0
     assert idle.decide("early", ttft_s=1.0) is None, "whom nobody is before, it does not refuse"
 
 
@@ -187,7 +187,7 @@ def test_one_token_has_no_decode(admission: str) -> None:
 
 def test_an_engine_that_would_be_full_is_a_load_too() -> None:
     context = Scene(decoding=(6, 2))
-    table = context.reservations.instance_table
+    table = context.cluster_state.instance_table
     table.grow(1, 3000, 0)
     assert context.decide("early", tbt_s=0.5) is None
     table.engine_tokens[:] = 1500 + DEMAND.expected_tokens
@@ -222,7 +222,7 @@ def test_a_slow_instance_does_not_stand_for_the_whole_pool() -> None:
     """Placement gives it few decodes, so its load is not that of the others."""
     context = Scene(decoding=(40, 5))
     slow = msgspec.structs.replace(COST, decode=(0.0, 0.08, 0.0))
-    context.reservations.instance_table.set_cost(2, slow)
+    context.cluster_state.instance_table.set_cost(2, slow)
     # 45 answers: 40 on the fast one and 5 on the slow one, both at 0.4 s a step.
     assert context.decide("early", tbt_s=0.6) is None
     refused = context.decide("early", tbt_s=0.35)

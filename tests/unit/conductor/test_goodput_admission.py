@@ -17,10 +17,10 @@ from moonpool.conductor.admission.resource_prices import (
     RequestNeed,
     ResourcePrices,
 )
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.decode_forecast import IntervalForecast
 from moonpool.conductor.placement.choice import Placement, place
 from moonpool.conductor.placement.policies import RequestFootprint
-from moonpool.conductor.reservations import Reservations
 from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import Slo
@@ -75,10 +75,10 @@ def test_an_idle_instance_takes_a_doubtful_prompt_but_a_queue_does_not() -> None
 def expected(num_others: int) -> ExpectedGoodput:
     """Expects a prompt of 3.06 s under a TTFT SLO of 3 s, at an idle instance at which others
     arrived, one every 2 s."""
-    reservations = Reservations(IntervalForecast())
+    cluster_state = ClusterState(IntervalForecast())
     for name in NAMES:
-        reservations.join(info(name, num_blocks=100_000))
-    table, config = reservations.instance_table, ConductorConfig(admission="goodput")
+        cluster_state.join(info(name, num_blocks=100_000))
+    table, config = cluster_state.instance_table, ConductorConfig(admission="goodput")
     model, none = GoodputModel(), np.zeros(len(NAMES))
     budget, found = SloBudget(Slo(ttft_s=3.0, tbt_s=0.1), 0.0), None
     doubtful = msgspec.structs.replace(SHORT, num_tokens=3025, expected_tokens=3100)
@@ -86,7 +86,7 @@ def expected(num_others: int) -> ExpectedGoodput:
         now = 2.0 * number
         placement = place(footprint, table, PrefixMatch(none, none, 0), config, now)
         assert isinstance(placement, Placement)
-        forecast = reservations.forecast
+        forecast = cluster_state.forecast
         context = AdmissionContext(footprint, placement, budget, table, forecast, config, now)
         found = model.expect(context, model.decode.load(context), (), first=True)
     assert found is not None
@@ -103,10 +103,10 @@ def test_a_doubtful_prompt_is_rejected_where_others_would_wait_for_it() -> None:
 
 
 def test_a_prompt_that_waits_for_itself_does_not_make_the_pools_look_full() -> None:
-    reservations = Reservations(IntervalForecast())
+    cluster_state = ClusterState(IntervalForecast())
     for name in NAMES:
-        reservations.join(info(name, num_blocks=100_000))
-    table, config = reservations.instance_table, ConductorConfig(admission="goodput")
+        cluster_state.join(info(name, num_blocks=100_000))
+    table, config = cluster_state.instance_table, ConductorConfig(admission="goodput")
     model, none = GoodputModel(), np.zeros(len(NAMES))
     model.prices = prices = SeenPrices()
     waits_s = []
@@ -115,7 +115,7 @@ def test_a_prompt_that_waits_for_itself_does_not_make_the_pools_look_full() -> N
         assert isinstance(placement, Placement)
         budget = SloBudget(Slo(ttft_s=3.0, tbt_s=0.1), 0.0)
         context = AdmissionContext(
-            footprint, placement, budget, table, reservations.forecast, config, 0.0
+            footprint, placement, budget, table, cluster_state.forecast, config, 0.0
         )
         model.expect(context, model.decode.load(context), (), first=True)
         assert prices.seen is not None

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from conductor_instances import info
 
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.decode_forecast import SurvivalForecast
 from moonpool.conductor.placement.choice import Placement, place
 from moonpool.conductor.placement.policies import RequestFootprint
-from moonpool.conductor.reservations import Reservations
 from moonpool.config.tables import ConductorConfig, Config, EngineConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
 
@@ -49,11 +49,11 @@ def placed(
     **known: Any,
 ) -> Placement:
     """Every decode instance has `batch` answers of 100 tokens."""
-    reservations = Reservations(SurvivalForecast(), TBT_SLO_S)
-    table = reservations.instance_table
+    cluster_state = ClusterState(SurvivalForecast(), TBT_SLO_S)
+    table = cluster_state.instance_table
     for row, name in enumerate(names):
         joining = info(name, num_blocks=10_000, **known)
-        reservations.join(msgspec.structs.replace(joining, chunk_tokens=CHUNK_TOKENS))
+        cluster_state.join(msgspec.structs.replace(joining, chunk_tokens=CHUNK_TOKENS))
         if name.startswith("p"):
             table.waiting_ns[row] = prefill_queue_s * 1e9
         else:
@@ -189,10 +189,10 @@ def test_a_short_prompt_that_does_not_fit_one_step_may_run_in_chunks() -> None:
 
 
 def test_an_instance_of_unknown_chunks_takes_none() -> None:
-    reservations = Reservations(SurvivalForecast(), TBT_SLO_S)
-    table = reservations.instance_table
+    cluster_state = ClusterState(SurvivalForecast(), TBT_SLO_S)
+    table = cluster_state.instance_table
     for name in ("p0", "d0"):
-        reservations.join(info(name, num_blocks=10_000))
+        cluster_state.join(info(name, num_blocks=10_000))
     table.waiting_ns[0] = 9e9
     none = np.zeros(2)
     decision = place(demand(400), table, PrefixMatch(none, none, 0, ()), ConductorConfig(), now=0.0)
@@ -200,11 +200,11 @@ def test_an_instance_of_unknown_chunks_takes_none() -> None:
 
 
 def test_a_chunk_counts_in_the_steps_of_its_instance() -> None:
-    reservations = Reservations(SurvivalForecast(), TBT_SLO_S)
-    table = reservations.instance_table
+    cluster_state = ClusterState(SurvivalForecast(), TBT_SLO_S)
+    table = cluster_state.instance_table
     for name in ("d0", "d1"):
         joining = info(name, num_blocks=10_000)
-        reservations.join(msgspec.structs.replace(joining, chunk_tokens=CHUNK_TOKENS))
+        cluster_state.join(msgspec.structs.replace(joining, chunk_tokens=CHUNK_TOKENS))
     before_s = table.tbt_s(0, 5, 500)
     table.book_chunked(0)
     assert table.tbt_s(0, 5, 500) == pytest.approx(before_s + 0.128)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from conductor_instances import info
 
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.decode_forecast import SurvivalForecast
 from moonpool.conductor.placement.choice import Placement, Rejection, place
 from moonpool.conductor.placement.policies import RequestFootprint
-from moonpool.conductor.reservations import Reservations
 from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import FEW, Depths, PrefixMatch
 
@@ -52,11 +52,11 @@ def demand(num_tokens: int = 1000, **known: Any) -> RequestFootprint:
     return RequestFootprint(**(values | known))
 
 
-def books_of(*views: dict[str, Any]) -> tuple[Reservations, PrefixMatch]:
-    reservations = Reservations(SurvivalForecast())
-    table = reservations.instance_table
+def books_of(*views: dict[str, Any]) -> tuple[ClusterState, PrefixMatch]:
+    cluster_state = ClusterState(SurvivalForecast())
+    table = cluster_state.instance_table
     for row, known in enumerate(views):
-        reservations.join(info(known["name"], host_id=known["host_id"], num_blocks=100_000))
+        cluster_state.join(info(known["name"], host_id=known["host_id"], num_blocks=100_000))
         table.s_per_ssd_byte[row] = 1.0 / known["ssd_bytes_per_s"]
         table.room_tokens[row] = known["room_tokens"]
         table.waiting_ns[row] = known["queue_s"] * 1e9
@@ -68,11 +68,11 @@ def books_of(*views: dict[str, Any]) -> tuple[Reservations, PrefixMatch]:
     hits = np.array([known["hit_tokens"] for known in views], dtype=np.float64)
     match = match_of(held, hits)
     if all(known["dram_tokens"] is None for known in views):
-        return reservations, match
+        return cluster_state, match
     known_dram = [known["dram_tokens"] for known in views]
     in_dram = np.array([h if d is None else d for h, d in zip(held, known_dram, strict=True)])
     near = np.where(in_dram < held, in_dram, hits)
-    return reservations, match._replace(held_in_dram=in_dram, hits_in_dram=near)
+    return cluster_state, match._replace(held_in_dram=in_dram, hits_in_dram=near)
 
 
 def match_of(held: Depths, hits: Depths) -> PrefixMatch:
@@ -89,8 +89,8 @@ def match_of(held: Depths, hits: Depths) -> PrefixMatch:
 def decided(
     wanted: RequestFootprint, *views: dict[str, Any], config: ConductorConfig = CONFIG
 ) -> Placement | Rejection:
-    reservations, match = books_of(*views)
-    return place(wanted, reservations.instance_table, match, config, now=0.0)
+    cluster_state, match = books_of(*views)
+    return place(wanted, cluster_state.instance_table, match, config, now=0.0)
 
 
 def placed(
@@ -415,21 +415,21 @@ def test_a_prompt_longer_than_any_instance() -> None:
 
 
 def test_instances_to_avoid_are_left_out() -> None:
-    reservations, match = books_of(view("p0"), view("p1", queue_s=1.0), view("d0"), view("d1"))
-    decision = place(demand(), reservations.instance_table, match, CONFIG, 0.0, avoid=(0, 2))
+    cluster_state, match = books_of(view("p0"), view("p1", queue_s=1.0), view("d0"), view("d1"))
+    decision = place(demand(), cluster_state.instance_table, match, CONFIG, 0.0, avoid=(0, 2))
     assert isinstance(decision, Placement)
     assert (decision.prefill, decision.decode) == ("p1", "d1")
     assert isinstance(
-        place(demand(), reservations.instance_table, match, CONFIG, 0.0, avoid=(0, 1)), Rejection
+        place(demand(), cluster_state.instance_table, match, CONFIG, 0.0, avoid=(0, 1)), Rejection
     )
-    assert list(reservations.instance_table.prefills) == [True, True, False, False], (
+    assert list(cluster_state.instance_table.prefills) == [True, True, False, False], (
         "nothing was written"
     )
 
 
 def test_placing_changes_nothing() -> None:
     views = [view("p0", queue_s=1.0), view("p1"), view("d0", source_tokens=64)]
-    reservations, match = books_of(*views)
-    once = place(demand(), reservations.instance_table, match, CONFIG, 0.0)
-    assert place(demand(), reservations.instance_table, match, CONFIG, 0.0) == once
+    cluster_state, match = books_of(*views)
+    once = place(demand(), cluster_state.instance_table, match, CONFIG, 0.0)
+    assert place(demand(), cluster_state.instance_table, match, CONFIG, 0.0) == once
     assert list(match.held) == [0, 0, 64]

@@ -10,10 +10,10 @@ import msgspec
 from moonpool.conductor.admission.context import AdmissionContext, SloBudget
 from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction, admit
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.cost_estimator import CostEstimator
 from moonpool.conductor.placement.choice import LONG_QUEUE, Placement, Rejection
 from moonpool.conductor.placement.policies import RequestFootprint
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import TrackedRequest
 from moonpool.config.tables import ConductorConfig
 
@@ -25,13 +25,13 @@ class AdmissionCheck:
         self,
         config: ConductorConfig,
         policy: AdmissionFunction | None,
-        reservations: Reservations,
+        cluster_state: ClusterState,
         cost_estimator: CostEstimator,
         goodput: GoodputModel,
     ) -> None:
         """`policy`: None for the built-in one that the config names."""
         self._config, self._policy = config, policy
-        self._reservations = reservations
+        self._cluster_state = cluster_state
         self._cost_estimator, self._goodput = cost_estimator, goodput
 
     def check(
@@ -43,11 +43,11 @@ class AdmissionCheck:
     ) -> Placement | Rejection:
         """Returns the placement, with its wait for room in the decode batch, or why it may not be
         booked. Raises PolicyError if a policy from outside the package fails."""
-        request, reservations = tracked.request, self._reservations
+        request, cluster_state = tracked.request, self._cluster_state
         # A request that was admitted or had to wait is not rejected for being slow.
         slo = UNLIMITED if goes_on(tracked) else request.slo.limits
         budget = SloBudget(slo, max(now - request.arrived_s, 0.0), request.slo)
-        table, forecast = reservations.instance_table, reservations.forecast
+        table, forecast = cluster_state.instance_table, cluster_state.forecast
         context = AdmissionContext(footprint, placement, budget, table, forecast, self._config, now)
         context = self._with_decode_wait(tracked, context)
         placement = context.placement
@@ -90,7 +90,7 @@ class AdmissionCheck:
         if self._policy is not None:
             return False
         placement, limit = context.placement, self._config.load_limit
-        row = self._reservations.instances[placement.prefill].row
+        row = self._cluster_state.instances[placement.prefill].row
         return self._cost_estimator.may_probe(placement, row, context.budget, limit, context.now)
 
 

@@ -20,11 +20,11 @@ import numpy as np
 from msgspec import structs
 
 from moonpool.conductor.admission.context import SloBudget
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.estimators import PredictionError
 from moonpool.conductor.instance_table import NEVER_S
 from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import Placement
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.cost.derived import scaled
 from moonpool.cost.fitted import FittedCost
@@ -48,21 +48,21 @@ class CostEstimator(ClusterObserver):
     measured and reported."""
 
     def __init__(
-        self, reservations: Reservations, learning: bool, decoding_error: PredictionError
+        self, cluster_state: ClusterState, learning: bool, decoding_error: PredictionError
     ) -> None:
         self.ttft_s = PredictionError()
         self.tbt_s = PredictionError()
         self.decoding = decoding_error  # of the number of decodes
         self.tbt_tail = LearnedFactor(TBT_SHARE, summed=1)
         self.ttft_tail = LearnedFactor(TTFT_SHARE, summed=1)
-        self._reservations, self._table = reservations, reservations.instance_table
+        self._cluster_state, self._table = cluster_state, cluster_state.instance_table
         self._learning = learning
         self._beginners: dict[InstanceId, InstanceState] = {}
         """Instances that have started a prefill, and whose times are not learned yet."""
 
     def prefill_started(self, tracked: TrackedRequest, report: PrefillStarted, now: float) -> None:
         """Notes that the first chunk is computed now, and a fetch has ended."""
-        attempt, instances = tracked.attempt, self._reservations.instances
+        attempt, instances = tracked.attempt, self._cluster_state.instances
         assert attempt is not None
         state = instances[attempt.prefill]
         source = instances.get(attempt.fetch_from) if attempt.fetch_from else None
@@ -94,7 +94,7 @@ class CostEstimator(ClusterObserver):
         ended; one out of turn counts as 0."""
         attempt = tracked.attempt
         assert attempt is not None
-        state = self._reservations.instances.get(attempt.prefill)
+        state = self._cluster_state.instances.get(attempt.prefill)
         if state is None or attempt.started_s is None or attempt.attempt_id not in state.started:
             return
         seconds = 0.0
@@ -114,7 +114,7 @@ class CostEstimator(ClusterObserver):
             if now < state.teaches_at_s:
                 continue
             factor = state.prefill_factor
-            if factor.is_learned or self._reservations.instances.get(name) is not state:
+            if factor.is_learned or self._cluster_state.instances.get(name) is not state:
                 del self._beginners[name]
                 continue
             began_s, expected_s = now, 0.0
@@ -235,14 +235,14 @@ class CostEstimator(ClusterObserver):
             return
         self._table.set_cost(state.row, calibrated_cost(state), state.prefill_factor.value)
         if factor is state.prefill_factor:
-            self._reservations.rescale_prefills(state, factor.value / before)
+            self._cluster_state.rescale_prefills(state, factor.value / before)
             if factor.has_steps:
                 self._pass_on(state.info.cost)
 
     def _pass_on(self, profile: FittedCost) -> None:
         """Instances of this profile that have computed no prompt yet begin with what the others
         have learned. Otherwise they would seem the fastest of a slow machine."""
-        states = self._reservations.instances.values()
+        states = self._cluster_state.instances.values()
         alike = [state for state in states if state.info.cost == profile]
         known = sorted(s.prefill_factor.value for s in alike if s.prefill_factor.has_steps)
         for state in alike:

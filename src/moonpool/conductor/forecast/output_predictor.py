@@ -5,10 +5,10 @@ Enters the predicted ends in the forecast of the decode load. Books nothing else
 
 from __future__ import annotations
 
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.estimators import OutputLengths
 from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import PlannedAttempt
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
 
 OUTLIVED = 1.5
@@ -18,10 +18,10 @@ OUTLIVED = 1.5
 class OutputPredictor(ClusterObserver):
     """Predicts by the distribution of durations."""
 
-    def __init__(self, reservations: Reservations) -> None:
+    def __init__(self, cluster_state: ClusterState) -> None:
         self.lengths = OutputLengths()
-        self._reservations = reservations
-        self._forecast = reservations.forecast
+        self._cluster_state = cluster_state
+        self._forecast = cluster_state.forecast
 
     def predict(self, tracked: TrackedRequest, num_shared: int) -> None:
         """Predicts the length of the answer, where that is asked for. `num_shared`: how many of its
@@ -84,7 +84,7 @@ class LengthPredictor(OutputPredictor):
         )
 
     def _learn_length(self, tracked: TrackedRequest) -> None:
-        layout, num_prompt_tokens = self._reservations.layout, tracked.request.num_prompt_tokens
+        layout, num_prompt_tokens = self._cluster_state.layout, tracked.request.num_prompt_tokens
         assert layout is not None
         prompt_keys = tracked.keys[: num_prompt_tokens // layout.block_tokens]
         num_tokens, predicted = tracked.record.answer_tokens, tracked.predicted_output_tokens

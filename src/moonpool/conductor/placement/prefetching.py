@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.conductor.actions import ConductorAction, Send
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.estimators import RunningMean
 from moonpool.conductor.forecast.turn_forecast import (
     AGE_LIMITS_S,
@@ -27,7 +28,6 @@ from moonpool.conductor.forecast.turn_forecast import (
     session_class,
 )
 from moonpool.conductor.observers import ClusterObserver
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.protocol.messages import PrefetchBlocks
 from moonpool.types import BlockKey
@@ -59,10 +59,10 @@ class _Session:
 class Prefetching(ClusterObserver):
     """The waiting sessions, and which of them are due."""
 
-    def __init__(self, reservations: Reservations) -> None:
+    def __init__(self, cluster_state: ClusterState) -> None:
         self.forecast = TurnForecast()
-        self._index, self._table = reservations.index, reservations.instance_table
-        self._instances = reservations.instances
+        self._index, self._table = cluster_state.index, cluster_state.instance_table
+        self._instances = cluster_state.instances
         self._waiting: OrderedDict[BlockKey, _Session] = OrderedDict()  # by its last full block
         self._num_blocks = 0
         # By range of ages, in the order in which they reach its end; some wait no more.

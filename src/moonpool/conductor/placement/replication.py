@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from math import exp
 
 from moonpool.conductor.actions import ConductorAction, Send
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.instance_table import S_PER_NS
 from moonpool.conductor.observers import ClusterObserver
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.protocol.messages import MarkReplicas, PrefixTakenOver, TakeOverPrefix
@@ -51,10 +51,10 @@ class _Prefix:
 class Replication(ClusterObserver):
     """The prefixes that several sessions began with, and the copies under way."""
 
-    def __init__(self, reservations: Reservations) -> None:
+    def __init__(self, cluster_state: ClusterState) -> None:
         self.num_blocks = 0  # copied so far
-        self._index, self._table = reservations.index, reservations.instance_table
-        self._instances = reservations.instances
+        self._index, self._table = cluster_state.index, cluster_state.instance_table
+        self._instances = cluster_state.instances
         self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()  # by the last key
         self._busy: dict[BlockKey, None] = {}  # prefixes to examine at the next tick
         self._fetches: dict[int, tuple[BlockKey, float]] = {}  # until when they are waited for

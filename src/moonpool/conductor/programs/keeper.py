@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from moonpool.conductor.actions import ConductorAction, Send
 from moonpool.conductor.attempt_planner import name_blocks
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import PlannedAttempt, Rejection
 from moonpool.conductor.programs.door import Door
 from moonpool.conductor.programs.program import Program
 from moonpool.conductor.programs.programs import Programs
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.config.tables import ProgramRules
@@ -27,24 +27,24 @@ class ProgramKeeper(ClusterObserver):
     def __init__(
         self,
         rules: ProgramRules,
-        reservations: Reservations,
+        cluster_state: ClusterState,
         waiting: WaitingRequests,
         actions: list[ConductorAction],
     ) -> None:
         self.programs = Programs(waiting)
         self._recognises = rules == "all"
         self._is_on = rules != "off"
-        self._reservations = reservations
-        self._index, self._instances = reservations.index, reservations.instances
-        self._table = reservations.instance_table
-        self.door = Door(self.programs, reservations.instance_table)
+        self._cluster_state = cluster_state
+        self._index, self._instances = cluster_state.index, cluster_state.instances
+        self._table = cluster_state.instance_table
+        self.door = Door(self.programs, cluster_state.instance_table)
         self._actions = actions
 
     def arrived(self, tracked: TrackedRequest, now: float) -> None:
         """Finds the program whose call it is, if it is one."""
         if not self._is_on:
             return
-        program, layout = self.programs.arrive(tracked, now), self._reservations.layout
+        program, layout = self.programs.arrive(tracked, now), self._cluster_state.layout
         if program is None and self._recognises and layout is not None:
             name_blocks(tracked, tracked.request.token_ids, layout)
             program = self.programs.recognise(tracked, now)

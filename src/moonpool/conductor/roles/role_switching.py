@@ -24,8 +24,8 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool.conductor.actions import Announce, ConductorAction, Send
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.observers import ClusterObserver
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.roles.autoscale import Autoscale
 from moonpool.conductor.roles.mixed_split import assign_roles
 from moonpool.conductor.roles.role_balance import Pools, RoleAdvice, RoleBalance
@@ -54,13 +54,13 @@ class RoleReport(NamedTuple):
 class RoleSwitching(ClusterObserver):
     """Owns the drains that end with a new role. Books roles only."""
 
-    def __init__(self, config: ConductorConfig, reservations: Reservations, slo: Slo) -> None:
+    def __init__(self, config: ConductorConfig, cluster_state: ClusterState, slo: Slo) -> None:
         self.mode = config.role_balance
         self.num_switches: Counter[Role] = Counter()
         self.num_given_up = 0
         self.advice: RoleAdvice | None = None
         self.autoscale: Autoscale | None = None
-        self._reservations = reservations
+        self._cluster_state = cluster_state
         limit = 1.0 if config.admission == "none" else config.load_limit
         serves_least = config.admission == "goodput"
         self._balance = RoleBalance(config.role_balance_window_s, slo, limit, serves_least)
@@ -98,7 +98,7 @@ class RoleSwitching(ClusterObserver):
         """Checks the ratio, or the drains under way, and how many instances are wanted."""
         wanted: list[ConductorAction] = []
         if self.autoscale is not None:
-            wanted += self.autoscale.tick(self._reservations.instance_table, now)
+            wanted += self.autoscale.tick(self._cluster_state.instance_table, now)
         return wanted + self.assign_roles() + self._tick_roles(now)
 
     def _tick_roles(self, now: float) -> list[ConductorAction]:
@@ -115,12 +115,12 @@ class RoleSwitching(ClusterObserver):
 
     def begin(self, instance_id: InstanceId, role: Role, why: str, now: float) -> None:
         """Drains an instance that is to become a `role` one."""
-        state = self._reservations.instances[instance_id]
+        state = self._cluster_state.instances[instance_id]
         assert state.drain is None
         until_s = now + max(self._window_s, LEAST_DRAIN_S)
         state.drain = Drain(f"becomes {role}: {why}", now, until_s, role)
         self._draining[instance_id] = state
-        self._reservations.instance_table.set_role(state.row, prefills=False, decodes=False)
+        self._cluster_state.instance_table.set_role(state.row, prefills=False, decodes=False)
 
     def on_role_changed(self, state: InstanceState, role: Role, now: float) -> list[Announce]:
         """The instance reports its present role, which is taken over."""
@@ -160,16 +160,16 @@ class RoleSwitching(ClusterObserver):
         return [self._give_up(state, "it is to leave", now)]
 
     def report(self, now: float) -> RoleReport:
-        loads = self._balance.loads(self._reservations.instance_table, now)
+        loads = self._balance.loads(self._cluster_state.instance_table, now)
         mode = "switch" if self._is_split else self.mode  # mixed instances follow the demand
         return RoleReport(mode, loads, self.advice, dict(self.num_switches), self.num_given_up)
 
     def _check(self, now: float) -> list[ConductorAction]:
-        table = self._reservations.instance_table
+        table = self._cluster_state.instance_table
         losses = [(0, 0)] * len(table)
-        for instance_id, state in self._reservations.instances.items():
+        for instance_id, state in self._cluster_state.instances.items():
             num_works = len(state.prefills) + len(state.decodes)
-            losses[state.row] = (num_works, self._reservations.index.num_blocks(instance_id))
+            losses[state.row] = (num_works, self._cluster_state.index.num_blocks(instance_id))
         movable = None
         if self._is_split and self.mode != "switch":
             movable = [state.row for state in self._mixed()]
@@ -191,7 +191,7 @@ class RoleSwitching(ClusterObserver):
 
     def _mixed(self) -> list[InstanceState]:
         """The instances that are mixed by themselves and stay."""
-        states = self._reservations.instances.values()
+        states = self._cluster_state.instances.values()
         return [each for each in states if each.info.role is Role.MIXED and each.drain is None]
 
     def assign_roles(self) -> list[Announce]:
@@ -199,7 +199,7 @@ class RoleSwitching(ClusterObserver):
         Must be called when instances have joined, were lost or leave."""
         if not self._sizes_chunks:
             return []
-        table, mixed, was_split = self._reservations.instance_table, self._mixed(), self._is_split
+        table, mixed, was_split = self._cluster_state.instance_table, self._mixed(), self._is_split
         switching = self._draining.values()
         num_switching = sum(state.info.role is Role.MIXED for state in switching)
         self._is_split = assign_roles(table, mixed, num_switching, self._tbt_slo_s)
@@ -213,7 +213,7 @@ class RoleSwitching(ClusterObserver):
     def _running(self) -> Iterator[tuple[int, int, int]]:
         """Returns for each answer under way the tokens of the prompt, the cached ones, and those of
         the answer."""
-        for state in self._reservations.instances.values():
+        for state in self._cluster_state.instances.values():
             for tracked in state.decodes.values():
                 if tracked.generated:
                     cached = tracked.record.cached_tokens or 0
@@ -239,7 +239,7 @@ class RoleSwitching(ClusterObserver):
 
     def _give_up_if_needed(self, state: InstanceState, now: float) -> list[Announce]:
         """Gives up if no other instance has the draining instance's role."""
-        table = self._reservations.instance_table
+        table = self._cluster_state.instance_table
         if state.drain is None or state.drain.commanded:
             return []
         num_left = table.num_prefills if state.role is Role.PREFILL else table.num_decodes
@@ -257,7 +257,7 @@ class RoleSwitching(ClusterObserver):
         state.drain = None
         self._draining.pop(state.info.instance_id, None)
         role = state.role
-        self._reservations.instance_table.set_role(state.row, role.prefills, role.decodes)
+        self._cluster_state.instance_table.set_role(state.row, role.prefills, role.decodes)
 
     def _announce(self, text: str) -> Announce:
         return Announce(f"role balance: {text}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moonpool.conductor.reservations import Reservations
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.order import aged_s
@@ -21,8 +21,8 @@ VLLM = "vllm"
 
 
 class Preemption:
-    def __init__(self, reservations: Reservations, shares: FairShare) -> None:
-        self._table, self._instances = reservations.instance_table, reservations.instances
+    def __init__(self, cluster_state: ClusterState, shares: FairShare) -> None:
+        self._table, self._instances = cluster_state.instance_table, cluster_state.instances
         self._shares = shares
 
     def victims(self, tracked: TrackedRequest, num_tokens: int, now: float) -> list[TrackedRequest]:

@@ -18,10 +18,10 @@ from collections import deque
 
 import numpy as np
 
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS
 from moonpool.conductor.instance_table import Floats, InstanceTable
 from moonpool.conductor.observers import ClusterObserver
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
 from moonpool.distributions.quantiles import rank_above
 
@@ -62,8 +62,8 @@ class RecentLengths:
 class RoomForecast(ClusterObserver):
     """Reads the bookings, and changes none."""
 
-    def __init__(self, reservations: Reservations) -> None:
-        self._table, self._instances = reservations.instance_table, reservations.instances
+    def __init__(self, cluster_state: ClusterState) -> None:
+        self._table, self._instances = cluster_state.instance_table, cluster_state.instances
         self._lengths = RecentLengths()
         self._ends: dict[int, _Ends] = {}  # by row
         self._updated_s = float("-inf")

@@ -21,9 +21,9 @@ from math import inf
 
 import msgspec
 
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement.choice import LONG_QUEUE, NO_ROOM, PROGRAMS_WAIT, Rejection
-from moonpool.conductor.reservations import Reservations
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.fair_share import PATIENT_SHARE, FairShare
 from moonpool.conductor.waiting.queue import WaitingRequests, WaitNeed
@@ -59,14 +59,14 @@ class WaitRules:
     shares of tenants, when there will be room, and when rejected requests should come back."""
 
     def __init__(
-        self, reservations: Reservations, shares: FairShare, refuses_for_slo: bool
+        self, cluster_state: ClusterState, shares: FairShare, refuses_for_slo: bool
     ) -> None:
         """`refuses_for_slo`: whether a request that would miss its SLO is refused."""
         self._refuses_for_slo = refuses_for_slo
         self.shares, self.waiting = shares, WaitingRequests(shares)
-        self.rooms = RoomForecast(reservations)
+        self.rooms = RoomForecast(cluster_state)
         self.retries = RetrySchedule()
-        self._table: InstanceTable = reservations.instance_table
+        self._table: InstanceTable = cluster_state.instance_table
         self._calls: Counter[str] = Counter()  # attempts of calls with several choices
 
     def note_attempt(self, request: Request, number: int) -> None:

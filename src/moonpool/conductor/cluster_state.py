@@ -21,7 +21,7 @@ FIRST_ANSWER_S = 10.0
 """Assumed duration of an answer until one has ended."""
 
 
-class Reservations:
+class ClusterState:
     def __init__(
         self,
         forecast: Forecast,
