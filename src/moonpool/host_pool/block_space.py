@@ -36,7 +36,7 @@ from moonpool.protocol.transfer_events import (
     TierResumed,
 )
 from moonpool.scheduler.actions import (
-    Effects,
+    ActionBuffer,
     FetchBlocks,
     ForgetStored,
     GrantRead,
@@ -130,11 +130,11 @@ class BlockSpace:
         recently used first."""
         config = InstanceConfig(eviction=eviction, ssd_blocks=num_slots, ssd_write_ahead=True)
         self.layout = layout
-        self.effects = Effects()
+        self.actions_out = ActionBuffer()
         self.kv_cache = KVCacheManager(config, layout, num_blocks)
         self.pool = self.kv_cache.pool
-        self._promotion = Promotion(self.kv_cache, self.effects)
-        self._demotion = Demotion(self.kv_cache, self.effects)
+        self._promotion = Promotion(self.kv_cache, self.actions_out)
+        self._demotion = Demotion(self.kv_cache, self.actions_out)
         self._searches: dict[BlockOwner, _Search] = {}
         self._reservations: dict[int, _Reservation] = {}
         self._reserved_keys: set[BlockKey] = set()
@@ -158,7 +158,7 @@ class BlockSpace:
             slots = self.kv_cache.tier.slots
             void = slots.adopt([(BlockId(slot), key) for slot, key in stored])
             if void:
-                self.effects.perform(ForgetStored(tuple(int(slot) for slot in void)))
+                self.actions_out.perform(ForgetStored(tuple(int(slot) for slot in void)))
         if kept:
             self.pool.adopt(kept)
 
@@ -171,7 +171,7 @@ class BlockSpace:
         self._demotion.run()
         changes = self.kv_cache.take_changes()
         self._write_ahead(())
-        actions: list[SpaceAction] = [*self.effects.take(), *self._found]  # type: ignore[list-item]
+        actions: list[SpaceAction] = [*self.actions_out.take(), *self._found]  # type: ignore[list-item]
         self._found = []
         return actions, changes
 
@@ -253,8 +253,8 @@ class BlockSpace:
         lacking = list(dict(lacking).items())
         most = max(self.pool.num_blocks // STORE_SHARE, 1) - len(self._reserved_keys)
         room = max(min(len(lacking), most, self.pool.num_available), 0)
-        self.effects.count("stores_refused_blocks", len(lacking) - room)
-        self.effects.count("stores_spared_blocks", len(keys) - len(lacking))
+        self.actions_out.count("stores_refused_blocks", len(lacking) - room)
+        self.actions_out.count("stores_spared_blocks", len(keys) - len(lacking))
         taken = lacking[:room]
         blocks = self.pool.allocate(BlockOwner("store", str(number)), len(taken))
         assert blocks is not None
@@ -279,7 +279,7 @@ class BlockSpace:
             self.pool.cache_block(block_id, key, depth)
         self._write_ahead(reservation.keys)  # while they are held
         self.pool.release(BlockOwner("store", str(number)))
-        self.effects.count("stored_in_dram_blocks", len(reservation.keys))
+        self.actions_out.count("stored_in_dram_blocks", len(reservation.keys))
 
     def abandon(self, number: int) -> None:
         """Ends a reservation whose blocks were not filled; ignored if there is none."""
@@ -292,7 +292,7 @@ class BlockSpace:
         """Drops damaged blocks: nobody finds them in DRAM from now on."""
         blocks = self.pool.find_all(keys)
         self.pool.uncache(blocks)
-        self.effects.count("damaged_blocks", len(blocks))
+        self.actions_out.count("damaged_blocks", len(blocks))
 
     # Other hosts
 
@@ -318,7 +318,7 @@ class BlockSpace:
             self._found.append(BlocksFetched(fetch_id, num_local, 0, 0.0, error))
             return
         self._fetches[fetch_id] = _Fetch(missing[:room], tuple(blocks), num_local, first_depth)
-        self.effects.perform(
+        self.actions_out.perform(
             FetchBlocks(fetch_id, source, missing[:room], tuple(blocks), timeout_s)
         )
 
@@ -329,23 +329,23 @@ class BlockSpace:
             depth = fetch.first_depth + fetch.num_local + index
             self.pool.cache_block(block_id, fetch.keys[index], depth)
         self.pool.release(BlockOwner("fetch", event.fetch_id))
-        self.effects.count("fetched_blocks", event.num_blocks)
-        self.effects.count("fetched_bytes", event.num_bytes)
-        self.effects.count("failed_fetches", 1 if event.error else 0)
+        self.actions_out.count("fetched_blocks", event.num_blocks)
+        self.actions_out.count("fetched_bytes", event.num_bytes)
+        self.actions_out.count("failed_fetches", 1 if event.error else 0)
         number = fetch.num_local + event.num_blocks
         ended = BlocksFetched(event.fetch_id, number, event.num_bytes, event.seconds, event.error)
         self._found.append(ended)
 
     def _on_read_requested(self, event: ReadRequested) -> None:
         def tell(blocks: list[BlockId], num_loaded: int) -> None:
-            self.effects.perform(GrantRead(event.read_id, blocks))
+            self.actions_out.perform(GrantRead(event.read_id, blocks))
 
         self._search(BlockOwner("read", event.read_id), _Search(event.keys, tell))
 
     def _on_read_ended(self, event: ReadEnded) -> None:
         self._searches.pop(BlockOwner("read", event.read_id), None)
         self.pool.uncache(event.corrupt)
-        self.effects.count("damaged_blocks", len(event.corrupt))
+        self.actions_out.count("damaged_blocks", len(event.corrupt))
         self.pool.release(BlockOwner("read", event.read_id))
 
     # The SSD

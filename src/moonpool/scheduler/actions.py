@@ -310,7 +310,7 @@ WorkerAction = (
 )
 
 
-class Effects:
+class ActionBuffer:
     """The actions and counters of one instance. Handling an event fills the list of actions; the
     instance takes and returns them when it is done."""
 

@@ -29,8 +29,8 @@ from moonpool.protocol.messages import (
 from moonpool.protocol.transfer_events import FetchEnded, ReceiveEnded, SendEnded
 from moonpool.scheduler.actions import (
     AbortStream,
+    ActionBuffer,
     CancelStream,
-    Effects,
     ExpectStream,
     FinishStream,
     StepEnded,
@@ -63,7 +63,7 @@ class AttemptLifecycle:
         scheduler: Scheduler,
         prefix_loader: PrefixLoader,
         arenas: ArenaTracker[RequestState],
-        effects: Effects,
+        actions_out: ActionBuffer,
         eos_token_ids: frozenset[int],
     ) -> None:
         """`requests` is shared with the instance; only this class adds and removes entries."""
@@ -76,7 +76,7 @@ class AttemptLifecycle:
         self._overlap = scheduler.overlap
         self._prefix_loader = prefix_loader
         self._arenas = arenas
-        self._effects = effects
+        self._actions_out = actions_out
         self._cost = scheduler.cost
         self._eos = eos_token_ids
         self._speculation = scheduler.speculation
@@ -122,11 +122,11 @@ class AttemptLifecycle:
             return
         blocks = request.block_ids[first_index : self._layout.blocks_for(len(attempt.token_ids))]
         request.pending.add(PendingTransfer.RECEIVE)
-        self._effects.perform(
+        self._actions_out.perform(
             ExpectStream(attempt.attempt_id, blocks, first_index, attempt.timeout_s)
         )
         if request.stream_ended:
-            self._effects.perform(CancelStream(attempt.attempt_id))
+            self._actions_out.perform(CancelStream(attempt.attempt_id))
 
     def _releases_blocks(self) -> bool:
         """Whether blocks are released as soon as a step or a cancelled stream has ended: those of
@@ -170,13 +170,13 @@ class AttemptLifecycle:
         on, and the receiver computes what it lacks."""
         request = self._requests[AttemptId(event.stream_id)]
         request.pending.discard(PendingTransfer.SEND)
-        self._effects.count("sent_bytes", event.num_bytes)
+        self._actions_out.count("sent_bytes", event.num_bytes)
         if request.closing:
             self._release_if_idle(request)
             return
         if event.error:
-            self._effects.count("failed_streams")
-            self._effects.report(StreamBroken(attempt_id=request.attempt_id, error=event.error))
+            self._actions_out.count("failed_streams")
+            self._actions_out.report(StreamBroken(attempt_id=request.attempt_id, error=event.error))
         if request.phase is RequestPhase.HANDING_OVER:
             self._close(request)
 
@@ -186,7 +186,7 @@ class AttemptLifecycle:
         if request is not None and not request.closing:
             request.stream_ended = True
             if PendingTransfer.RECEIVE in request.pending:
-                self._effects.perform(CancelStream(command.attempt_id))
+                self._actions_out.perform(CancelStream(command.attempt_id))
             elif request.stream_broken:
                 self._end_receiving(request)
 
@@ -196,8 +196,8 @@ class AttemptLifecycle:
         it has aborted breaks its stream before the abort arrives here."""
         request = self._requests[AttemptId(event.stream_id)]
         request.pending.discard(PendingTransfer.RECEIVE)
-        self._effects.count("received_bytes", event.num_bytes)
-        self._effects.count("corrupt_slices", event.corrupt_slices)
+        self._actions_out.count("received_bytes", event.num_bytes)
+        self._actions_out.count("corrupt_slices", event.corrupt_slices)
         if request.closing:
             self._release_if_idle(request)
             return
@@ -209,7 +209,7 @@ class AttemptLifecycle:
         request.num_computed = min(usable_blocks * self._layout.block_tokens, num_prompt)
         request.num_scheduled = request.num_computed
         self._kv_cache.cache_full_blocks(request)
-        self._effects.report(
+        self._actions_out.report(
             TransferDone(
                 attempt_id=request.attempt_id,
                 num_bytes=event.num_bytes,
@@ -228,7 +228,7 @@ class AttemptLifecycle:
         request.stream_broken = False
         request.kv_arrived = True
         missing = len(request.attempt.token_ids) - request.num_computed
-        self._effects.count("recomputed_tokens", missing)
+        self._actions_out.count("recomputed_tokens", missing)
         self._join_if_ready(request)
 
     def on_start_decode(self, command: StartDecode) -> None:
@@ -274,8 +274,8 @@ class AttemptLifecycle:
         assert len(step) == len(event.tokens)
         reported: list[AttemptTokens] = []
         decodes_s = self._learn_decodes(step, event.seconds, 1)
-        self._effects.count("steps")
-        self._effects.count("step_s", event.seconds / self._config.micro_batches)  # per stage
+        self._actions_out.count("steps")
+        self._actions_out.count("step_s", event.seconds / self._config.micro_batches)  # per stage
         step_tokens = 0
         for index, (request, num_tokens) in enumerate(step):
             in_prompt = request.num_computed < len(request.attempt.token_ids)
@@ -292,7 +292,7 @@ class AttemptLifecycle:
             if index in event.scored:
                 request.scored.update(enumerate(event.scored[index], request.num_computed + 1))
             if in_prompt:
-                request.report_span(self._effects, "prefill_chunk", event.seconds, num_tokens)
+                request.report_span(self._actions_out, "prefill_chunk", event.seconds, num_tokens)
             request.pooled = event.pooled.get(index, b"")
             request.num_computed += num_tokens - len(request.drafts)
             tokens = () if token is None else (token, *event.further.get(index, ()))
@@ -310,9 +310,9 @@ class AttemptLifecycle:
                 self._report_tokens(request, tokens, reported)
             else:
                 self._end_prefill(request, tokens[0])
-        STEP_TOKENS.count(step_tokens, self._effects.count)
+        STEP_TOKENS.count(step_tokens, self._actions_out.count)
         if reported:
-            self._effects.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
+            self._actions_out.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
         self._fail_too_long()
 
     def _take_drafts(
@@ -339,8 +339,8 @@ class AttemptLifecycle:
         reported: list[AttemptTokens] = []
         num_steps = len(event.tokens[0])
         decodes_s = self._learn_decodes(step, event.seconds, num_steps)
-        self._effects.count("steps", num_steps)
-        self._effects.count("step_s", event.seconds)
+        self._actions_out.count("steps", num_steps)
+        self._actions_out.count("step_s", event.seconds)
         for (request, _), tokens in zip(step, event.tokens, strict=True):
             assert len(tokens) == num_steps
             if request.closing:
@@ -354,12 +354,12 @@ class AttemptLifecycle:
             self._kv_cache.release_unseen(request)
             self._report_tokens(request, tuple(tokens), reported)
         if reported:
-            self._effects.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
+            self._actions_out.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
         self._fail_too_long()
 
     def on_step_failed(self, event: StepFailed) -> None:
         """Fails the requests of a step, except those that can repeat it without a lost arena."""
-        self._effects.count("failed_steps")
+        self._actions_out.count("failed_steps")
         for request, _ in self._scheduler.end_step():
             request.drafts, request.draft_task = (), None
             if request.closing:
@@ -405,11 +405,11 @@ class AttemptLifecycle:
         finish = request.finish_reason(self._eos)
         request.tokens.pop()  # the decode instance computes it
         attempt_id = request.attempt_id
-        self._effects.report(PrefillDone(attempt_id=attempt_id, token=token, finish=finish))
+        self._actions_out.report(PrefillDone(attempt_id=attempt_id, token=token, finish=finish))
         self._scheduler.remove(request)
         request.phase = RequestPhase.HANDING_OVER
         if finish is None and request.streaming:
-            self._effects.perform(FinishStream(attempt_id))
+            self._actions_out.perform(FinishStream(attempt_id))
         else:
             self._close(request)
 
@@ -432,7 +432,7 @@ class AttemptLifecycle:
 
     def fail(self, request: RequestState, reason: str, message: str) -> None:
         """Ends an attempt and reports why."""
-        self._effects.report(
+        self._actions_out.report(
             AttemptFailed(attempt_id=request.attempt_id, reason=reason, message=message)
         )
         self._close(request)
@@ -440,14 +440,14 @@ class AttemptLifecycle:
     def _close(self, request: RequestState) -> None:
         request.closing = True
         if request.target is None:
-            ATTEMPT_PREEMPTIONS.count(request.num_preemptions, self._effects.count)
+            ATTEMPT_PREEMPTIONS.count(request.num_preemptions, self._actions_out.count)
         self._scheduler.remove(request)
         if self._speculation is not None:
             self._speculation.forget(request)
         if PendingTransfer.SEND in request.pending:
-            self._effects.perform(AbortStream(request.attempt_id))
+            self._actions_out.perform(AbortStream(request.attempt_id))
         if PendingTransfer.RECEIVE in request.pending:
-            self._effects.perform(CancelStream(request.attempt_id))
+            self._actions_out.perform(CancelStream(request.attempt_id))
         self._release_if_idle(request)
 
     def _release_if_idle(self, request: RequestState) -> None:

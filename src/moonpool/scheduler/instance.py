@@ -56,9 +56,9 @@ from moonpool.protocol.transfer_events import (
     TierResumed,
 )
 from moonpool.scheduler.actions import (
+    ActionBuffer,
     ArenaBack,
     ArenaLost,
-    Effects,
     ExitProcess,
     ForgetStored,
     StepEnded,
@@ -136,28 +136,28 @@ class Instance:
         self.role = role
         self.cost = cost
         self.requests: dict[AttemptId, RequestState] = {}
-        self._effects = Effects()
+        self._actions_out = ActionBuffer()
         self._kv_cache = KVCacheManager(
             config, layout, num_blocks, memory.arenas, memory.segment_blocks
         )
         self._arenas = ArenaTracker[RequestState](self._kv_cache.pool)
-        self._promotion = Promotion(self._kv_cache, self._effects)
-        self._demotion = Demotion(self._kv_cache, self._effects)
-        self._prefetch = Prefetch(self._kv_cache, self._promotion, self._effects, cost)
+        self._promotion = Promotion(self._kv_cache, self._actions_out)
+        self._demotion = Demotion(self._kv_cache, self._actions_out)
+        self._prefetch = Prefetch(self._kv_cache, self._promotion, self._actions_out, cost)
         self._overlap = LayerwiseOverlap(
-            config, self._kv_cache, self._promotion, self._effects, cost
+            config, self._kv_cache, self._promotion, self._actions_out, cost
         )
         ends = frozenset(eos_token_ids)
         speculation = self._make_speculation(ends, draft_model)
         self._scheduler = Scheduler(
-            config, self._kv_cache, self._effects, cost, self._overlap, speculation
+            config, self._kv_cache, self._actions_out, cost, self._overlap, speculation
         )
         self._prefix_loader = PrefixLoader(
             self.requests,
             self._kv_cache,
             self._overlap,
             self._scheduler,
-            self._effects,
+            self._actions_out,
             cost,
             config.learning,
         )
@@ -168,10 +168,10 @@ class Instance:
             self._scheduler,
             self._prefix_loader,
             self._arenas,
-            self._effects,
+            self._actions_out,
             ends,
         )
-        self._handover = KvHandover(self._kv_cache, self._effects)
+        self._handover = KvHandover(self._kv_cache, self._actions_out)
         self._handlers = self._make_handlers()
         self._adopt(memory.stored)
         if memory.kept:
@@ -188,7 +188,7 @@ class Instance:
             config.speculative,
             config,
             self._kv_cache,
-            self._effects,
+            self._actions_out,
             self.cost,
             eos_token_ids,
             model,
@@ -263,21 +263,21 @@ class Instance:
         if self._kv_cache.tier is None:
             changes = self._kv_cache.take_changes()
             if changes is not None:
-                self._effects.report(changes)
-            return self._effects.take()
+                self._actions_out.report(changes)
+            return self._actions_out.take()
         self._prefetch.run()
         self._demotion.run()
         self._report_blocks()
-        return self._effects.take()
+        return self._actions_out.take()
 
     def _report_blocks(self) -> None:
         """Reports what changed in both tiers, and copies what the SSD should have."""
         kv_cache = self._kv_cache
         changes = kv_cache.take_changes()
-        self._effects.count("dropped_blocks", kv_cache.num_dropped)
+        self._actions_out.count("dropped_blocks", kv_cache.num_dropped)
         kv_cache.num_dropped = 0
         if changes is not None:
-            self._effects.report(changes)
+            self._actions_out.report(changes)
             self._prefetch.note_gone((*changes.removed, *changes.demoted))
             self._demotion.publish(changes.stored)
         new = () if changes is None else changes.stored
@@ -286,23 +286,23 @@ class Instance:
     # The instance in the cluster
 
     def _on_resync(self, command: Resync) -> None:
-        self._effects.report(self._kv_cache.take_snapshot())
+        self._actions_out.report(self._kv_cache.take_snapshot())
 
     def _on_switch_role(self, command: SwitchRole) -> None:
         self.role = command.role  # attempts are not affected: their commands have all they need
-        self._effects.report(RoleChanged(role=self.role))
+        self._actions_out.report(RoleChanged(role=self.role))
 
     def _on_list_hot(self, command: ListHot) -> None:
         found = hottest(self._kv_cache, command.num_blocks, command.lost_with_it)
-        self._effects.report(HotPrefixes(number=command.number, prefixes=found))
+        self._actions_out.report(HotPrefixes(number=command.number, prefixes=found))
 
     def _on_drop_cached(self, command: DropCachedBlocks) -> None:
         voided = self._kv_cache.drop_cached()
         if voided:
-            self._effects.perform(ForgetStored(tuple(voided)))
+            self._actions_out.perform(ForgetStored(tuple(voided)))
 
     def _on_leave_cluster(self, command: LeaveCluster) -> None:
-        self._effects.perform(ExitProcess())
+        self._actions_out.perform(ExitProcess())
 
     def _on_fetch_ended(self, event: FetchEnded) -> None:
         if self._handover.has(event.fetch_id):
@@ -313,7 +313,7 @@ class Instance:
     def _on_arena_lost(self, event: ArenaLost) -> None:
         """Fails the attempts with blocks in the arena; the Conductor starts new ones."""
         if self._arenas.lose(event.arena):
-            self._effects.count("lost_arenas")
+            self._actions_out.count("lost_arenas")
             self._scheduler.stop_repeating()
             for request in list(self.requests.values()):
                 if not request.closing and self._arenas.touches(request, event.arena):
@@ -344,17 +344,17 @@ class Instance:
             slots = self.tier.slots
             void = [int(s) for s in slots.adopt([(BlockId(slot), key) for slot, key in stored])]
         if void:
-            self._effects.perform(ForgetStored(tuple(void)))
+            self._actions_out.perform(ForgetStored(tuple(void)))
 
     def _on_store_lost(self, event: StoreLost) -> None:
         if self.tier is not None:
             self.tier.lose(event.error)
-            self._effects.count("lost_tiers")
+            self._actions_out.count("lost_tiers")
 
     def _on_tier_paused(self, event: TierPaused) -> None:
         if self.tier is not None:
             self.tier.paused = event.error
-            self._effects.count("paused_tiers", 1 if event.error else 0)
+            self._actions_out.count("paused_tiers", 1 if event.error else 0)
 
     def _on_tier_resumed(self, event: TierResumed) -> None:
         if self.tier is not None:
@@ -381,7 +381,7 @@ class Instance:
     @property
     def counters(self) -> dict[str, float]:
         """Totals since the start."""
-        return self._effects.counters
+        return self._actions_out.counters
 
     @property
     def num_running(self) -> int:

@@ -26,7 +26,13 @@ from moonpool.protocol.transfer_events import (
     ReadEnded,
     ReadRequested,
 )
-from moonpool.scheduler.actions import Effects, FetchBlocks, ForgetStored, GrantRead, LookUpBlocks
+from moonpool.scheduler.actions import (
+    ActionBuffer,
+    FetchBlocks,
+    ForgetStored,
+    GrantRead,
+    LookUpBlocks,
+)
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.loading.layerwise_overlap import LayerwiseOverlap
 from moonpool.scheduler.request_state import PendingTransfer, RequestState, TransferEta
@@ -58,7 +64,7 @@ class PrefixLoader:
         kv_cache: KVCacheManager,
         overlap: LayerwiseOverlap,
         scheduler: Scheduler,
-        effects: Effects,
+        actions_out: ActionBuffer,
         cost: CostModel,
         learning: bool = True,
     ) -> None:
@@ -70,7 +76,7 @@ class PrefixLoader:
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
         self._scheduler = scheduler
-        self._effects = effects
+        self._actions_out = actions_out
         self._cost = cost
         self._load_factor = LearnedFactor()  # by which loads take longer than `cost` predicts
         self._learning = learning
@@ -100,7 +106,7 @@ class PrefixLoader:
         if num_known == len(keys):
             return False
         request.lookup_start = num_known
-        self._effects.perform(LookUpBlocks(request.attempt_id, tuple(keys[num_known:])))
+        self._actions_out.perform(LookUpBlocks(request.attempt_id, tuple(keys[num_known:])))
         return True
 
     def on_look_up_ended(self, event: LookUpEnded) -> None:
@@ -112,14 +118,14 @@ class PrefixLoader:
         assert tier is not None
         request.lookup_start = None
         self._scheduler.stop_repeating()
-        self._effects.count("failed_lookups", 1 if event.error else 0)
+        self._actions_out.count("failed_lookups", 1 if event.error else 0)
         if tier.lost:
             return
         keys = request.keys[: self._kv_cache.max_cached_blocks(request)]
         voided = tier.learn(keys[start : start + event.num_blocks], start)
         if voided:
-            self._effects.perform(ForgetStored(tuple(voided)))
-        self._effects.count("found_blocks", event.num_blocks)
+            self._actions_out.perform(ForgetStored(tuple(voided)))
+        self._actions_out.count("found_blocks", event.num_blocks)
         self._load(request, keys)
 
     def _load(self, request: RequestState, keys: Sequence[BlockKey]) -> int:
@@ -188,7 +194,7 @@ class PrefixLoader:
         # The gap must still be computable in time after a source that hangs.
         usual_s = self._cost.transfer_s(len(missing) * layout.block_bytes, same_host=False)
         timeout_s = min(attempt.timeout_s, FETCH_PATIENCE * (usual_s + fetch.load_s) + 1.0)
-        self._effects.perform(
+        self._actions_out.perform(
             FetchBlocks(attempt.attempt_id, fetch.source, missing_keys, missing, timeout_s)
         )
 
@@ -209,9 +215,9 @@ class PrefixLoader:
     def on_fetch_ended(self, request: RequestState, event: FetchEnded) -> None:
         """Caches the blocks that arrived; the request computes the others."""
         request.pending.discard(PendingTransfer.FETCH)
-        self._effects.count("corrupt_slices", event.corrupt_slices)
-        self._effects.count("fetched_bytes", event.num_bytes)
-        self._effects.count("failed_fetches", 1 if event.error else 0)
+        self._actions_out.count("corrupt_slices", event.corrupt_slices)
+        self._actions_out.count("fetched_bytes", event.num_bytes)
+        self._actions_out.count("failed_fetches", 1 if event.error else 0)
         for offset in range(event.num_blocks):
             index = request.fetch_first_index + offset
             self._pool.cache_block(request.fetched_blocks[offset], request.keys[index], index)
@@ -219,7 +225,7 @@ class PrefixLoader:
         request.corrupt_slices += event.corrupt_slices
         request.fetch_s = event.seconds
         num_tokens = request.num_fetched_tokens
-        request.report_span(self._effects, "fetch", event.seconds, num_tokens, event.num_bytes)
+        request.report_span(self._actions_out, "fetch", event.seconds, num_tokens, event.num_bytes)
         if not request.closing:
             self._acquire_arrived(request)
 
@@ -260,7 +266,7 @@ class PrefixLoader:
             lacking = len(missing.intersection(request.keys)) if missing else 0
             request.num_loaded_tokens -= lacking * self._kv_cache.layout.block_tokens
             request.corrupt_slices += event.corrupt_slices
-            request.report_span(self._effects, "ssd_load", event.seconds, 0, event.num_bytes)
+            request.report_span(self._actions_out, "ssd_load", event.seconds, 0, event.num_bytes)
             if request.overlapping:
                 overlapping.append(request)
             elif not request.closing:
@@ -303,4 +309,4 @@ class PrefixLoader:
         blocks = self._pool.match(keys)
         self._pool.release(BlockOwner("read", read_id))
         self._pool.acquire(BlockOwner("read", read_id), blocks)
-        self._effects.perform(GrantRead(read_id, blocks))
+        self._actions_out.perform(GrantRead(read_id, blocks))

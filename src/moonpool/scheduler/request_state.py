@@ -12,7 +12,7 @@ from typing import NamedTuple
 from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.messages import AttemptId, AttemptSpan, AttemptSpec, PrefillStarted
 from moonpool.protocol.transfer_events import PeerAddress
-from moonpool.scheduler.actions import DraftTask, Effects
+from moonpool.scheduler.actions import ActionBuffer, DraftTask
 from moonpool.scheduler.batching.tenant_accounts import TenantAccount
 from moonpool.scheduler.speculation.drafts import DraftState
 from moonpool.scheduler.tokens import Tokens
@@ -172,12 +172,12 @@ class RequestState:
         left = len(self.attempt.token_ids) - self.num_computed
         return min(num_tokens, max(left, 0))
 
-    def report_started(self, effects: Effects, cached_tokens: int) -> None:
+    def report_started(self, actions_out: ActionBuffer, cached_tokens: int) -> None:
         """Reports once, as soon as it is known how many tokens need no prefill, that it began."""
         if self.started:
             return
         self.started = True
-        effects.report(
+        actions_out.report(
             PrefillStarted(
                 attempt_id=self.attempt_id,
                 cached_tokens=cached_tokens,
@@ -190,7 +190,12 @@ class RequestState:
         )
 
     def report_span(
-        self, effects: Effects, name: str, seconds: float, num_tokens: int, num_bytes: int = 0
+        self,
+        actions_out: ActionBuffer,
+        name: str,
+        seconds: float,
+        num_tokens: int,
+        num_bytes: int = 0,
     ) -> None:
         """Reports a part of a traced attempt that has ended now."""
         if self.attempt.is_traced:
@@ -201,7 +206,7 @@ class RequestState:
                 num_tokens=num_tokens,
                 num_bytes=num_bytes,
             )
-            effects.report(span)
+            actions_out.report(span)
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest token is the last one; None if it is not."""

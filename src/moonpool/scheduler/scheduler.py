@@ -14,7 +14,7 @@ from moonpool.cost.model import CostModel
 from moonpool.cost.online import LearnedFactor
 from moonpool.protocol.messages import AttemptSpec, DecodeAccepted
 from moonpool.scheduler.actions import (
-    Effects,
+    ActionBuffer,
     RunStep,
     SendBlocks,
     StartStream,
@@ -51,7 +51,7 @@ class Scheduler:
         self,
         config: InstanceConfig,
         kv_cache: KVCacheManager,
-        effects: Effects,
+        actions_out: ActionBuffer,
         cost: CostModel,
         overlap: LayerwiseOverlap,
         speculation: Speculation | None = None,
@@ -75,7 +75,7 @@ class Scheduler:
         self._expected: deque[tuple[ExpectedStep | None, float]] = deque()
         self._kv_cache = kv_cache
         self._layout = kv_cache.layout
-        self._effects = effects
+        self._actions_out = actions_out
         self.overlap = overlap
         self._repeating = False
         self._newest_joining: RequestState | None = None  # it may have joined
@@ -156,7 +156,7 @@ class Scheduler:
         """Ends a repeated step, because the next step should differ from it."""
         if self._repeating:
             self._repeating = False
-            self._effects.perform(StopRepeating())
+            self._actions_out.perform(StopRepeating())
 
     # Steps
 
@@ -272,7 +272,7 @@ class Scheduler:
     def _preempt(self, request: RequestState) -> None:
         """Frees a running request's blocks and puts it first in the waiting queue. It is computed
         again later, after whatever of it is still cached."""
-        self._effects.count("preemptions")
+        self._actions_out.count("preemptions")
         request.num_preemptions += 1
         request.num_overlap_blocks = 0
         self._kv_cache.free(request)
@@ -301,7 +301,7 @@ class Scheduler:
             self.joining.popleft()
             request.phase = RequestPhase.RUNNING
             self.running.append(request)
-            self._effects.report(DecodeAccepted(attempt_id=request.attempt_id))
+            self._actions_out.report(DecodeAccepted(attempt_id=request.attempt_id))
             self.stop_repeating()
 
     def _keeps_step_short(self, request: RequestState) -> bool:
@@ -399,17 +399,17 @@ class Scheduler:
             return  # it was preempted
         request.num_reused = request.num_computed
         if not request.overlapping:
-            request.report_started(self._effects, request.num_computed)
+            request.report_started(self._actions_out, request.num_computed)
         if request.target is not None:
             request.pending.add(PendingTransfer.SEND)
             attempt_id = request.attempt_id
-            self._effects.perform(
+            self._actions_out.perform(
                 StartStream(attempt_id, request.target, request.attempt.timeout_s)
             )
             cached = request.block_ids[: request.num_cached_blocks]
             request.num_streamed_blocks = max(len(cached), request.num_overlap_blocks)
             if cached:
-                self._effects.perform(SendBlocks(attempt_id, tuple(enumerate(cached))))
+                self._actions_out.perform(SendBlocks(attempt_id, tuple(enumerate(cached))))
 
     # 3. Select
 
@@ -469,7 +469,7 @@ class Scheduler:
         self._repeating = repeats > 1
         self.steps.append(step)
         entries = tuple([self._step_entry(request, num_tokens) for request, num_tokens in step])
-        self._effects.perform(RunStep(entries, repeats, drafting_s))
+        self._actions_out.perform(RunStep(entries, repeats, drafting_s))
 
     def _allocate_repeats(self, step: Step) -> int:
         """How often a step of decodes may run without any report: until an answer may end or the

@@ -36,7 +36,7 @@ from itertools import islice
 from moonpool.kvcache.block_owner import BlockOwner, owners_of
 from moonpool.kvcache.ssd_tier import SsdTier
 from moonpool.protocol.transfer_events import LoadEnded, LoadReturned, StoreEnded, StoreReturned
-from moonpool.scheduler.actions import Effects, ForgetStored, LoadBlocks, StoreBlocks
+from moonpool.scheduler.actions import ActionBuffer, ForgetStored, LoadBlocks, StoreBlocks
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.request_state import TransferEta
 from moonpool.types import BlockId, BlockKey
@@ -64,10 +64,10 @@ class _Store:
 class Demotion:
     """The writes in progress. Their owners are of kind "demote" in both pools."""
 
-    def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
+    def __init__(self, kv_cache: KVCacheManager, actions_out: ActionBuffer) -> None:
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
-        self._effects = effects
+        self._actions_out = actions_out
         self._stores: dict[str, _Store] = {}
         self._hung: dict[str, tuple[BlockId, ...]] = {}  # slots that a hung disk may still write
         self._num_stores = 0
@@ -146,7 +146,7 @@ class Demotion:
         """Starts one write of blocks that wait."""
         owner = self._next_owner()
         blocks = self._take_ahead(MAX_BATCH_BLOCKS, owner)
-        self._effects.count("written_ahead_blocks", len(blocks))
+        self._actions_out.count("written_ahead_blocks", len(blocks))
         self._write(tier, owner, blocks, ahead=True)
 
     def _take_ahead(self, num_blocks: int, heir: BlockOwner | None = None) -> list[BlockId]:
@@ -197,9 +197,9 @@ class Demotion:
         pool = self._pool
         slots, voided = tier.reserve(owner, len(blocks))
         if voided:
-            self._effects.perform(ForgetStored(tuple(voided)))
+            self._actions_out.perform(ForgetStored(tuple(voided)))
         refused = blocks[len(slots) :]
-        self._effects.count("refused_blocks", len(refused))
+        self._actions_out.count("refused_blocks", len(refused))
         pool.release_some(owner, refused)
         written = blocks[: len(slots)]
         if written:
@@ -211,18 +211,18 @@ class Demotion:
             self._writing.update(keys)
             self._num_storing += len(written)
             self._num_copying += len(written) if ahead else 0
-            self._effects.perform(StoreBlocks(store_id, keys, tuple(written), tuple(slots)))
+            self._actions_out.perform(StoreBlocks(store_id, keys, tuple(written), tuple(slots)))
 
     def _deserves_write(self, tier: SsdTier, block_id: BlockId) -> bool:
         key = _known(self._pool.key_of(block_id))
         slot = tier.slot_of(key)
         if slot is not None:
             tier.touch([slot])
-            self._effects.count("spared_writes")
+            self._actions_out.count("spared_writes")
             return False
         if tier.admits(key, self._pool.num_uses(block_id) > 0):
             return True
-        self._effects.count("refused_blocks")
+        self._actions_out.count("refused_blocks")
         return False
 
     def on_ended(self, event: StoreEnded) -> None:
@@ -244,14 +244,14 @@ class Demotion:
             tier.slots.release_some(owner, store.slots[:num_stored])
             tier.slots.hand_over(owner, BlockOwner("hung:store", event.store_id))
             self._hung[event.store_id] = store.slots[num_stored:]
-            self._effects.count("hung_stores")
+            self._actions_out.count("hung_stores")
         tier.slots.release(owner)
         self._pool.release(owner)
         if void and not tier.lost:
-            self._effects.perform(ForgetStored(tuple(void)))
-        self._effects.count("stored_blocks", num_stored)
-        self._effects.count("stored_bytes", event.num_bytes)
-        self._effects.count("failed_stores", 1 if event.error else 0)
+            self._actions_out.perform(ForgetStored(tuple(void)))
+        self._actions_out.count("stored_blocks", num_stored)
+        self._actions_out.count("stored_bytes", event.num_bytes)
+        self._actions_out.count("failed_stores", 1 if event.error else 0)
 
     def on_returned(self, event: StoreReturned) -> None:
         """Frees the slots of a write that hung, after the disk has returned."""
@@ -260,7 +260,7 @@ class Demotion:
         slots = self._hung.pop(event.store_id)
         tier.slots.release(BlockOwner("hung:store", event.store_id))
         if slots and not tier.lost:
-            self._effects.perform(ForgetStored(slots))
+            self._actions_out.perform(ForgetStored(slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +274,9 @@ class _Load:
 class Promotion:
     """The loads in progress. Their owners are of kind "load" in both pools."""
 
-    def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
+    def __init__(self, kv_cache: KVCacheManager, actions_out: ActionBuffer) -> None:
         self._kv_cache = kv_cache
-        self._effects = effects
+        self._actions_out = actions_out
         self._loads: dict[str, _Load] = {}
         self._loading: dict[BlockKey, tuple[str, BlockId]] = {}  # load id and target block
         self._etas: dict[str, TransferEta] = {}  # of loads that arrive layer by layer
@@ -362,14 +362,14 @@ class Promotion:
             loading[key] = load_id, block_id
         tier.hold(owner, slots)
         self._loads[load_id] = _Load(new, tuple(slots), tuple(blocks), len(self._loads) + 1)
-        self._effects.perform(LoadBlocks(load_id, new, tuple(slots), tuple(blocks), by_layer))
+        self._actions_out.perform(LoadBlocks(load_id, new, tuple(slots), tuple(blocks), by_layer))
         return waits | {load_id}
 
     def on_ended(self, event: LoadEnded) -> tuple[BlockKey, ...]:
         """Caches the blocks that arrived and returns the keys of the others. All blocks stay held
         until `free`, so that the waiting requests can acquire them first."""
         load = self._loads[event.load_id]
-        tier, effects = self._kv_cache.tier, self._effects
+        tier, actions_out = self._kv_cache.tier, self._actions_out
         assert tier is not None
         for index in range(event.num_blocks):
             depth = tier.slots.depth_of(load.slots[index])
@@ -379,12 +379,12 @@ class Promotion:
         elif event.num_blocks < len(load.keys) and not tier.lost:
             bad = load.slots[event.num_blocks]  # the state of the slots after it is unknown
             tier.slots.uncache([bad])
-            effects.perform(ForgetStored((bad,)))
-        effects.count("loaded_blocks", event.num_blocks)
-        effects.count("loaded_bytes", event.num_bytes)
-        effects.count("corrupt_slices", event.corrupt_slices)
-        effects.count("failed_loads", 1 if event.num_blocks < len(load.keys) else 0)
-        effects.count("hung_loads", 1 if event.hung else 0)
+            actions_out.perform(ForgetStored((bad,)))
+        actions_out.count("loaded_blocks", event.num_blocks)
+        actions_out.count("loaded_bytes", event.num_bytes)
+        actions_out.count("corrupt_slices", event.corrupt_slices)
+        actions_out.count("failed_loads", 1 if event.num_blocks < len(load.keys) else 0)
+        actions_out.count("hung_loads", 1 if event.hung else 0)
         return load.keys[event.num_blocks :]
 
     def free(self, load_id: str) -> None:

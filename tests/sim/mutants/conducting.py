@@ -191,7 +191,7 @@ def _cold(original: Method) -> Method:
     def defective(self: Instance, command: Any) -> None:
         snapshot = self._kv_cache.take_snapshot()
         empty = BlocksSnapshot(next_sequence=snapshot.next_sequence, keys=())
-        self._effects.report(empty)
+        self._actions_out.report(empty)
 
     return defective
 

@@ -64,7 +64,7 @@ def _adopt_nothing(original: Method) -> Method:
 )
 def _overwrite(original: Method) -> Method:
     def defective(self: Demotion, *args: Any, **more: Any) -> None:
-        with edited(self._effects, lambda a: None if isinstance(a, ForgetStored) else a):
+        with edited(self._actions_out, lambda a: None if isinstance(a, ForgetStored) else a):
             original(self, *args, **more)
 
     return defective
@@ -170,7 +170,7 @@ def _mixed_order(original: Method) -> Method:
             blocks = tuple(reversed(action.block_ids))
             return StoreBlocks(action.store_id, action.keys, blocks, action.slots)
 
-        with edited(self._effects, mixed):
+        with edited(self._actions_out, mixed):
             original(self, *args, **more)
 
     return defective

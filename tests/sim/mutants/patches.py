@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moonpool.scheduler.actions import Effects
+from moonpool.scheduler.actions import ActionBuffer
 
 Method = Callable[..., Any]
 
@@ -17,9 +17,9 @@ def nothing(original: Method) -> Method:
 
 
 @contextmanager
-def edited(effects: Effects, edit: Callable[[Any], Any]) -> Iterator[None]:
+def edited(actions_out: ActionBuffer, edit: Callable[[Any], Any]) -> Iterator[None]:
     """Passes each action that is added meanwhile through `edit`; None drops it."""
-    start = len(effects._actions)
+    start = len(actions_out._actions)
     yield
-    kept = map(edit, effects._actions[start:])
-    effects._actions[start:] = [action for action in kept if action is not None]
+    kept = map(edit, actions_out._actions[start:])
+    actions_out._actions[start:] = [action for action in kept if action is not None]

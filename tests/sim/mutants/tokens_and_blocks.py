@@ -165,7 +165,7 @@ def _shift(original: Method) -> Method:
             blocks = request.block_ids[: len(action.block_ids)]
             return ExpectStream(action.stream_id, blocks, action.first_index, action.timeout_s)
 
-        with edited(self._effects, shifted):
+        with edited(self._actions_out, shifted):
             original(self, request, patient)
 
     return defective
@@ -196,7 +196,7 @@ def _lease_one(original: Method) -> Method:
         blocks = self._pool.match(keys)
         self._pool.release(BlockOwner("read", read_id))
         self._pool.acquire(BlockOwner("read", read_id), blocks[:1])
-        self._effects.perform(GrantRead(read_id, blocks))
+        self._actions_out.perform(GrantRead(read_id, blocks))
 
     return defective
 
@@ -280,7 +280,7 @@ def _strand_sender(original: Method) -> Method:
 )
 def _no_cancel(original: Method) -> Method:
     def defective(self: AttemptLifecycle, request: RequestState) -> None:
-        with edited(self._effects, lambda a: None if isinstance(a, CancelStream) else a):
+        with edited(self._actions_out, lambda a: None if isinstance(a, CancelStream) else a):
             original(self, request)
 
     return defective

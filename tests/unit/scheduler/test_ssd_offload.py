@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moonpool.kvcache.ssd_tier import GHOSTS_PER_BLOCK, SsdTier
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.transfer_events import LoadEnded, LoadReturned, StoreEnded, StoreReturned
-from moonpool.scheduler.actions import Effects, ForgetStored, LoadBlocks, StoreBlocks
+from moonpool.scheduler.actions import ActionBuffer, ForgetStored, LoadBlocks, StoreBlocks
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.ssd_offload import Demotion, Promotion
@@ -42,9 +42,9 @@ class TiersMachine(RuleBasedStateMachine):
             ssd_admission=admission,  # type: ignore[arg-type]
         )
         self.kv_cache = KVCacheManager(config, LAYOUT, 48)
-        self.effects = Effects()
-        self.demotion = Demotion(self.kv_cache, self.effects)
-        self.promotion = Promotion(self.kv_cache, self.effects)
+        self.actions_out = ActionBuffer()
+        self.demotion = Demotion(self.kv_cache, self.actions_out)
+        self.promotion = Promotion(self.kv_cache, self.actions_out)
         self.arena: dict[BlockId, BlockKey] = {}
         self.disk: dict[int, BlockKey] = {}
         self.stores: list[StoreBlocks] = []
@@ -187,7 +187,7 @@ class TiersMachine(RuleBasedStateMachine):
     def after(self) -> None:
         """Does what the instance and its driver do at the end of each event."""
         self.demotion.run()
-        for action in self.effects.take():
+        for action in self.actions_out.take():
             match action:
                 case StoreBlocks():
                     for name, block in zip(action.keys, action.block_ids, strict=True):

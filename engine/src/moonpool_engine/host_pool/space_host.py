@@ -150,7 +150,7 @@ class SpaceHost:
     def state(self, rank: int) -> SpaceState:
         """Gauges and counters."""
         pool, tier = self.space.pool, self.space.kv_cache.tier_load()
-        counters = dict(self.space.effects.counters)
+        counters = dict(self.space.actions_out.counters)
         received = self._messenger.counts().received_bytes
         counters |= {f"{way}_received_bytes": float(count) for way, count in received.items()}
         rate = 0.0

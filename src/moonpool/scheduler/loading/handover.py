@@ -14,7 +14,7 @@ from moonpool.kvcache.block_owner import EVICTION, BlockOwner
 from moonpool.kvcache.block_pool import BlockPool
 from moonpool.protocol.messages import HotPrefix, PrefixTakenOver, TakeOverPrefix
 from moonpool.protocol.transfer_events import FetchEnded
-from moonpool.scheduler.actions import Effects, FetchBlocks
+from moonpool.scheduler.actions import ActionBuffer, FetchBlocks
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.types import BlockId, BlockKey
 
@@ -84,9 +84,9 @@ class _Takeover:
 class KvHandover:
     """The takeovers in progress, by the ids of their fetches."""
 
-    def __init__(self, kv_cache: KVCacheManager, effects: Effects) -> None:
+    def __init__(self, kv_cache: KVCacheManager, actions_out: ActionBuffer) -> None:
         self._kv_cache = kv_cache
-        self._effects = effects
+        self._actions_out = actions_out
         self._takeovers: dict[str, _Takeover] = {}
         self._num_begun = 0
 
@@ -116,29 +116,31 @@ class KvHandover:
         full = num_blocks < len(missing)
         if not blocks:
             pool.release(owner)
-            self._effects.report(PrefixTakenOver(number=command.number, num_blocks=0, full=full))
+            self._actions_out.report(
+                PrefixTakenOver(number=command.number, num_blocks=0, full=full)
+            )
             return
         keys = missing[:num_blocks]
         takeover = _Takeover(owner, command, keys, tuple(blocks), len(held), full)
         self._takeovers[owner.name] = takeover
-        self._effects.perform(
+        self._actions_out.perform(
             FetchBlocks(owner.name, command.source, keys, blocks, command.timeout_s)
         )
 
     def on_fetch_ended(self, event: FetchEnded) -> None:
         """Caches the blocks that arrived, with the number of uses they had at the source."""
         takeover = self._takeovers.pop(event.fetch_id)
-        pool, effects = self._kv_cache.pool, self._effects
+        pool, actions_out = self._kv_cache.pool, self._actions_out
         for offset in range(event.num_blocks):
             block_id = takeover.blocks[offset]
             if pool.cache_block(block_id, takeover.keys[offset], takeover.depth + offset):
                 pool.count_uses(block_id, takeover.command.num_uses)
         pool.release(takeover.owner)
-        effects.count("taken_over_blocks", event.num_blocks)
-        effects.count("corrupt_slices", event.corrupt_slices)
-        effects.count("fetched_bytes", event.num_bytes)
-        effects.count("failed_fetches", 1 if event.error else 0)
-        effects.report(
+        actions_out.count("taken_over_blocks", event.num_blocks)
+        actions_out.count("corrupt_slices", event.corrupt_slices)
+        actions_out.count("fetched_bytes", event.num_bytes)
+        actions_out.count("failed_fetches", 1 if event.error else 0)
+        actions_out.report(
             PrefixTakenOver(
                 number=takeover.command.number,
                 num_blocks=event.num_blocks,

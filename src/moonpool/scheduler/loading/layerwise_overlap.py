@@ -14,7 +14,7 @@ hangs would delay all of their answers.
 from __future__ import annotations
 
 from moonpool.cost.model import Chunk, CostModel
-from moonpool.scheduler.actions import Arriving, Effects, SendBlocks
+from moonpool.scheduler.actions import ActionBuffer, Arriving, SendBlocks
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.request_state import RequestState, TransferEta
@@ -35,7 +35,7 @@ class LayerwiseOverlap:
         config: InstanceConfig,
         kv_cache: KVCacheManager,
         promotion: Promotion,
-        effects: Effects,
+        actions_out: ActionBuffer,
         cost: CostModel,
     ) -> None:
         self._out_of_blocks: list[RequestState] = []
@@ -43,7 +43,7 @@ class LayerwiseOverlap:
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
         self.promotion = promotion
-        self._effects = effects
+        self._actions_out = actions_out
         self._cost = cost
 
     # Start
@@ -129,7 +129,7 @@ class LayerwiseOverlap:
         request.num_overlap_blocks = len(run)
         request.num_cached_blocks = cached.index(False) if False in cached else len(run)
         request.num_computed = request.num_scheduled = len(run) * layout.block_tokens
-        self._effects.count("early_prefills")
+        self._actions_out.count("early_prefills")
         return True
 
     # End
@@ -141,10 +141,10 @@ class LayerwiseOverlap:
         self._pool.release(request.fetch_owner)
         num_valid = self._num_valid(request)
         sent, request.num_cached_blocks = request.num_cached_blocks, num_valid
-        request.report_started(self._effects, num_valid * self._kv_cache.layout.block_tokens)
+        request.report_started(self._actions_out, num_valid * self._kv_cache.layout.block_tokens)
         if request.streaming and sent < num_valid:
             blocks = tuple((index, request.block_ids[index]) for index in range(sent, num_valid))
-            self._effects.perform(SendBlocks(request.attempt_id, blocks))
+            self._actions_out.perform(SendBlocks(request.attempt_id, blocks))
         if not request.steps_pending:
             self._settle(request, num_valid)
 
@@ -157,7 +157,7 @@ class LayerwiseOverlap:
             if num_valid == request.num_overlap_blocks:
                 request.num_overlap_blocks = 0
                 return True
-        self._effects.count("missed_steps")
+        self._actions_out.count("missed_steps")
         request.missed = True
         request.num_scheduled = request.num_computed
         if not request.arriving:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from moonpool.cost.model import CostModel
 from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.messages import PrefetchBlocks
-from moonpool.scheduler.actions import Effects
+from moonpool.scheduler.actions import ActionBuffer
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.ssd_offload import Promotion
 from moonpool.types import BlockKey
@@ -34,13 +34,17 @@ class Prefetch:
     request needed them); `wasted_prefetched_blocks` (they left DRAM before)."""
 
     def __init__(
-        self, kv_cache: KVCacheManager, promotion: Promotion, effects: Effects, cost: CostModel
+        self,
+        kv_cache: KVCacheManager,
+        promotion: Promotion,
+        actions_out: ActionBuffer,
+        cost: CostModel,
     ) -> None:
         self._kv_cache = kv_cache
         self._cost = cost
         self._pool = kv_cache.pool
         self._promotion = promotion
-        self._effects = effects
+        self._actions_out = actions_out
         self._commands: deque[Sequence[BlockKey]] = deque(maxlen=MAX_COMMANDS)
         self._load_id = ""  # of the batch in progress
         self._batch: Sequence[BlockKey] = ()
@@ -83,19 +87,19 @@ class Prefetch:
         self._load_id = ""
         arrived = [key for key in self._batch if self._pool.find(key) is not None]
         self._unused.update(dict.fromkeys(arrived))
-        self._effects.count("prefetched_blocks", len(arrived))
+        self._actions_out.count("prefetched_blocks", len(arrived))
         if len(arrived) < len(self._batch) and self._commands:
             self._commands.popleft()
 
     def note_used(self, keys: Iterable[BlockKey]) -> None:
         """Notes that a request needs these blocks."""
         if self._unused:
-            self._effects.count("used_prefetched_blocks", self._take(keys))
+            self._actions_out.count("used_prefetched_blocks", self._take(keys))
 
     def note_gone(self, keys: Iterable[BlockKey]) -> None:
         """Notes that these blocks left DRAM."""
         if self._unused:
-            self._effects.count("wasted_prefetched_blocks", self._take(keys))
+            self._actions_out.count("wasted_prefetched_blocks", self._take(keys))
 
     def _take(self, keys: Iterable[BlockKey]) -> int:
         before = len(self._unused)

@@ -26,7 +26,7 @@ from moonpool.config.tables import SpeculativeConfig
 from moonpool.cost.model import CostModel
 from moonpool.cost.online import LearnedFactor
 from moonpool.protocol.messages import AttemptId
-from moonpool.scheduler.actions import Effects
+from moonpool.scheduler.actions import ActionBuffer
 from moonpool.scheduler.batching.policies import Share
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
@@ -106,7 +106,7 @@ class Speculation:
         settings: SpeculativeConfig,
         config: InstanceConfig,
         kv_cache: KVCacheManager,
-        effects: Effects,
+        actions_out: ActionBuffer,
         cost: CostModel,
         eos_token_ids: frozenset[int],
         model: DraftModel | None = None,
@@ -114,7 +114,7 @@ class Speculation:
         self._settings = settings
         self._config = config
         self._kv_cache = kv_cache
-        self._effects = effects
+        self._actions_out = actions_out
         self._cost = cost
         self._eos = eos_token_ids
         self._model = model
@@ -194,9 +194,9 @@ class Speculation:
             num_right = int(state.offered[0] == token_ids[0])
             wrong = not num_right
         else:
-            self._effects.count("drafts")
-            self._effects.count("draft_tokens", num_drafts)
-            self._effects.count("accepted_draft_tokens", num_right)
+            self._actions_out.count("drafts")
+            self._actions_out.count("draft_tokens", num_drafts)
+            self._actions_out.count("accepted_draft_tokens", num_right)
         self._observe(state, state.source, num_right, wrong)
         state.offered = ()
 
