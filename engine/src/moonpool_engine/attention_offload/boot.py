@@ -21,8 +21,11 @@ from moonpool_engine.attention_offload.client import (
     spin_s,
     start_local_attention,
 )
-from moonpool_engine.attention_offload.offload import AttentionGroup, Offload
 from moonpool_engine.attention_offload.partition import segment_blocks, share_heads
+from moonpool_engine.attention_offload.remote_messenger import (
+    AttentionGroup,
+    RemoteAttentionMessenger,
+)
 from moonpool_engine.attention_offload.wire import LayerRule
 from moonpool_engine.attention_offload.worker_state import AttentionWorkerState
 from moonpool_engine.engine.builtin import LoadedModel
@@ -43,7 +46,7 @@ class OffloadedParts:
 
     arena: Arena
     engine: Engine
-    offload: Offload
+    offload: RemoteAttentionMessenger
     group: AttentionGroup
     segment_blocks: int  # blocks of a segment, if a sequence may lie at several workers; else 0
 
@@ -75,7 +78,7 @@ def boot_attention_group(
     )
     by_head = setup.sharing.partition == "head"
     head_ranges = share_heads(spec.num_kv_heads, len(setup.attention)) if by_head else ()
-    offload = Offload(setup.attention, peer, options, head_ranges)
+    offload = RemoteAttentionMessenger(setup.attention, peer, options, head_ranges)
     pin_thread(share.others)  # inherited by the threads that move the local worker's blocks
     local = _local_worker(setup, options, peer)
     pin_thread(share.engine)

@@ -118,7 +118,7 @@ class RemoteOps:
         self._placement = placement
         self._head_ranges = tuple(head_ranges)
         self.on_lost: Callable[[int, AttentionChannel], None] = lambda worker, channel: None
-        self.epoch = 0  # of the next steps; set by `Offload` before each
+        self.epoch = 0  # of the next steps; set by `RemoteAttentionMessenger` before each
         self.attending_ns = 0  # sum of the workers' own times, as they report them
         self.waited_ns = 0  # time spent waiting for their results
         self._early_query = early_query

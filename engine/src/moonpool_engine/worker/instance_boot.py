@@ -21,7 +21,7 @@ from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory, instance_config
 from moonpool.types import BlockId, BlockKey
-from moonpool_engine.attention_offload.offload import Event, Offload
+from moonpool_engine.attention_offload.remote_messenger import Event, RemoteAttentionMessenger
 from moonpool_engine.engine.drafting.drafter import Drafter
 from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.engine.parallel.pipeline import PipelineEngine
@@ -85,7 +85,7 @@ class BootedInstance:
     drafter: Drafter | None = None  # guesses tokens that steps verify
 
     @property
-    def offload(self) -> Offload | None:
+    def offload(self) -> RemoteAttentionMessenger | None:
         """Set if attention workers hold the blocks; it is then the messenger too."""
         return None if self.built.parts is None else self.built.parts.offload
 

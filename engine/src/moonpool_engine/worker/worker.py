@@ -44,7 +44,7 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.scheduler.instance import Instance
-from moonpool_engine.attention_offload.offload import Event, Offload
+from moonpool_engine.attention_offload.remote_messenger import Event, RemoteAttentionMessenger
 from moonpool_engine.engine.gguf.shared_weights import SharedWeights
 from moonpool_engine.engine.parallel.pipeline import PipelineEngine
 from moonpool_engine.transfer.local_peer import LocalPeer
@@ -315,7 +315,9 @@ class Worker(InstanceProcess):
             log.info("%s", notice)
         self._engine.submit(step, self._gates.of_step(step))
 
-    def _name_blocks(self, offload: Offload, instance: Instance, reports: list[Report]) -> None:
+    def _name_blocks(
+        self, offload: RemoteAttentionMessenger, instance: Instance, reports: list[Report]
+    ) -> None:
         """Reports the keys of new blocks to the attention workers that hold them."""
         for report in reports:
             if isinstance(report, BlocksChanged):

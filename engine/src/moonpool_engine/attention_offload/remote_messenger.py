@@ -67,7 +67,7 @@ class AttentionGroup(Struct, frozen=True):
     cached: tuple[tuple[BlockId, BlockKey], ...]  # full blocks that an earlier owner left
 
 
-class Offload:
+class RemoteAttentionMessenger:
     """A `BlockMessenger` over connections to the attention workers. Thread-safe. Call `connect`,
     `make_ops`, then `run`, which begins to receive events."""
 
