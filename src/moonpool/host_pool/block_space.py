@@ -45,7 +45,7 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
-from moonpool.scheduler.ssd_offload import Demotion, Promotion
+from moonpool.scheduler.ssd_tiering import Demotion, Promotion
 from moonpool.types import BlockId, BlockKey
 
 STORE_SHARE = 4

@@ -9,7 +9,7 @@ disk and evict others. "second-use" therefore admits a block that was used in DR
 computed, or that was dropped before: the keys of dropped blocks (ghosts) are remembered for a
 while.
 
-Bookkeeping only: no bytes, and no decision when to move which block (`scheduler.ssd_offload`,
+Bookkeeping only: no bytes, and no decision when to move which block (`scheduler.ssd_tiering`,
 `scheduler.prefix_loader`).
 """
 

@@ -79,7 +79,7 @@ from moonpool.scheduler.request_state import RequestPhase, RequestState
 from moonpool.scheduler.scheduler import Scheduler
 from moonpool.scheduler.speculation.draft_model import DraftModel, DraftModelPlace
 from moonpool.scheduler.speculation.speculation import Speculation
-from moonpool.scheduler.ssd_offload import Demotion, Promotion, reserved_blocks
+from moonpool.scheduler.ssd_tiering import Demotion, Promotion, reserved_blocks
 from moonpool.types import BlockId, BlockKey, Role
 
 

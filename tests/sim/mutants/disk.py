@@ -14,7 +14,7 @@ from moonpool.scheduler.actions import ForgetStored, StoreBlocks
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.prefix_loader import PrefixLoader
-from moonpool.scheduler.ssd_offload import Demotion, Promotion
+from moonpool.scheduler.ssd_tiering import Demotion, Promotion
 from moonpool.types import BlockId, BlockKey
 from tests.sim.mutants.mutant import plant
 from tests.sim.mutants.patches import Method, edited, nothing

@@ -1,6 +1,6 @@
 """The SSD tier: writes blocks of the arena to numbered slots on disk and reads them back.
 
-`scheduler.ssd_offload` decides when a block is written, and `kvcache.ssd_tier` to which slot. A
+`scheduler.ssd_tiering` decides when a block is written, and `kvcache.ssd_tier` to which slot. A
 store or load ends as `TierStore` says. If the folder itself fails, `StoreLost` is posted once and
 every later operation ends at once. While the disk hangs (`io_threads`), every operation ends with
 an error that shows whether the disk may still access its blocks.

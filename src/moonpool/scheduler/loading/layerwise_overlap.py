@@ -18,7 +18,7 @@ from moonpool.scheduler.actions import ActionBuffer, Arriving, SendBlocks
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.request_state import RequestState, TransferEta
-from moonpool.scheduler.ssd_offload import Promotion
+from moonpool.scheduler.ssd_tiering import Promotion
 from moonpool.types import BlockId
 
 PATIENCE = 2.0

@@ -19,7 +19,7 @@ from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.messages import PrefetchBlocks
 from moonpool.scheduler.actions import ActionBuffer
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
-from moonpool.scheduler.ssd_offload import Promotion
+from moonpool.scheduler.ssd_tiering import Promotion
 from moonpool.types import BlockKey
 
 BATCH_BLOCKS = 16

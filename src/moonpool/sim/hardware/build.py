@@ -12,7 +12,7 @@ from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import DecodeSpread, FittedCost
 from moonpool.cost.model import StepCost
 from moonpool.protocol.block_layout import FP8, LATENT, BlockLayout
-from moonpool.scheduler.ssd_offload import reserved_blocks
+from moonpool.scheduler.ssd_tiering import reserved_blocks
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue
 from moonpool.sim.hardware.draft_cost import DraftHardware, with_draft
 from moonpool.sim.hardware.node_cost import NodeCost, open_node

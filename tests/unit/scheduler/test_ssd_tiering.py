@@ -15,7 +15,7 @@ from moonpool.protocol.transfer_events import LoadEnded, LoadReturned, StoreEnde
 from moonpool.scheduler.actions import ActionBuffer, ForgetStored, LoadBlocks, StoreBlocks
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
-from moonpool.scheduler.ssd_offload import Demotion, Promotion
+from moonpool.scheduler.ssd_tiering import Demotion, Promotion
 from moonpool.types import BlockId, BlockKey
 
 LAYOUT = BlockLayout(
