@@ -156,7 +156,7 @@ class _Solo:
 
     def _note(self, report: StepTokens) -> None:
         now, served = self._solo.clock.now, self._served
-        for work in report.works:
+        for work in report.attempts:
             number = int(work.attempt_id)
             count = len(work.tokens)
             first_s = now - (count - 1) * report.gap_s

@@ -188,11 +188,11 @@ class MiniCluster:
         target = fetch = None
         if decode is not None:
             self._decode_of[work.attempt_id] = self.nodes[decode]
-            self.inbox.put((self.nodes[decode], ReserveDecode(work=work)))
+            self.inbox.put((self.nodes[decode], ReserveDecode(attempt=work)))
             target = self.nodes[decode].address
         if fetch_from is not None:
             fetch = PrefixSource(source=self.nodes[fetch_from].address, num_blocks=10_000)
-        self.inbox.put((self.nodes[on], StartPrefill(work=work, fetch=fetch, target=target)))
+        self.inbox.put((self.nodes[on], StartPrefill(attempt=work, fetch=fetch, target=target)))
 
     def run(self, timeout_s: float = 60.0) -> None:
         """Runs until all submitted attempts have ended and nothing is held."""
@@ -291,7 +291,7 @@ class MiniCluster:
                 self.corrupt_slices += report.corrupt_slices
                 self.outcomes[report.attempt_id].transferred_bytes = report.num_bytes
             case StepTokens():
-                for item in report.works:
+                for item in report.attempts:
                     outcome = self.outcomes[item.attempt_id]
                     outcome.tokens.extend(t.token_id for t in item.tokens)
                     outcome.finished = item.finish is not None

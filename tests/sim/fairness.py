@@ -62,7 +62,7 @@ class Fairness:
         self._world.seen["requests that yield"] += 1
         for action in actions:
             if isinstance(action, Send) and isinstance(action.command, StartPrefill):
-                started = action.command.work.attempt_id.rpartition("/")[0]
+                started = action.command.attempt.attempt_id.rpartition("/")[0]
                 assert started != request.request_id, f"{started} takes a place of another tenant"
 
     def _level_of(self, payer: str) -> float:

@@ -125,7 +125,7 @@ class VllmLife(Member):
                     self.die()
 
     def _submit(self, submit: SubmitRequest) -> None:
-        attempt_id = submit.work.attempt_id
+        attempt_id = submit.attempt.attempt_id
         try:
             body = dialect.completion_body(
                 submit, self.facts.model_id, self.world.layout.fingerprint
@@ -134,7 +134,7 @@ class VllmLife(Member):
             failed = SubmitFailed(attempt_id, str(error), error.refused)
             self.later(lambda: self.post(failed))
             return
-        self._submitted[attempt_id] = self.server.submit(self, submit.work, body)
+        self._submitted[attempt_id] = self.server.submit(self, submit.attempt, body)
 
     # What the server sends
 

@@ -134,9 +134,9 @@ class Traffic:
         self.attempts[work.attempt_id] = attempt
         self._note_prompt(tuple(prompt), tenant)
         if attempt.streams:
-            self.cluster.send(decode, ReserveDecode(work=work))
+            self.cluster.send(decode, ReserveDecode(attempt=work))
         target = decode.way(self.rng.random() < RELAY_RATE) if attempt.streams else None
-        self.cluster.send(prefill, StartPrefill(work=work, fetch=fetch, target=target))
+        self.cluster.send(prefill, StartPrefill(attempt=work, fetch=fetch, target=target))
         self.seen["attempts"] += 1
         self.seen["streams"] += attempt.streams
         self.seen["fetches"] += fetch is not None
@@ -177,7 +177,7 @@ class Traffic:
 
     def on_message(self, member: Member, message: Up) -> None:
         if isinstance(message, StepTokens):
-            for told in message.works:
+            for told in message.attempts:
                 attempt = self.attempts.get(told.attempt_id)
                 if attempt is not None:
                     attempt.tokens += [token.token_id for token in told.tokens]

@@ -137,8 +137,8 @@ class _PlayedCluster:
             decided.append(self._time(event))
             ended.append(self._time(RequestCancelled(event.request.request_id)))
             name = self.names[-1 - number % (len(self.names) // 2)]
-            step = StepTokens(works=works.get(name, ()))
-            stepped.append(self._time(Reported(name, step)) / max(len(step.works), 1))
+            step = StepTokens(attempts=works.get(name, ()))
+            stepped.append(self._time(Reported(name, step)) / max(len(step.attempts), 1))
             keys = tuple(_key(1 << 40 | number, index) for index in range(PROMPT_BLOCKS))
             change = BlocksChanged(sequence=2 * (number // (len(self.names) // 2)), stored=keys)
             announced.append(self._time(Reported(name, change)) / len(keys))
@@ -224,7 +224,7 @@ class _PlayedCluster:
 def _placed(actions: list[ConductorAction]) -> tuple[AttemptSpec, InstanceId, InstanceId]:
     reserve, start = (a for a in actions if isinstance(a, Send))
     assert isinstance(reserve.command, ReserveDecode) and isinstance(start.command, StartPrefill)
-    return start.command.work, start.instance_id, reserve.instance_id
+    return start.command.attempt, start.instance_id, reserve.instance_id
 
 
 def _key(conversation: int, index: int) -> BlockKey:

@@ -141,7 +141,7 @@ class PipelinedInstance:
         performers: Performers = {RunStep: steps.put, SendReport: gathered.take}
         driver = InstanceDriver(instance, lambda: 0.0, performers)
         for number, job in enumerate(jobs):
-            driver.post(StartPrefill(work=_attempt(number, job)))
+            driver.post(StartPrefill(attempt=_attempt(number, job)))
         while instance.requests:
             outcome = outcomes.get()
             if isinstance(outcome, Exception):
@@ -223,7 +223,7 @@ class _Gathered:
         self.cached_tokens = 0
 
     def take_tokens(self, report: StepTokens) -> None:
-        for item in report.works:
+        for item in report.attempts:
             self.tokens[int(item.attempt_id)] += [t.token_id for t in item.tokens]
 
     def take(self, action: SendReport) -> None:

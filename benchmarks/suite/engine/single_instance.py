@@ -117,7 +117,7 @@ class SoloInstance:
             )
             attempt = solo_attempt(str(next(self._ids)), tuple(prompt), sampling)
             generation.tokens[attempt.attempt_id] = []
-            driver.post(StartPrefill(work=attempt))
+            driver.post(StartPrefill(attempt=attempt))
         while steps:
             step_began_s = time.perf_counter()
             driver.post(self._run(steps.pop()))
@@ -148,7 +148,7 @@ class Generation:
     def hear(self, action: SendReport) -> None:
         report = action.report
         if isinstance(report, StepTokens):
-            for item in report.works:
+            for item in report.attempts:
                 self.tokens[item.attempt_id].extend(item.tokens)
                 self._drawn += len(item.tokens)
         elif isinstance(report, PrefillStarted):

@@ -91,7 +91,7 @@ class _Run(SoloRun):
 
     def _note(self, report: StepTokens) -> None:
         timed, now_s = self._timed, self.clock.now
-        for number in (int(item.attempt_id) for item in report.works):
+        for number in (int(item.attempt_id) for item in report.attempts):
             if timed.ttft_s[number] < 0:
                 timed.ttft_s[number] = now_s - self._jobs[number].arrived_s
             else:

@@ -247,7 +247,7 @@ class _Bench:
         """Returns the gaps by busy phase; each round has one of each."""
         for _ in range(batch):
             tokens = self._draw(PROMPT_TOKENS)
-            self._handle(StartPrefill(work=self._work(tokens, _ENDLESS)))
+            self._handle(StartPrefill(attempt=self._work(tokens, _ENDLESS)))
         self._phase("demotion", phase_s)  # fills DRAM, and gives promotion something to read
         pairs: dict[str, list[_Pair]] = {phase: [] for phase in BUSY}
         for number in range(rounds):
@@ -321,7 +321,7 @@ class _Bench:
         known."""
         tokens = self._draw(ARRIVING_TOKENS)
         work = self._work(tokens, 1)
-        self._handle(ReserveDecode(work=work))
+        self._handle(ReserveDecode(attempt=work))
         self._events.put(Abort(attempt_id=work.attempt_id))  # after what has arrived was named
         self._arrived.append(tokens)
 

@@ -82,7 +82,7 @@ class _Run:
     def note(self, action: SendReport) -> None:
         report = action.report
         if isinstance(report, StepTokens):
-            self.answering |= {item.attempt_id for item in report.works}
+            self.answering |= {item.attempt_id for item in report.attempts}
         done = isinstance(report, PrefillDone) or self.attempt_id in self.answering
         if done and not self.took.prefill_s:
             self.took.prefill_s = time.perf_counter() - self.began_s
@@ -174,7 +174,7 @@ class LayerwiseInstance:
         """Computes until the first token is drawn and, with a target, until all is stored there."""
         work = self._work(tokens, 2 if where.get("target") else 1, 1e9)
         self._seen = run = _Run(work.attempt_id)
-        self._inbox.put(StartPrefill(work=work, **where))
+        self._inbox.put(StartPrefill(attempt=work, **where))
         while self._instance.requests or not run.took.prefill_s:
             self._turn()
         took = run.took
@@ -190,13 +190,13 @@ class LayerwiseInstance:
         Until all have ended."""
         beside = [self._work(self.tokens(prompt), most, tbt_s) for prompt, most in decodes]
         for work in beside:
-            self._inbox.put(StartPrefill(work=work))
+            self._inbox.put(StartPrefill(attempt=work))
         self._seen = waiting = _Run(AttemptId(""))
         while not waiting.answering >= {work.attempt_id for work in beside}:
             self._turn()
         work = self._work(tokens, 1, 1e9)
         self._seen = run = _Run(work.attempt_id)
-        self._inbox.put(StartPrefill(work=work))
+        self._inbox.put(StartPrefill(attempt=work))
         while self._instance.requests or not run.took.prefill_s:
             self._turn()
         return run.took

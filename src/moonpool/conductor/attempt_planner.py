@@ -264,7 +264,7 @@ def _commands(
     if attempt.decode is not None:
         # The reservation goes first, so that the decode instance can accept the KVCache stream.
         patient = attempt.decode in tracked.failed_on
-        commands.append((attempt.decode, ReserveDecode(work=spec, patient=patient)))
+        commands.append((attempt.decode, ReserveDecode(attempt=spec, patient=patient)))
         target = instances[attempt.decode].info.address
     if attempt.fetch_from is not None:
         source = instances[attempt.fetch_from].info
@@ -272,5 +272,5 @@ def _commands(
         fetch = PrefixSource(
             source=source.address, num_blocks=num_blocks, load_s=placement.source_load_s
         )
-    commands.append((attempt.prefill, StartPrefill(work=spec, fetch=fetch, target=target)))
+    commands.append((attempt.prefill, StartPrefill(attempt=spec, fetch=fetch, target=target)))
     return commands

@@ -339,7 +339,7 @@ class RequestLifecycle:
         added = self._observers.tokens
         num_tokens = room_tokens = 0
         ending: list[tuple[TrackedRequest, FinishReason]] = []
-        for item in report.works:
+        for item in report.attempts:
             tracked = self._attempts.get(item.attempt_id)
             if tracked is None or tracked.attempt is None:
                 continue

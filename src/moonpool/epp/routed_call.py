@@ -93,7 +93,7 @@ class RoutedCall:
             self.chosen.set_exception(RequestRefused.of(refuse.refusal, is_counted=True))
 
     def on_submit(self, server: ServingEndpoint, submit: SubmitRequest) -> None:
-        leg = _Leg(server, submit.work.attempt_id)
+        leg = _Leg(server, submit.attempt.attempt_id)
         if submit.handle:  # the decode of a pair, to which the response belongs already
             self._decode = leg
             self._post()
@@ -164,6 +164,6 @@ class CallDesk:
         self._calls.pop(request_id, None)
 
     def on_submit(self, server: ServingEndpoint, submit: SubmitRequest) -> None:
-        call = self._calls.get(request_of(submit.work.attempt_id))
+        call = self._calls.get(request_of(submit.attempt.attempt_id))
         if call is not None:
             call.on_submit(server, submit)

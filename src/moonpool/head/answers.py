@@ -103,14 +103,14 @@ class Answers:
         nor where their tokens go."""
         if not isinstance(command, StartPrefill | ReserveDecode):
             return command
-        request_id = request_of(command.work.attempt_id)
+        request_id = request_of(command.attempt.attempt_id)
         answer = self._streams.get(request_id)
         call = self._calls.get(request_id) if isinstance(command, StartPrefill) else None
-        route = None if answer is None else answer.route(command.work.attempt_id)
+        route = None if answer is None else answer.route(command.attempt.attempt_id)
         if call is None and route is None:
             return command
-        work = msgspec.structs.replace(command.work, call=call, route=route)
-        return msgspec.structs.replace(command, work=work)
+        attempt = msgspec.structs.replace(command.attempt, call=call, route=route)
+        return msgspec.structs.replace(command, attempt=attempt)
 
     def deliver(self, action: Deliver) -> None:
         answer = self._streams.get(action.request_id)

@@ -76,7 +76,7 @@ class _FrontConnection:
 
     def flush(self) -> None:
         if self.pending and self._channel is not None:
-            self._channel.send(DirectTokens(works=tuple(self.pending)))
+            self._channel.send(DirectTokens(attempts=tuple(self.pending)))
         self.pending.clear()
 
     def close(self) -> None:
@@ -156,10 +156,10 @@ class TokenRoutes:
     def note(self, command: Command) -> None:
         """The head sends a command."""
         match command:
-            case StartPrefill() if command.target is None and command.work.route is not None:
-                self._add(command, command.work.route, 0)
-            case ReserveDecode() if command.work.route is not None:
-                self._add(command, command.work.route, 1)  # the head delivers the first token
+            case StartPrefill() if command.target is None and command.attempt.route is not None:
+                self._add(command, command.attempt.route, 0)
+            case ReserveDecode() if command.attempt.route is not None:
+                self._add(command, command.attempt.route, 1)  # the head delivers the first token
             case Abort():
                 self._forget(command.attempt_id)
 
@@ -195,7 +195,7 @@ class TokenRoutes:
             self._timer = None
 
     def _add(self, command: StartPrefill | ReserveDecode, route: TokenRoute, first: int) -> None:
-        work = command.work
+        work = command.attempt
         connection = self._fronts.get(route.front)
         if connection is None:
             connection = _FrontConnection(self._name, self._secret, self._tls)
@@ -222,7 +222,7 @@ class TokenRoutes:
         has not heard of the attempt."""
         now = time.monotonic()
         by_head: list[AttemptTokens] = []
-        for item in report.works:
+        for item in report.attempts:
             routed = self._attempts.get(item.attempt_id)
             if routed is None:
                 by_head.append(item)
@@ -254,8 +254,8 @@ class TokenRoutes:
             self._gaps_s.clear()
         if not by_head:
             return []
-        is_whole = len(by_head) == len(report.works) and not any(i.num_direct for i in by_head)
-        return [StepTokens(works=tuple(by_head), gap_s=report.gap_s if is_whole else 0.0)]
+        is_whole = len(by_head) == len(report.attempts) and not any(i.num_direct for i in by_head)
+        return [StepTokens(attempts=tuple(by_head), gap_s=report.gap_s if is_whole else 0.0)]
 
     def _joined(self, routed: _RoutedAttempt, item: AttemptTokens) -> AttemptTokens:
         """The item with the tokens before it that the head has not heard of."""
@@ -293,7 +293,7 @@ class TokenRoutes:
         gap_s = 0.0
         if all(gaps_s) and all(len(work.tokens) == len(gaps_s) for work in works):
             gap_s = fsum(gaps_s) / len(gaps_s)  # repeated steps of the same decodes
-        return [StepTokens(works=tuple(works), gap_s=gap_s)]
+        return [StepTokens(attempts=tuple(works), gap_s=gap_s)]
 
     def _longest(self, routed: _RoutedAttempt) -> float:
         found, routed.longest_gap_s = routed.longest_gap_s, 0.0

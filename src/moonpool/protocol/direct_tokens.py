@@ -6,6 +6,8 @@ is gone ends the connection.
 
 from __future__ import annotations
 
+import msgspec
+
 from moonpool.types import Struct, Token
 
 DIRECT_SERVICE = "tokens"
@@ -24,7 +26,7 @@ class DirectWork(Struct, frozen=True, array_like=True):
 class DirectTokens(Struct, frozen=True, tag=True):
     """The tokens of one step for one front."""
 
-    works: tuple[DirectWork, ...]
+    attempts: tuple[DirectWork, ...] = msgspec.field(name="works")
 
 
 class NothingSaid(Struct, frozen=True, tag=True):

@@ -105,7 +105,7 @@ class StartPrefill(Struct, frozen=True, tag=True):
     """Run the prefill and stream the KVCache to `target` layer by layer; without a target, decode
     on this instance."""
 
-    work: AttemptSpec
+    attempt: AttemptSpec = msgspec.field(name="work")
     fetch: PrefixSource | None = None
     target: PeerAddress | None = None
 
@@ -113,7 +113,7 @@ class StartPrefill(Struct, frozen=True, tag=True):
 class ReserveDecode(Struct, frozen=True, tag=True):
     """Hold blocks for the prompt and receive its KVCache."""
 
-    work: AttemptSpec
+    attempt: AttemptSpec = msgspec.field(name="work")
     patient: bool = False  # no other instance can take it: it may wait for a lost arena
 
 
@@ -322,7 +322,7 @@ class StepTokens(Struct, frozen=True, tag=True):
     """All tokens of one step, or of repeated steps `gap_s` apart, of which the last ended now.
     `gap_s` is 0 if the step did not consist of decodes alone."""
 
-    works: tuple[AttemptTokens, ...]
+    attempts: tuple[AttemptTokens, ...] = msgspec.field(name="works")
     gap_s: float = 0.0
 
 

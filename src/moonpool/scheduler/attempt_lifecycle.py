@@ -86,7 +86,7 @@ class AttemptLifecycle:
 
     def on_start_prefill(self, command: StartPrefill) -> None:
         """Queues a prefill, and starts to load or fetch its prefix."""
-        attempt = command.work
+        attempt = command.attempt
         request = self._add(attempt, RequestPhase.WAITING)
         if (
             self._layout.blocks_for(len(attempt.token_ids))
@@ -100,7 +100,7 @@ class AttemptLifecycle:
 
     def on_reserve_decode(self, command: ReserveDecode) -> None:
         """Holds blocks for a decode, and receives its KVCache."""
-        self.reserve(self._add(command.work, RequestPhase.RECEIVING), command.patient)
+        self.reserve(self._add(command.attempt, RequestPhase.RECEIVING), command.patient)
 
     def reserve(self, request: RequestState, patient: bool) -> None:
         """Holds the blocks of a decode and opens its stream. If there is no room, lets it wait for
@@ -312,7 +312,7 @@ class AttemptLifecycle:
                 self._end_prefill(request, tokens[0])
         STEP_TOKENS.count(step_tokens, self._actions_out.count)
         if reported:
-            self._actions_out.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
+            self._actions_out.report(StepTokens(attempts=tuple(reported), gap_s=decodes_s))
         self._fail_too_long()
 
     def _take_drafts(
@@ -354,7 +354,7 @@ class AttemptLifecycle:
             self._kv_cache.release_unseen(request)
             self._report_tokens(request, tuple(tokens), reported)
         if reported:
-            self._actions_out.report(StepTokens(works=tuple(reported), gap_s=decodes_s))
+            self._actions_out.report(StepTokens(attempts=tuple(reported), gap_s=decodes_s))
         self._fail_too_long()
 
     def on_step_failed(self, event: StepFailed) -> None:

@@ -326,7 +326,7 @@ class Instance:
 
     def _on_start_prefill(self, command: StartPrefill) -> None:
         self._attempts.on_start_prefill(command)
-        request = self.requests.get(command.work.attempt_id)
+        request = self.requests.get(command.attempt.attempt_id)
         if request is not None:
             self._prefetch.note_used(request.keys)
 

@@ -89,7 +89,7 @@ class SoloRun:
         }
         self._driver = InstanceDriver(self.instance, lambda: self.clock.now, performers)
         for arrived_s, attempt in self._attempts:
-            self.clock.at(arrived_s, Priority.ARRIVAL, self.post, StartPrefill(work=attempt))
+            self.clock.at(arrived_s, Priority.ARRIVAL, self.post, StartPrefill(attempt=attempt))
         self.clock.run()
         assert not self.instance.requests, "the instance left requests unserved"
 

@@ -128,7 +128,7 @@ class SubmitRequest:
     blocks by the cache salt: it gets one in any case.
     """
 
-    work: AttemptSpec
+    attempt: AttemptSpec
     hands_over: bool = False
     handle: bytes = b""
     has_pool: bool = False

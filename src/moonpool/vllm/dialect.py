@@ -70,7 +70,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
     Tokens generated before a fault are part of the prompt. The seed changes then, so later draws
     are as random but not the same. Raises DialectError.
     """
-    work, sampling = submit.work, submit.work.sampling
+    work, sampling = submit.attempt, submit.attempt.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
     if sampling.grammar and num_done:
         raise DialectError(
@@ -123,7 +123,7 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
 
 def _cache_fields(submit: SubmitRequest, layout_fingerprint: bytes) -> dict[str, Any]:
     """Returns whose blocks the request may share, and where its KVCache goes or comes from."""
-    work, body = submit.work, dict[str, Any]()
+    work, body = submit.attempt, dict[str, Any]()
     salt = salt_of(layout_fingerprint, work.tenant, work.adapter, submit.has_pool)
     if not work.use_cache:
         salt = hashlib.sha256(work.attempt_id.encode()).hexdigest()
@@ -145,7 +145,7 @@ def _cache_fields(submit: SubmitRequest, layout_fingerprint: bytes) -> dict[str,
 
 def is_streamed(submit: SubmitRequest) -> bool:
     """vLLM does not stream the log-probabilities of a prompt."""
-    return not submit.hands_over and submit.work.sampling.prompt_logprobs is None
+    return not submit.hands_over and submit.attempt.sampling.prompt_logprobs is None
 
 
 def _begins_bad_word(generated: Sequence[int], sampling: SamplingParams) -> bool:

@@ -35,7 +35,7 @@ _encode = msgspec.json.encode
 
 
 def forwarded_body(
-    work: AttemptSpec,
+    attempt: AttemptSpec,
     model_id: str,
     layout_fingerprint: bytes,
     takes_salt: bool = True,
@@ -45,17 +45,17 @@ def forwarded_body(
     """Returns the client's body with the server's name of the model and the tenant's cache salt.
     `takes_salt`: the server knows the field. `more`: further fields of its own. Raises
     DialectError."""
-    assert work.call is not None
-    if len(work.token_ids) > work.num_prompt_tokens:
+    assert attempt.call is not None
+    if len(attempt.token_ids) > attempt.num_prompt_tokens:
         raise DialectError("the answer cannot go on elsewhere; send the request again")
     try:
-        fields = _FIELDS.decode(work.call.body)
+        fields = _FIELDS.decode(attempt.call.body)
     except MALFORMED as error:
         raise DialectError(f"the body is no JSON object: {error}", refused=True) from None
     for name in (*OWN_FIELDS, *more):
         fields.pop(name, None)
-    own: dict[str, Any] = {"model": work.adapter or model_id, **more}
-    salt = salt_of(layout_fingerprint, work.tenant, work.adapter, has_pool)
+    own: dict[str, Any] = {"model": attempt.adapter or model_id, **more}
+    salt = salt_of(layout_fingerprint, attempt.tenant, attempt.adapter, has_pool)
     if salt is not None and takes_salt:
         own["cache_salt"] = salt
     fields |= {name: msgspec.Raw(_encode(value)) for name, value in own.items()}
@@ -63,18 +63,18 @@ def forwarded_body(
 
 
 async def forwarded_outputs(
-    client: VllmClient, work: AttemptSpec, body: bytes
+    client: VllmClient, attempt: AttemptSpec, body: bytes
 ) -> AsyncGenerator[EngineOutput]:
     """The outputs of a call with this body. Raises VllmError."""
-    assert work.call is not None
-    parts = client.forward(work.call.path, body, work.traceparent)
+    assert attempt.call is not None
+    parts = client.forward(attempt.call.path, body, attempt.traceparent)
     async with contextlib.aclosing(parts):
         async for part in parts:
-            yield read_part(work, part)
-    yield end_of(work)
+            yield read_part(attempt, part)
+    yield end_of(attempt)
 
 
-def read_part(work: AttemptSpec, part: bytes) -> EngineOutput:
+def read_part(attempt: AttemptSpec, part: bytes) -> EngineOutput:
     """Returns a part of the response as an output. A stream has an event in each; a whole response
     counts the tokens that it says it has."""
     num_tokens = 1
@@ -82,11 +82,11 @@ def read_part(work: AttemptSpec, part: bytes) -> EngineOutput:
     if kind.startswith(b"application/json"):
         num_tokens = max(_completion_tokens(whole), 1)
     empty = (Token(0),) * (num_tokens - 1)
-    return EngineOutput(work.attempt_id, (Token(0, payload=part), *empty))
+    return EngineOutput(attempt.attempt_id, (Token(0, payload=part), *empty))
 
 
-def end_of(work: AttemptSpec) -> EngineOutput:
-    return EngineOutput(work.attempt_id, (), FinishReason.STOP)
+def end_of(attempt: AttemptSpec) -> EngineOutput:
+    return EngineOutput(attempt.attempt_id, (), FinishReason.STOP)
 
 
 def _completion_tokens(whole: bytes) -> int:

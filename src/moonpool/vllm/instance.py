@@ -83,7 +83,7 @@ NO_HANDLE = "vLLM does not share its KVCache; start it with a --kv-transfer-conf
 
 @dataclass(slots=True)
 class _VllmRequestState:
-    work: AttemptSpec
+    attempt: AttemptSpec
     keys: list[BlockKey]
     hands_over: bool
     first_token: Token | None = None  # drawn by the prefill instance
@@ -153,7 +153,7 @@ class VllmInstance:
             case StartPrefill():
                 self._on_start_prefill(event)
             case ReserveDecode():
-                self._add(event.work, hands_over=False)
+                self._add(event.attempt, hands_over=False)
             case StartDecode():
                 self._on_start_decode(event)
             case Abort():
@@ -215,7 +215,7 @@ class VllmInstance:
         """Returns the current gauges. Blocks that attempts share are counted for each of them."""
         owners = {}
         for attempt_id, request in list(self._attempts.items())[:SHOWN_OWNERS]:
-            num_tokens = len(request.work.token_ids) + len(request.generated)
+            num_tokens = len(request.attempt.token_ids) + len(request.generated)
             owners[BlockOwner("work", attempt_id).name] = self.layout.blocks_for(num_tokens)
         held = min(sum(owners.values()), self.num_blocks)
         return InstanceLoad(
@@ -240,30 +240,30 @@ class VllmInstance:
 
     def _name_blocks(self, request: _VllmRequestState) -> None:
         """Derives the keys of the full blocks of prompt and output that have none yet."""
-        work = request.work
+        work = request.attempt
         if work.use_cache:
             root = root_key(self.layout.fingerprint, work.tenant, work.adapter)
             tokens = (*work.token_ids, *request.generated)
             extend_keys(request.keys, tokens, self.layout.block_tokens, root)
 
     def _on_start_prefill(self, command: StartPrefill) -> None:
-        request = self._add(command.work, hands_over=command.target is not None)
+        request = self._add(command.attempt, hands_over=command.target is not None)
         request.submitted = True
-        call = command.work.call
+        call = command.attempt.call
         if call is not None and not call.tells_first_token:
-            self._actions.append(SubmitRequest(request.work, request.hands_over))
+            self._actions.append(SubmitRequest(request.attempt, request.hands_over))
             self._begin_prefill(request, early=True)
             return
         request.prefilling = True
-        self._queue[command.work.attempt_id] = None
-        submit = self._request(command.work, hands_over=request.hands_over)
+        self._queue[command.attempt.attempt_id] = None
+        submit = self._request(command.attempt, hands_over=request.hands_over)
         fetch = command.fetch
         if self._pool is None or fetch is None or not request.keys:
             self._actions.append(submit)
         else:  # a copy from the other host, and then the prefill
             request.submitted, request.then = False, submit
             keys = tuple(request.keys[: fetch.num_blocks])
-            self._actions.append(AwaitPool(command.work.attempt_id, keys, fetch.source))
+            self._actions.append(AwaitPool(command.attempt.attempt_id, keys, fetch.source))
             return
         if len(self._queue) == 1:
             self._begin_prefill(request)
@@ -276,17 +276,17 @@ class VllmInstance:
     def _begin_prefill(self, request: _VllmRequestState, early: bool = False) -> None:
         """Reports the start of a prefill, as far as it is visible from outside. `early`: it may
         wait for others first."""
-        held, most = 0, (len(request.work.token_ids) - 1) // self.layout.block_tokens
+        held, most = 0, (len(request.attempt.token_ids) - 1) // self.layout.block_tokens
         for key in request.keys[:most]:
             if not self._holds(key):
                 break
             held += 1
         held_tokens = held * self.layout.block_tokens
-        if _is_exact(request.work):
-            self._expect(len(request.work.token_ids), held_tokens)
+        if _is_exact(request.attempt):
+            self._expect(len(request.attempt.token_ids), held_tokens)
         self._report(
             PrefillStarted(
-                attempt_id=request.work.attempt_id,
+                attempt_id=request.attempt.attempt_id,
                 cached_tokens=held_tokens,
                 fetched_tokens=request.fetched_blocks * self.layout.block_tokens,
                 early=early,
@@ -299,15 +299,17 @@ class VllmInstance:
             return
         request.first_token, request.submitted = command.token, True
         if command.handle:  # all full blocks but the last token's are to be fetched
-            num_tokens = len(request.work.token_ids)
+            num_tokens = len(request.attempt.token_ids)
             full = (num_tokens - 1) // self.layout.block_tokens * self.layout.block_tokens
             self._expect(num_tokens, full)
         source = address_of(command.handle) if self._pool is not None else None
         if source is None:
-            self._actions.append(self._request(request.work, handle=command.handle))
+            self._actions.append(self._request(request.attempt, handle=command.handle))
             return
-        request.submitted, request.then = False, self._request(request.work)
-        keys = tuple(request.keys[: (len(request.work.token_ids) - 1) // self.layout.block_tokens])
+        request.submitted, request.then = False, self._request(request.attempt)
+        keys = tuple(
+            request.keys[: (len(request.attempt.token_ids) - 1) // self.layout.block_tokens]
+        )
         self._actions.append(AwaitPool(command.attempt_id, keys, source))
 
     def _on_take_over(self, command: TakeOverPrefix) -> None:
@@ -387,8 +389,8 @@ class VllmInstance:
     def _end_prefill(self, request: _VllmRequestState, now: float) -> None:
         """Handles the first token of an attempt."""
         # Events leave out the blocks of adapters, and those that are fetched may not be named.
-        is_here = request.prefilling or request.work.call is not None
-        is_named = is_here and _is_exact(request.work) and not request.work.adapter
+        is_here = request.prefilling or request.attempt.call is not None
+        is_named = is_here and _is_exact(request.attempt) and not request.attempt.adapter
         self._cache.note_computed(request.keys, now, is_named)
         if not request.prefilling:
             return
@@ -396,11 +398,11 @@ class VllmInstance:
         if self._step is not None:
             self._step.decodes_alone = False
         self._last_step_s = None  # the time since the last step included a prefill
-        if next(iter(self._queue)) != request.work.attempt_id:
+        if next(iter(self._queue)) != request.attempt.attempt_id:
             self._begin_prefill(
                 request
             )  # several prompts share a step: this one ends with the first
-        self._leave_queue(request.work.attempt_id)
+        self._leave_queue(request.attempt.attempt_id)
 
     def _leave_queue(self, attempt_id: AttemptId) -> None:
         """Removes a prompt from the queue. If it was the first, the next one begins."""
@@ -466,7 +468,7 @@ class VllmInstance:
         if step.decodes_alone and single and is_every_request and self._last_step_s is not None:
             gap_s = now - self._last_step_s
         self._last_step_s = now
-        self._report(StepTokens(works=works, gap_s=max(gap_s, 0.0)))
+        self._report(StepTokens(attempts=works, gap_s=max(gap_s, 0.0)))
         for item in works:
             if item.finish is not None:
                 self._end(self._attempts[item.attempt_id])
@@ -504,8 +506,8 @@ class VllmInstance:
 
     def _end(self, request: _VllmRequestState) -> None:
         """Removes an attempt, however it ended."""
-        attempt_id = request.work.attempt_id
-        if request.generated and request.work.call is None:
+        attempt_id = request.attempt.attempt_id
+        if request.generated and request.attempt.call is None:
             self._name_blocks(request)
             self._cache.note_ended(request.keys)
         self._leave_queue(attempt_id)

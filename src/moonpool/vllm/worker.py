@@ -455,7 +455,7 @@ class VllmWorker(InstanceProcess):
             self._report_cost()
 
     def _submit(self, submit: SubmitRequest) -> None:
-        self._requests[submit.work.attempt_id] = self._spawn(self._run_request(submit))
+        self._requests[submit.attempt.attempt_id] = self._spawn(self._run_request(submit))
 
     def _cancel(self, attempt_id: AttemptId) -> None:
         task = self._requests.pop(attempt_id, None)
@@ -464,7 +464,7 @@ class VllmWorker(InstanceProcess):
 
     async def _run_request(self, submit: SubmitRequest) -> None:
         """Runs one request to its end. An error ends only this attempt."""
-        attempt_id = submit.work.attempt_id
+        attempt_id = submit.attempt.attempt_id
         failure = SubmitFailed(attempt_id, "the server ended an output without a reason")
         try:
             async with contextlib.aclosing(self._outputs(submit)) as outputs:
@@ -473,7 +473,7 @@ class VllmWorker(InstanceProcess):
                         self._requests.pop(attempt_id, None)
                     self._post(output)
         except (VllmError, DialectError) as error:
-            failure = self._failure(submit.work, error)
+            failure = self._failure(submit.attempt, error)
         except Exception as error:
             log.exception("the request %s to %s failed", attempt_id, self._place.url)
             failure = SubmitFailed(
@@ -499,13 +499,13 @@ class VllmWorker(InstanceProcess):
         async with contextlib.AsyncExitStack() as stack:
             grant = None
             if engine.slots is not None:
-                grant = await stack.enter_async_context(engine.slots.hold(submit.work))
+                grant = await stack.enter_async_context(engine.slots.hold(submit.attempt))
             use = None if grant is None else grant.use
             outputs = engine.dialect.outputs(submit, engine.facts, fingerprint, use)
             await stack.enter_async_context(contextlib.aclosing(outputs))
             async for output in outputs:
                 if grant is not None:
-                    grant.note(submit.work, output)
+                    grant.note(submit.attempt, output)
                 yield output
 
     # The server's health

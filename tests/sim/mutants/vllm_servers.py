@@ -46,7 +46,7 @@ def _full_length(original: Method) -> Method:
     def defective(submit: Any, *rest: Any) -> bytes:
         body = msgspec.json.decode(original(submit, *rest))
         if not submit.hands_over:
-            body["max_tokens"] = submit.work.sampling.max_tokens
+            body["max_tokens"] = submit.attempt.sampling.max_tokens
         return msgspec.json.encode(body)
 
     return defective

@@ -139,7 +139,7 @@ class Desk:
         item = AttemptTokens(
             attempt_id=AttemptId(work), tokens=tuple(Token(t) for t in tokens), finish=finish
         )
-        return self.report(name, StepTokens(works=(item,)))
+        return self.report(name, StepTokens(attempts=(item,)))
 
     def assert_nothing_is_booked(self) -> None:
         assert not self.conductor.requests

@@ -120,7 +120,7 @@ def test_a_lost_prefill_instance_ends_the_decode_half_at_once() -> None:
     actions = desk.handle(InstanceLost(InstanceId(first), "it died"))
     assert sent(actions, Abort) == [("d0", Abort(attempt_id=AttemptId("r/1")))]
     ((name, start),) = sent(actions, StartPrefill)
-    assert name == other and start.work.attempt_id == "r/2"
+    assert name == other and start.attempt.attempt_id == "r/2"
 
 
 def test_after_a_loss_an_answer_goes_on_where_it_was() -> None:
@@ -133,8 +133,8 @@ def test_after_a_loss_an_answer_goes_on_where_it_was() -> None:
     desk.report(first, DecodeAccepted(attempt_id=AttemptId("r/1")))
     desk.tokens(first, 51)
     (_, start) = sent(desk.handle(InstanceLost(first, "it died")), StartPrefill)[0]
-    assert start.work.token_ids == (*PROMPT, 50, 51)
-    assert start.work.num_prompt_tokens == len(PROMPT)
+    assert start.attempt.token_ids == (*PROMPT, 50, 51)
+    assert start.attempt.num_prompt_tokens == len(PROMPT)
     desk.prefilled("r/2", 52)
     actions = desk.report(second, DecodeAccepted(attempt_id=AttemptId("r/2")))
     assert of(actions, Deliver)[0].tokens == (Token(52),)

@@ -46,32 +46,32 @@ def test_given_keys_replace_those_of_the_tokens() -> None:
     prompt = Unread(15)
     ((name, start),) = sent(desk.ask("a", token_ids=prompt, keys=names(1, 2, 3)), StartPrefill)
     assert name == "p1", "where two of its blocks are"
-    assert start.work.token_ids is prompt and start.work.keys == names(1, 2, 3)
+    assert start.attempt.token_ids is prompt and start.attempt.keys == names(1, 2, 3)
     expecting = desk.conductor.index.expected(InstanceId("p1"))
     assert expecting == set(names(3)), "what is there already need not come"
     work = sent(desk.ask("b", token_ids=Unread(15), keys=names(9), use_cache=False), StartPrefill)
-    assert work[0][1].work.keys == names(9)
+    assert work[0][1].attempt.keys == names(9)
     assert not desk.conductor.index.expected(InstanceId("p0"))
 
 
 def test_keys_stay_those_of_the_prompt_when_an_answer_goes_on() -> None:
     desk = Desk("p0", "d0", "d1")
     (_, start) = sent(desk.ask(token_ids=range(10), keys=names(1, 2)), StartPrefill)[0]
-    assert start.work.token_ids == range(10)
+    assert start.attempt.token_ids == range(10)
     assert start.target is not None
     first = start.target.instance_id
     desk.prefilled()
     desk.report(first, DecodeAccepted(attempt_id=AttemptId("r/1")))
     desk.tokens(first, *range(51, 54))
     (_, start) = sent(desk.handle(InstanceLost(first, "it died")), StartPrefill)[0]
-    assert start.work.token_ids == (*range(10), 50, 51, 52, 53)
-    assert start.work.keys == names(1, 2) and start.work.num_prompt_tokens == 10
-    assert start.work.slo == UNLIMITED, "it is not taken back for being slow"
+    assert start.attempt.token_ids == (*range(10), 50, 51, 52, 53)
+    assert start.attempt.keys == names(1, 2) and start.attempt.num_prompt_tokens == 10
+    assert start.attempt.slo == UNLIMITED, "it is not taken back for being slow"
 
 
 def test_workers_compute_the_keys_of_prompts_with_tokens() -> None:
     (_, start) = sent(Desk("p0", "d0").ask(), StartPrefill)[0]
-    assert start.work.keys is None
+    assert start.attempt.keys is None
 
 
 def test_several_steps_in_one_report_keep_their_gaps() -> None:
@@ -80,7 +80,7 @@ def test_several_steps_in_one_report_keep_their_gaps() -> None:
     desk.decoding()
     desk.now = 1.0
     item = AttemptTokens(attempt_id=AttemptId("r/1"), tokens=(Token(1), Token(2), Token(3)))
-    desk.report("d0", StepTokens(works=(item,), gap_s=0.25))
+    desk.report("d0", StepTokens(attempts=(item,), gap_s=0.25))
     assert desk.conductor.requests[RequestId("r")].record.gaps_s == [0.5, 0.25, 0.25]
 
 
@@ -108,19 +108,19 @@ def test_the_decode_instance_checks_last(admission: str) -> None:
 def test_without_admission_no_instance_checks_an_slo_either() -> None:
     desk = Desk("p0", "d0", admission="none", decode_wait=False)
     (_, start) = sent(desk.ask(tbt_s=0.001), StartPrefill)[0]
-    assert start.work.slo == UNLIMITED and start.work.max_step_s is None
+    assert start.attempt.slo == UNLIMITED and start.attempt.max_step_s is None
     (_, start) = sent(Desk("p0", "d0", load_limit=0.5).ask(tbt_s=1.0), StartPrefill)[0]
-    assert start.work.slo.tbt_s == 0.5, "the second look is at the same load"
+    assert start.attempt.slo.tbt_s == 0.5, "the second look is at the same load"
 
 
 @pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
 def test_an_admitted_request_waits_for_room_whatever_the_admission(admission: str) -> None:
     """`decode_wait` is a rule of its own: the decode instance is told which step to wait for."""
     (_, start) = sent(Desk("p0", "d0", admission=admission).ask(tbt_s=0.015), StartPrefill)[0]
-    assert start.work.max_step_s is not None and start.work.max_step_s <= 0.015
+    assert start.attempt.max_step_s is not None and start.attempt.max_step_s <= 0.015
     desk = Desk("p0", "d0", admission=admission, decode_wait=False)
     (_, start) = sent(desk.ask(tbt_s=0.015), StartPrefill)[0]
-    assert start.work.max_step_s is None
+    assert start.attempt.max_step_s is None
 
 
 @pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
@@ -141,7 +141,7 @@ def test_only_none_goes_on_waiting_after_the_ttft_slo(admission: str) -> None:
 )
 def test_only_a_first_check_is_strict(admission: str, tolerance: float) -> None:
     (_, start) = sent(Desk("p0", "d0", admission=admission).ask(), StartPrefill)[0]
-    assert start.work.tolerance == tolerance
+    assert start.attempt.tolerance == tolerance
 
 
 def test_a_new_attempt_has_less_time_left() -> None:

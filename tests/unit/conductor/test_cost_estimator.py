@@ -36,7 +36,7 @@ def serve(desk: Desk, number: int, prefill_s: float, step_s: float, num_steps: i
     desk.now += step_s * num_steps
     tokens = (Token(60),) * num_steps
     item = AttemptTokens(work, tokens, FinishReason.LENGTH)
-    desk.report("d0", StepTokens(works=(item,), gap_s=step_s))
+    desk.report("d0", StepTokens(attempts=(item,), gap_s=step_s))
 
 
 def predicted(desk: Desk) -> tuple[float, float]:
@@ -276,7 +276,7 @@ def uneven(desk: Desk, number: int, shared: bool = False) -> None:
         finish = FinishReason.LENGTH if gap == num_gaps - 1 else None
         item = AttemptTokens(work, (Token(60),), finish)
         alone = not (shared and gap == 0)
-        desk.report("d0", StepTokens(works=(item,), gap_s=gap_s if alone else 0.0))
+        desk.report("d0", StepTokens(attempts=(item,), gap_s=gap_s if alone else 0.0))
 
 
 def test_admission_judges_slos_by_the_longest_gaps() -> None:
@@ -306,7 +306,7 @@ def tolerance(desk: Desk) -> float:
     """The decode instance's tolerance for one more request."""
     command = of(desk.ask("r100"), Send)[0].command
     assert isinstance(command, ReserveDecode)
-    return command.work.tolerance
+    return command.attempt.tolerance
 
 
 def test_the_decode_instances_check_allows_for_the_longest_gaps() -> None:

@@ -35,7 +35,7 @@ def arrive(
 def test_the_answer_goes_on_after_its_tokens(delivered: tuple[int, ...]) -> None:
     desk = Desk("p0", "d0")
     ((_, start),) = sent(arrive(desk, delivered), StartPrefill)
-    assert tuple(start.work.token_ids) == PROMPT + delivered
+    assert tuple(start.attempt.token_ids) == PROMPT + delivered
 
 
 def test_it_is_not_refused_for_load_as_a_new_one_is() -> None:
@@ -57,7 +57,7 @@ def test_it_waits_for_the_instances_of_the_earlier_head() -> None:
     assert not of(actions, Refuse)
     assert not sent(actions, StartPrefill)
     ((_, start),) = sent(desk.join("d0"), StartPrefill)
-    assert tuple(start.work.token_ids) == (*PROMPT, 50, 51)
+    assert tuple(start.attempt.token_ids) == (*PROMPT, 50, 51)
     (refuse,) = of(arrive(Desk(), (50, 51)), Refuse)
     assert refuse.refusal.reason == "no_instance", "no instance is expected"
 
@@ -71,4 +71,4 @@ def test_it_ends_at_its_deadline_and_with_its_last_token() -> None:
     assert refuse.refusal.status == 504
     desk = Desk("p0", "d0")
     ((_, start),) = sent(arrive(desk, tuple(range(50, 57))), StartPrefill)
-    assert start.work.sampling.max_tokens - len(start.work.token_ids) + len(PROMPT) == 1
+    assert start.attempt.sampling.max_tokens - len(start.attempt.token_ids) + len(PROMPT) == 1

@@ -44,7 +44,7 @@ class Market:
         for refuse in of(actions, Refuse):  # type: ignore[type-var, arg-type]
             self.refused[refuse.request_id.split("-")[0]] += 1
         for _, start in sent(actions, StartPrefill):  # type: ignore[arg-type]
-            name = start.work.attempt_id.split("/")[0]
+            name = start.attempt.attempt_id.split("/")[0]
             self.running.append(name)
             self.placed[name.split("-")[0]] += 1
 

@@ -16,7 +16,7 @@ LONG = {"max_tokens": 1000, "sampling": {"ignore_eos": True}, "deadline_s": 600.
 
 
 def placed(actions: list[ConductorAction]) -> list[str]:
-    return [start.work.attempt_id.split("/")[0] for _, start in sent(actions, StartPrefill)]
+    return [start.attempt.attempt_id.split("/")[0] for _, start in sent(actions, StartPrefill)]
 
 
 def paused(actions: list[ConductorAction]) -> list[str]:
@@ -70,8 +70,8 @@ def test_a_paused_answer_goes_on_with_the_same_tokens() -> None:
     assert not placed(actions), "the small answer held less room"
     actions = desk.handle(RequestCancelled(RequestId("f0")))
     ((_, start),) = sent(actions, StartPrefill)
-    assert start.work.attempt_id.startswith("f9/")
-    assert tuple(start.work.token_ids[-3:]) == (7, 8, 9)
+    assert start.attempt.attempt_id.startswith("f9/")
+    assert tuple(start.attempt.token_ids[-3:]) == (7, 8, 9)
     assert desk.conductor.requests[RequestId("f9")].record.attempts == 2
 
 

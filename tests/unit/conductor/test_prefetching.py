@@ -72,7 +72,7 @@ class Sessions:
         name = f"s{number}t{turn}"
         starts = of(desk.ask(name, token_ids=tokens, max_tokens=1), Send)
         (start,) = [one.command for one in starts if isinstance(one.command, StartPrefill)]
-        attempt_id = start.work.attempt_id
+        attempt_id = start.attempt.attempt_id
         desk.report("m", PrefillStarted(attempt_id, cached_tokens=0, fetched_tokens=0))
         desk.tokens("m", 50, finish=FinishReason.LENGTH, work=attempt_id)
         self.change(stored=tuple(keys))

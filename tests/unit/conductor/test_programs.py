@@ -44,7 +44,7 @@ class Agents:
     def answer(self, actions: list[ConductorAction]) -> list[ConductorAction]:
         """Answers the call that was started."""
         (start,) = of(StartPrefill, actions)
-        work, request = start.work.attempt_id, start.work.attempt_id.partition("/")[0]
+        work, request = start.attempt.attempt_id, start.attempt.attempt_id.partition("/")[0]
         tracked = self.desk.conductor.requests[request]  # type: ignore[index]
         self.desk.report("m0", PrefillStarted(attempt_id=work, cached_tokens=0, fetched_tokens=0))
         stored = BlocksChanged(sequence=self.num_stored, stored=tuple(tracked.keys), removed=())
@@ -73,7 +73,7 @@ def test_new_programs_wait_while_others_need_the_memory() -> None:
     second = agents.call("a2", "a", num_tokens=84, program={"ends": True})
     assert of(StartPrefill, second), "a program that has begun goes on"
     began = agents.answer(second)
-    assert [one.work.attempt_id.partition("/")[0] for one in of(StartPrefill, began)] == ["b1"]
+    assert [one.attempt.attempt_id.partition("/")[0] for one in of(StartPrefill, began)] == ["b1"]
     assert agents.waiting == 1 and len(agents.desk.conductor.programs) == 2
 
 

@@ -34,7 +34,7 @@ def crash(desk: Desk, name: str, told_first: bool = False) -> list[ConductorActi
 
 
 def placed(actions: list[ConductorAction]) -> list[str]:
-    return [start.work.attempt_id.split("/")[0] for _, start in sent(actions, StartPrefill)]
+    return [start.attempt.attempt_id.split("/")[0] for _, start in sent(actions, StartPrefill)]
 
 
 def work_of(desk: Desk, name: str) -> str:

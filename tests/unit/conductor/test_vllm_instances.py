@@ -33,7 +33,7 @@ def desk(*names: str) -> Desk:
 def place(actions: list[object]) -> tuple[str, AttemptId]:
     """Where the request was sent, and as which attempt."""
     (send,) = [a for a in actions if isinstance(a, Send) and isinstance(a.command, StartPrefill)]
-    return send.instance_id, send.command.work.attempt_id
+    return send.instance_id, send.command.attempt.attempt_id
 
 
 def failed(attempt: AttemptId, reason: str = "engine_error", status: int = 0) -> AttemptFailed:

@@ -40,7 +40,7 @@ def tick(desk: Desk, later_s: float) -> list[ConductorAction]:
 
 
 def placed(actions: list[ConductorAction]) -> list[str]:
-    return [start.work.attempt_id.split("/")[0] for _, start in sent(actions, StartPrefill)]
+    return [start.attempt.attempt_id.split("/")[0] for _, start in sent(actions, StartPrefill)]
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)

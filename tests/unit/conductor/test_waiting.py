@@ -28,7 +28,7 @@ def tick(desk: Desk, later_s: float = 0.1) -> list[ConductorAction]:
 
 
 def placed(actions: list[ConductorAction]) -> list[str]:
-    return [start.work.attempt_id.split("/")[0] for _, start in sent(actions, StartPrefill)]
+    return [start.attempt.attempt_id.split("/")[0] for _, start in sent(actions, StartPrefill)]
 
 
 @pytest.mark.parametrize("name", ["p0", "d0"])
@@ -44,7 +44,7 @@ def test_new_and_running_requests_wait_for_the_only_instance_of_a_role(name: str
     assert placed(actions) == (["b", "c"] if name == "p0" else ["a", "b", "c"])
     if name == "d0":
         (again,) = (start for _, start in sent(actions, StartPrefill)[:1])
-        assert tuple(again.work.token_ids[-3:]) == (50, 51, 52), "the answer goes on"
+        assert tuple(again.attempt.token_ids[-3:]) == (50, 51, 52), "the answer goes on"
     assert desk.conductor.num_waiting == 0
 
 
@@ -151,4 +151,4 @@ def test_an_attempt_knows_its_priority_and_its_tenants_share() -> None:
     desk = Desk("p0", "d0", weights={"big": 2.5})
     actions = desk.ask("a", priority=3, tenant="big/salt")
     ((_, start),) = sent(actions, StartPrefill)
-    assert (start.work.priority, start.work.share) == (3, 2.5)
+    assert (start.attempt.priority, start.attempt.share) == (3, 2.5)

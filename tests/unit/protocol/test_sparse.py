@@ -58,7 +58,7 @@ def test_a_share_of_the_cache_does_not_reach_a_peer_that_lacks_it() -> None:
         share=2.0,
         cache_share=0.25,
     )
-    found = without_defaults(StartPrefill(work=work))
+    found = without_defaults(StartPrefill(attempt=work))
     assert "cache_share" not in found["work"] and found["work"]["share"] == 2.0
 
 

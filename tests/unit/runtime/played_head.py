@@ -120,7 +120,7 @@ class PlayedInstance:
     def send(self, *frames: Any) -> None:
         for frame in frames:
             if isinstance(frame, StartPrefill):
-                attempt = frame.work
+                attempt = frame.attempt
                 self._tasks[attempt.attempt_id] = asyncio.create_task(self._act(attempt))
             elif isinstance(frame, SwitchRole):
                 self.report(RoleChanged(role=frame.role))
@@ -148,7 +148,7 @@ class PlayedInstance:
             tokens = tuple(Token(byte) for byte in step.text.encode())
             if step.embedding:
                 tokens = (Token(0, payload=step.embedding),)
-            self.report(StepTokens(works=(AttemptTokens(name, tokens, step.finish),)))
+            self.report(StepTokens(attempts=(AttemptTokens(name, tokens, step.finish),)))
             await asyncio.sleep(0)
 
 

@@ -59,7 +59,7 @@ class Desk:
             timeout_s=9.0,
             route=route,
         )
-        self.routes.note(ReserveDecode(work=work) if decodes else StartPrefill(work=work))
+        self.routes.note(ReserveDecode(attempt=work) if decodes else StartPrefill(attempt=work))
 
     def step(self, gap_s: float = 0.0, finish: str = "", **ids: int) -> None:
         """A step in which these attempts draw these tokens."""
@@ -69,12 +69,12 @@ class Desk:
             )
             for name, each in ids.items()
         )
-        self.routes.report([StepTokens(works=works, gap_s=gap_s)])
+        self.routes.report([StepTokens(attempts=works, gap_s=gap_s)])
 
     def heard(self, name: str) -> list[int]:
         """The tokens of an attempt that the head knows."""
         steps = [each for each in self.reports if isinstance(each, StepTokens)]
-        items = [item for step in steps for item in step.works if item.attempt_id == name]
+        items = [item for step in steps for item in step.attempts if item.attempt_id == name]
         return [token.token_id for item in items for token in item.tokens]
 
     async def settles(self, condition: Callable[[], bool]) -> None:
@@ -126,7 +126,7 @@ def test_tokens_go_directly_and_the_head_hears_of_all() -> None:
         assert desk.heard("a") == [10, 11, 12, 13, 14], "the last with all before it"
         last = desk.reports[-1]
         assert isinstance(last, StepTokens)
-        ended = next(item for item in last.works if item.attempt_id == "a")
+        ended = next(item for item in last.attempts if item.attempt_id == "a")
         assert (len(ended.tokens), ended.num_direct) == (2, 1), "the head delivers the last one"
         await desk.settles(lambda: len(desk.direct[2]) == 4)
         assert desk.direct[1] == [(0, 10), (1, 11), (2, 12), (3, 13)]
@@ -147,7 +147,7 @@ def test_steps_of_the_same_decodes_keep_their_gap() -> None:
         await desk.settles(lambda: bool(desk.reports))
         (report,) = desk.reports
         assert isinstance(report, StepTokens)
-        assert [len(item.tokens) for item in report.works] == [3, 3]
+        assert [len(item.tokens) for item in report.attempts] == [3, 3]
         assert abs(report.gap_s - 0.02) < 1e-9
 
     play(script)
@@ -176,7 +176,7 @@ def test_without_the_front_all_tokens_go_by_the_head() -> None:
         desk.step(finish="a", a=5)
         steps = [each for each in desk.reports if isinstance(each, StepTokens)]
         assert desk.heard("a") == [0, 1, 2, 3, 4, 5]
-        assert not any(item.num_direct for step in steps for item in step.works)
+        assert not any(item.num_direct for step in steps for item in step.attempts)
 
     play(script, listens=False)
 

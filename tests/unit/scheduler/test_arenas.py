@@ -36,14 +36,14 @@ def bench_of(arenas: tuple[int, ...], segment_blocks: int = 0) -> Bench:
 
 def test_a_patient_attempt_waits_for_the_lost_arena() -> None:
     bench = bench_of((16,))
-    bench.handle(ReserveDecode(work=attempt("a")))
+    bench.handle(ReserveDecode(attempt=attempt("a")))
     (failed,) = reported(bench.handle(ArenaLost(0, "gone")), AttemptFailed)
     assert failed.reason == "blocks_lost"
     bench.handle(ReceiveEnded(stream_id="a", error="gone"))
-    (failed,) = reported(bench.handle(ReserveDecode(work=attempt("b"))), AttemptFailed)
+    (failed,) = reported(bench.handle(ReserveDecode(attempt=attempt("b"))), AttemptFailed)
     assert failed.reason == "no_blocks", "another instance may have room"
-    assert not bench.handle(ReserveDecode(work=attempt("b2"), patient=True))
-    assert not bench.handle(ReserveDecode(work=attempt("c"), patient=True))
+    assert not bench.handle(ReserveDecode(attempt=attempt("b2"), patient=True))
+    assert not bench.handle(ReserveDecode(attempt=attempt("c"), patient=True))
     bench.handle(Abort(attempt_id=AttemptId("c")))
     (expect,) = of(bench.handle(ArenaBack(0)), ExpectStream)
     assert expect.stream_id == "b2"
@@ -56,7 +56,7 @@ def test_a_patient_attempt_waits_for_the_lost_arena() -> None:
 def test_an_attempt_whose_stream_ended_during_its_wait_is_computed_here() -> None:
     bench = bench_of((16,))
     bench.handle(ArenaLost(0, "gone"))
-    bench.handle(ReserveDecode(work=attempt("a"), patient=True))
+    bench.handle(ReserveDecode(attempt=attempt("a"), patient=True))
     bench.handle(StartDecode(attempt_id=AttemptId("a"), token=Token(7)))
     bench.handle(StopReceiving(attempt_id=AttemptId("a")))
     actions = bench.handle(ArenaBack(0))
@@ -69,7 +69,7 @@ def test_an_attempt_whose_stream_ended_during_its_wait_is_computed_here() -> Non
 
 def test_a_request_in_segments_uses_several_arenas() -> None:
     bench = bench_of((4, 4), segment_blocks=2)
-    (expect,) = of(bench.handle(ReserveDecode(work=attempt(num_tokens=7 * SIZE))), ExpectStream)
+    (expect,) = of(bench.handle(ReserveDecode(attempt=attempt(num_tokens=7 * SIZE))), ExpectStream)
     parts = [block // 4 for block in expect.block_ids]
     assert sorted(parts[:6:2]) in ([0, 0, 1], [0, 1, 1])
     assert parts[:6:2] == parts[1:6:2]

@@ -41,7 +41,7 @@ class Bench:
     def start(self, name: str, num_tokens: int, tbt_s: float) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=10_000)
         work = solo_attempt(name, range(num_tokens), sampling, tbt_s=tbt_s, use_cache=False)
-        self._take(self.instance.handle(StartPrefill(work=work), 0.0))
+        self._take(self.instance.handle(StartPrefill(attempt=work), 0.0))
 
     def shares(self) -> dict[str, int]:
         assert self.step is not None

@@ -13,7 +13,7 @@ from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams, Token
 from tests.unit.scheduler.test_instance import COST, LAYOUT
 
-START = StartPrefill(work=solo_attempt("a", range(10), SamplingParams(max_tokens=1)))
+START = StartPrefill(attempt=solo_attempt("a", range(10), SamplingParams(max_tokens=1)))
 
 
 def make_instance() -> Instance:

@@ -28,7 +28,7 @@ def take(keys: tuple[BlockKey, ...] = KEYS, num_uses: int = 1, number: int = 1) 
 def serve(bench: Bench, name: str, first: int, num_tokens: int = 3 * SIZE) -> None:
     """Runs a request whose answer has one token."""
     asked = attempt(name, num_tokens=num_tokens, first=first, max_tokens=1)
-    bench.handle(StartPrefill(work=asked))
+    bench.handle(StartPrefill(attempt=asked))
     while bench.step is not None:
         bench.end_step()
 
@@ -100,7 +100,7 @@ def test_leaving_ends_the_process() -> None:
 def test_blocks_in_a_shared_store_are_not_lost_with_an_instance() -> None:
     bench = Bench(Role.PREFILL, ssd_blocks=64, store_shared=True)
     asked = attempt("a", num_tokens=4 * SIZE, first=100, max_tokens=1)
-    bench.handle(StartPrefill(work=asked))
+    bench.handle(StartPrefill(attempt=asked))
     bench.handle(LookUpEnded(lookup_id="a", num_blocks=0))
     while bench.step is not None:
         bench.end_step()

@@ -139,7 +139,7 @@ def reported(actions: list[WorkerAction], kind: type[T]) -> list[T]:
 
 def test_a_prompt_is_computed_in_chunks_and_streamed_as_blocks_fill() -> None:
     bench = Bench(Role.PREFILL, chunk_tokens=6)
-    first = bench.handle(StartPrefill(work=attempt(), target=PEER))
+    first = bench.handle(StartPrefill(attempt=attempt(), target=PEER))
     assert of(first, StartStream) and reported(first, PrefillStarted)[0].cached_tokens == 0
     assert bench.step is not None
     (entry,) = bench.step.entries
@@ -160,10 +160,10 @@ def test_a_prompt_is_computed_in_chunks_and_streamed_as_blocks_fill() -> None:
 
 def test_a_cached_prefix_is_sent_at_once_and_not_computed() -> None:
     bench = Bench(Role.PREFILL)
-    bench.handle(StartPrefill(work=attempt("a"), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt("a"), target=PEER))
     bench.end_step()
     bench.handle(SendEnded(stream_id="a"))
-    actions = bench.handle(StartPrefill(work=attempt("b", num_tokens=12), target=PEER))
+    actions = bench.handle(StartPrefill(attempt=attempt("b", num_tokens=12), target=PEER))
     assert reported(actions, PrefillStarted)[0].cached_tokens == 8
     assert [index for index, _ in of(actions, SendBlocks)[0].blocks] == [0, 1]
     assert bench.lengths() == {"b": 4}
@@ -172,7 +172,7 @@ def test_a_cached_prefix_is_sent_at_once_and_not_computed() -> None:
 def test_a_wholly_cached_prompt_still_computes_a_token() -> None:
     bench = Bench(Role.PREFILL)
     for name in ("a", "b"):
-        bench.handle(StartPrefill(work=attempt(name, num_tokens=8), target=PEER))
+        bench.handle(StartPrefill(attempt=attempt(name, num_tokens=8), target=PEER))
         assert bench.lengths() == {name: 8 if name == "a" else 4}
         bench.end_step()
         bench.handle(SendEnded(stream_id=name))
@@ -182,15 +182,15 @@ def test_a_wholly_cached_prompt_still_computes_a_token() -> None:
 @pytest.mark.parametrize("known", [{"use_cache": False}, {"tenant": "other"}])
 def test_other_tenants_and_private_requests_miss_the_cache(known: dict[str, Any]) -> None:
     bench = Bench(Role.PREFILL)
-    bench.handle(StartPrefill(work=attempt("a"), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt("a"), target=PEER))
     bench.end_step()
-    bench.handle(StartPrefill(work=attempt("b", **known), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt("b", **known), target=PEER))
     assert bench.lengths() == {"b": 10}
 
 
 def test_a_private_request_leaves_no_trace() -> None:
     bench = Bench(Role.PREFILL)
-    bench.handle(StartPrefill(work=attempt(use_cache=False), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt(use_cache=False), target=PEER))
     bench.end_step()
     bench.handle(SendEnded(stream_id="w"))
     assert bench.instance.pool.num_cached == 0
@@ -198,7 +198,7 @@ def test_a_private_request_leaves_no_trace() -> None:
 
 def test_an_answer_of_one_token_stops_the_stream() -> None:
     bench = Bench(Role.PREFILL)
-    bench.handle(StartPrefill(work=attempt(), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt(), target=PEER))
     actions = bench.end_step(EOS)
     assert reported(actions, PrefillDone)[0].finish is FinishReason.STOP and of(
         actions, AbortStream
@@ -210,7 +210,7 @@ def test_an_answer_of_one_token_stops_the_stream() -> None:
 
 def test_a_broken_stream_is_reported_and_does_not_stop_the_prefill() -> None:
     bench = Bench(Role.PREFILL, chunk_tokens=4)
-    bench.handle(StartPrefill(work=attempt(), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt(), target=PEER))
     actions = bench.handle(SendEnded(stream_id="w", error="no route"))
     assert reported(actions, StreamBroken)[0].error == "no route"
     bench.end_step()
@@ -222,15 +222,15 @@ def test_a_broken_stream_is_reported_and_does_not_stop_the_prefill() -> None:
 
 def test_a_prompt_larger_than_the_pool_is_refused() -> None:
     bench = Bench(Role.PREFILL, num_blocks=2)
-    (failed,) = reported(bench.handle(StartPrefill(work=attempt(), target=PEER)), AttemptFailed)
+    (failed,) = reported(bench.handle(StartPrefill(attempt=attempt(), target=PEER)), AttemptFailed)
     assert failed.reason == "no_blocks"
     bench.assert_empty()
 
 
 def test_a_failed_step_fails_only_its_requests() -> None:
     bench = Bench(Role.PREFILL, chunk_tokens=10)
-    bench.handle(StartPrefill(work=attempt("a"), target=PEER))
-    bench.handle(StartPrefill(work=attempt("b", first=500), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt("a"), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt("b", first=500), target=PEER))
     actions = bench.fail_step()
     assert [f.attempt_id for f in reported(actions, AttemptFailed)] == ["a"]
     assert bench.lengths() == {"b": 10}
@@ -241,7 +241,7 @@ def test_a_failed_step_fails_only_its_requests() -> None:
 
 def fetching(bench: Bench, num_blocks: int = 2, **known: Any) -> FetchBlocks:
     fetch = PrefixSource(source=PEER, num_blocks=num_blocks)
-    actions = bench.handle(StartPrefill(work=attempt(**known), fetch=fetch, target=PEER))
+    actions = bench.handle(StartPrefill(attempt=attempt(**known), fetch=fetch, target=PEER))
     (action,) = of(actions, FetchBlocks)
     return action
 
@@ -270,7 +270,7 @@ def test_blocks_that_did_not_arrive_are_computed(arrived: int) -> None:
 def test_others_do_not_wait_for_a_fetch() -> None:
     bench = Bench(Role.PREFILL)
     fetching(bench)
-    bench.handle(StartPrefill(work=attempt("b", first=500), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt("b", first=500), target=PEER))
     assert bench.lengths() == {"b": 10}
 
 
@@ -299,8 +299,8 @@ def test_a_request_can_use_the_blocks_of_its_own_failed_fetch() -> None:
 
 def test_fetched_blocks_of_later_requests_make_room_for_the_first() -> None:
     bench = Bench(Role.PREFILL, num_blocks=5)
-    bench.handle(StartPrefill(work=attempt("running", first=900), target=PEER))
-    bench.handle(StartPrefill(work=attempt("first", num_tokens=16, first=500), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt("running", first=900), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt("first", num_tokens=16, first=500), target=PEER))
     fetching(bench)
     bench.handle(FetchEnded(fetch_id="w", num_blocks=2))
     bench.end_step()
@@ -311,7 +311,7 @@ def test_fetched_blocks_of_later_requests_make_room_for_the_first() -> None:
 
 def test_reads_hold_blocks_until_they_end() -> None:
     bench = Bench(Role.PREFILL, num_blocks=3)
-    bench.handle(StartPrefill(work=attempt(), target=PEER))
+    bench.handle(StartPrefill(attempt=attempt(), target=PEER))
     bench.end_step()
     bench.handle(SendEnded(stream_id="w"))
     keys = keys_of(tuple(range(100, 110)))
@@ -332,7 +332,7 @@ def test_reads_hold_blocks_until_they_end() -> None:
 
 
 def reserved(bench: Bench, name: str = "w", **known: Any) -> ExpectStream:
-    actions = bench.handle(ReserveDecode(work=attempt(name, **known)))
+    actions = bench.handle(ReserveDecode(attempt=attempt(name, **known)))
     (expect,) = of(actions, ExpectStream)
     return expect
 
@@ -357,7 +357,7 @@ def test_a_decode_begins_with_its_kvcache_and_first_token() -> None:
         (entry,) = bench.step.entries
         assert (entry.start, list(entry.new_token_ids), list(entry.generated)) == (10, [7], [7])
         (tokens,) = reported(bench.end_step(8), StepTokens)
-        assert tokens.works[0].tokens == (Token(8),)
+        assert tokens.attempts[0].tokens == (Token(8),)
 
 
 def test_cached_blocks_are_not_received() -> None:
@@ -371,7 +371,7 @@ def test_cached_blocks_are_not_received() -> None:
 
 def test_a_decode_without_room_fails() -> None:
     bench = Bench(Role.DECODE, num_blocks=2)
-    actions = bench.handle(ReserveDecode(work=attempt()))
+    actions = bench.handle(ReserveDecode(attempt=attempt()))
     assert reported(actions, AttemptFailed)[0].reason == "no_blocks" and not of(
         actions, ExpectStream
     )
@@ -403,7 +403,7 @@ def test_an_abort_waits_for_the_stream() -> None:
 
 def test_an_abort_waits_for_the_step() -> None:
     bench = Bench(Role.MIXED)
-    bench.handle(StartPrefill(work=attempt()))
+    bench.handle(StartPrefill(attempt=attempt()))
     bench.handle(Abort(attempt_id=AttemptId("w")))
     assert bench.instance.pool.num_held == 3
     assert not reported(bench.end_step(), StepTokens)
@@ -427,10 +427,10 @@ def test_an_abort_waits_for_the_step() -> None:
 )
 def test_finish(known: dict[str, Any], draws: tuple[int, ...], finish: FinishReason) -> None:
     bench = Bench(Role.MIXED)
-    bench.handle(StartPrefill(work=attempt(**known)))
+    bench.handle(StartPrefill(attempt=attempt(**known)))
     ends = []
     for draw in draws:
-        ends += [t.works[0].finish for t in reported(bench.end_step(draw), StepTokens)]
+        ends += [t.attempts[0].finish for t in reported(bench.end_step(draw), StepTokens)]
     assert ends == [None] * (len(draws) - 1) + [finish]
     assert bench.step is None
     bench.assert_empty()
@@ -438,19 +438,19 @@ def test_finish(known: dict[str, Any], draws: tuple[int, ...], finish: FinishRea
 
 def test_a_second_attempt_counts_earlier_generated_tokens() -> None:
     bench = Bench(Role.MIXED)
-    bench.handle(StartPrefill(work=attempt(num_prompt_tokens=8, max_tokens=3)))
+    bench.handle(StartPrefill(attempt=attempt(num_prompt_tokens=8, max_tokens=3)))
     assert bench.step is not None and list(bench.step.entries[0].generated) == [108, 109]
-    assert reported(bench.end_step(), StepTokens)[0].works[0].finish is FinishReason.LENGTH
+    assert reported(bench.end_step(), StepTokens)[0].attempts[0].finish is FinishReason.LENGTH
 
 
 def test_blocks_of_the_answer_are_cached_too() -> None:
     bench = Bench(Role.MIXED)
-    bench.handle(StartPrefill(work=attempt(num_tokens=6, max_tokens=4)))
+    bench.handle(StartPrefill(attempt=attempt(num_tokens=6, max_tokens=4)))
     for draw in (1, 2, 3, 4):
         bench.end_step(draw)
     bench.assert_empty()
     turn = (*range(100, 106), 1, 2, 3, 4, 50)
-    bench.handle(StartPrefill(work=attempt("next", len(turn), token_ids=turn)))
+    bench.handle(StartPrefill(attempt=attempt("next", len(turn), token_ids=turn)))
     assert bench.lengths() == {"next": 3}, "the last token drawn was never computed"
 
 
@@ -459,8 +459,8 @@ def test_blocks_of_the_answer_are_cached_too() -> None:
 
 def test_decodes_do_not_wait_for_a_long_prefill() -> None:
     bench = Bench(Role.MIXED, chunk_tokens=8)
-    bench.handle(StartPrefill(work=attempt("a", num_tokens=4)))
-    bench.handle(StartPrefill(work=attempt("b", num_tokens=20, first=500)))
+    bench.handle(StartPrefill(attempt=attempt("a", num_tokens=4)))
+    bench.handle(StartPrefill(attempt=attempt("b", num_tokens=20, first=500)))
     for expected in ({"a": 1, "b": 7}, {"a": 1, "b": 7}, {"a": 1, "b": 6}, {"a": 1, "b": 1}):
         bench.end_step()
         assert bench.lengths() == expected
@@ -468,8 +468,8 @@ def test_decodes_do_not_wait_for_a_long_prefill() -> None:
 
 def test_preemption_loses_no_token_and_is_not_reported() -> None:
     bench = Bench(Role.MIXED, num_blocks=5)
-    bench.handle(StartPrefill(work=attempt("old", num_tokens=8, max_tokens=8)))
-    bench.handle(StartPrefill(work=attempt("young", num_tokens=6, first=500, max_tokens=8)))
+    bench.handle(StartPrefill(attempt=attempt("old", num_tokens=8, max_tokens=8)))
+    bench.handle(StartPrefill(attempt=attempt("young", num_tokens=6, first=500, max_tokens=8)))
     seen: dict[str, list[int]] = {"old": [], "young": []}
     starts: list[str] = []
     for number in range(1, 40):
@@ -479,7 +479,7 @@ def test_preemption_loses_no_token_and_is_not_reported() -> None:
         starts += [s.attempt_id for s in reported(actions, PrefillStarted)]
         assert not reported(actions, AttemptFailed)
         for report in reported(actions, StepTokens):
-            for item in report.works:
+            for item in report.attempts:
                 seen[item.attempt_id] += [t.token_id for t in item.tokens]
     counters = bench.instance.counters
     assert counters["preemptions"] >= 1
@@ -505,7 +505,7 @@ def test_a_single_decode_waits_for_blocks_that_others_hold() -> None:
 
 def test_an_answer_that_outgrows_the_pool_fails() -> None:
     bench = Bench(Role.MIXED, num_blocks=2)
-    bench.handle(StartPrefill(work=attempt(num_tokens=7)))
+    bench.handle(StartPrefill(attempt=attempt(num_tokens=7)))
     bench.end_step()
     (failed,) = reported(bench.end_step(), AttemptFailed)
     assert failed.reason == "no_blocks"
@@ -515,7 +515,9 @@ def test_an_answer_that_outgrows_the_pool_fails() -> None:
 def test_requests_are_served_in_order() -> None:
     bench = Bench(Role.PREFILL, num_blocks=4)
     for name, tokens, first in (("a", 12, 100), ("b", 16, 300), ("c", 4, 600)):
-        bench.handle(StartPrefill(work=attempt(name, num_tokens=tokens, first=first), target=PEER))
+        bench.handle(
+            StartPrefill(attempt=attempt(name, num_tokens=tokens, first=first), target=PEER)
+        )
     assert bench.lengths() == {"a": 12}
     bench.end_step()
     assert bench.step is None, "c fits, but must not overtake b"
@@ -526,7 +528,7 @@ def test_requests_are_served_in_order() -> None:
 def test_no_more_sequences_than_allowed() -> None:
     bench = Bench(Role.MIXED, max_sequences=2)
     for number in range(3):
-        bench.handle(StartPrefill(work=attempt(f"w{number}", first=100 * number + 100)))
+        bench.handle(StartPrefill(attempt=attempt(f"w{number}", first=100 * number + 100)))
     bench.end_step()
     assert set(bench.lengths()) == {"w0", "w1"}
 
@@ -536,7 +538,7 @@ def test_no_more_sequences_than_allowed() -> None:
 
 def test_a_resync_reports_all_blocks() -> None:
     bench = Bench(Role.MIXED)
-    bench.handle(StartPrefill(work=attempt(max_tokens=1)))
+    bench.handle(StartPrefill(attempt=attempt(max_tokens=1)))
     (changed,) = reported(bench.end_step(), BlocksChanged)
     (snapshot,) = reported(bench.handle(Resync()), BlocksSnapshot)
     assert snapshot.next_sequence == changed.sequence + 1
@@ -545,8 +547,8 @@ def test_a_resync_reports_all_blocks() -> None:
 
 def test_without_a_head_all_attempts_end() -> None:
     bench = Bench(Role.MIXED)
-    bench.handle(StartPrefill(work=attempt("a")))
-    bench.handle(ReserveDecode(work=attempt("b", first=500)))
+    bench.handle(StartPrefill(attempt=attempt("a")))
+    bench.handle(ReserveDecode(attempt=attempt("b", first=500)))
     actions = bench.instance.abort_all()
     assert of(actions, CancelStream)
     bench.end_step()
@@ -556,7 +558,7 @@ def test_without_a_head_all_attempts_end() -> None:
 
 def test_load_lists_every_owner() -> None:
     bench = Bench(Role.MIXED)
-    bench.handle(StartPrefill(work=attempt("a")))
+    bench.handle(StartPrefill(attempt=attempt("a")))
     load = bench.instance.load()
     assert load.owners == {"work:a": 3} and load.held_blocks == 3
     assert (load.num_running, load.num_waiting, load.free_blocks) == (1, 0, 29)
@@ -580,7 +582,7 @@ def test_steps_count_the_tokens_of_prompts_and_of_answers_once() -> None:
     """The counts are the same in chunks or not, and on one instance or on two."""
     for chunk_tokens in (8, 100):
         bench = Bench(Role.MIXED, chunk_tokens=chunk_tokens)
-        bench.handle(StartPrefill(work=attempt("a", num_tokens=20, max_tokens=4)))
+        bench.handle(StartPrefill(attempt=attempt("a", num_tokens=20, max_tokens=4)))
         while bench.step is not None:
             bench.end_step()
         chunks = -(-20 // chunk_tokens)

@@ -60,7 +60,7 @@ class Bench:
 
     def start(self, target: Any = None) -> FetchBlocks:
         prompt = attempt("w", token_ids=PROMPT)
-        command = StartPrefill(work=prompt, fetch=PrefixSource(PEER, 8), target=target)
+        command = StartPrefill(attempt=prompt, fetch=PrefixSource(PEER, 8), target=target)
         (fetch,) = of(self.handle(command), FetchBlocks)
         return fetch
 
@@ -136,7 +136,7 @@ def test_a_smaller_grant_limits_the_overlap() -> None:
 
 def test_no_overlap_beside_decodes() -> None:
     bench = Bench()
-    (step,) = of(bench.handle(StartPrefill(work=attempt("d", num_tokens=9, first=900))), RunStep)
+    (step,) = of(bench.handle(StartPrefill(attempt=attempt("d", num_tokens=9, first=900))), RunStep)
     bench.handle(StepEnded((Token(7),), 0.1))
     bench.start()
     actions = bench.handle(GRANTED) + bench.handle(StepEnded((Token(8),), 0.1))
@@ -171,7 +171,7 @@ def test_a_hanging_source_costs_one_step() -> None:
     bench.start()
     bench.handle(GRANTED)
     assert not of(bench.handle(StepEnded((Token(7),), 0.1, missed=(0,))), RunStep)
-    (step,) = of(bench.handle(StartPrefill(work=attempt("o", num_tokens=9, first=900))), RunStep)
+    (step,) = of(bench.handle(StartPrefill(attempt=attempt("o", num_tokens=9, first=900))), RunStep)
     assert [entry.attempt_id for entry in step.entries] == ["o"], (
         "other requests run in the meantime"
     )
@@ -228,7 +228,7 @@ BEGUN = LoadProgress(load_id="1")
 def loading(**options: Any) -> tuple[Bench, LoadBlocks]:
     """Starts a prefill of PROMPT with its first eight blocks on the SSD."""
     bench = Bench(DISK, ssd_blocks=64, **options)
-    command = StartPrefill(work=attempt("w", token_ids=PROMPT))
+    command = StartPrefill(attempt=attempt("w", token_ids=PROMPT))
     (load,) = of(bench.handle(command), LoadBlocks)
     return bench, load
 

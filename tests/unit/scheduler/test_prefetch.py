@@ -42,7 +42,7 @@ class Disk(Bench):
     def serve(self, first: int, num_blocks: int) -> tuple[BlockKey, ...]:
         """Computes a prompt of this many full blocks."""
         work = attempt(f"w{first}", num_tokens=num_blocks * SIZE, first=first, max_tokens=1)
-        self.play(self.handle(StartPrefill(work=work)))
+        self.play(self.handle(StartPrefill(attempt=work)))
         while self.loads:
             self.end_load()
         while self.step is not None:
@@ -70,7 +70,7 @@ def test_a_prefetched_session_is_in_dram_when_its_turn_comes() -> None:
     assert load.keys == keys and not load.by_layer
     assert disk.held(keys) == 12
     assert disk.instance.counters["prefetched_blocks"] == 12
-    disk.play(disk.handle(StartPrefill(work=attempt("next", 12 * SIZE + 2, first=1000))))
+    disk.play(disk.handle(StartPrefill(attempt=attempt("next", 12 * SIZE + 2, first=1000))))
     assert not disk.loads, "the turn waits for no load"
     assert disk.instance.counters["used_prefetched_blocks"] == 12
 

@@ -61,7 +61,7 @@ class Bench:
         return actions
 
     def start(self, name: str = "w", fetch: PrefixSource | None = None) -> list[WorkerAction]:
-        return self.handle(StartPrefill(work=attempt(name, token_ids=PROMPT), fetch=fetch))
+        return self.handle(StartPrefill(attempt=attempt(name, token_ids=PROMPT), fetch=fetch))
 
 
 def loaded(load: LoadBlocks, num_blocks: int | None = None, corrupt: int = 0) -> LoadEnded:
@@ -100,7 +100,7 @@ def test_a_slow_load_pays_behind_a_queue() -> None:
     bench = Bench(
         cost=msgspec.structs.replace(COST, ssd_read_bytes_per_s=bytes_per_s), num_blocks=99
     )
-    bench.handle(StartPrefill(work=attempt("long", num_tokens=200, first=5000)))
+    bench.handle(StartPrefill(attempt=attempt("long", num_tokens=200, first=5000)))
     assert of(bench.start(), LoadBlocks)
 
 
@@ -192,7 +192,7 @@ def serve(bench: Bench, number: int) -> list[WorkerAction]:
     """Runs a prompt of five new blocks with an answer of one token."""
     name = f"s{number}"
     prompt = attempt(name, num_tokens=5 * SIZE, first=1000 + 100 * number, max_tokens=1)
-    actions = bench.handle(StartPrefill(work=prompt))
+    actions = bench.handle(StartPrefill(attempt=prompt))
     (step,) = of(actions, RunStep)
     return actions + bench.handle(StepEnded((Token(7),) * len(step.entries), 0.01))
 

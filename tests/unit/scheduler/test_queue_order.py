@@ -63,7 +63,7 @@ class Bench:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         more = {"tenant": tenant, "priority": priority, "share": share, "timeout_s": timeout_s}
         work = solo_attempt(name, range(num_tokens), sampling, use_cache=False, **more)
-        self._handle(StartPrefill(work=work))
+        self._handle(StartPrefill(attempt=work))
 
     def turn(self) -> bool:
         """Ends the step in progress. Returns False if there is none."""

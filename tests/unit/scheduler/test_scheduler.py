@@ -68,7 +68,7 @@ class Bench:
     def start(self, name: str, num_tokens: int, keys: Any = None, max_tokens: int = 50) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         work = solo_attempt(name, range(num_tokens), sampling, keys=keys)
-        self.handle(StartPrefill(work=work))
+        self.handle(StartPrefill(attempt=work))
 
     def end(self) -> list[WorkerAction]:
         """Ends the oldest step; it draws token 7 for every request."""
@@ -94,10 +94,10 @@ def test_decodes_alone_may_be_repeated_until_an_answer_must_end() -> None:
     bench.end_repeated([7, 8, 9])
     told = bench.reports[-1]
     assert isinstance(told, StepTokens) and told.gap_s == pytest.approx(0.1)
-    assert [t.token_id for t in told.works[0].tokens] == [7, 8, 9]
+    assert [t.token_id for t in told.attempts[0].tokens] == [7, 8, 9]
     assert bench.works_of(bench.steps[0]) == {"a": (23, 1)} and bench.steps[0].max_repeats == 5
     bench.end_repeated([7, EOS])
-    assert bench.reports[-1].works[0].finish is not None
+    assert bench.reports[-1].attempts[0].finish is not None
     assert not bench.instance.requests and bench.instance.pool.owners() == {}
 
 
@@ -114,7 +114,7 @@ def test_a_new_request_stops_the_repetition_and_joins() -> None:
     bench = Bench(max_repeats=100)
     bench.start("a", 20)
     bench.end()
-    actions = bench.handle(StartPrefill(work=_work("b", 30)))
+    actions = bench.handle(StartPrefill(attempt=_work("b", 30)))
     assert [type(a) for a in actions if isinstance(a, StopRepeating)] == [StopRepeating]
     assert len(bench.steps) == 1, "the first step is still in progress"
     bench.end_repeated([7, 7])
@@ -264,7 +264,7 @@ def test_received_requests_wait_for_room_in_the_engine_in_order() -> None:
     unlimited = Slo(ttft_s=float("inf"), tbt_s=float("inf"))
     for name, num_tokens in (("a", 40), ("b", 30), ("c", 10)):
         work = msgspec.structs.replace(_work(name, num_tokens), slo=unlimited)
-        handle(ReserveDecode(work=work))
+        handle(ReserveDecode(attempt=work))
         handle(ReceiveEnded(stream_id=name))
         handle(StartDecode(attempt_id=AttemptId(name), token=Token(7)))
     handle(StepEnded((Token(7),), 0.01))
@@ -289,7 +289,7 @@ def refused_late(tolerance: float, tbt_s: float = 10.0) -> list[AttemptFailed]:
         work = msgspec.structs.replace(
             _work(name, num_tokens), tolerance=tolerance, slo=Slo(ttft_s=10.0, tbt_s=tbt_s)
         )
-        instance.handle(ReserveDecode(work=work), 0.0)
+        instance.handle(ReserveDecode(attempt=work), 0.0)
         instance.handle(ReceiveEnded(stream_id=name), 0.0)
         told += instance.handle(StartDecode(attempt_id=AttemptId(name), token=Token(7)), 0.0)
     reports = [action.report for action in told if isinstance(action, SendReport)]
@@ -331,7 +331,7 @@ def test_a_joining_request_takes_the_place_of_a_preempted_one() -> None:
 
     for name, num_tokens in (("a", 2 * SIZE - 1), ("b", 2 * SIZE)):
         work = msgspec.structs.replace(_work(name, num_tokens), slo=unlimited)
-        handle(ReserveDecode(work=work))
+        handle(ReserveDecode(attempt=work))
         handle(ReceiveEnded(stream_id=name))
         handle(StartDecode(attempt_id=AttemptId(name), token=Token(7)))
     assert running == [{"a"}], "the engine has no room for b"

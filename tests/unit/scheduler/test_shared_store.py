@@ -47,7 +47,7 @@ class Bench:
         return actions
 
     def start(self, name: str = "w", fetch: PrefixSource | None = None) -> list[WorkerAction]:
-        return self.handle(StartPrefill(work=attempt(name, token_ids=PROMPT), fetch=fetch))
+        return self.handle(StartPrefill(attempt=attempt(name, token_ids=PROMPT), fetch=fetch))
 
     def found(self, num_blocks: int, name: str = "w", error: str = "") -> list[WorkerAction]:
         return self.handle(LookUpEnded(lookup_id=name, num_blocks=num_blocks, error=error))
@@ -94,7 +94,7 @@ def test_a_wrong_answer_costs_only_the_wait() -> None:
 def test_others_pass_a_look_up_and_an_aborted_one_loads_nothing() -> None:
     bench = Bench()
     bench.start()
-    actions = bench.handle(StartPrefill(work=attempt("short", num_tokens=3)))
+    actions = bench.handle(StartPrefill(attempt=attempt("short", num_tokens=3)))
     (step,) = of(actions, RunStep)
     assert step.entries[0].attempt_id == "short"
     bench.handle(Abort(AttemptId("w")))

@@ -88,14 +88,14 @@ class DraftBench:
             timeout_s=100.0,
             **{"tenant": "", "slo": Slo(ttft_s=1e9, tbt_s=1e9)} | own,
         )
-        self.handle(StartPrefill(work=work))
+        self.handle(StartPrefill(attempt=work))
 
     def handle(self, event: Any) -> None:
         for action in self.instance.handle(event, 0.0):
             if isinstance(action, RunStep):
                 self.pending.append(action)
             elif isinstance(action, SendReport) and isinstance(action.report, StepTokens):
-                for item in action.report.works:
+                for item in action.report.attempts:
                     self.got[item.attempt_id] += [token.token_id for token in item.tokens]
                     self.finish[item.attempt_id] = item.finish
         self.instance.validate()

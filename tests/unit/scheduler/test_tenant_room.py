@@ -19,7 +19,7 @@ from moonpool.types import Role, Slo
 
 
 def reserve(bench: Bench, name: str, first: int, **known: Any) -> list[WorkerAction]:
-    return bench.handle(ReserveDecode(work=attempt(name, first=first, **known)))
+    return bench.handle(ReserveDecode(attempt=attempt(name, first=first, **known)))
 
 
 def decode(bench: Bench, name: str, first: int, **known: Any) -> list[WorkerAction]:

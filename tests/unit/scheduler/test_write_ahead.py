@@ -48,7 +48,7 @@ class Copier:
 
     def begin(self, name: str, prompt: Sequence[int] = PROMPT) -> None:
         """Computes a prompt. The request then decodes."""
-        self.handle(StartPrefill(work=attempt(name, token_ids=tuple(prompt), max_tokens=90)))
+        self.handle(StartPrefill(attempt=attempt(name, token_ids=tuple(prompt), max_tokens=90)))
         self.step()
         self.step()  # the first may have been under way
 
@@ -109,7 +109,7 @@ def test_copies_wait_while_requests_load() -> None:
     copier.step()
     pool = copier.instance.pool
     pool.uncache(pool.cached_blocks())
-    actions = copier.handle(StartPrefill(work=attempt("b", token_ids=PROMPT)))
+    actions = copier.handle(StartPrefill(attempt=attempt("b", token_ids=PROMPT)))
     (load,) = of(actions, LoadBlocks)
     copier.begin("c", range(500, 500 + 5 * SIZE + 1))
     assert not copier.stores
@@ -135,7 +135,7 @@ def test_copies_never_hold_more_than_is_reserved(
     for number, (prompt, ends) in enumerate(orders):
         first = 1000 * prompt
         work = attempt(f"r{number}", token_ids=tuple(range(first, first + 5 * SIZE + 1)))
-        copier.handle(StartPrefill(work=work))
+        copier.handle(StartPrefill(attempt=work))
         while copier.steps:
             entries = copier.steps.popleft().entries
             copier.handle(StepEnded((Token(EOS),) * len(entries), 0.01))

@@ -120,9 +120,9 @@ def of_kind(actions: list[VllmAction], kind: type[T]) -> list[T]:
 
 def test_an_answer_from_begin_to_end() -> None:
     bench = Bench()
-    begun = bench.handle(StartPrefill(work=work("a", max_tokens=3)))
+    begun = bench.handle(StartPrefill(attempt=work("a", max_tokens=3)))
     (ask,) = of_kind(begun, SubmitRequest)
-    assert ask.work.attempt_id == "a"
+    assert ask.attempt.attempt_id == "a"
     assert not ask.hands_over
     assert told(begun, PrefillStarted)[0].cached_tokens == 0
     steps = [
@@ -130,21 +130,21 @@ def test_an_answer_from_begin_to_end() -> None:
         *told(bench.step(piece("a", 2)), StepTokens),
         *told(bench.step(piece("a", 3, finish=FinishReason.LENGTH)), StepTokens),
     ]
-    assert [t.token_id for s in steps for w in s.works for t in w.tokens] == [1, 2, 3]
-    assert steps[-1].works[0].finish is FinishReason.LENGTH
+    assert [t.token_id for s in steps for w in s.attempts for t in w.tokens] == [1, 2, 3]
+    assert steps[-1].attempts[0].finish is FinishReason.LENGTH
     assert bench.instance.load().held_blocks == 0
 
 
 def test_what_comes_together_is_one_step_and_its_time_is_told_where_all_decode() -> None:
     bench = Bench()
-    bench.handle(StartPrefill(work=work("a")), StartPrefill(work=work("b")))
+    bench.handle(StartPrefill(attempt=work("a")), StartPrefill(attempt=work("b")))
     assert told(bench.step(piece("a", 1), piece("b", 1)), StepTokens)[0].gap_s == 0.0
     (step,) = told(bench.step(piece("a", 2), piece("b", 2), after_s=0.25), StepTokens)
-    assert len(step.works) == 2
+    assert len(step.attempts) == 2
     assert step.gap_s == pytest.approx(0.25)
     (step,) = told(bench.step(piece("a", 3), after_s=0.1), StepTokens)
     assert step.gap_s == 0.0  # "b" had no token: this was no step of them all
-    bench.handle(StartPrefill(work=work("c")))
+    bench.handle(StartPrefill(attempt=work("c")))
     (step,) = told(bench.step(piece("a", 4), piece("b", 3)), StepTokens)
     assert step.gap_s == 0.0  # a prompt is being computed beside them
     (step,) = told(bench.step(piece("a", 5), piece("b", 4), piece("c", 1)), StepTokens)
@@ -155,7 +155,7 @@ def test_what_comes_together_is_one_step_and_its_time_is_told_where_all_decode()
 
 def test_an_end_of_step_is_asked_for_once() -> None:
     bench = Bench()
-    bench.handle(StartPrefill(work=work("a")), StartPrefill(work=work("b")))
+    bench.handle(StartPrefill(attempt=work("a")), StartPrefill(attempt=work("b")))
     assert len(of_kind(bench.handle(piece("a", 1), piece("b", 1)), FlushStep)) == 1
     bench.handle(EngineStepEnded())
     assert not bench.handle(EngineStepEnded())
@@ -163,9 +163,9 @@ def test_an_end_of_step_is_asked_for_once() -> None:
 
 def test_prompts_begin_one_after_the_other_as_far_as_can_be_seen() -> None:
     bench = Bench()
-    assert told(bench.handle(StartPrefill(work=work("a"))), PrefillStarted)
-    assert not told(bench.handle(StartPrefill(work=work("b"))), PrefillStarted)
-    assert not told(bench.handle(StartPrefill(work=work("c"))), PrefillStarted)
+    assert told(bench.handle(StartPrefill(attempt=work("a"))), PrefillStarted)
+    assert not told(bench.handle(StartPrefill(attempt=work("b"))), PrefillStarted)
+    assert not told(bench.handle(StartPrefill(attempt=work("c"))), PrefillStarted)
     begun = told(bench.handle(piece("a", 1)), PrefillStarted)
     assert [report.attempt_id for report in begun] == ["b"]
     # "c" overtakes "b": it began at the latest now, and "b" is not told twice.
@@ -176,7 +176,7 @@ def test_prompts_begin_one_after_the_other_as_far_as_can_be_seen() -> None:
 def test_who_is_given_up_lets_the_next_begin_and_is_not_told_of() -> None:
     bench = Bench()
     for name in "abc":
-        bench.handle(StartPrefill(work=work(name)))
+        bench.handle(StartPrefill(attempt=work(name)))
     assert not told(bench.handle(Abort(attempt_id=AttemptId("b"))), PrefillStarted)
     ended = bench.handle(Abort(attempt_id=AttemptId("a")))
     assert of_kind(ended, CancelRequest) == [CancelRequest(AttemptId("a"))]
@@ -186,14 +186,14 @@ def test_who_is_given_up_lets_the_next_begin_and_is_not_told_of() -> None:
 
 def test_what_it_computed_is_assumed_to_be_there_and_is_a_hit() -> None:
     bench = Bench()
-    bench.handle(StartPrefill(work=work("a", max_tokens=5)))
+    bench.handle(StartPrefill(attempt=work("a", max_tokens=5)))
     (change,) = told(bench.step(piece("a", 1)), BlocksChanged)
     assert set(change.stored) == set(keys())
     bench.step(piece("a", 2), piece("a", 3), piece("a", 4))
     (change,) = told(bench.step(piece("a", 5, finish=FinishReason.LENGTH)), BlocksChanged)
     answer = (*PROMPT, 1, 2, 3, 4, 5)
     assert set(change.stored) == set(keys(answer)) - set(keys())
-    (started,) = told(bench.handle(StartPrefill(work=work("b", answer))), PrefillStarted)
+    (started,) = told(bench.handle(StartPrefill(attempt=work("b", answer))), PrefillStarted)
     assert started.cached_tokens == 16
 
 
@@ -202,7 +202,7 @@ def test_a_forwarded_call_tells_what_is_cached_and_counts_where_its_tokens_are_k
         bench = Bench(publishes_events=True)
         called = ForwardedCall(path="/v1/chat/completions", body=b"{}", is_exact=is_exact)
         for name, cached in (("a", 0), ("b", 8), ("c", 8), ("d", 8)):
-            actions = bench.handle(StartPrefill(work=work(name, call=called)))
+            actions = bench.handle(StartPrefill(attempt=work(name, call=called)))
             (started,) = told(actions, PrefillStarted)
             assert (started.cached_tokens, started.early) == (cached, True)
             bench.handle(piece(name, 0), piece(name, finish=FinishReason.STOP), EngineStepEnded())
@@ -217,25 +217,25 @@ def test_a_forwarded_call_tells_what_is_cached_and_counts_where_its_tokens_are_k
 def test_calls_whose_first_token_is_seen_begin_one_after_the_other() -> None:
     bench = Bench()
     seen = ForwardedCall(path="/v1/completions", body=b"", is_exact=True, tells_first_token=True)
-    (started,) = told(bench.handle(StartPrefill(work=work("a", call=seen))), PrefillStarted)
+    (started,) = told(bench.handle(StartPrefill(attempt=work("a", call=seen))), PrefillStarted)
     assert not started.early, "it is a sample of the server's times"
-    assert not told(bench.handle(StartPrefill(work=work("b", call=seen))), PrefillStarted)
+    assert not told(bench.handle(StartPrefill(attempt=work("b", call=seen))), PrefillStarted)
     begun = told(bench.handle(piece("a", 0)), PrefillStarted)
     assert [report.attempt_id for report in begun] == ["b"]
 
 
 def test_a_whole_prompt_is_never_a_hit() -> None:
     bench = Bench()
-    bench.handle(StartPrefill(work=work("a")))
+    bench.handle(StartPrefill(attempt=work("a")))
     bench.step(piece("a", 1, finish=FinishReason.STOP))
-    (started,) = told(bench.handle(StartPrefill(work=work("b"))), PrefillStarted)
+    (started,) = told(bench.handle(StartPrefill(attempt=work("b"))), PrefillStarted)
     assert started.cached_tokens == 8
 
 
 def test_who_wants_no_cache_neither_finds_nor_leaves_anything() -> None:
     bench = Bench()
     alone = work("a", use_cache=False)
-    bench.handle(StartPrefill(work=alone))
+    bench.handle(StartPrefill(attempt=alone))
     assert not told(bench.step(piece("a", 1, finish=FinishReason.STOP)), BlocksChanged)
 
 
@@ -244,7 +244,7 @@ def test_what_the_engine_says_of_its_cache_is_passed_on_under_our_names() -> Non
     heard = ExternalBlocksStored(hashes=(7, 8, 9), parent=None, token_ids=PROMPT, medium="GPU")
     (change,) = told(bench.handle(CacheEventsReceived((heard,))), BlocksChanged)
     assert change.stored == keys()
-    (started,) = told(bench.handle(StartPrefill(work=work("a"))), PrefillStarted)
+    (started,) = told(bench.handle(StartPrefill(attempt=work("a"))), PrefillStarted)
     assert started.cached_tokens == 8
     assert not told(bench.step(piece("a", 1)), BlocksChanged)  # only its own word counts
     gone = ExternalBlocksRemoved(hashes=(9,), medium="GPU")
@@ -266,7 +266,7 @@ def test_where_words_were_lost_what_was_known_is_forgotten() -> None:
 
 def test_a_prefill_instance_hands_its_kvcache_over() -> None:
     bench = Bench(Role.PREFILL)
-    (ask,) = of_kind(bench.handle(StartPrefill(work=work("a"), target=TARGET)), SubmitRequest)
+    (ask,) = of_kind(bench.handle(StartPrefill(attempt=work("a"), target=TARGET)), SubmitRequest)
     assert ask.hands_over
     done = bench.handle(piece("a", 5, finish=FinishReason.LENGTH, handle=b"there"))
     (report,) = told(done, PrefillDone)
@@ -276,7 +276,7 @@ def test_a_prefill_instance_hands_its_kvcache_over() -> None:
 
 def test_a_prefill_that_hands_nothing_over_is_no_prefill() -> None:
     bench = Bench(Role.PREFILL)
-    bench.handle(StartPrefill(work=work("a"), target=TARGET))
+    bench.handle(StartPrefill(attempt=work("a"), target=TARGET))
     ended = bench.handle(piece("a", 5, finish=FinishReason.LENGTH))
     assert "--kv-transfer-config" in told(ended, AttemptFailed)[0].message
     assert not told(ended, PrefillDone)
@@ -284,14 +284,14 @@ def test_a_prefill_that_hands_nothing_over_is_no_prefill() -> None:
 
 def test_an_answer_of_one_token_ends_where_it_was_prefilled() -> None:
     bench = Bench(Role.PREFILL)
-    bench.handle(StartPrefill(work=work("a"), target=TARGET))
+    bench.handle(StartPrefill(attempt=work("a"), target=TARGET))
     (report,) = told(bench.handle(piece("a", 5, finish=FinishReason.STOP)), PrefillDone)
     assert report.finish is FinishReason.STOP
 
 
 def test_a_decode_instance_fetches_by_the_handle_and_goes_on_behind_the_first_token() -> None:
     bench = Bench(Role.DECODE)
-    assert not bench.handle(ReserveDecode(work=work("a")))
+    assert not bench.handle(ReserveDecode(attempt=work("a")))
     start = StartDecode(attempt_id=AttemptId("a"), token=Token(token_id=5), handle=b"there")
     (ask,) = of_kind(bench.handle(start), SubmitRequest)
     assert ask.handle == b"there"
@@ -299,13 +299,13 @@ def test_a_decode_instance_fetches_by_the_handle_and_goes_on_behind_the_first_to
     assert told(accepted, DecodeAccepted)
     assert not of_kind(accepted, FlushStep)  # the head has that token already
     (step,) = told(bench.step(piece("a", 6)), StepTokens)
-    assert [t.token_id for t in step.works[0].tokens] == [6]
+    assert [t.token_id for t in step.attempts[0].tokens] == [6]
 
 
 def test_what_a_decode_instance_is_to_fetch_is_compared_with_what_it_fetched() -> None:
     bench = Bench(Role.DECODE)
     bench.handle(PrefixesCounted(PrefixCounts(100.0, 50.0, 7.0)))
-    bench.handle(ReserveDecode(work=work("a")))
+    bench.handle(ReserveDecode(attempt=work("a")))
     bench.handle(StartDecode(attempt_id=AttemptId("a"), token=Token(token_id=5), handle=b"{}"))
     bench.handle(PrefixesCounted(PrefixCounts(112.0, 50.0, 15.0)))
     view = bench.instance.load().cache_view
@@ -316,7 +316,7 @@ def test_what_a_decode_instance_is_to_fetch_is_compared_with_what_it_fetched() -
 
 def test_another_first_token_than_the_prompts_is_never_an_answer() -> None:
     bench = Bench(Role.DECODE)
-    bench.handle(ReserveDecode(work=work("a")))
+    bench.handle(ReserveDecode(attempt=work("a")))
     bench.handle(StartDecode(attempt_id=AttemptId("a"), token=Token(token_id=5)))
     ended = bench.handle(piece("a", 4))
     assert of_kind(ended, CancelRequest)
@@ -326,7 +326,7 @@ def test_another_first_token_than_the_prompts_is_never_an_answer() -> None:
 
 def test_a_failed_work_is_told_once_and_frees_its_place() -> None:
     bench = Bench()
-    bench.handle(StartPrefill(work=work("a")), StartPrefill(work=work("b")))
+    bench.handle(StartPrefill(attempt=work("a")), StartPrefill(attempt=work("b")))
     bench.handle(piece("a", 1))
     failed = bench.handle(SubmitFailed(AttemptId("a"), "it broke"))
     assert told(failed, AttemptFailed)[0].message == "it broke"
@@ -345,7 +345,7 @@ def test_what_it_cannot_do_it_says() -> None:
 
 def test_a_lost_head_ends_everything() -> None:
     bench = Bench()
-    bench.handle(StartPrefill(work=work("a")), ReserveDecode(work=work("b")))
+    bench.handle(StartPrefill(attempt=work("a")), ReserveDecode(attempt=work("b")))
     assert bench.instance.abort_all() == [CancelRequest(AttemptId("a"))]
     assert bench.instance.load().owners == {}
 
@@ -366,7 +366,7 @@ class Guests(RuleBasedStateMachine):
             assert started.attempt_id not in self.started
             self.started.add(started.attempt_id)
         for step in told(actions, StepTokens):
-            for item in step.works:
+            for item in step.attempts:
                 assert item.attempt_id in self.started
                 if item.finish is not None:
                     self.end(item.attempt_id)
@@ -383,7 +383,7 @@ class Guests(RuleBasedStateMachine):
         name = f"w{self.number}"
         self.number += 1
         self.open[name] = 0
-        self.look(self.bench.handle(StartPrefill(work=work(name, tuple(range(tokens))))))
+        self.look(self.bench.handle(StartPrefill(attempt=work(name, tuple(range(tokens))))))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), ends=st.booleans())

@@ -96,7 +96,7 @@ def test_the_head_hears_of_the_pools_blocks_by_tier() -> None:
 def test_a_fetch_goes_before_the_prefill() -> None:
     vllm = instance()
     source = PrefixSource(source=address("far"), num_blocks=2)
-    actions = vllm.handle(StartPrefill(work=work("a"), fetch=source), 0.0)
+    actions = vllm.handle(StartPrefill(attempt=work("a"), fetch=source), 0.0)
     assert actions == [AwaitPool(AttemptId("a"), KEYS[:2], address("far"))]
     vllm.handle(PoolChanged(BlocksSnapshot(next_sequence=0, keys=KEYS[:2])), 0.0)
     actions = vllm.handle(PoolReady(AttemptId("a"), 2), 0.0)
@@ -107,7 +107,7 @@ def test_a_fetch_goes_before_the_prefill() -> None:
 
 def test_a_prefill_is_handed_over_once_the_pool_has_it() -> None:
     prefill, decode = instance(Role.PREFILL), instance(Role.DECODE)
-    prefill.handle(StartPrefill(work=work("a"), target=address("d")), 0.0)
+    prefill.handle(StartPrefill(attempt=work("a"), target=address("d")), 0.0)
     output = EngineOutput(AttemptId("a"), (Token(token_id=5),), FinishReason.LENGTH)
     actions = prefill.handle(output, 0.0)
     assert AwaitPool(AttemptId("a"), KEYS) in actions
@@ -115,7 +115,7 @@ def test_a_prefill_is_handed_over_once_the_pool_has_it() -> None:
     (done,) = reports(prefill.handle(PoolReady(AttemptId("a"), 3), 0.0), PrefillDone)
     assert isinstance(done, PrefillDone)
     assert address_of(done.handle) == address("own")
-    decode.handle(ReserveDecode(work=work("a")), 0.0)
+    decode.handle(ReserveDecode(attempt=work("a")), 0.0)
     start = StartDecode(attempt_id=AttemptId("a"), token=done.token, handle=done.handle)
     assert decode.handle(start, 0.0) == [AwaitPool(AttemptId("a"), KEYS, address("own"))]
     assert decode.handle(PoolReady(AttemptId("a"), 3), 0.0) == [
@@ -135,7 +135,7 @@ def test_a_prefix_is_taken_over_into_the_pool() -> None:
 def test_a_request_that_ended_waits_for_nothing() -> None:
     vllm = instance()
     source = PrefixSource(source=address("far"), num_blocks=2)
-    vllm.handle(StartPrefill(work=work("a"), fetch=source), 0.0)
+    vllm.handle(StartPrefill(attempt=work("a"), fetch=source), 0.0)
     vllm.abort_all()
     assert vllm.handle(PoolReady(AttemptId("a"), 2), 0.0) == []
 

@@ -142,9 +142,9 @@ class CostEstimator(ClusterObserver):
         """Learns from steps of decodes only."""
         if not report.gap_s:
             return
-        batch, num_steps = len(report.works), len(report.works[0].tokens)
+        batch, num_steps = len(report.attempts), len(report.attempts[0].tokens)
         context_tokens = 0
-        for item in report.works:
+        for item in report.attempts:
             tracked = attempts.get(item.attempt_id)
             if tracked is None or tracked.attempt is None:
                 return  # the context of an ended attempt is unknown

@@ -40,7 +40,7 @@ class _InstanceConnection:
         self._server.on_proved(self)
 
     def on_frame(self, frame: DirectTokens) -> None:
-        for work in frame.works:
+        for work in frame.attempts:
             self._server.on_tokens(work)
 
     def on_closed(self, reason: str) -> None:

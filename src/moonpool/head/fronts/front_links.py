@@ -86,7 +86,7 @@ class FrontLinks:
         if isinstance(report, StepTokens):
             self.num_direct = {
                 request_of(work.attempt_id): work.num_direct
-                for work in report.works
+                for work in report.attempts
                 if work.num_direct
             }
         try:

@@ -307,10 +307,10 @@ class ReplicaConductor:
                 pass  # routers see steps and ends by themselves
 
     def _submit(self, replica: _Replica, submit: SubmitRequest) -> None:
-        call_id = request_of(submit.work.attempt_id)
+        call_id = request_of(submit.attempt.attempt_id)
         under_way = self._calls.get(call_id)
         if under_way is None:
             return
-        under_way.attempt_id, under_way.replica = submit.work.attempt_id, replica.name
-        replica.times.began(call_id, len(submit.work.token_ids), self._now)
+        under_way.attempt_id, under_way.replica = submit.attempt.attempt_id, replica.name
+        replica.times.began(call_id, len(submit.attempt.token_ids), self._now)
         self._decisions.append(PlacedCall(call_id, replica.name))

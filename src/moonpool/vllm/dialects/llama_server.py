@@ -158,7 +158,7 @@ class LlamaDialect:
         layout_fingerprint: bytes,
         use: SlotUse | None = None,
     ) -> AsyncGenerator[EngineOutput]:
-        work = submit.work
+        work = submit.attempt
         own = self._own_fields(work, use)
         if work.call is not None:
             body = forwarded_body(work, facts.model_id, layout_fingerprint, False, own)

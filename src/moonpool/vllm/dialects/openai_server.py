@@ -156,7 +156,7 @@ class OpenAiDialect:
         layout_fingerprint: bytes,
         use: SlotUse | None = None,
     ) -> AsyncGenerator[EngineOutput]:
-        work = submit.work
+        work = submit.attempt
         if work.call is None:
             async with contextlib.aclosing(self._measured(work, facts)) as outputs:
                 async for output in outputs:

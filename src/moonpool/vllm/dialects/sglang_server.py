@@ -123,7 +123,7 @@ class SglangDialect:
         layout_fingerprint: bytes,
         use: SlotUse | None = None,
     ) -> AsyncGenerator[EngineOutput]:
-        work = submit.work
+        work = submit.attempt
         if work.call is not None:
             body = forwarded_body(work, facts.model_id, layout_fingerprint)
             async with contextlib.aclosing(forwarded_outputs(self.client, work, body)) as outputs:

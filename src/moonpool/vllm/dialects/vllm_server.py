@@ -33,7 +33,7 @@ class VllmDialect:
         layout_fingerprint: bytes,
         use: SlotUse | None = None,
     ) -> AsyncGenerator[EngineOutput]:
-        work = submit.work
+        work = submit.attempt
         if work.call is not None:
             body = forwarded_body(
                 work, facts.model_id, layout_fingerprint, has_pool=submit.has_pool
