@@ -90,17 +90,17 @@ class Conductor:
     def __init__(
         self,
         config: ConductorConfig,
-        life: str = "",
+        incarnation: str = "",
         default_slo: Slo = DEFAULT_SLO,
         policies: Policies | None = None,
         tenant_weights: Mapping[str, float] | None = None,
         tenant_caches: Mapping[str, float] | None = None,
     ) -> None:
-        """`life`: part of all attempt ids, which tells them from those of an earlier Conductor of
-        this cluster. `default_slo`: the unit of `loads`. `policies`: those that the config names by
-        module and class (see `plugins.policies`). `tenant_weights`: shares of an overloaded
-        cluster by tenant, 1 for the others. `tenant_caches`: shares of each instance's cache that
-        tenants may have, 1 for the others."""
+        """`incarnation`: part of all attempt ids, which tells them from those of an earlier
+        Conductor of this cluster. `default_slo`: the unit of `loads`. `policies`: those that the
+        config names by module and class (see `plugins.policies`). `tenant_weights`: shares of an
+        overloaded cluster by tenant, 1 for the others. `tenant_caches`: shares of each instance's
+        cache that tenants may have, 1 for the others."""
         policies = policies or Policies()
         assert policies.placement is not None or config.placement in PLACEMENTS
         assert policies.admission is not None or config.admission in ADMISSIONS
@@ -109,7 +109,9 @@ class Conductor:
         self.forecast: Forecast = IntervalForecast() if by_length else SurvivalForecast()
         # `inline_chunks` is off where instances do not size chunks (`Config.for_conductor`).
         sizes_chunks = config.inline_chunks
-        self.cluster_state = ClusterState(self.forecast, default_slo.tbt_s, sizes_chunks, life)
+        self.cluster_state = ClusterState(
+            self.forecast, default_slo.tbt_s, sizes_chunks, incarnation
+        )
         # All parts work on these; they are also what drivers read.
         self.index = self.cluster_state.index
         self.instance_table = self.cluster_state.instance_table

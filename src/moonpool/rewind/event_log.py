@@ -82,7 +82,7 @@ class EventLogFile(msgspec.Struct, frozen=True):
     """What a replay needs. `wall_s`: the wall clock's time less the Conductor's."""
 
     release: str
-    life: str
+    incarnation: str = msgspec.field(name="life")
     config: ConductorConfig
     slo: Slo
     tenant_weights: dict[str, float]
@@ -151,7 +151,7 @@ def decisions(actions: Sequence[ConductorAction]) -> tuple[str, ...]:
 def write_file(
     log: EventLog,
     release: str,
-    life: str,
+    incarnation: str,
     config: ConductorConfig,
     slo: Slo,
     tenant_weights: Mapping[str, float],
@@ -159,7 +159,7 @@ def write_file(
 ) -> bytes:
     """Returns the bytes of a file."""
     weights = dict(tenant_weights)
-    file = EventLogFile(release, life, config, slo, weights, wall_s, log.replayable())
+    file = EventLogFile(release, incarnation, config, slo, weights, wall_s, log.replayable())
     return MAGIC + msgspec.msgpack.encode(file)
 
 

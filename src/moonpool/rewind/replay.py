@@ -58,7 +58,7 @@ class Replay:
         checkpoint = file.segments[0].checkpoint
         if not checkpoint:
             weights = file.tenant_weights
-            self.conductor = Conductor(file.config, file.life, file.slo, policies, weights)
+            self.conductor = Conductor(file.config, file.incarnation, file.slo, policies, weights)
             return
         try:
             found: Any = load(checkpoint, own_classes(policies))

@@ -47,11 +47,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.demoted: dict[str, set[BlockKey]] = {}
         self.expected: dict[str, list[list[int]]] = {}
 
-    @rule(name=NAMES, life=LIVES)
-    def add(self, name: str, life: int) -> None:
+    @rule(name=NAMES, incarnation=LIVES)
+    def add(self, name: str, incarnation: int) -> None:
         self.forget_expected(name)
-        self.index.add_instance(InstanceId(name), life)
-        self.lives[name], self.known[name], self.expected[name] = life, None, []
+        self.index.add_instance(InstanceId(name), incarnation)
+        self.lives[name], self.known[name], self.expected[name] = incarnation, None, []
         self.demoted[name] = set()
 
     def forget_expected(self, name: str) -> None:
@@ -65,15 +65,15 @@ class IndexMachine(RuleBasedStateMachine):
         self.lives.pop(name, None)
         self.known.pop(name, None)
 
-    @rule(name=NAMES, life=LIVES, skip=st.sampled_from((0, 0, 0, 1)), a=KEYS, b=KEYS, c=KEYS)
+    @rule(name=NAMES, incarnation=LIVES, skip=st.sampled_from((0, 0, 0, 1)), a=KEYS, b=KEYS, c=KEYS)
     def apply(
-        self, name: str, life: int, skip: int, a: list[int], b: list[int], c: list[int]
+        self, name: str, incarnation: int, skip: int, a: list[int], b: list[int], c: list[int]
     ) -> None:
         number = self.numbers.get(name, 0) + skip
         stored, removed = keys(a), keys([n for n in b if n not in a])
         demoted = keys([n for n in c if n not in a and n not in b])
-        taken = self.index.apply(InstanceId(name), life, number, stored, removed, demoted)
-        if self.lives.get(name) != life:
+        taken = self.index.apply(InstanceId(name), incarnation, number, stored, removed, demoted)
+        if self.lives.get(name) != incarnation:
             assert not taken
             return
         known = self.known[name]
@@ -87,11 +87,13 @@ class IndexMachine(RuleBasedStateMachine):
         below = self.demoted.get(name, set()) - set(removed) - set(stored)
         self.demoted[name] = below | set(demoted)
 
-    @rule(name=NAMES, life=LIVES, number=st.integers(0, 9), a=KEYS, b=KEYS)
-    def snapshot(self, name: str, life: int, number: int, a: list[int], b: list[int]) -> None:
+    @rule(name=NAMES, incarnation=LIVES, number=st.integers(0, 9), a=KEYS, b=KEYS)
+    def snapshot(
+        self, name: str, incarnation: int, number: int, a: list[int], b: list[int]
+    ) -> None:
         demoted = keys([n for n in b if n not in a])
-        taken = self.index.load_snapshot(InstanceId(name), life, number, keys(a), demoted)
-        assert taken == (self.lives.get(name) == life)
+        taken = self.index.load_snapshot(InstanceId(name), incarnation, number, keys(a), demoted)
+        assert taken == (self.lives.get(name) == incarnation)
         if taken:
             self.known[name], self.numbers[name] = set(keys(a)) | set(demoted), number
             self.demoted[name] = set(demoted)

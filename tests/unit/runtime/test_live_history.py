@@ -24,7 +24,7 @@ def record(ended_s: float, ttft_s: float = 0.5, tenant: str = "") -> RequestReco
 
 
 def conductor() -> Conductor:
-    return Conductor(Config().conductor, life="l", default_slo=SLO)
+    return Conductor(Config().conductor, incarnation="l", default_slo=SLO)
 
 
 def columns(

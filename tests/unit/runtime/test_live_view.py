@@ -26,7 +26,7 @@ def record(name: str, ended_s: float, **fields: object) -> RequestRecord:
 
 
 def frame(records: list[RequestRecord], tenant: str | None = None) -> dict[str, object]:
-    conductor = Conductor(Config().conductor, life="l", default_slo=SLO)
+    conductor = Conductor(Config().conductor, incarnation="l", default_slo=SLO)
     found = describe_live([conductor], records, NOW, tenant)
     decoded: dict[str, object] = json.loads(json.dumps(found))
     return decoded

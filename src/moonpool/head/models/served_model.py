@@ -47,7 +47,7 @@ class HeadSettings:
     """What all models of a head share."""
 
     config: Config
-    life: str
+    incarnation: str
     tenant_shares: Mapping[str, float]
     tenant_caches: Mapping[str, float]
 
@@ -107,7 +107,7 @@ class ServedModel:
         policies = load_policies(config.conductor)
         self.conductor = Conductor(
             config.for_conductor(),
-            life=settings.life,
+            incarnation=settings.incarnation,
             default_slo=self.default_slo,
             policies=policies,
             tenant_weights=settings.tenant_shares,
@@ -209,7 +209,7 @@ class ServedModel:
         return write_file(
             self._events,
             __version__,
-            self._settings.life,
+            self._settings.incarnation,
             self._settings.config.for_conductor(),
             self.default_slo,
             dict(self._settings.tenant_shares),

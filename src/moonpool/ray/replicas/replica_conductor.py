@@ -106,10 +106,10 @@ class _UnderWay:
 class ReplicaConductor:
     """The state. The times passed to it must not go back."""
 
-    def __init__(self, settings: RouterSettings, life: str = "") -> None:
-        """`life`: as for `Conductor`."""
+    def __init__(self, settings: RouterSettings, incarnation: str = "") -> None:
+        """`incarnation`: as for `Conductor`."""
         self._settings = settings
-        self.conductor = Conductor(settings.conductor, life, settings.slo)
+        self.conductor = Conductor(settings.conductor, incarnation, settings.slo)
         self._replicas: dict[str, _Replica] = {}
         self._calls: dict[str, _UnderWay] = {}
         self._decisions: list[Decision] = []

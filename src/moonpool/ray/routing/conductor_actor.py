@@ -50,8 +50,8 @@ class ConductorActor:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
-        self._life = token_hex(4)
-        self._state = ReplicaConductor(settings, self._life)
+        self._incarnation = token_hex(4)
+        self._state = ReplicaConductor(settings, self._incarnation)
         self._waiting: dict[str, tuple[ReplicaCall, asyncio.Future[Decision]]] = {}
         self._named_s: dict[str, float] = {}
         self._asked_s = time.monotonic()
@@ -81,8 +81,8 @@ class ConductorActor:
         if settings == self._settings:
             return
         now = self._asked_s = time.monotonic()
-        self._settings, self._life = settings, token_hex(4)
-        self._state = ReplicaConductor(settings, self._life)
+        self._settings, self._incarnation = settings, token_hex(4)
+        self._state = ReplicaConductor(settings, self._incarnation)
         self._state.set_replicas(self._named_s, now)
         for call, found in list(self._waiting.values()):
             if not found.done():
@@ -115,7 +115,7 @@ class ConductorActor:
         """Describes what it knows, for operators and tests."""
         instances = self._state.conductor.instances
         return {
-            "life": self._life,
+            "life": self._incarnation,
             "replicas": sorted(self._state.replicas),
             "calls": len(self._state.conductor.requests),
             "waiting": self._state.conductor.num_waiting,
