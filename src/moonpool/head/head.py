@@ -61,7 +61,7 @@ from moonpool.head.watch.request_log import RequestLogger
 from moonpool.head.watch.trace_export import open_exporter
 from moonpool.head.webhook import WantedWebhook
 from moonpool.head.worker_link import WorkerLink
-from moonpool.link.pace import Pace
+from moonpool.link.idle_backoff import IdleBackoff
 from moonpool.link.silence import ListeningClock
 from moonpool.link.tls import HANDSHAKE_S as TLS_HANDSHAKE_S
 from moonpool.link.tls import PeerTls
@@ -133,7 +133,7 @@ class ClusterHead:
         self._attention = AttentionLinks(config.cluster.attention_each, self._links, self.setup)
         self._half_open: dict[WorkerLink, None] = {}  # oldest first
         self._clock = ListeningClock(now())
-        self._ticks = Pace(TICK_S, IDLE_TICKS * TICK_S, QUIET_TICKS * TICK_S)
+        self._ticks = IdleBackoff(TICK_S, IDLE_TICKS * TICK_S, QUIET_TICKS * TICK_S)
         self.standbys = StandbyLinks()
         self._server: asyncio.Server | None = None
         self._stopping = self._is_starting = False

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from moonpool.link import pace as pace_module
+from moonpool.link import idle_backoff as pace_module
 from moonpool.link import silence
-from moonpool.link.pace import Pace
+from moonpool.link.idle_backoff import IdleBackoff
 from moonpool.link.silence import StopNotice
 
 LONG_S = 600.0
@@ -22,7 +22,7 @@ def test_turns_are_soon_with_work_and_late_without(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pace_module, "IDLE_TURNS", 3)
 
     async def run() -> None:
-        pace = Pace(0.0, 0.001, LONG_S)
+        pace = IdleBackoff(0.0, 0.001, LONG_S)
         for _ in range(10):
             await pace.next(is_busy=True)
         for _ in range(3):
@@ -40,7 +40,7 @@ def test_turns_are_soon_with_work_and_late_without(monkeypatch: pytest.MonkeyPat
 
 def test_work_during_a_turn_gets_another_turn_soon() -> None:
     async def run() -> None:
-        pace = Pace(0.05, LONG_S, LONG_S)
+        pace = IdleBackoff(0.05, LONG_S, LONG_S)
         turn = asyncio.create_task(pace.next(is_busy=True))
         await asyncio.sleep(0)
         pace.note()
@@ -53,7 +53,7 @@ def test_work_during_a_turn_gets_another_turn_soon() -> None:
 
 
 def test_no_pause_is_longer_than_the_caller_says() -> None:
-    asyncio.run(asyncio.wait_for(Pace(0.0, LONG_S, LONG_S).next(False, at_most_s=0.01), 60))
+    asyncio.run(asyncio.wait_for(IdleBackoff(0.0, LONG_S, LONG_S).next(False, at_most_s=0.01), 60))
 
 
 def test_a_stopped_child_is_told_of_and_nothing_else_wakes() -> None:

@@ -18,7 +18,7 @@ import msgspec
 from moonpool.config.tables import ParallelConfig
 from moonpool.gc_tuning import settle_memory
 from moonpool.link.head_link import HeadChannel, HungError, InstanceProcess, WorkerError
-from moonpool.link.pace import Pace
+from moonpool.link.idle_backoff import IdleBackoff
 from moonpool.link.silence import LOOK_S, QUIET_LOOK_S, StoppedProcesses
 from moonpool.plugins.workers import WorkerSettings
 from moonpool.protocol.frames import (
@@ -82,8 +82,8 @@ class Worker(InstanceProcess):
         self._engine: EngineThread | PipelineThread | None = None
         self._watch: StepWatchdog | None = None
         self._stopped = StoppedProcesses()
-        self._beats = Pace(HEARTBEAT_S, HEARTBEAT_S, QUIET_HEARTBEAT_S)
-        self._looks = Pace(LOOK_S, LOOK_S, QUIET_LOOK_S)
+        self._heartbeat_timer = IdleBackoff(HEARTBEAT_S, HEARTBEAT_S, QUIET_HEARTBEAT_S)
+        self._stopped_process_timer = IdleBackoff(LOOK_S, LOOK_S, QUIET_LOOK_S)
         self._domain_notice = DomainNotice(None)
         self._hung = False
         self._gates = LayerGates()
@@ -149,8 +149,8 @@ class Worker(InstanceProcess):
                 return
         assert self._booted is not None
         self._join_over(channel, Joined(info=self._booted.info(self._machine, os.getpid())))
-        self._beats.note()
-        self._looks.note()
+        self._heartbeat_timer.note()
+        self._stopped_process_timer.note()
 
     async def _boot(self, setup: Setup) -> BootedInstance | None:
         """Boots the instance in a thread. Returns None after a failure, reported to the head."""
@@ -212,7 +212,7 @@ class Worker(InstanceProcess):
 
     async def _beat(self) -> None:
         while True:
-            await self._beats.next(self._watch is not None and self._watch.is_waiting)
+            await self._heartbeat_timer.next(self._watch is not None and self._watch.is_waiting)
             if self._booted is not None and self._link.channel is not None:
                 self._link.send(self._booted.load())
             # Counted in beats, not by the clock: a suspended process has no hanging engine.
@@ -225,7 +225,7 @@ class Worker(InstanceProcess):
         """Kills stages and ranks that a signal has stopped. The instance ends with them."""
         while self._booted is None or self._booted.part_pids:  # most instances have none
             in_step = self._watch is not None and self._watch.is_waiting
-            await self._looks.next(in_step or self._stopped.any_stopped)
+            await self._stopped_process_timer.next(in_step or self._stopped.any_stopped)
             parts = [] if self._booted is None else self._booted.part_pids
             for pid in self._stopped.look(parts):
                 log.error("process %d of this instance is stopped by a signal; killing it", pid)
@@ -253,8 +253,8 @@ class Worker(InstanceProcess):
     def _post(self, event: WorkerEvent) -> None:
         if self._booted is None:
             return
-        self._beats.note()
-        self._looks.note()
+        self._heartbeat_timer.note()
+        self._stopped_process_timer.note()
         if isinstance(event, StepEnded | StepFailed) and self._watch is not None:
             self._watch.end()
         instance = self._booted.instance

@@ -12,7 +12,7 @@ IDLE_TURNS = 20
 """Turns without work after which the task slows down once more."""
 
 
-class Pace:
+class IdleBackoff:
     """Sleeps `busy_s` between turns while there is work, `idle_s` soon after, then `quiet_s`."""
 
     def __init__(self, busy_s: float, idle_s: float, quiet_s: float) -> None:
