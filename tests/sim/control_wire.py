@@ -144,7 +144,7 @@ class ControlWire:
         if not self._old_head:
             link = SimpleNamespace(channel=SimpleNamespace(protocol=self.head.channel.protocol))
             link.channel.send = self.command
-            StandbyLinks().greet(link)  # type: ignore[arg-type]
+            StandbyLinks().announce_to(link)  # type: ignore[arg-type]
 
     def _on_up(self, frame: Any) -> None:
         world = self._member.world
@@ -156,7 +156,7 @@ class ControlWire:
 
     def _on_down(self, frame: Any) -> None:
         if isinstance(frame, Leadership):
-            assert self.heads.hear(frame)
+            assert self.heads.accept_leader(frame)
             self._member.world.seen["leaders heard"] += 1
         else:
             self._member.post(frame)

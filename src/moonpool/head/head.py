@@ -482,13 +482,13 @@ class ClusterHead:
             self.end_answers("head_replaced", "Another head has replaced this one: ask it again.")
 
     def _lead(self) -> None:
-        self.standbys.lead(self.open_links, self.served.expected, self.served.offers)
+        self.standbys.announce_leadership(self.open_links, self.served.expected, self.served.offers)
 
     def _tell_instances(self) -> None:
         self.on_instances(self.served.expected, self.served.offers)
 
     def on_apply(self, link: WorkerLink, apply: Apply) -> None:
-        self.standbys.greet(link)
+        self.standbys.announce_to(link)
         if self.config.engine.kind == "vllm":
             self._vllm_setups.begin(link, apply.offer)
         else:

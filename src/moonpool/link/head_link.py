@@ -185,7 +185,7 @@ class HeadLink:
             # A supervisor keeps the port open, and has another head soon.
             await asyncio.sleep(AGAIN_S if was_there else RETRY_S)
             if not was_there:
-                heads.turn()
+                heads.next_address()
             if self._is_over():
                 return
 
@@ -271,7 +271,7 @@ class HeadLink:
         if frame.replaced:
             self.heads.lead_elsewhere(frame)
             self._hang_up("another head has replaced this one")
-        elif not self.heads.hear(frame):
+        elif not self.heads.accept_leader(frame):
             self._refused = True
             self._hang_up(f"a head of epoch {self.heads.epoch} has replaced it")
         else:

@@ -29,11 +29,11 @@ class KnownHeads:
         if not self._addresses:
             self._addresses = [HeadAddress(host=host, port=port)]
 
-    def turn(self) -> None:
+    def next_address(self) -> None:
         """The present address does not serve: try the next one."""
         self._at = (self._at + 1) % len(self._addresses)
 
-    def hear(self, leadership: Leadership) -> bool:
+    def accept_leader(self, leadership: Leadership) -> bool:
         """Handles what the head at `address` says about itself. Returns False if it was
         replaced."""
         if leadership.epoch < self.epoch:

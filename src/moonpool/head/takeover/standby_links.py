@@ -73,7 +73,7 @@ class StandbyLinks:
                 worker.channel.send(frame)
         return False
 
-    def greet(self, link: WorkerLink) -> None:
+    def announce_to(self, link: WorkerLink) -> None:
         """Tells a worker that applies which head this is."""
         if _understands(link):
             link.channel.send(Leadership(epoch=self.epoch, standbys=self._addresses()))
@@ -93,7 +93,7 @@ class StandbyLinks:
                 link.channel.abort(f"no message for {SILENCE_S:g} s")
         return True
 
-    def lead(
+    def announce_leadership(
         self,
         links: Collection[WorkerLink],
         expected: dict[InstanceId, Role],
