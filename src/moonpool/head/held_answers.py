@@ -10,19 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from moonpool.head.watch.culprits import Culprits
 from moonpool.link.packets import PacketSocket
 from moonpool.protocol.supervision import (
-    CutAnswer,
-    DropAnswer,
+    AdoptDetachedStream,
+    AdoptStream,
+    AllStreamsSent,
+    DetachedStreamOpened,
     FromHead,
     HeadsEnded,
     HeldState,
-    KeepAnswer,
-    KeepCutAnswer,
     NoteWork,
     PassConnection,
-    TakeAnswer,
+    StreamClosed,
+    StreamDetached,
+    StreamOpened,
     TakeConnection,
-    TakeCutAnswer,
-    TakeNoMore,
     ToHead,
 )
 
@@ -53,19 +53,19 @@ class HeldAnswers:
     def take(self, packet: FromHead, fds: Sequence[int]) -> bool:
         """Returns whether the message was about something that is held."""
         match packet:
-            case KeepAnswer():
+            case StreamOpened():
                 self._answers[packet.number] = (fds[0], fds[1])
                 self._next_number = packet.number + 1
-            case KeepCutAnswer():
+            case DetachedStreamOpened():
                 self._cut_answers[packet.number] = fds[0]
                 self._next_number = packet.number + 1
-            case CutAnswer():
+            case StreamDetached():
                 self._cut(packet.number)
             case NoteWork():
                 self.culprits.watch(fds[0])
             case HeadsEnded():
                 self.culprits.alike.append(packet)
-            case DropAnswer():
+            case StreamClosed():
                 self.culprits.forget(packet.number)
                 for fd in self._answers.pop(packet.number, ()):
                     os.close(fd)
@@ -87,12 +87,12 @@ class HeldAnswers:
         self._let_go()
         for number, fds in self._answers.items():
             num_ended, num_killed = self.culprits.of(number)
-            take = TakeAnswer(number=number, num_ended=num_ended, num_killed=num_killed)
+            take = AdoptStream(number=number, num_ended=num_ended, num_killed=num_killed)
             packets.send(take, fds)
         for number, fd in self._cut_answers.items():
             num_ended, _ = self.culprits.of(number)
-            packets.send(TakeCutAnswer(number=number, num_ended=num_ended), (fd,))
-        packets.send(TakeNoMore(next_number=self._next_number))
+            packets.send(AdoptDetachedStream(number=number, num_ended=num_ended), (fd,))
+        packets.send(AllStreamsSent(next_number=self._next_number))
 
     def leave(self) -> HeldState:
         """Returns what the next program of this process gets."""

@@ -26,8 +26,10 @@ from moonpool.link.packets import PacketSocket
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.supervision import (
-    CutAnswer,
-    DropAnswer,
+    AdoptDetachedStream,
+    AdoptStream,
+    AllStreamsSent,
+    DetachedStreamOpened,
     FinishHead,
     FromHead,
     HandOver,
@@ -40,18 +42,16 @@ from moonpool.protocol.supervision import (
     HeadsEnded,
     HeadUp,
     InstancesKnown,
-    KeepAnswer,
-    KeepCutAnswer,
     KillWorker,
     NoteWork,
     PassConnection,
     ReplaceWorker,
-    TakeAnswer,
+    StreamClosed,
+    StreamDetached,
+    StreamOpened,
     TakeConnection,
-    TakeCutAnswer,
     TakeFront,
     TakeHead,
-    TakeNoMore,
     ToHead,
     UpgradeFailed,
     UpgradeWanted,
@@ -171,13 +171,13 @@ class SupervisorLink:
     # The keeper of streams
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
-        return self._keep(KeepAnswer(number=self._next_number), (socket_fd, log_fd), party)
+        return self._keep(StreamOpened(number=self._next_number), (socket_fd, log_fd), party)
 
     def keep_cut(self, log_fd: int, party: str) -> int | None:
-        return self._keep(KeepCutAnswer(number=self._next_number), (log_fd,), party)
+        return self._keep(DetachedStreamOpened(number=self._next_number), (log_fd,), party)
 
     def _keep(
-        self, packet: KeepAnswer | KeepCutAnswer, fds: Sequence[int], party: str
+        self, packet: StreamOpened | DetachedStreamOpened, fds: Sequence[int], party: str
     ) -> int | None:
         if not self._places.has_room(party):
             self._warn_of_full(party)
@@ -208,13 +208,13 @@ class SupervisorLink:
         )
 
     def cut(self, number: int) -> None:
-        self._packets.send(CutAnswer(number=number))
+        self._packets.send(StreamDetached(number=number))
 
     def drop(self, number: int) -> None:
         party = self._kept.pop(number, None)
         if party is not None:
             self._places.release(party)
-        self._packets.send(DropAnswer(number=number))
+        self._packets.send(StreamClosed(number=number))
 
     def take_memory(self, num_bytes: int, party: str) -> bool:
         return self._log_bytes.take(party, num_bytes)
@@ -231,11 +231,11 @@ class SupervisorLink:
                 self._inheritance = Inheritance(packet, http, control)
                 self._places = self._make_places(packet.config.api.fronts)
                 self._note_work(packet)
-            case TakeAnswer():
+            case AdoptStream():
                 self._take(packet, *fds)
-            case TakeCutAnswer():
+            case AdoptDetachedStream():
                 self._take_cut(packet, fds[0])
-            case TakeNoMore():
+            case AllStreamsSent():
                 assert self._inheritance is not None
                 self._next_number = packet.next_number
                 self._forget_kept_twice(self._inheritance)
@@ -267,7 +267,7 @@ class SupervisorLink:
         self._packets.send(NoteWork(), (fd,))
         os.close(fd)
 
-    def _take(self, packet: TakeAnswer, socket_fd: int, log_fd: int) -> None:
+    def _take(self, packet: AdoptStream, socket_fd: int, log_fd: int) -> None:
         assert self._inheritance is not None
         sock = socket.socket(fileno=socket_fd)
         call_log = CallLog(self, packet.number, log_fd)
@@ -339,7 +339,7 @@ class SupervisorLink:
         else:
             send_error(sock, error, payload, request_id)
 
-    def _take_cut(self, packet: TakeCutAnswer, log_fd: int) -> None:
+    def _take_cut(self, packet: AdoptDetachedStream, log_fd: int) -> None:
         assert self._inheritance is not None
         call_log = CallLog(self, packet.number, log_fd)
         try:

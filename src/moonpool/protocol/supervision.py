@@ -2,16 +2,16 @@
 
     supervisor                                                head
       | -- HeadBegin (configuration, listening sockets) -----> |
-      | -- TakeAnswer (one answer of an earlier head) -------> |  for each
-      | -- TakeCutAnswer (its connection has ended) ---------> |  for each
-      | -- TakeNoMore ---------------------------------------> |
+      | -- AdoptStream (one answer of an earlier head) ------> |  for each
+      | -- AdoptDetachedStream (its connection has ended) ---> |  for each
+      | -- AllStreamsSent -----------------------------------> |
       | <-- NoteWork (where it says what it works on) -------- |
       | <-- HeadPrepared (the configuration is right) -------- |
       |   starts the workers, unless they run                  |
       | <-- HeadUp ------------------------------------------- |  serves
       | <-- HeadBeat, InstancesKnown, KillWorker ------------- |
       | -- WorkerCrashed (it ended by itself) -------------> |
-      | <-- KeepAnswer, CutAnswer, DropAnswer, HeadsEnded ---- |
+      | <-- StreamOpened, StreamDetached, StreamClosed, HeadsEnded -- |
       | -- FinishHead (a signal came) -----------------------> |
       | <-- HeadEnding --------------------------------------- |  then it stops the workers
 
@@ -82,7 +82,7 @@ class HeadBegin(Packet, frozen=True, tag=True):
         return not self.num_restarts and not self.num_upgrades
 
 
-class TakeAnswer(Packet, frozen=True, tag=True):
+class AdoptStream(Packet, frozen=True, tag="TakeAnswer"):
     """Continue an answer; comes with the client's socket and the log. `num_ended`: heads that its
     call has hung or crashed. `num_killed`: how many were killed while they worked on it."""
 
@@ -92,9 +92,9 @@ class TakeAnswer(Packet, frozen=True, tag=True):
     num_killed: int = 0
 
 
-class TakeCutAnswer(Packet, frozen=True, tag=True):
+class AdoptDetachedStream(Packet, frozen=True, tag="TakeCutAnswer"):
     """The connection of this answer has ended, and its client may come back; comes with the log.
-    `num_ended`: as in `TakeAnswer`."""
+    `num_ended`: as in `AdoptStream`."""
 
     num_fds: ClassVar[int] = 1
     number: int
@@ -107,7 +107,7 @@ class TakeConnection(Packet, frozen=True, tag=True):
     num_fds: ClassVar[int] = 1
 
 
-class TakeNoMore(Packet, frozen=True, tag=True):
+class AllStreamsSent(Packet, frozen=True, tag="TakeNoMore"):
     """All answers of earlier heads have been sent."""
 
     next_number: int  # of the first answer that this head keeps
@@ -196,27 +196,27 @@ class InstancesKnown(Packet, frozen=True, tag=True):
     offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
 
 
-class KeepAnswer(Packet, frozen=True, tag=True):
+class StreamOpened(Packet, frozen=True, tag="KeepAnswer"):
     """Hold this answer; comes with the client's socket and the log."""
 
     num_fds: ClassVar[int] = 2
     number: int
 
 
-class KeepCutAnswer(Packet, frozen=True, tag=True):
+class DetachedStreamOpened(Packet, frozen=True, tag="KeepCutAnswer"):
     """Hold this answer, whose connection ends with this head; comes with the log."""
 
     num_fds: ClassVar[int] = 1
     number: int
 
 
-class CutAnswer(Packet, frozen=True, tag=True):
+class StreamDetached(Packet, frozen=True, tag="CutAnswer"):
     """The connection of this answer has ended: hold only the log."""
 
     number: int
 
 
-class DropAnswer(Packet, frozen=True, tag=True):
+class StreamClosed(Packet, frozen=True, tag="DropAnswer"):
     """The answer is complete, or its client did not come back."""
 
     number: int
@@ -314,10 +314,10 @@ class SupervisorState(Struct, frozen=True):
 
 ToHead = (
     HeadBegin
-    | TakeAnswer
-    | TakeCutAnswer
+    | AdoptStream
+    | AdoptDetachedStream
     | TakeConnection
-    | TakeNoMore
+    | AllStreamsSent
     | WorkerCrashed
     | TakeHead
     | TakeFront
@@ -338,9 +338,9 @@ FromHead = (
     | HeadFailed
     | KillWorker
     | InstancesKnown
-    | KeepAnswer
-    | KeepCutAnswer
-    | CutAnswer
-    | DropAnswer
+    | StreamOpened
+    | DetachedStreamOpened
+    | StreamDetached
+    | StreamClosed
     | HeadEnding
 )

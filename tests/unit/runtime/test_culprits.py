@@ -25,12 +25,12 @@ from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.head.watch.culprits import Culprits
 from moonpool.link.packets import PacketSocket, packet_pair
 from moonpool.protocol.supervision import (
+    AdoptStream,
+    AllStreamsSent,
     FromHead,
     HeadBegin,
     HeadsEnded,
     NoteWork,
-    TakeAnswer,
-    TakeNoMore,
     ToHead,
 )
 from moonpool.types import Token
@@ -191,9 +191,9 @@ class NextHead:
             )
             packets.send(config, (http.fileno(), control.fileno()))
         num_ended, num_killed = self.counts
-        take = TakeAnswer(number=7, num_ended=num_ended, num_killed=num_killed)
+        take = AdoptStream(number=7, num_ended=num_ended, num_killed=num_killed)
         packets.send(take, keeper.fds[-1])
-        packets.send(TakeNoMore(next_number=8))
+        packets.send(AllStreamsSent(next_number=8))
         found = await asyncio.wait_for(link.inherit(), 60)
         await asyncio.sleep(0.01)
         self.received = [received for received, _ in found.answers]

@@ -17,7 +17,7 @@ from moonpool.head.cluster import serve_cluster
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.link.packets import PacketSocket, packet_pair
-from moonpool.protocol.supervision import FromHead, HeadBegin, HeadUp, TakeNoMore, ToHead
+from moonpool.protocol.supervision import AllStreamsSent, FromHead, HeadBegin, HeadUp, ToHead
 
 
 @pytest.mark.long
@@ -45,7 +45,7 @@ def test_a_conductor_that_raises_ends_the_head(monkeypatch: pytest.MonkeyPatch) 
         )
         with listen("127.0.0.1", 0) as http, listen("127.0.0.1", 0) as control:
             supervisor.send(begin, (http.fileno(), control.fileno()))
-            supervisor.send(TakeNoMore(next_number=0))
+            supervisor.send(AllStreamsSent(next_number=0))
             link = SupervisorLink(theirs)
             try:
                 await asyncio.wait_for(serve_cluster(link), 60)

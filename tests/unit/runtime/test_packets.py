@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.link.packets import PacketSocket, packet_pair
-from moonpool.protocol.supervision import DropAnswer, FromHead, HeadBeat, HeadFailed, KeepAnswer
+from moonpool.protocol.supervision import FromHead, HeadBeat, HeadFailed, StreamClosed, StreamOpened
 
 DECODER: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead)
 
@@ -66,7 +66,7 @@ def test_packets_that_wait_keep_their_order_and_their_descriptors() -> None:
         sent: list[FromHead] = []
         for number in range(600):
             fds = (file_of(b"a%d" % number), file_of(b"b%d" % number))
-            packet = KeepAnswer(number=number) if number % 2 else HeadFailed(message="x" * 2000)
+            packet = StreamOpened(number=number) if number % 2 else HeadFailed(message="x" * 2000)
             assert sender.packets.send(packet, fds if number % 2 else ())
             sent.append(packet)
             for fd in fds:
@@ -84,8 +84,10 @@ def test_packets_that_wait_keep_their_order_and_their_descriptors() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.binary(min_size=1, max_size=100) | st.builds(DropAnswer, number=st.integers(0, 1 << 60)))
-def test_a_damaged_packet_ends_the_connection(damage: bytes | DropAnswer) -> None:
+@given(
+    st.binary(min_size=1, max_size=100) | st.builds(StreamClosed, number=st.integers(0, 1 << 60))
+)
+def test_a_damaged_packet_ends_the_connection(damage: bytes | StreamClosed) -> None:
     """This holds, too, for a packet with a file descriptor too many, or without its own."""
 
     async def run() -> None:
@@ -110,7 +112,7 @@ def test_an_answer_without_its_descriptors_ends_the_connection() -> None:
     async def run() -> None:
         ours, theirs = packet_pair()
         receiver = Receiver(theirs)
-        ours.send(msgspec.msgpack.encode(KeepAnswer(number=1)))
+        ours.send(msgspec.msgpack.encode(StreamOpened(number=1)))
         await until(lambda: receiver.num_ends == 1)
         assert receiver.got == []
         ours.close()

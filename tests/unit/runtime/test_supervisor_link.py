@@ -19,7 +19,7 @@ from moonpool.config.tables import Config
 from moonpool.head import supervisor_link
 from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.link.packets import PacketSocket, packet_pair
-from moonpool.protocol.supervision import FromHead, HeadBegin, TakeAnswer, TakeNoMore, ToHead
+from moonpool.protocol.supervision import AdoptStream, AllStreamsSent, FromHead, HeadBegin, ToHead
 
 
 def opening() -> Opening:
@@ -44,8 +44,8 @@ async def inherited(logs: LogKeeper) -> list[KeptStream | HalfRead]:
         begin = HeadBegin(config=Config(), secret=b"", launch=False, num_restarts=1, expected={})
         packets.send(begin, (http.fileno(), control.fileno()))
     for number, fds in enumerate(logs.fds):
-        packets.send(TakeAnswer(number=number), fds)
-    packets.send(TakeNoMore(next_number=len(logs.fds)))
+        packets.send(AdoptStream(number=number), fds)
+    packets.send(AllStreamsSent(next_number=len(logs.fds)))
     found = await asyncio.wait_for(link.inherit(), 60)
     for sock in (found.http, found.control, *(sock for _, sock in found.answers)):
         sock.close()
