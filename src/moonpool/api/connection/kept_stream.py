@@ -106,7 +106,7 @@ class Delivered(Struct, frozen=True, array_like=True, tag="d"):
         )
 
 
-class RefusedThen(Refusal, frozen=True, tag="r"):
+class LoggedRefusal(Refusal, frozen=True, tag="r"):
     """The call was refused, or broke off."""
 
 
@@ -134,7 +134,7 @@ class ReadAhead(Struct, frozen=True, array_like=True, tag="a"):
     """Bytes of the connection's next request were read, and are lost with the head."""
 
 
-Entry = Delivered | RefusedThen | Named | Commented | TakenOver | ReadAhead
+Entry = Delivered | LoggedRefusal | Named | Commented | TakenOver | ReadAhead
 _encode = msgspec.msgpack.Encoder().encode
 _OPENING = msgspec.msgpack.Decoder(Opening)
 _ENTRY: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
@@ -244,7 +244,7 @@ class KeptStream:
         """Returns why the call was refused, or is now."""
         num_fruitless = 0
         for entry in self.entries:
-            if isinstance(entry, RefusedThen):
+            if isinstance(entry, LoggedRefusal):
                 return RequestRefused.of(entry, is_counted=True)  # by the head that refused it
             num_fruitless += isinstance(entry, TakenOver)
             if isinstance(entry, Delivered):
@@ -287,7 +287,7 @@ class KeptStream:
         refusal = refused.refusal
         if refusal.reason == INSTANCES_ENDED and self.enders is not None and self.opening.digest:
             self.enders.note(self.opening.tenant, self.opening.digest, MAX_ENDED, time.monotonic())
-        self._write(RefusedThen(*msgspec.structs.astuple(refusal)))
+        self._write(LoggedRefusal(*msgspec.structs.astuple(refusal)))
 
     def note_comment(self, data: bytes) -> None:
         """Logs bytes between increments. Call it before one of them is sent."""
