@@ -32,8 +32,8 @@ from moonpool.plan.bounds import Bounds
 from moonpool.plan.candidate import Candidate, NodeKind, Priced, Steps
 from moonpool.plan.demand import prepare, truth_for
 from moonpool.plan.search import Planner
+from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.plan.trial import Workload
-from moonpool.plan.workforce import Workforce
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.catalogue import BUILT_IN
 from moonpool.sim.hardware.prices import parse_prices
@@ -72,9 +72,9 @@ class PlanProof:
 
     def run(self, audits: int, say: Callable[[str], None]) -> dict[str, Any]:
         """Returns the figures. Raises ConfigError."""
-        with Workforce(self.workload, 1) as workforce:
+        with SimulationPool(self.workload, 1) as pool_of_runs:
             began = time.process_time()
-            assessor = Assessor(workforce, self.base, self._goal, self.priced)
+            assessor = Assessor(pool_of_runs, self.base, self._goal, self.priced)
             planned = Planner(assessor, self.prepared, self._bounds).plan()
             plan_cpu_s, plan_runs = time.process_time() - began, planned.runs
             if planned.choice is None:
@@ -83,7 +83,7 @@ class PlanProof:
             self.search(assessor, planned.choice)
             kept = self._audit(assessor, audits)
             fresh = change(self._goal, first_seed=FRESH_SEEDS_FROM)
-            checked = check(planned.choice, Assessor(workforce, self.base, fresh, self.priced))
+            checked = check(planned.choice, Assessor(pool_of_runs, self.base, fresh, self.priced))
             runs = assessor.runs - plan_runs
         best = min(self.found, key=self.priced.usd_per_h, default=None)
         return {

@@ -58,8 +58,8 @@ class BodyReader:
         self._options = options
         vocab_size = backend.card.vocab_size
         starts = [body_start(options, vocab_size, yields) for yields in (False, True)]
-        self._small = Lane(starts[0], SMALL_AT_A_TIME, MOST_SMALL_WAITING, first)
-        self._large, self._huge = Lane(starts[1]), Lane(starts[1])
+        self._small = BodyWorker(starts[0], SMALL_AT_A_TIME, MOST_SMALL_WAITING, first)
+        self._large, self._huge = BodyWorker(starts[1]), BodyWorker(starts[1])
         self._grammars = GrammarCheck()
 
     async def call(self, kind: Kind, raw: bytes, party: str, timeout_s: float) -> PreparedCall:
@@ -134,7 +134,7 @@ def body_start(options: ApiOptions, vocab_size: int, yields: bool = False) -> Bo
     )
 
 
-class Lane:
+class BodyWorker:
     """One process, and the bodies that wait for it."""
 
     def __init__(

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
     from moonpool.plan.assess import Assessor, PlanGoal, Report
     from moonpool.plan.search import ClusterPlan
+    from moonpool.plan.simulation_pool import SimulationPool
     from moonpool.plan.trial import Workload
-    from moonpool.plan.workforce import Workforce
     from moonpool.trace.row import TraceRow
 
 TABLE_SUFFIXES = (".csv", ".parquet")
@@ -202,7 +202,7 @@ def plan(
     for service levels, devices and prices that were not given. Ctrl-C prints the best so far.
     """
     from moonpool.plan.assess import PlanGoal
-    from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
+    from moonpool.plan.simulation_pool import SimulationPool, SimulationPoolError, num_cores
 
     began_s = time.perf_counter()
     _check_files(plot, page, table, json_file)
@@ -215,8 +215,8 @@ def plan(
         goal = PlanGoal(*(options[name] for name in names))
         for reason in prepared.left_out:
             click.echo(f"left out: {reason}")
-        with Workforce(workload, processes or num_cores()) as workforce:
-            job = _Job(prepared, goal, workload, priced, workforce)
+        with SimulationPool(workload, processes or num_cores()) as pool_of_runs:
+            job = _Job(prepared, goal, workload, priced, pool_of_runs)
             figures = job.plan(plot)
             interrupted = figures["stopped"] == "interrupted"
             figures["plan_s"] = round(time.perf_counter() - began_s, 1)
@@ -231,7 +231,7 @@ def plan(
                 figures["check"] = job.check()
             if (page or table) and not interrupted:
                 job.write_runs(figures, page, table)
-    except (ConfigError, WorkforceError) as error:
+    except (ConfigError, SimulationPoolError) as error:
         fail(str(error))
     figures["wall_s"] = round(time.perf_counter() - began_s, 1)
     figures["cpu_s"] = _cpu_s()
@@ -286,13 +286,13 @@ class _Job:
         goal: PlanGoal,
         workload: Workload,
         priced: Priced,
-        workforce: Workforce,
+        pool_of_runs: SimulationPool,
     ) -> None:
         self._prepared = prepared
         self._goal = goal
         self._workload = workload
         self._priced = priced
-        self._workforce = workforce
+        self._pool_of_runs = pool_of_runs
         self._found: ClusterPlan | None = None
 
     def plan(self, plot: str | None) -> dict[str, Any]:
@@ -388,7 +388,7 @@ class _Job:
     def _assessor(self, goal: PlanGoal, tell: Report) -> Assessor:
         from moonpool.plan.assess import Assessor
 
-        return Assessor(self._workforce, self._prepared.base, goal, self._priced, tell)
+        return Assessor(self._pool_of_runs, self._prepared.base, goal, self._priced, tell)
 
 
 def _check_files(

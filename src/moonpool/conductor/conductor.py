@@ -235,7 +235,7 @@ class Conductor:
                 self._actions += [Send(instance_id, drop) for instance_id in self.instances]
             case Tick():
                 self._on_tick(now)
-        self._lifecycle.use_room(now)
+        self._lifecycle.place_into_freed_room(now)
         actions = self._actions.copy()
         self._actions.clear()
         return actions

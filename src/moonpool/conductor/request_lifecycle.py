@@ -216,7 +216,7 @@ class RequestLifecycle:
         for tracked in self.wait_rules.worth_trying(self._suspects.must_wait, now):
             self._place(tracked, now)
 
-    def use_room(self, now: float) -> None:
+    def place_into_freed_room(self, now: float) -> None:
         """Places waiting requests if an answer has just ended."""
         if self._has_room:
             self.place_waiting(now)

@@ -15,9 +15,9 @@ import msgspec
 from moonpool.config.tables import Config, ConfigError
 from moonpool.plan.candidate import Candidate, Priced
 from moonpool.plan.confidence import Interval, sample_interval
+from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.plan.time_left import TimeLeft
 from moonpool.plan.trial import Outcome, StopRequestedError, Trial
-from moonpool.plan.workforce import Workforce
 from moonpool.sim.hardware.prices import Prices
 from moonpool.types import Struct
 
@@ -80,7 +80,7 @@ class Assessor:
 
     def __init__(
         self,
-        workforce: Workforce,
+        pool_of_runs: SimulationPool,
         base: Config,
         goal: PlanGoal,
         priced: Priced,
@@ -92,7 +92,7 @@ class Assessor:
         self.doing = ""
         self.time_left = TimeLeft()
         self.looks: dict[Candidate, Outcome] = {}
-        self._workforce = workforce
+        self._pool_of_runs = pool_of_runs
         self._base = base
         self._priced = priced
         self._report = report
@@ -210,14 +210,14 @@ class Assessor:
     def _run(self, trials: Sequence[Trial], ahead: Sequence[Trial] = ()) -> list[Outcome]:
         if trials and self.runs >= self._limit * self.goal.max_runs:
             raise StoppedError("all allowed simulations were run; allow more with --runs")
-        before, counted = self._workforce.num_run, self.runs
+        before, counted = self._pool_of_runs.num_run, self.runs
         try:
-            outcomes = self._workforce.run(
+            outcomes = self._pool_of_runs.run(
                 trials, lambda done: self._tell(counted + done), self._stop, ahead
             )
         except StopRequestedError:
             raise StoppedError("the time limit was reached; allow more with --time-limit") from None
-        self.runs += self._workforce.num_run - before
+        self.runs += self._pool_of_runs.num_run - before
         for outcome in outcomes:
             if outcome.error and not self._any_ran:
                 raise ConfigError(outcome.error)  # later ones are of clusters that are too small

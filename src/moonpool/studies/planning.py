@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from moonpool.plan.assess import Assessor, PlanGoal
     from moonpool.plan.demand import Prepared
     from moonpool.plan.search import ClusterPlan
+    from moonpool.plan.simulation_pool import SimulationPool
     from moonpool.plan.stored_runs import StoredRun
     from moonpool.plan.trial import Workload
-    from moonpool.plan.workforce import Workforce
     from moonpool.trace.row import TraceRow
 
 
@@ -134,8 +134,8 @@ def plan_cluster(
     """
     from moonpool.plan.answer import answer
     from moonpool.plan.assess import PlanGoal
+    from moonpool.plan.simulation_pool import SimulationPool
     from moonpool.plan.tables import figures_of
-    from moonpool.plan.workforce import Workforce
 
     trace = as_trace(trace)
     slo = {"ttft_s": slo_ttft_s, "tbt_s": slo_tbt_s}
@@ -148,8 +148,8 @@ def plan_cluster(
     kinds = with_rivals(kinds, priced.prices)
     prepared = prepare(workload, base, kinds, priced, attainment, layout)
     goal = PlanGoal(attainment, confidence, seeds, runs, seed, time_limit_s)
-    with Workforce(workload, processes) as workforce, ProgressLine(progress) as line:
-        search = _Search(workforce, workload, prepared, goal, priced, line)
+    with SimulationPool(workload, processes) as pool_of_runs, ProgressLine(progress) as line:
+        search = _Search(pool_of_runs, workload, prepared, goal, priced, line)
         done, fewer = search.run(what_if)
     words = answer(done.found, fewer, goal, prepared, priced)
     figures = figures_of(done.found, fewer, words, prepared, goal, priced)
@@ -160,7 +160,7 @@ def plan_cluster(
 class _Search(NamedTuple):
     """A search to run, with a line of its progress."""
 
-    workforce: Workforce
+    pool_of_runs: SimulationPool
     workload: Workload
     prepared: Prepared
     goal: PlanGoal
@@ -190,7 +190,7 @@ class _Search(NamedTuple):
             share = 1.0 / (1.0 + found.time_left.runs(done) / max(done, 1.0))
             self.line.show(share, f"{done:.0f} runs, {time_words(left_s)}: {what}")
 
-        found = Assessor(self.workforce, self.prepared.base, self.goal, self.priced, report)
+        found = Assessor(self.pool_of_runs, self.prepared.base, self.goal, self.priced, report)
         return found
 
 

@@ -11,7 +11,7 @@ from benchmarks.suite.cluster.plan_workloads import PROOF_WORKLOADS
 from moonpool.cli.main import cli
 from moonpool.plan.assess import Assessor, PlanGoal
 from moonpool.plan.candidate import Steps
-from moonpool.plan.workforce import Workforce
+from moonpool.plan.simulation_pool import SimulationPool
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def proof() -> PlanProof:
 def test_a_plan_that_is_too_dear_is_found_out(proof: PlanProof) -> None:
     [mixed] = [start for start in proof.prepared.starts if start.mixed]
     dear = msgspec.structs.replace(mixed, mixed=2, cache_tokens=500_000, chunk_tokens=256)
-    with Workforce(proof.workload, 1) as workforce:
-        assessor = Assessor(workforce, proof.base, PlanGoal(), proof.priced)
+    with SimulationPool(proof.workload, 1) as pool_of_runs:
+        assessor = Assessor(pool_of_runs, proof.base, PlanGoal(), proof.priced)
         assert assessor.look([dear])[0].share >= 0.9
         choice = assessor.known(dear)
         proof.search(assessor, choice)

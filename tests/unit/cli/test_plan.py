@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from moonpool.cli.main import cli
-from moonpool.plan.workforce import Workforce
+from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
 
@@ -145,14 +145,14 @@ def test_a_time_limit_ends_the_search(trace: str, tmp_path: Path) -> None:
 def test_an_interrupt_prints_the_best_so_far(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Workforce.run
+    run = SimulationPool.run
 
-    def interrupted(self: Workforce, *arguments: Any) -> Any:
+    def interrupted(self: SimulationPool, *arguments: Any) -> Any:
         if self.num_run >= 6:
             raise KeyboardInterrupt
         return run(self, *arguments)
 
-    monkeypatch.setattr(Workforce, "run", interrupted)
+    monkeypatch.setattr(SimulationPool, "run", interrupted)
     path = tmp_path / "plan.json"
     done = run_plan("--trace", trace, *SMALL, "--processes", "1", "--json", str(path))
     assert done.exit_code == 130

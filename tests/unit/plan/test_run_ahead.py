@@ -11,8 +11,8 @@ import pytest
 from moonpool.config.parse import parse_config
 from moonpool.plan.bounds import Bounds
 from moonpool.plan.search import Planner
+from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.plan.trial import Outcome, Trial, Workload
-from moonpool.plan.workforce import Workforce
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate
@@ -34,29 +34,29 @@ def trial(prefill: int, speed: float = 1.0) -> Trial:
 
 def test_what_ran_ahead_counts_once_it_is_asked_for(workload: Workload) -> None:
     first, second, third = trial(1), trial(2), trial(3)
-    with Workforce(workload, 1) as alone:
+    with SimulationPool(workload, 1) as alone:
         expected = alone.run([first, second, third])
-    with Workforce(workload, 2) as workforce:
+    with SimulationPool(workload, 2) as pool_of_runs:
         told: list[int] = []
-        assert workforce.run([first], told.append, ahead=[second, first]) == expected[:1]
-        assert workforce.num_run == 1 and told == [1]
-        assert workforce.run([second], told.append, ahead=[third]) == expected[1:2]
-        assert workforce.num_run == 2 and told == [1, 1]
+        assert pool_of_runs.run([first], told.append, ahead=[second, first]) == expected[:1]
+        assert pool_of_runs.num_run == 1 and told == [1]
+        assert pool_of_runs.run([second], told.append, ahead=[third]) == expected[1:2]
+        assert pool_of_runs.num_run == 2 and told == [1, 1]
         # Both processes may be busy ahead: one gives way.
-        assert workforce.run([third, trial(4)], ahead=[trial(5)])[0] == expected[2]
-        assert workforce.num_run == 4
+        assert pool_of_runs.run([third, trial(4)], ahead=[trial(5)])[0] == expected[2]
+        assert pool_of_runs.num_run == 4
 
 
 @pytest.mark.long
 def test_a_trial_ahead_gives_way_and_can_run_again(workload: Workload) -> None:
     long = [trial(1, speed=0.5 + number / 100) for number in range(2)]
-    with Workforce(workload, 1) as alone:
+    with SimulationPool(workload, 1) as alone:
         expected = alone.run(long)
-    with Workforce(workload, 2) as workforce:
+    with SimulationPool(workload, 2) as pool_of_runs:
         for number in range(4):  # each stops what runs ahead, wherever it is
-            workforce.run([trial(2, speed=1 + number), trial(3, speed=1 + number)], ahead=long)
-        assert workforce.run(long) == expected
-        assert workforce.num_run == 10
+            pool_of_runs.run([trial(2, speed=1 + number), trial(3, speed=1 + number)], ahead=long)
+        assert pool_of_runs.run(long) == expected
+        assert pool_of_runs.num_run == 10
 
 
 class Recorder(MadeUpWorkforce):
@@ -87,9 +87,11 @@ def test_the_search_says_what_it_will_probably_ask_for() -> None:
     those to run ahead, which a second process runs."""
     guessed = serial = 0
     for prefill, decode in ((3.0, 2.0), (2.2, 4.1), (5.0, 1.5)):
-        workforce = Recorder(truth(prefill, decode))
-        planner = Planner(assessor(workforce, priced()), prepared(), cast(Bounds, MadeUpBounds()))
+        pool_of_runs = Recorder(truth(prefill, decode))
+        planner = Planner(
+            assessor(pool_of_runs, priced()), prepared(), cast(Bounds, MadeUpBounds())
+        )
         assert planner.plan().choice is not None
-        guessed += workforce.guessed
-        serial += workforce.serial
+        guessed += pool_of_runs.guessed
+        serial += pool_of_runs.serial
     assert serial > 10 and guessed > serial / 4

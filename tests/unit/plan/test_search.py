@@ -21,7 +21,7 @@ from moonpool.plan.candidate import CACHE_STEPS, Candidate, NodeKind, Priced, St
 from moonpool.plan.demand import Demand, Prepared
 from moonpool.plan.search import ClusterPlan, Planner
 from moonpool.plan.settings import grown
-from moonpool.plan.workforce import Workforce
+from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.prices import parse_prices
 from tests.unit.plan.made_up import MadeUpWorkforce, Truth, outcome
@@ -75,9 +75,9 @@ def priced(a: float = 1.5, b: float = 3.5, dram: float = 0.004) -> Priced:
     return Priced(parse_prices(text), KV_BYTES)
 
 
-def assessor(workforce: MadeUpWorkforce, price: Priced, **goal: object) -> Assessor:
+def assessor(pool_of_runs: MadeUpWorkforce, price: Priced, **goal: object) -> Assessor:
     wanted = msgspec.structs.replace(PlanGoal(), **goal)
-    return Assessor(cast("Workforce", workforce), BASE, wanted, price)
+    return Assessor(cast("SimulationPool", pool_of_runs), BASE, wanted, price)
 
 
 def starts(kinds: tuple[NodeKind, ...] = (A, B)) -> tuple[Candidate, ...]:
@@ -91,12 +91,12 @@ def prepared(kinds: tuple[NodeKind, ...] = (A, B)) -> Prepared:
 
 
 def planned(
-    workforce: MadeUpWorkforce,
+    pool_of_runs: MadeUpWorkforce,
     price: Priced,
     kinds: tuple[NodeKind, ...] = (A, B),
     **goal: object,
 ) -> tuple[ClusterPlan, Assessor]:
-    used = assessor(workforce, price, **goal)
+    used = assessor(pool_of_runs, price, **goal)
     return Planner(used, prepared(kinds), cast("Bounds", MadeUpBounds())).plan(), used
 
 
@@ -113,8 +113,8 @@ def planned(
 def test_nothing_next_to_the_choice_is_cheaper_and_meets(
     prefill: float, decode: float, faster: float, cache: float, b: float
 ) -> None:
-    workforce = MadeUpWorkforce(truth(prefill, decode, faster, cache))
-    found, _ = planned(workforce, priced(b=b), max_runs=2000.0)
+    pool_of_runs = MadeUpWorkforce(truth(prefill, decode, faster, cache))
+    found, _ = planned(pool_of_runs, priced(b=b), max_runs=2000.0)
     assert found.complete and found.choice is not None
     assert found.choice.share >= 0.9
     for neighbour in found.neighbours:
@@ -218,13 +218,13 @@ def test_a_spent_budget_keeps_what_was_found_and_says_so() -> None:
 
 
 def test_a_time_limit_keeps_the_best_so_far() -> None:
-    workforce = MadeUpWorkforce(truth(4.0, 2.0))
+    pool_of_runs = MadeUpWorkforce(truth(4.0, 2.0))
     used = Assessor(
-        cast("Workforce", workforce),
+        cast("SimulationPool", pool_of_runs),
         BASE,
         PlanGoal(time_limit_s=20.0),
         priced(),
-        clock=lambda: float(workforce.num_run),  # a second each
+        clock=lambda: float(pool_of_runs.num_run),  # a second each
     )
     found = Planner(used, prepared(), cast("Bounds", MadeUpBounds())).plan()
     assert "--time-limit" in found.stopped
@@ -232,16 +232,16 @@ def test_a_time_limit_keeps_the_best_so_far() -> None:
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:
-    workforce = MadeUpWorkforce(truth(4.0, 2.0))
-    run = workforce.run
+    pool_of_runs = MadeUpWorkforce(truth(4.0, 2.0))
+    run = pool_of_runs.run
 
     def interrupted(*arguments: object) -> object:
-        if workforce.num_run > 20:
+        if pool_of_runs.num_run > 20:
             raise KeyboardInterrupt
         return run(*arguments)  # type: ignore[arg-type]
 
-    workforce.run = interrupted  # type: ignore[method-assign, assignment]
-    found, _ = planned(workforce, priced())
+    pool_of_runs.run = interrupted  # type: ignore[method-assign, assignment]
+    found, _ = planned(pool_of_runs, priced())
     assert found.stopped == "interrupted"
     assert found.choice is not None and found.choice.interval is None
     assert answer(found, [], PlanGoal(), prepared(), priced()).text.startswith("Buy ")
@@ -259,8 +259,8 @@ def test_the_sentence_says_what_is_promised_and_what_one_fewer_breaks() -> None:
         cluster = config.cluster
         return 0.5 + 0.06 * (cluster.prefill + cluster.decode + cluster.mixed), 1.0
 
-    workforce = MadeUpWorkforce(by_number, noise=0.04)
-    found, used = planned(workforce, priced(b=100.0), (A,))
+    pool_of_runs = MadeUpWorkforce(by_number, noise=0.04)
+    found, used = planned(pool_of_runs, priced(b=100.0), (A,))
     choice = found.choice
     assert choice is not None and choice.interval is not None
     assert choice.share == pytest.approx(0.92) and len(choice.outcomes) == 7
@@ -281,23 +281,23 @@ def test_the_sentence_says_what_is_promised_and_what_one_fewer_breaks() -> None:
 
 
 def test_the_check_simulates_fresh_draws() -> None:
-    workforce = MadeUpWorkforce(truth(4.0, 2.0), noise=0.02)
-    found, _ = planned(workforce, priced(b=100.0), (A,))
+    pool_of_runs = MadeUpWorkforce(truth(4.0, 2.0), noise=0.02)
+    found, _ = planned(pool_of_runs, priced(b=100.0), (A,))
     assert found.choice is not None
-    fresh = assessor(workforce, priced(b=100.0), first_seed=FRESH_SEEDS_FROM)
+    fresh = assessor(pool_of_runs, priced(b=100.0), first_seed=FRESH_SEEDS_FROM)
     checked = check(found.choice, fresh)
     assert len(checked.fresh.outcomes) == 7 and checked.holds
     assert checked.conclusion().startswith(f"The promise holds: {checked.num_within} of 7")
-    seeds = {trial.seed for trial in workforce.asked}
+    seeds = {trial.seed for trial in pool_of_runs.asked}
     assert seeds >= set(range(FRESH_SEEDS_FROM, FRESH_SEEDS_FROM + 7)) | set(range(7))
 
 
 def test_the_same_simulations_are_asked_for_every_time() -> None:
     asked = []
     for _ in range(2):
-        workforce = MadeUpWorkforce(truth(3.0, 2.0, 1.5, 0.4), noise=0.02)
-        planned(workforce, priced())
-        asked.append(workforce.asked)
+        pool_of_runs = MadeUpWorkforce(truth(3.0, 2.0, 1.5, 0.4), noise=0.02)
+        planned(pool_of_runs, priced())
+        asked.append(pool_of_runs.asked)
     assert asked[0] == asked[1]
 
 

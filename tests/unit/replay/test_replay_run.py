@@ -12,7 +12,7 @@ from scripted_server import Reply, models, scripted, stream, token_event, whole
 
 from moonpool.config.slo import SloClass
 from moonpool.trace.row import TraceRow
-from moonpool_lab.replay.player import HopelessError
+from moonpool_lab.replay.player import UnservableError
 from moonpool_lab.replay.run import ReplayPlan, run_replay
 from moonpool_lab.replay.server import ServerUnfitError, parse_metrics
 
@@ -114,7 +114,7 @@ def test_a_silent_server_ends_by_the_limit() -> None:
 
 
 def test_a_wrong_key_ends_the_run_at_once() -> None:
-    with pytest.raises(HopelessError, match="401: no such key"):
+    with pytest.raises(UnservableError, match="401: no such key"):
         play(lambda *_: whole(401, {"error": {"message": "no such key"}}), count=3)
 
 

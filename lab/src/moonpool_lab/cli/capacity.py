@@ -37,8 +37,8 @@ from moonpool_lab.profiling.capacity import Capacity, CapacityGoal, CapacityPoin
 
 if TYPE_CHECKING:
     from moonpool.config.tables import Config
+    from moonpool.plan.simulation_pool import SimulationPool
     from moonpool.plan.trial import Workload
-    from moonpool.plan.workforce import Workforce
     from moonpool.trace.row import TraceRow
 
 _FLAGS = ConfigFlags(*CLUSTER_KEYS)
@@ -116,8 +116,8 @@ def capacity(
     rate is judged when the confidence interval of its attainment excludes --attainment. A live
     server gets one replay after another, each with tokens of its own.
     """
+    from moonpool.plan.simulation_pool import SimulationPool, SimulationPoolError, num_cores
     from moonpool.plan.trial import Workload
-    from moonpool.plan.workforce import Workforce, WorkforceError, num_cores
 
     check_folders(json_file)
     need_package("scipy")
@@ -134,10 +134,10 @@ def capacity(
         found = _search(live, start, goal, trace_rps)
     else:
         click.echo(header)
-        with Workforce(workload, processes or num_cores()) as workforce:
+        with SimulationPool(workload, processes or num_cores()) as pool_of_runs:
             try:
-                found = _search(_simulated(workforce, config), start, goal, trace_rps)
-            except WorkforceError as error:
+                found = _search(_simulated(pool_of_runs, config), start, goal, trace_rps)
+            except SimulationPoolError as error:
                 fail(str(error))
     click.echo(conclusion(found, goal, trace_rps))
     show_figures(_figures(found, goal, trace_rps, config, server), json_file)
@@ -163,11 +163,11 @@ def _read_rows(
     return rows, block_tokens
 
 
-def _simulated(workforce: Workforce, config: Config) -> Measure:
+def _simulated(pool_of_runs: SimulationPool, config: Config) -> Measure:
     from moonpool.plan.trial import Trial
 
     def measure(points: Sequence[tuple[float, int]]) -> list[Attainment]:
-        outcomes = workforce.run([Trial(config, seed, speed) for speed, seed in points])
+        outcomes = pool_of_runs.run([Trial(config, seed, speed) for speed, seed in points])
         for outcome in outcomes:
             if outcome.error:
                 fail(outcome.error)
@@ -178,7 +178,7 @@ def _simulated(workforce: Workforce, config: Config) -> Measure:
 
 def _live(server: Server, workload: Workload, ttft_s: float | None, tbt_s: float | None) -> Measure:
     from moonpool_lab.profiling.capacity import LiveCapacity, one_by_one
-    from moonpool_lab.replay.player import HopelessError
+    from moonpool_lab.replay.player import UnservableError
     from moonpool_lab.replay.server import ServerUnfitError
 
     live = LiveCapacity(
@@ -206,7 +206,7 @@ def _live(server: Server, workload: Workload, ttft_s: float | None, tbt_s: float
             click.echo(f"speed {speed:.3f}, seed {seed}: takes about {seconds:.0f} s", err=True)
         try:
             return live.measure(speed, seed)
-        except (ServerUnfitError, HopelessError, ValueError) as error:
+        except (ServerUnfitError, UnservableError, ValueError) as error:
             fail(str(error))
 
     return one_by_one(measure)

@@ -173,7 +173,7 @@ def _run(plan: ForecastPlan) -> dict[str, Any]:
     from moonpool_lab.forecast.forecast_table import TableError
     from moonpool_lab.forecast.run import ForecastError, run_forecast
     from moonpool_lab.replay.http_client import ConnectionFailedError
-    from moonpool_lab.replay.player import HopelessError
+    from moonpool_lab.replay.player import UnservableError
     from moonpool_lab.replay.server import ServerUnfitError
 
     try:
@@ -184,7 +184,7 @@ def _run(plan: ForecastPlan) -> dict[str, Any]:
         TableError,
         ServerUnfitError,
         ConnectionFailedError,
-        HopelessError,
+        UnservableError,
         ConfigError,
         TlsError,
         TraceError,

@@ -15,7 +15,7 @@ from moonpool.trace.row import TraceError
 from moonpool_lab.demo.local_server import ServerError
 from moonpool_lab.profiling.live_profile import ProfileError
 from moonpool_lab.replay.http_client import ConnectionFailedError
-from moonpool_lab.replay.player import HopelessError
+from moonpool_lab.replay.player import UnservableError
 from moonpool_lab.replay.server import ServerUnfitError
 
 
@@ -35,7 +35,7 @@ def run_measurement(run: Callable[[], dict[str, Any]], json_file: str | None) ->
         ConfigError,
         TraceError,
         ConnectionFailedError,
-        HopelessError,
+        UnservableError,
         ServerUnfitError,
         httpx.HTTPError,
     ) as error:

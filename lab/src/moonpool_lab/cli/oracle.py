@@ -121,7 +121,7 @@ def oracle(
             policies = _run_policies(runner, config)
             budget = Budget(runs, float("inf") if time_limit is None else time_limit)
             starts = list(policies.values())
-            found = best_schedule(runner, demand, resources, starts, budget, _tell)
+            found = best_schedule(runner, demand, resources, starts, budget, _on_progress)
     except (TraceError, ConfigError) as error:
         fail(str(error))
     figures = _figures(bound, found, policies, len(arrivals))
@@ -167,7 +167,7 @@ def _run_policies(runner: Runner, config: Config) -> dict[str, Chosen]:
     return found
 
 
-def _tell(runs: int, effective: int) -> None:
+def _on_progress(runs: int, effective: int) -> None:
     if sys.stderr.isatty() or runs % 10 == 0:
         click.echo(f"search: {runs} runs, {effective:,} effective", err=True)
 

@@ -190,7 +190,7 @@ def replay(
 
 def _run(plan: ReplayPlan) -> dict[str, Any]:
     from moonpool.trace.row import TraceError
-    from moonpool_lab.replay.player import HopelessError
+    from moonpool_lab.replay.player import UnservableError
     from moonpool_lab.replay.run import run_replay
     from moonpool_lab.replay.server import ServerUnfitError
 
@@ -206,7 +206,7 @@ def _run(plan: ReplayPlan) -> dict[str, Any]:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main())
-    except (ServerUnfitError, HopelessError, TraceError, ValueError) as error:
+    except (ServerUnfitError, UnservableError, TraceError, ValueError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

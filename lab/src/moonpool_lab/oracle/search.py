@@ -111,12 +111,12 @@ def best_schedule(
     resources: Sequence[Resource],
     starts: Sequence[Chosen],
     budget: Budget,
-    tell: Callable[[int, int], None] = lambda runs, effective: None,
+    on_progress: Callable[[int, int], None] = lambda runs, effective: None,
 ) -> Schedule:
-    """Searches within the budget. `starts`: effective requests of policies' runs. `tell` gets the
-    number of runs and the best figure after each run."""
+    """Searches within the budget. `starts`: effective requests of policies' runs. `on_progress`
+    gets the number of runs and the best figure after each run."""
     relaxed = [upper_bound(demand, resources, capacity) for capacity in CAPACITIES]
-    search = _Search(runner, demand, relaxed, budget, tell)
+    search = _Search(runner, demand, relaxed, budget, on_progress)
     search.polish(max(starts, key=len, default=frozenset()))
     before = 0
     for bound in relaxed:
@@ -135,7 +135,7 @@ class _Search:
         demand: LeastWork,
         relaxed: Sequence[Bound],
         budget: Budget,
-        tell: Callable[[int, int], None],
+        on_progress: Callable[[int, int], None],
     ) -> None:
         self.admitted: Chosen = frozenset()
         self.effective: Chosen = frozenset()
@@ -143,7 +143,7 @@ class _Search:
         self._runner = runner
         self._demand = demand
         self._budget = budget
-        self._tell = tell
+        self._on_progress = on_progress
         self._rng = Random(0)
         self._promise = _promise(demand, relaxed)
         self._until_s = time.perf_counter() + budget.seconds
@@ -161,7 +161,7 @@ class _Search:
         self.runs += 1
         if len(effective) > len(self.effective):
             self.admitted, self.effective = chosen, effective
-        self._tell(self.runs, len(self.effective))
+        self._on_progress(self.runs, len(self.effective))
         return effective
 
     def polish(self, chosen: Chosen) -> int:

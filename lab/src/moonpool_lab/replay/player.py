@@ -32,11 +32,11 @@ from moonpool_lab.replay.stream import CompletionReceiver
 
 TURNED_AWAY = (422, 429, 503)
 WORTH_RETRYING = (429, 503)
-HOPELESS = (401, 403, 404, 405)
+UNSERVABLE_STATUSES = (401, 403, 404, 405)
 """Status codes that every other request would get, too."""
 
 
-class HopelessError(Exception):
+class UnservableError(Exception):
     """No request can succeed; the text says why and what to do."""
 
 
@@ -77,7 +77,7 @@ class Player:
         self._gate = asyncio.Semaphore(options.concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
-        self._hopeless: str | None = None
+        self._unservable: str | None = None
         self.programs = ProgramFigures(prompts.block_tokens)
         self._calls: ClosedLoop[TraceRow] = ClosedLoop()
         self._numbers: dict[str, int] = {}  # of the calls that wait for others
@@ -114,8 +114,8 @@ class Player:
         for task in given_up:
             task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
-        if self._hopeless is not None:
-            raise HopelessError(self._hopeless)
+        if self._unservable is not None:
+            raise UnservableError(self._unservable)
 
     def stop(self) -> None:
         """Ends the run; the figures so far remain."""
@@ -187,8 +187,8 @@ class Player:
             await asyncio.sleep(wait_s)
         record.finished_s = monotonic()
         record.outcome = reason
-        if status in HOPELESS and not self.collector.num_completed:
-            self._hopeless = f"the server answers {status}: {receiver.error_message or reason}"
+        if status in UNSERVABLE_STATUSES and not self.collector.num_completed:
+            self._unservable = f"the server answers {status}: {receiver.error_message or reason}"
             self._stopped.set()
         self._note(record, receiver, status, reason, "" if slo_class is None else slo_class.name)
         if row.call:

@@ -31,7 +31,7 @@ from moonpool.conductor.waiting.retry_schedule import RetrySchedule
 from moonpool.conductor.waiting.room_forecast import RoomForecast
 from moonpool.types import Request, payer_of
 
-HOPELESS = 422
+UNSERVABLE_STATUS = 422
 """Status of a rejection that an idle cluster would make, too."""
 FAIR_SHARE = "fair_share"
 """The reason of a rejection in favour of other tenants' waiting requests."""
@@ -108,7 +108,7 @@ class WaitRules:
     ) -> Rejection:
         """States how long the request would wait for room, or for the prompts before it.
         `answer_s`: how long an answer lasts in the mean."""
-        if rejection.status == HOPELESS or rejection.reason not in (NO_ROOM, LONG_QUEUE):
+        if rejection.status == UNSERVABLE_STATUS or rejection.reason not in (NO_ROOM, LONG_QUEUE):
             return rejection
         ahead = self.waiting.ahead(tracked, now)
         if rejection.reason == NO_ROOM:
@@ -164,7 +164,7 @@ class WaitRules:
         """Whether the request waits until its deadline for others that hold the room: it was
         admitted before, or another choice of its call or call of its program was, or nothing is
         refused for its SLO."""
-        if rejection.status == HOPELESS or rejection.reason not in LOAD_REASONS:
+        if rejection.status == UNSERVABLE_STATUS or rejection.reason not in LOAD_REASONS:
             return False
         tracked.call_has_begun |= self._calls[tracked.request.call] > 0
         program = tracked.program

@@ -27,7 +27,7 @@ from moonpool.plan.trial import Outcome, StopRequestedError, Trial, Workload, ru
 POLL_S = 0.2
 
 
-class WorkforceError(RuntimeError):
+class SimulationPoolError(RuntimeError):
     """A process ended before its trial was done."""
 
 
@@ -38,7 +38,7 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-class Workforce:
+class SimulationPool:
     """Processes that simulate; they end with the `with` block."""
 
     def __init__(self, workload: Workload, num_processes: int) -> None:
@@ -52,7 +52,7 @@ class Workforce:
         self._told_to_stop: set[Connection] = set()
         self._processes: list[BaseProcess] = []
 
-    def __enter__(self) -> Workforce:
+    def __enter__(self) -> SimulationPool:
         return self
 
     def __exit__(
@@ -140,7 +140,7 @@ class Workforce:
         try:
             outcome = line.recv()
         except (EOFError, ConnectionResetError):
-            raise WorkforceError(
+            raise SimulationPoolError(
                 "a simulating process ended early, perhaps by lack of memory: use fewer with"
                 " --processes"
             ) from None

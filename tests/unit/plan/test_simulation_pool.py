@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from moonpool.config.parse import parse_config
+from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.plan.trial import Outcome, Span, Trial, Workload
-from moonpool.plan.workforce import Workforce
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate
@@ -26,8 +26,8 @@ def trial(prefill: int = 2, decode: int = 1, **more: object) -> Trial:
 
 
 def outcomes(workload: Workload, trials: list[Trial], processes: int) -> list[Outcome]:
-    with Workforce(workload, processes) as workforce:
-        return workforce.run(trials)
+    with SimulationPool(workload, processes) as pool_of_runs:
+        return pool_of_runs.run(trials)
 
 
 @pytest.mark.long
@@ -38,10 +38,10 @@ def test_the_number_of_processes_changes_nothing(workload: Workload) -> None:
 
 def test_no_trial_is_run_twice(workload: Workload) -> None:
     done: list[int] = []
-    with Workforce(workload, 1) as workforce:
-        first = workforce.run([trial(), trial()], done.append)
-        assert workforce.run([trial()], done.append) == first[:1]
-        assert workforce.num_run == 1 and done == [1]
+    with SimulationPool(workload, 1) as pool_of_runs:
+        first = pool_of_runs.run([trial(), trial()], done.append)
+        assert pool_of_runs.run([trial()], done.append) == first[:1]
+        assert pool_of_runs.num_run == 1 and done == [1]
 
 
 def test_every_request_is_met_or_missed_for_a_cause(workload: Workload) -> None:
