@@ -78,10 +78,12 @@ class _Call:
     timeout_s: float
     facts: StreamFacts
     position: EventPosition | None  # what its client has of the response; None: it wants no ids
-    has: tuple[int, ...] | None  # tokens of each choice that its client has; None: it does not say
+    client_tokens: (
+        tuple[int, ...] | None
+    )  # tokens of each choice that its client has; None: it does not say
     known: Sequence[Delivered] = ()  # from a connection that broke
     is_new: bool = True  # it does not continue an answer
-    is_drawn_anew: bool = False  # the client has an answer, and its seed is unknown
+    seed_is_unknown: bool = False  # the client has an answer, and its seed is unknown
 
 
 class Generator:
@@ -143,14 +145,18 @@ class Generator:
         arrived_s = self._backend.now()
         slo, timeout_s = limits_of(context, self._backend)
         position = last_event_id(context.headers)
-        has = resume_tokens(context.headers)
-        if has is not None and (position is not None or kind not in ("chat", "completion")):
+        client_tokens = resume_tokens(context.headers)
+        if client_tokens is not None and (
+            position is not None or kind not in ("chat", "completion")
+        ):
             why = "This API does not state" if position is None else "Event ids state"
             text = f"{why} how many tokens its clients have. Use {INSTEAD}."
             raise ApiError(text, param="X-Resume-Tokens", code="invalid_header")
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
         digest = await context.digest(raw)
-        continued = await self._continued(context, digest, position, bool(has and any(has)))
+        continued = await self._continued(
+            context, digest, position, bool(client_tokens and any(client_tokens))
+        )
         facts, known, num_returns = continued
         is_new = facts is None and not (context.kept is not None and context.kept.is_resumed)
         if is_new:
@@ -159,9 +165,9 @@ class Generator:
         arrived_s, facts = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
         left_s = seconds_left(arrived_s, timeout_s, self._backend)
         prepared = await self._bodies.call(kind, raw, context.party, left_s)
-        is_drawn_anew = is_new and prepared.body.seed is None
-        told = (facts, position, has, known, is_new, is_drawn_anew)
-        return _Call(kind, context, prepared, arrived_s, slo, timeout_s, *told)
+        seed_is_unknown = is_new and prepared.body.seed is None
+        resumption = (facts, position, client_tokens, known, is_new, seed_is_unknown)
+        return _Call(kind, context, prepared, arrived_s, slo, timeout_s, *resumption)
 
     async def _continued(
         self, context: HttpContext, digest: bytes, position: EventPosition | None, resumes: bool
@@ -230,7 +236,7 @@ class Generator:
         tenant = call.context.tenant
         told = choices, self._backend, take, call.context.kept, call.known
         if not self._rates.counts(tenant):
-            await run_choices(*told)
+            await run_choices(*resumption)
             return
         num_counted: dict[int, int] = {}  # by choice
 
@@ -249,9 +255,9 @@ class Generator:
         """Yields the call's request id and its choices, none of which is running yet."""
         with self._active.begin(call.context) as (request_id, scoped):
             choices = self._choices(call, scoped)
-            if call.has is not None:
+            if call.client_tokens is not None:
                 is_streamed = bool((call.prepared.original or call.prepared.body).stream)
-                check_resumption(call.has, choices, is_streamed, call.is_drawn_anew)
+                check_resumption(call.client_tokens, choices, is_streamed, call.seed_is_unknown)
             try:
                 yield request_id, choices
             finally:
@@ -378,10 +384,10 @@ class Generator:
         context = call.context
         if call.position is not None:
             writer = self._numbered(call, call.position, request_id, choices, writer)
-        elif call.has is not None and any(call.has):
+        elif call.client_tokens is not None and any(call.client_tokens):
             for choice in choices:
                 choice.one_by_one = True
-            writer = ResumedEvents(writer, call.has)
+            writer = ResumedEvents(writer, call.client_tokens)
         try:
             silence = Silence(
                 context, self._options.keepalive_s, partial(self._comment, call, choices)

@@ -35,9 +35,9 @@ def resume_tokens(headers: dict[bytes, bytes]) -> tuple[int, ...] | None:
 
 
 def check_resumption(
-    has: Sequence[int], choices: Sequence[Choice], is_streamed: bool, is_drawn_anew: bool
+    has: Sequence[int], choices: Sequence[Choice], is_streamed: bool, seed_is_unknown: bool
 ) -> None:
-    """Raises ApiError if the rest of the answer cannot be sent. `is_drawn_anew`: the seed of the
+    """Raises ApiError if the rest of the answer cannot be sent. `seed_is_unknown`: the seed of the
     answer that the client has is unknown."""
     if len(has) != len(choices):
         text = f"The header {HEADER} has {len(has)} numbers, the call has {len(choices)} choices."
@@ -50,7 +50,7 @@ def check_resumption(
     if any(choice.has_tools for choice in choices):
         text = f"A number of tokens does not tell which tool calls arrived. Use {INSTEAD}."
         raise ApiError(text, param=HEADER, code="invalid_header")
-    if is_drawn_anew and any(choice.request.sampling.temperature > 0 for choice in choices):
+    if seed_is_unknown and any(choice.request.sampling.temperature > 0 for choice in choices):
         text = (
             "This server knows no answer to the same request with this X-Request-Id. It was drawn"
             f" without a seed, so it cannot be computed again. Send the request without {HEADER}."
