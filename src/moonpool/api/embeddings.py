@@ -82,7 +82,7 @@ class Embedder:
         adapter = self._backend.card.adapter_of(body.model)
         delivered = () if is_resumed else None
         deadline_s = arrived_s + timeout_s
-        priority = self._rates.priority(context.tenant, body.priority, context.is_admin)
+        priority = self._rates.priority(context.tenant, body.priority, context.is_operator)
         limits = _Limits(tenant, adapter, slo, deadline_s, priority, delivered)
         num_tokens = 0 if is_resumed else sum(map(len, call.prompts))
         with (

@@ -61,14 +61,14 @@ class Inspector:
 
     async def server_info(self, context: HttpContext) -> None:
         info = await self._view.server_info()
-        if not context.is_admin:
+        if not context.is_operator:
             slo = info.get("config", {}).get("slo")
             assumed = {key: info[key] for key in ("assumed_slos",) if key in info}
             info = {"model": info.get("model"), "config": {"slo": slo}} | assumed
         await _respond(context, info)
 
     async def cluster(self, context: HttpContext) -> None:
-        tenant = None if context.is_admin else context.tenant
+        tenant = None if context.is_operator else context.tenant
         await _respond(context, await self._view.cluster(tenant))
 
     async def hot(self, context: HttpContext) -> None:
@@ -104,7 +104,7 @@ class Inspector:
         for prefix in _ID_PREFIXES:
             request_id = request_id.removeprefix(prefix)
         tenant = context.tenant
-        if context.is_admin:  # may name another tenant: `?tenant=NAME`
+        if context.is_operator:  # may name another tenant: `?tenant=NAME`
             tenant = _asked(context, "tenant") or tenant
         found = await self._view.explain(scoped_id(tenant, request_id))
         if found is None:

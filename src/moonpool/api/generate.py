@@ -277,7 +277,7 @@ class Generator:
         tenant = tenant_of(call.context.tenant, body.cache_salt)
         seed = call.facts.seed if body.seed is None else body.seed
         context = call.context
-        priority = self._rates.priority(context.tenant, body.priority, context.is_admin)
+        priority = self._rates.priority(context.tenant, body.priority, context.is_operator)
         choices: list[Choice] = []
         has_several = len(prepared.prompts) * (body.n or 1) > 1
         header = call.context.headers.get(b"traceparent", b"")

@@ -103,7 +103,7 @@ class KeepingConnection(Protocol):
         facts: StreamFacts,
         arrived_s: float,
         tenant: str,
-        is_admin: bool,
+        is_operator: bool,
         digest: bytes = b"",
         num_returns: int = 0,
         num_ended: int = 0,
@@ -119,8 +119,8 @@ class KeepingConnection(Protocol):
 
 
 class HttpContext:
-    """One HTTP request. `CallerCheck` sets `tenant`, `is_admin`, `party`, and the largest body of
-    the route, after it has checked the API key.
+    """One HTTP request. `CallerCheck` sets `tenant`, `is_operator`, `party`, and the largest body
+    of the route, after it has checked the API key.
 
     `memory` counts the body until `close`.
     """
@@ -140,7 +140,7 @@ class HttpContext:
             request_id_of(scope) if self.kept is None else self.kept.opening.facts.request_id
         )
         self.tenant = ""
-        self.is_admin = True  # also without API keys
+        self.is_operator = True  # also without API keys
         self.party = ""
         """Whose room the request takes, as in `SharedBuffer`."""
         self.max_body_bytes = 1 << 62
@@ -180,7 +180,7 @@ class HttpContext:
                 facts,
                 arrived_s,
                 self.tenant,
-                self.is_admin,
+                self.is_operator,
                 digest,
                 num_returns,
                 self._num_ended(digest),

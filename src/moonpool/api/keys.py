@@ -25,7 +25,7 @@ from typing import Any
 KEYS_VARIABLE = "MOONPOOL_API_KEY"
 """API keys in the environment, separated by commas or spaces."""
 ADMIN_KEY_VARIABLE = "MOONPOOL_ADMIN_KEY"
-ADMIN = "admin"
+OPERATOR = "admin"
 """The tenant that sees and steers the whole cluster."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -80,10 +80,10 @@ class ApiKeys:
         return {tenant: share for tenant, share in found.items() if share != 1.0}
 
     @property
-    def admins(self) -> frozenset[str]:
+    def operators(self) -> frozenset[str]:
         """The tenants that see the whole cluster. With one key, its holder is the operator."""
         names = frozenset(self.tenants.values())
-        return names & {ADMIN} if ADMIN in names or len(names) > 1 else names
+        return names & {OPERATOR} if OPERATOR in names or len(names) > 1 else names
 
 
 NO_KEYS = ApiKeys()
@@ -138,7 +138,7 @@ def collect_keys(given: tuple[str, ...], file_text: str, admin_key: str) -> ApiK
     if admin_key:
         if admin_key in tenants:
             raise KeyFileError("the operator's key is also a tenant's key")
-        tenants[admin_key] = ADMIN
+        tenants[admin_key] = OPERATOR
     for key in tenants:
         if not key.isascii() or not key.isprintable() or " " in key:
             raise KeyFileError("a key must be ASCII text without spaces")

@@ -96,13 +96,13 @@ class RateLimits:
         if bucket is not None:
             bucket.level -= num_tokens
 
-    def priority(self, tenant: str, asked: int | None, is_admin: bool) -> int:
+    def priority(self, tenant: str, asked: int | None, is_operator: bool) -> int:
         """Returns the priority of a tenant's request. Raises ApiError if it asked for a better one
         than its key has; the operator may ask for any."""
         best = self._limits.get(tenant, NO_LIMITS).priority
         if asked is None:
             return best
-        if asked < best and not is_admin:
+        if asked < best and not is_operator:
             text = f"'priority' must be at least {best} for this API key. A lower one is better."
             raise ApiError(text, param="priority")
         return asked

@@ -257,7 +257,7 @@ class ApiOptions:
     """
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
-    admins: frozenset[str] = frozenset()
+    operators: frozenset[str] = frozenset()
     """Tenants that see the whole cluster. Without API keys, every client does."""
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)  # by tenant
     served_names: tuple[str, ...] = ()

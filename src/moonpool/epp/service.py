@@ -40,7 +40,7 @@ async def serve_picker(
     keys, tls = open_keys(config), open_tls(config)
     options = ApiOptions(
         api_keys=keys.tenants,
-        admins=keys.admins,
+        operators=keys.operators,
         max_body_bytes=config.api.max_body_bytes,
         allowed_hosts=config.api.allowed_hosts,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),

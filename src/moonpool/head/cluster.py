@@ -193,7 +193,7 @@ def api_options(config: Config, keys: ApiKeys) -> ApiOptions:
         raise ClusterError(str(error)) from None
     return ApiOptions(
         api_keys=keys.tenants,
-        admins=keys.admins,
+        operators=keys.operators,
         limits=keys.limits,
         max_body_bytes=config.api.max_body_bytes,
         allowed_origins=config.api.allowed_origins,

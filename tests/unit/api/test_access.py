@@ -25,7 +25,7 @@ from moonpool.api.serving_backend import ApiOptions
 from moonpool.protocol.model_offer import POOLING_PATHS
 
 KEYS = {"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}
-KEYED = ApiOptions(api_keys=KEYS, admins=frozenset({"admin"}))
+KEYED = ApiOptions(api_keys=KEYS, operators=frozenset({"admin"}))
 SENT_KEYS = {"no": "", "wrong": "k-nobody", "tenant": "k-ann", "operator": "k-op"}
 POSTED = {
     "/reset_prefix_cache",

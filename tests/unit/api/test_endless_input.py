@@ -26,7 +26,7 @@ PIECE_BYTES = 64 << 10
 PATIENCE_S = 60.0
 PAUSE_S = 1.5
 KEYS = {"k-ann": "ann", "k-op": "admin"}
-OPTIONS = ApiOptions(api_keys=KEYS, admins=frozenset({"admin"}), max_body_bytes=1 << 20)
+OPTIONS = ApiOptions(api_keys=KEYS, operators=frozenset({"admin"}), max_body_bytes=1 << 20)
 KEY = b"authorization: Bearer k-ann\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n"
 CALL = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"

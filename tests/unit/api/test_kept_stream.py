@@ -30,7 +30,7 @@ OPENING = Opening(
     base=3,
     arrived_s=1.5,
     tenant="t",
-    is_admin=False,
+    is_operator=False,
     facts=draw_facts("r", 100),
 )
 floats = st.floats(allow_nan=False, allow_infinity=False)

@@ -28,7 +28,7 @@ sk-2    bulk    requests_per_s=0.5 tokens_per_s=2000 cache=0.25
 sk-3    bulk    3 priority=5
 """
 OPTIONS = ApiOptions(
-    api_keys={"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}, admins=frozenset({"admin"})
+    api_keys={"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}, operators=frozenset({"admin"})
 )
 DRAIN = {"instance_id": "prefill-1"}
 
@@ -50,7 +50,7 @@ def test_keys_of_all_sources_are_joined() -> None:
         "operator": "admin",
     }
     assert keys.shares == {"search": 2.0}
-    assert keys.admins == {"admin"}
+    assert keys.operators == {"admin"}
 
 
 def test_keys_of_one_tenant_share_its_limits() -> None:
@@ -64,10 +64,10 @@ def test_keys_of_one_tenant_share_its_limits() -> None:
 
 
 def test_who_is_the_operator() -> None:
-    assert ApiKeys().admins == frozenset()
-    assert collect_keys(("one",), "", "").admins == {"key0"}, "one key is the operator's"
-    assert collect_keys(("one", "two"), "", "").admins == frozenset()
-    assert collect_keys((), "k admin\nl other", "").admins == {"admin"}
+    assert ApiKeys().operators == frozenset()
+    assert collect_keys(("one",), "", "").operators == {"key0"}, "one key is the operator's"
+    assert collect_keys(("one", "two"), "", "").operators == frozenset()
+    assert collect_keys((), "k admin\nl other", "").operators == {"admin"}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from moonpool.api.page.live_page import MAX_VIEWERS, LivePage
 from moonpool.api.serving_backend import ApiOptions
 
 OPTIONS = ApiOptions(
-    api_keys={"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}, admins=frozenset({"admin"})
+    api_keys={"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}, operators=frozenset({"admin"})
 )
 
 
@@ -74,7 +74,7 @@ class Viewer:
         self.left, self.seen = asyncio.Event(), asyncio.Event()
         scope = {"type": "http", "headers": []}
         context = HttpContext(scope, self._receive, self._send)
-        context.tenant, context.is_admin = tenant, not tenant
+        context.tenant, context.is_operator = tenant, not tenant
         self.task = asyncio.create_task(page.events(context))
 
     async def _receive(self) -> Message:

@@ -81,13 +81,13 @@ def test_other_tenants_are_not_limited() -> None:
 
 def test_a_request_has_the_priority_of_its_key_or_a_worse_one() -> None:
     limits = limited(priority=-2)
-    assert limits.priority("ann", None, is_admin=False) == -2
-    assert limits.priority("ann", -2, is_admin=False) == -2
-    assert limits.priority("ann", 7, is_admin=False) == 7
-    assert limits.priority("bob", None, is_admin=False) == 0
-    assert limits.priority("bob", -9, is_admin=True) == -9
+    assert limits.priority("ann", None, is_operator=False) == -2
+    assert limits.priority("ann", -2, is_operator=False) == -2
+    assert limits.priority("ann", 7, is_operator=False) == 7
+    assert limits.priority("bob", None, is_operator=False) == 0
+    assert limits.priority("bob", -9, is_operator=True) == -9
     with pytest.raises(ApiError, match="at least 0 for this API key"):
-        limits.priority("bob", -1, is_admin=False)
+        limits.priority("bob", -1, is_operator=False)
 
 
 class Tenants:
@@ -108,7 +108,7 @@ class Tenants:
 @contextmanager
 def tenants(head: ScriptedHead, **limits: Any) -> Iterator[Tenants]:
     options = ApiOptions(
-        api_keys=KEYS, admins=frozenset({"admin"}), limits={"ann": TenantLimits(**limits)}
+        api_keys=KEYS, operators=frozenset({"admin"}), limits={"ann": TenantLimits(**limits)}
     )
     with served(head, options) as url:
         yield Tenants(url, head)

@@ -49,7 +49,7 @@ def opened(keeper: LogKeeper, name: str, tenant: str = "t") -> KeptStream:
         base=7,
         arrived_s=1.0,
         tenant=tenant,
-        is_admin=True,
+        is_operator=True,
         facts=draw_facts(name, 100),
         digest=name.encode() * 3,
     )
@@ -129,7 +129,7 @@ def test_copies_are_the_answers_as_they_were_when_copied_last(
                 own = kept[int(name[1:])].opening
                 assert copy.opening.facts == own.facts
                 assert (copy.opening.tenant, copy.opening.digest) == (own.tenant, own.digest)
-                assert not copy.opening.is_admin
+                assert not copy.opening.is_operator
                 copy.drop()
             feed.end()
         for one in kept.values():

@@ -162,7 +162,7 @@ def opening(**changes: object) -> Opening:
         base=0,
         arrived_s=time.monotonic(),
         tenant="t",
-        is_admin=False,
+        is_operator=False,
         facts=draw_facts("r", 100),
         digest=b"0123456789abcdef",
     )

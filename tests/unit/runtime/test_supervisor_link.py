@@ -29,7 +29,7 @@ def opening() -> Opening:
         base=0,
         arrived_s=time.monotonic(),
         tenant="",
-        is_admin=True,
+        is_operator=True,
         facts=draw_facts("r", 10),
     )
 

@@ -68,7 +68,7 @@ class CallerCheck:
         RequestRefused where too many requests wait to be told from those of a proxy."""
         if context.kept is not None:  # checked by the head that received it
             context.tenant = context.kept.opening.tenant
-            context.is_admin = context.kept.opening.is_admin
+            context.is_operator = context.kept.opening.is_operator
             self._own(context)
             return
         _check_single(context)
@@ -78,9 +78,9 @@ class CallerCheck:
             return
         if self._keys:
             context.tenant = self._tenant(context)
-            context.is_admin = context.tenant in self._options.admins
+            context.is_operator = context.tenant in self._options.operators
         self._own(context)
-        if rule.callers == "the operator" and not context.is_admin:
+        if rule.callers == "the operator" and not context.is_operator:
             text = "This endpoint needs the operator's key, because it shows or steers all tenants."
             raise ApiError(text, status=403, code="admin_key_required")
         if rule.is_local:

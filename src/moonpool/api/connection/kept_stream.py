@@ -81,7 +81,7 @@ class Opening(Struct, frozen=True):
     base: int
     arrived_s: float
     tenant: str
-    is_admin: bool
+    is_operator: bool = msgspec.field(name="is_admin")
     facts: StreamFacts
     digest: bytes = b""
     num_returns: int = 0

@@ -230,7 +230,7 @@ class Forwarder:
             deadline_s=call.arrived_s + call.timeout_s,
             tenant=tenant_of(context.tenant, call.body.cache_salt),
             adapter=card.adapter_of(call.body.model),
-            priority=self._rates.priority(context.tenant, call.body.priority, context.is_admin),
+            priority=self._rates.priority(context.tenant, call.body.priority, context.is_operator),
             trace=read_traceparent(header, self._options.exports_traces),
             forwarded=True,
             program=program_of(

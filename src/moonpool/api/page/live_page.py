@@ -33,7 +33,7 @@ class LivePage:
 
         Raises `ApiError` with 503 if there are too many viewers.
         """
-        tenant = None if context.is_admin else context.tenant
+        tenant = None if context.is_operator else context.tenant
         viewers, party = self._viewers, context.party
         if not viewers.take(party):
             text = (

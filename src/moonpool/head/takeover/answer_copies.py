@@ -99,7 +99,7 @@ def _written(copy: _Copy) -> int:
         base=0,
         arrived_s=0.0,
         tenant=begun.tenant,
-        is_admin=False,
+        is_operator=False,
         facts=facts,
         digest=begun.digest,
         num_returns=begun.num_returns,
