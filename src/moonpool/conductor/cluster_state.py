@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from moonpool.conductor.forecast.decode_forecast import DecodeInterval, Forecast
 from moonpool.conductor.instance_table import NEVER_S, InstanceTable, to_ns
 from moonpool.conductor.placement.choice import PlannedAttempt
-from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
+from moonpool.conductor.state import Attempt, AttemptPhase, InstanceState, TrackedRequest
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, InstanceInfo
@@ -164,7 +164,7 @@ class ClusterState:
         self.instance_table.busy_until_s[state.row] = state.busy_until_s()
 
     def begin_decoding(self, attempt: Attempt, now: float) -> None:
-        attempt.stage = AttemptStage.DECODE
+        attempt.phase = AttemptPhase.DECODE
         attempt.decoding_since_s = now
         if attempt.decodes:
             self.instance_table.begin_decoding(
@@ -200,7 +200,7 @@ class ClusterState:
             self.instance_table.room_tokens[state.row] += attempt.booked_tokens
         if state.decodes.pop(attempt.attempt_id, None) is not None:
             self.instance_table.book_decode(state.row, attempt.num_tokens, -1)
-            if attempt.stage is AttemptStage.DECODE:
+            if attempt.phase is AttemptPhase.DECODE:
                 self.instance_table.end_decoding(state.row, attempt.num_tokens)
 
     def validate(self, requests: Iterable[TrackedRequest]) -> None:
@@ -265,7 +265,7 @@ def _add_up(
 ) -> None:
     attempt_id = attempt.attempt_id
     prefill, decoder = loads.get(attempt.prefill), loads[attempt.decoder]
-    if attempt.stage is AttemptStage.PREFILL:
+    if attempt.phase is AttemptPhase.PREFILL:
         assert prefill is not None
         prefill.prefills.add(attempt_id)
         prefill.chunked += attempt.in_chunks
@@ -284,6 +284,6 @@ def _add_up(
         decoder.decodes.add(attempt_id)
         decoder.batch += 1
         decoder.context += attempt.num_tokens
-        if attempt.stage is AttemptStage.DECODE:
+        if attempt.phase is AttemptPhase.DECODE:
             decoder.decoding += 1
             decoder.decoding_context += attempt.num_tokens

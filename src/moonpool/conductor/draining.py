@@ -362,5 +362,5 @@ def _needs(state: InstanceState, tracked: TrackedRequest) -> bool:
     attempt = tracked.attempt
     if attempt is None:
         return False
-    done = attempt.attempt_id in state.handed_over and attempt.stage.value == "decode"
+    done = attempt.attempt_id in state.handed_over and attempt.phase.value == "decode"
     return not done or attempt.decoder == state.info.instance_id

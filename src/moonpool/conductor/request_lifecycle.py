@@ -29,7 +29,7 @@ from moonpool.conductor.forecast.estimators import RunningMean
 from moonpool.conductor.observers import Observers
 from moonpool.conductor.placement.choice import NO_ROOM, PlannedAttempt, Rejection
 from moonpool.conductor.programs.keeper import ProgramKeeper
-from moonpool.conductor.state import Attempt, AttemptStage, InstanceState, TrackedRequest
+from moonpool.conductor.state import Attempt, AttemptPhase, InstanceState, TrackedRequest
 from moonpool.conductor.waiting.deadlines import Deadlines
 from moonpool.conductor.waiting.preemption import Preemption
 from moonpool.conductor.waiting.queue import RETRIES, WaitNeed
@@ -309,7 +309,7 @@ class RequestLifecycle:
             self.end(tracked, report.finish.value, now)
             return
         assert attempt.decode is not None
-        attempt.stage = AttemptStage.HANDOVER
+        attempt.phase = AttemptPhase.HANDOVER
         attempt.first_token = report.token
         command = StartDecode(
             attempt_id=attempt.attempt_id, token=report.token, handle=report.handle
@@ -344,7 +344,7 @@ class RequestLifecycle:
             if tracked is None or tracked.attempt is None:
                 continue
             attempt = tracked.attempt
-            if attempt.stage is AttemptStage.PREFILL:
+            if attempt.phase is AttemptPhase.PREFILL:
                 # A mixed instance: the first token ends the prefill.
                 self._end_prefill(tracked, attempt, now)
                 self._begin_decoding(tracked, attempt, now)
@@ -418,7 +418,7 @@ class RequestLifecycle:
         for tracked in {**state.prefills, **state.handed_over, **state.decodes}.values():
             attempt = tracked.attempt
             assert attempt is not None
-            if instance_id != attempt.decoder and attempt.stage is AttemptStage.DECODE:
+            if instance_id != attempt.decoder and attempt.phase is AttemptPhase.DECODE:
                 # The prefill is done, but its stream may never have reached the decode instance.
                 self._send(attempt.decoder, StopReceiving(attempt_id=attempt.attempt_id))
                 continue
@@ -555,7 +555,7 @@ class RequestLifecycle:
         self._cluster_state.unbook(tracked, attempt, now)
         tracked.account.held_tokens -= attempt.booked_tokens
         for instance_id in sorted({attempt.prefill, attempt.decoder}):
-            reserved = instance_id == attempt.decode and attempt.stage is not AttemptStage.DECODE
+            reserved = instance_id == attempt.decode and attempt.phase is not AttemptPhase.DECODE
             if (abort or reserved) and instance_id in self._instances:
                 self._send(instance_id, Abort(attempt_id=attempt.attempt_id))
         del self._attempts[attempt.attempt_id]

@@ -17,7 +17,7 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import BlockKey, InstanceId, Request, Role, Token
 
 
-class AttemptStage(Enum):
+class AttemptPhase(Enum):
     """Progress of an attempt."""
 
     PREFILL = "prefill"
@@ -44,7 +44,7 @@ class Attempt:
     in_chunks: bool = False  # its decode instance computes the prompt in chunks beside others
     interval: DecodeInterval | None = None
     interval_tokens: int = 0  # answer length that the interval's end is based on; 0: none
-    stage: AttemptStage = AttemptStage.PREFILL
+    phase: AttemptPhase = AttemptPhase.PREFILL
     started_s: float | None = None
     prefilled_s: float | None = None
     expected_s: float = 0.0  # prefill time by the profile, with the tokens actually cached
@@ -141,7 +141,7 @@ class InstanceState:
         if self.prefills:
             return False
         attempts = [tracked.attempt for tracked in self.handed_over.values()]
-        return all(attempt is None or attempt.stage is AttemptStage.DECODE for attempt in attempts)
+        return all(attempt is None or attempt.phase is AttemptPhase.DECODE for attempt in attempts)
 
     def busy_until_s(self) -> float:
         """When the started prefills, which run one after another, should be over."""

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from moonpool.conductor.placement.choice import Rejection
-from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
+from moonpool.conductor.state import AttemptPhase, InstanceState, TrackedRequest
 from moonpool.types import InstanceId, RequestId
 
 INSTANCES_ENDED = "instances_ended"
@@ -129,7 +129,7 @@ def _candidates(state: InstanceState) -> dict[RequestId, int]:
         for work in state.decodes.values()
         if work.attempt is not None
         and work.attempt.decoder == instance_id
-        and work.attempt.stage is not AttemptStage.PREFILL
+        and work.attempt.phase is not AttemptPhase.PREFILL
     ]
     found = {w.request.request_id: _num_tokens(w) for w in (*running, *decoding, *queued)}
     return dict(sorted(found.items(), key=lambda item: item[1]))

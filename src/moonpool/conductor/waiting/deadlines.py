@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 
 from moonpool.conductor.placement.choice import Rejection
-from moonpool.conductor.state import AttemptStage, TrackedRequest
+from moonpool.conductor.state import AttemptPhase, TrackedRequest
 from moonpool.types import RequestId
 
 TTFT_SLO_LATE = "ttft_slo_late"
@@ -43,7 +43,7 @@ class Deadlines:
             tracked = self._requests.get(heapq.heappop(self._joining)[1])
             if tracked is None or tracked.attempt is None or tracked.generated:
                 continue
-            if tracked.attempt.stage is AttemptStage.HANDOVER:
+            if tracked.attempt.phase is AttemptPhase.HANDOVER:
                 slo_s = tracked.request.slo.ttft_s
                 text = f"its decode instance had no room within the TTFT SLO of {slo_s:g} s"
                 yield tracked, Rejection(429, TTFT_SLO_LATE, text, answer_s)
@@ -51,6 +51,6 @@ class Deadlines:
             tracked = self._requests.get(heapq.heappop(self._ends)[1])
             if tracked is None or tracked.request.deadline_s > now:
                 continue
-            stage = tracked.attempt.stage.value if tracked.attempt else "placement"
+            stage = tracked.attempt.phase.value if tracked.attempt else "placement"
             text = f"the request's deadline passed during {stage}"
             yield tracked, Rejection(504, "deadline", text, 1.0)

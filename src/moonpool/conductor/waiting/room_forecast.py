@@ -22,7 +22,7 @@ from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS
 from moonpool.conductor.instance_table import Floats, InstanceTable
 from moonpool.conductor.observers import ClusterObserver
-from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
+from moonpool.conductor.state import AttemptPhase, InstanceState, TrackedRequest
 from moonpool.distributions.quantiles import rank_above
 
 MEMORY_ANSWERS = 256
@@ -155,6 +155,6 @@ def _begin_s(tracked: TrackedRequest, now: float) -> float:
     """When its next token should come, at the earliest."""
     attempt, record = tracked.attempt, tracked.record
     assert attempt is not None
-    if attempt.stage is AttemptStage.DECODE or record.placed_s is None:
+    if attempt.phase is AttemptPhase.DECODE or record.placed_s is None:
         return now
     return max(record.placed_s + (record.predicted_ttft_s or 0.0), now)

@@ -14,7 +14,7 @@ from typing import Any
 
 from moonpool.conductor.actions import HotRequested
 from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
-from moonpool.conductor.state import AttemptStage, InstanceState, TrackedRequest
+from moonpool.conductor.state import AttemptPhase, InstanceState, TrackedRequest
 from moonpool.distributions.quantiles import percentiles
 from moonpool.head.watch.hot_list import HotList
 from moonpool.head.watch.live_events import LiveEvents
@@ -127,9 +127,9 @@ def _stage_of(tracked: TrackedRequest) -> str:
     attempt = tracked.attempt
     if attempt is None:
         return "waiting"
-    if attempt.stage is AttemptStage.PREFILL and attempt.started_s is None:
+    if attempt.phase is AttemptPhase.PREFILL and attempt.started_s is None:
         return "queue_and_fetch"
-    return attempt.stage.value
+    return attempt.phase.value
 
 
 def _describe_running(tracked: TrackedRequest, now: float) -> dict[str, Any]:

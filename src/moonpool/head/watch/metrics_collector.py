@@ -13,7 +13,7 @@ from moonpool.api.metrics.labels import LOAD_REFUSALS
 from moonpool.api.metrics.server_metrics import ServerMetrics
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.forecast.cost_estimator import learned_factors
-from moonpool.conductor.state import AttemptStage, InstanceState
+from moonpool.conductor.state import AttemptPhase, InstanceState
 from moonpool.head.explain import describe_programs
 from moonpool.protocol.instance_counters import ATTEMPT_PREEMPTIONS, STEP_TOKENS
 from moonpool.protocol.messages import InstanceInfo, InstanceLoad, TransferDone
@@ -238,7 +238,7 @@ class MetricsCollector:
             generated += _generated(record)
         metrics.set("vllm:generation_tokens", generated)
         attempts = [one.attempt for one in tracked if one.attempt is not None]
-        queued = sum(a.stage is AttemptStage.PREFILL and a.started_s is None for a in attempts)
+        queued = sum(a.phase is AttemptPhase.PREFILL and a.started_s is None for a in attempts)
         deferred = conductor.num_waiting
         metrics.set("vllm:num_requests_running", len(attempts) - queued)
         metrics.set("vllm:num_requests_waiting", queued + deferred)
