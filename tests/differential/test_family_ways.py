@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moonpool_engine.engine.builtin import LoadedModel, open_model
-from moonpool_engine.engine.families.table import FAMILIES
+from moonpool_engine.engine.families.registry import FAMILIES
 from moonpool_engine.engine.reference import ReferenceOps
 from moonpool_engine.engine.runner import make_layout
 from tests.differential.checkpoints import CASES, Case

@@ -38,7 +38,7 @@ from moonpool_engine.attention_offload import wire as attention_wire
 from moonpool_engine.engine.builtin import export_checkpoint, open_model
 from moonpool_engine.engine.checkpoint import open_checkpoint
 from moonpool_engine.engine.families.config import parse_config as parse_model_config
-from moonpool_engine.engine.families.table import FAMILIES
+from moonpool_engine.engine.families.registry import FAMILIES
 from moonpool_engine.engine.gguf.checkpoint import open_gguf
 from moonpool_engine.engine.gguf.tokenizer import GgufVocabulary, gguf_tokenizer
 from moonpool_engine.engine.quantized.checkpoints import read_scheme

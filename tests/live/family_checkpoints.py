@@ -12,7 +12,7 @@ from moonpool.text.model_error import ModelError
 from moonpool_engine.attention_offload.partition import WorkerBlockRanges
 from moonpool_engine.attention_offload.remote_ops import RemoteOps
 from moonpool_engine.engine.builtin import LoadedModel
-from moonpool_engine.engine.families.table import FAMILIES
+from moonpool_engine.engine.families.registry import FAMILIES
 from moonpool_engine.engine.model import DecoderModel
 from moonpool_engine.engine.parallel.tensor_model import check_shards
 from moonpool_engine.engine.reference import ReferenceSplitOps

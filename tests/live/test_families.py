@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from moonpool_engine.engine.builtin import open_model
-from moonpool_engine.engine.families.table import FAMILIES
+from moonpool_engine.engine.families.registry import FAMILIES
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import SMALL

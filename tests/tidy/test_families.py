@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from benchmarks.house import PACKAGES
-from moonpool_engine.engine.families.table import FAMILIES
+from moonpool_engine.engine.families.registry import FAMILIES
 
 SRC = PACKAGES["moonpool_engine"]
 COMPUTES = [

@@ -22,7 +22,7 @@ from moonpool.text.model_info import BYTE_TOKENIZER, ModelInfo
 from moonpool.types import Pooling
 from moonpool_engine.engine import induction
 from moonpool_engine.engine.checkpoint import SINGLE_FILE, open_checkpoint
-from moonpool_engine.engine.families.table import FAMILIES
+from moonpool_engine.engine.families.registry import FAMILIES
 from moonpool_engine.engine.gguf.checkpoint import GgufWeights, open_gguf
 from moonpool_engine.engine.gguf.files import gguf_file
 from moonpool_engine.engine.induction import InductionWeights

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moonpool_engine.engine.families.registry import FAMILIES
 from moonpool_engine.engine.families.stored import Shape, StoredTensor, rows, whole
 from moonpool_engine.engine.families.stored_delta import stored_delta
-from moonpool_engine.engine.families.table import FAMILIES
 from moonpool_engine.engine.spec import DeltaSpec, LatentSpec, ModelSpec
 
 

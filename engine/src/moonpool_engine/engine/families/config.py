@@ -19,8 +19,8 @@ from moonpool_engine.engine.families.delta import delta_layers, read_delta
 from moonpool_engine.engine.families.experts import read_experts
 from moonpool_engine.engine.families.family import Family
 from moonpool_engine.engine.families.latent import latent_scale, read_latent
+from moonpool_engine.engine.families.registry import FAMILIES
 from moonpool_engine.engine.families.rope import full_rope, local_rope
-from moonpool_engine.engine.families.table import FAMILIES
 from moonpool_engine.engine.spec import ModelSpec
 
 HEAD_DIM_MULTIPLE = 16

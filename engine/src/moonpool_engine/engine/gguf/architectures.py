@@ -16,8 +16,8 @@ from moonpool.text.model_error import ModelError
 from moonpool.text.shown import shown
 from moonpool_engine.engine.families.stored import Shape
 from moonpool_engine.engine.gguf.delta import delta_place
-from moonpool_engine.engine.gguf.place import Place
 from moonpool_engine.engine.gguf.reader import GgufFile
+from moonpool_engine.engine.gguf.tensor_location import TensorLocation
 from moonpool_engine.engine.gguf.values import MetadataValues
 from moonpool_engine.engine.spec import ModelSpec
 
@@ -144,34 +144,34 @@ def architecture_of(file: GgufFile) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> Place:
+def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> TensorLocation:
     """Where a file of the architecture has the model's tensor `name` of this shape."""
     module, _, kind = name.rpartition(".")
     if module in _NAMES:
-        return Place(f"{_NAMES[module]}.{kind}", shape, shape)
+        return TensorLocation(f"{_NAMES[module]}.{kind}", shape, shape)
     layer, _, part = module.removeprefix("model.layers.").partition(".")
     prefix = f"blk.{layer}."
     if kind == "sinks":
-        return Place(f"{prefix}attn_sinks.weight", shape, shape)
+        return TensorLocation(f"{prefix}attn_sinks.weight", shape, shape)
     if kind == "correction":
-        return Place(f"{prefix}exp_probs_b.bias", shape, shape)
+        return TensorLocation(f"{prefix}exp_probs_b.bias", shape, shape)
     if part.startswith("mlp.experts."):
         assert spec.experts is not None
         expert, _, linear = part.removeprefix("mlp.experts.").partition(".")
         stored = f"{prefix}{_LAYER_NAMES[f'mlp.{linear}']}_exps.{kind}"
         rows = prod(shape[:-1])
-        return Place(stored, (spec.experts.count, *shape), shape, int(expert) * rows)
+        return TensorLocation(stored, (spec.experts.count, *shape), shape, int(expert) * rows)
     if own.fused and kind == "weight":
         found = _fused(spec, part, own.fused)
         if found is not None:
             stored, first, rows = found
-            return Place(f"{prefix}{stored}.weight", (rows, shape[1]), shape, first)
+            return TensorLocation(f"{prefix}{stored}.weight", (rows, shape[1]), shape, first)
     if own.delta:
         place = delta_place(spec, prefix, part, kind, shape)
         if place is not None:
             return place
     stored = own.names.get(part) or _LAYER_NAMES.get(part, part)
-    return Place(f"{prefix}{stored}.{kind}", shape, shape)
+    return TensorLocation(f"{prefix}{stored}.{kind}", shape, shape)
 
 
 def _fused(spec: ModelSpec, part: str, fused: str) -> tuple[str, int, int] | None:

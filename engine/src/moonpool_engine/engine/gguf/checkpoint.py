@@ -28,8 +28,8 @@ from moonpool_engine.engine.gguf.config import (
 )
 from moonpool_engine.engine.gguf.delta import with_stored_heads
 from moonpool_engine.engine.gguf.latent import halves_of, is_spare, joined, latent_shapes
-from moonpool_engine.engine.gguf.place import Place
 from moonpool_engine.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
+from moonpool_engine.engine.gguf.tensor_location import TensorLocation
 from moonpool_engine.engine.quantized.formats import FORMATS
 from moonpool_engine.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool_engine.engine.spec import ModelSpec, RopeSpec
@@ -64,7 +64,7 @@ def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
     return GgufModel(spec, weights, _fingerprint(file, spec), pooling_of(file))
 
 
-def _places(file: GgufFile, spec: ModelSpec) -> dict[str, Place]:
+def _places(file: GgufFile, spec: ModelSpec) -> dict[str, TensorLocation]:
     own = architecture_of(file)
     shapes = tensor_shapes(spec)
     if own.latent:
@@ -76,7 +76,11 @@ class GgufWeights:
     """Reads tensors of a mapped GGUF file by their Hugging Face names."""
 
     def __init__(
-        self, file: GgufFile, spec: ModelSpec, places: Mapping[str, Place], dtype: torch.dtype
+        self,
+        file: GgufFile,
+        spec: ModelSpec,
+        places: Mapping[str, TensorLocation],
+        dtype: torch.dtype,
     ) -> None:
         self._file = file
         self._places = places
@@ -116,7 +120,7 @@ class GgufWeights:
             tensor = tensor.view(place.shape)
         return tensor.to(dtype, copy=True) if order is None else tensor[order].to(dtype)
 
-    def _order(self, place: Place) -> Tensor | None:
+    def _order(self, place: TensorLocation) -> Tensor | None:
         """Returns, for q and k, the stored row of each of the model's rows."""
         part = place.name.split(".")[-2]
         if place.half is not None:
@@ -144,7 +148,7 @@ def _rope_with_factors(file: GgufFile, spec: ModelSpec) -> RopeSpec:
     return replace(spec.rope, kind="longrope", factors=tuple(factors), attention_factor=1.0)
 
 
-def _check_tensors(file: GgufFile, spec: ModelSpec, places: Mapping[str, Place]) -> None:
+def _check_tensors(file: GgufFile, spec: ModelSpec, places: Mapping[str, TensorLocation]) -> None:
     shapes = {place.name: place.stored_shape for place in places.values()}
     missing = [name for name in shapes if name not in file.tensors]
     if missing:

@@ -11,7 +11,7 @@ from typing import Any
 
 from moonpool.text.model_error import ModelError
 from moonpool_engine.engine.families.stored import Shape
-from moonpool_engine.engine.gguf.place import Place
+from moonpool_engine.engine.gguf.tensor_location import TensorLocation
 from moonpool_engine.engine.gguf.values import MetadataValues
 from moonpool_engine.engine.spec import ModelSpec
 
@@ -54,15 +54,19 @@ def with_stored_heads(spec: ModelSpec) -> ModelSpec:
     return spec if spec.delta is None else replace(spec, delta=replace(spec.delta, tiled=True))
 
 
-def delta_place(spec: ModelSpec, prefix: str, part: str, kind: str, shape: Shape) -> Place | None:
+def delta_place(
+    spec: ModelSpec, prefix: str, part: str, kind: str, shape: Shape
+) -> TensorLocation | None:
     """Where a file has a layer's tensor `part`.`kind`; None for those of other families."""
     if part in _HALVES:
         stored_shape = (2 * shape[0], shape[1])
-        return Place(f"{prefix}attn_q.{kind}", stored_shape, shape, half=_HALVES[part])
+        return TensorLocation(f"{prefix}attn_q.{kind}", stored_shape, shape, half=_HALVES[part])
     if part == "mlp.shared_gate":
-        return Place(f"{prefix}ffn_gate_inp_shexp.{kind}", shape[1:], shape)
+        return TensorLocation(f"{prefix}ffn_gate_inp_shexp.{kind}", shape[1:], shape)
     if kind in _VECTORS:
-        return Place(f"{prefix}{_VECTORS[kind]}", shape, shape)
+        return TensorLocation(f"{prefix}{_VECTORS[kind]}", shape, shape)
     if part.startswith("linear_attn."):
-        return Place(f"{prefix}{_LAYER_NAMES[part.partition('.')[2]]}.{kind}", shape, shape)
+        return TensorLocation(
+            f"{prefix}{_LAYER_NAMES[part.partition('.')[2]]}.{kind}", shape, shape
+        )
     return None

@@ -1,4 +1,4 @@
-"""An attention worker's side of steps in C++ (hand.cpp), without Python between layers.
+"""An attention worker's side of steps in C++ (attention_step.cpp), without Python between layers.
 
 The C++ loop reads queries, keys and values from one ring, computes attention, and writes the result
 to another ring. This module fills the structs that it reads and keeps their tensors alive. A step's
@@ -118,10 +118,10 @@ class NativeAttentionExecutor:
         rings = open_rings()
         assert rings is not None, "NativeSplitOps implies that the kernels are built"
         assert rings.executor_size(0) == ctypes.sizeof(_ExecutorStruct), (
-            "the struct must match hand.cpp"
+            "the struct must match attention_step.cpp"
         )
         assert rings.executor_size(1) == ctypes.sizeof(_ExecutorStepStruct), (
-            "the struct must match hand.cpp"
+            "the struct must match attention_step.cpp"
         )
         self._serve = rings.serve
         self._ops, self._cache, self._heads, self._scale = ops, cache, heads, scale
@@ -240,7 +240,7 @@ class NativeAttentionExecutor:
 
 
 def _packed(rules: Sequence[AttendRule], num_layers: int) -> ctypes.Array[_LayerRule]:
-    """The rules as hand.cpp reads them. Raises ValueError if some layers have none."""
+    """The rules as attention_step.cpp reads them. Raises ValueError if some layers have none."""
     if rules and len(rules) != num_layers:
         raise ValueError(f"{len(rules)} rules of attention for {num_layers} layers")
     packed = (_LayerRule * len(rules))()

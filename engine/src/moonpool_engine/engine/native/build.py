@@ -34,9 +34,9 @@ SOURCES = (
     "slices.cpp",
     "delta.cpp",
 )
-# Compiled once for all instruction sets. hand.cpp is the attention executor, meeting.cpp the
-# all-gather of ranks, repack.cpp the loading of quantized weights.
-PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "hand.cpp", "meeting.cpp", "repack.cpp")
+# Compiled once for all instruction sets. attention_step.cpp is the attention executor,
+# all_gather.cpp the all-gather of ranks, repack.cpp the loading of quantized weights.
+PLAIN_SOURCES = ("cpu.cpp", "ring.cpp", "attention_step.cpp", "all_gather.cpp", "repack.cpp")
 HEADERS = (
     "simd.h",
     "simd_x86.h",

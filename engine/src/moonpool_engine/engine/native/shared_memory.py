@@ -1,7 +1,8 @@
-"""C signatures of ring.cpp, hand.cpp and meeting.cpp: messages through shared memory.
+"""C signatures of ring.cpp, attention_step.cpp and all_gather.cpp: messages through shared memory.
 
-ring.cpp moves bytes through a ring buffer, hand.cpp is the attention executor over two rings, and
-meeting.cpp is an all-gather between ranks. Every function releases the GIL while it runs.
+ring.cpp moves bytes through a ring buffer, attention_step.cpp is the attention executor over two
+rings, and all_gather.cpp is an all-gather between ranks. Every function releases the GIL while it
+runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Waiter(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Rings:
-    """Functions of ring.cpp and hand.cpp.
+    """Functions of ring.cpp and attention_step.cpp.
 
     `write` and `read` move bytes at one end. `serve` runs an attention worker's side of steps.
     `executor_size` gives the sizes of the C++ structs. `ask` and `bare_ping` are for measurements.
@@ -59,7 +60,7 @@ def open_rings() -> Rings | None:
 
 @dataclass(frozen=True, slots=True)
 class ShmAllgather:
-    """Functions of meeting.cpp.
+    """Functions of all_gather.cpp.
 
     `size` returns the bytes of memory needed, 0 for too many ranks. `gather` exchanges one piece
     per rank. `abort` ends all calls of `gather` for good.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moonpool_engine.engine.families.stored import Shape
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a file has a tensor: `shape`, from row `first_row` of the tensor `name`.
 
     A vector is one row."""
