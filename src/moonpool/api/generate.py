@@ -234,9 +234,9 @@ class Generator:
         """Runs the choices. Counts the tokens of the prompts, and of the answers as they come. What
         was known of an answer that goes on was counted before."""
         tenant = call.context.tenant
-        told = choices, self._backend, take, call.context.kept, call.known
+        run = choices, self._backend, take, call.context.kept, call.known
         if not self._rates.counts(tenant):
-            await run_choices(*resumption)
+            await run_choices(*run)
             return
         num_counted: dict[int, int] = {}  # by choice
 
@@ -248,7 +248,7 @@ class Generator:
 
         num_prompt_tokens = sum(map(len, call.prepared.prompts)) if call.is_new else 0
         with self._rates.prompts(tenant, num_prompt_tokens):
-            await run_choices(*told, spend)
+            await run_choices(*run, spend)
 
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
