@@ -31,6 +31,7 @@ HEADER_S = 20.0
 for the rest of a body that nobody reads, from the end of the response."""
 CHUNK_LINE_BYTES = 32
 """What the lines around one chunk usually take. They count only above it."""
+LEAST_CHUNK_LINE_BYTES = len(b"1\r\n\r\n")
 MAX_IGNORED_BYTES = 1 << 20
 """Most bytes of a body that no handler reads."""
 LINGER_S = 1.0
@@ -243,14 +244,20 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._loose_bytes = max(self._loose_bytes - len(body), 0)
-        if not self._is_reading:
-            self._ignored_bytes += len(body)
-            if self._ignored_bytes > MAX_IGNORED_BYTES:
-                raise _RefusedError(413, "This endpoint reads no such body.")
+        self._ignore(len(body))
         super().on_body(body)
 
     def on_chunk_complete(self) -> None:
         self._loose_bytes = max(self._loose_bytes - CHUNK_LINE_BYTES, 0)
+        self._ignore(LEAST_CHUNK_LINE_BYTES)
+
+    def _ignore(self, num_bytes: int) -> None:
+        """Bounds what comes of a body that no handler reads, or not yet."""
+        if self._is_reading:
+            return
+        self._ignored_bytes += num_bytes
+        if self._ignored_bytes > MAX_IGNORED_BYTES:
+            raise _RefusedError(413, "This endpoint reads no such body.")
 
     def on_message_complete(self) -> None:
         if self._upgrades:
