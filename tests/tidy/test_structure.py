@@ -36,7 +36,6 @@ LEVELS = (
     {"types", "distributions"},
     {"config", "refusal", "request_record"},
     {
-        "children",
         "cores",
         "framing",
         "gc_tuning",
@@ -46,6 +45,7 @@ LEVELS = (
         "retry_delays",
         "server_events",
     },
+    {"children"},
     {"kvcache", "cost", "text"},
     {"protocol", "discovery"},
     {"scheduler.attention_pools"},

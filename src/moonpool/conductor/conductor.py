@@ -109,31 +109,24 @@ class Conductor:
         self.forecast: Forecast = IntervalForecast() if by_length else SurvivalForecast()
         # `inline_chunks` is off where instances do not size chunks (`Config.for_conductor`).
         sizes_chunks = config.inline_chunks
-        self.cluster_state = ClusterState(
-            self.forecast, default_slo.tbt_s, sizes_chunks, incarnation
-        )
+        state = ClusterState(self.forecast, default_slo.tbt_s, sizes_chunks, incarnation)
+        self.cluster_state = state
         # All parts work on these; they are also what drivers read.
-        self.index = self.cluster_state.index
-        self.instance_table = self.cluster_state.instance_table
-        self.instances = self.cluster_state.instances
+        self.index = state.index
+        self.instance_table = state.instance_table
+        self.instances = state.instances
         self._actions: list[ConductorAction] = []
         shares = FairShare(tenant_weights, tenant_caches)
-        wait_rules = WaitRules(self.cluster_state, shares, config.admission != "none")
-        keeper = ProgramKeeper(
-            config.programs, self.cluster_state, wait_rules.waiting, self._actions
-        )
-        self.roles = RoleSwitching(config, self.cluster_state, default_slo)
-        self.drains = Draining(self.cluster_state)
-        self.cost_estimator = CostEstimator(
-            self.cluster_state, config.learning, self.forecast.error
-        )
+        wait_rules = WaitRules(state, shares, config.admission != "none")
+        keeper = ProgramKeeper(config.programs, state, wait_rules.waiting, self._actions)
+        self.roles = RoleSwitching(config, state, default_slo)
+        self.drains = Draining(state)
+        self.cost_estimator = CostEstimator(state, config.learning, self.forecast.error)
         self.goodput = GoodputModel(config.learning, config.decode_wait)
-        self.output_predictor = (LengthPredictor if by_length else OutputPredictor)(
-            self.cluster_state
-        )
-        self.replication = Replication(self.cluster_state) if config.replicate else None
+        self.output_predictor = (LengthPredictor if by_length else OutputPredictor)(state)
+        self.replication = Replication(state) if config.replicate else None
         options: tuple[ClusterObserver | None, ...] = (
-            Prefetching(self.cluster_state) if config.prefetch else None,
+            Prefetching(state) if config.prefetch else None,
             self.replication,
             ReplicaMarks(self.index) if config.spare_copies_first else None,
         )
@@ -152,13 +145,11 @@ class Conductor:
             ]
         )
         admission = AdmissionCheck(
-            config, policies.admission, self.cluster_state, self.cost_estimator, self.goodput
+            config, policies.admission, state, self.cost_estimator, self.goodput
         )
-        self._planner = AttemptPlanner(
-            config, policies, self.cluster_state, self.output_predictor, admission
-        )
+        self._planner = AttemptPlanner(config, policies, state, self.output_predictor, admission)
         self._lifecycle = RequestLifecycle(
-            self._planner, self.cluster_state, wait_rules, keeper, self._observers, self._actions
+            self._planner, state, wait_rules, keeper, self._observers, self._actions
         )
         self._launched: set[InstanceId] = set()
 
