@@ -1,7 +1,7 @@
 """Looks for wrong answers of vLLMs over the pool while its processes are killed and its bytes
 changed.
 
-    python benchmarks/pool_trial.py --vllm venv/bin/python --model A --model B --requests 3000 \\
+    python -m benchmarks.pool_trial --vllm venv/bin/python --model A --model B --requests 3000 \\
         --kills 100
 
 A head, a vLLM for each model and one pool for all answer conversations of three tenants. Pool,
@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 import signal
 import sys
 import tempfile
@@ -230,7 +231,8 @@ def run(args: argparse.Namespace) -> int:
         "load_s": played.seconds,
         "seconds": time.monotonic() - began_s,
         "versions": versions_of({"vllm": args.vllm}),
-        "origin": origin() | {"command": "python benchmarks/pool_trial.py"},
+        "origin": origin()
+        | {"command": f"python -m benchmarks.pool_trial {shlex.join(sys.argv[1:])}"},
     }
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     write_json(args.json or None, found)
