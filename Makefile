@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard engine/src/moonpool_engine/engine/native/*.cpp engine/src/moonpool_engine/engine/native/*.h)
 
-.PHONY: setup-demo setup setup-dev demo test lint types check long docs lock wheel release swarm soak bench bench-guard house notebook peer-tests clean
+.PHONY: setup-demo setup setup-dev demo test lint types check long docs docs-version changelog lock wheel release swarm soak bench bench-guard house notebook peer-tests clean
 
 # What `install.py` sets up: what serves, with plans and measurements, with tests and checks.
 setup-demo: $(VENV)/.installed-demo
@@ -63,6 +63,12 @@ bench: setup
 docs: setup $(VENV)-docs/.installed
 	$(BIN)/python -m website build/site-source
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+
+# This version of the site beside the others in DOCS; its pages have a switch between them.
+DOCS ?= build/versions
+docs-version: export DOCS_VERSIONS = mike
+docs-version: docs
+	$(BIN)/python -m website.versions build/site $(DOCS)
 
 $(VENV)-docs/.installed: requirements-docs.lock
 	test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs

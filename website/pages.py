@@ -8,13 +8,10 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from website.search_rank import page_head
+
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```\s*?$)", re.M | re.S)
-
-
-HISTORY_BOOST = "0.00001"
-"""Factor of the rank of decisions and changelog in the site's search, where a title counts a
-thousand times as much as text."""
 ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 """Pages beside docs/ that the site always has."""
 
@@ -38,16 +35,10 @@ def write_pages(root: Path, folder: Path) -> int:
             shutil.copyfile(path, target)
             continue
         text = path.read_text()
-        target.write_text(search_rank(root, path) + turn_links(root, path, text))
+        head = page_head(site_path(root, path).as_posix())
+        target.write_text(head + turn_links(root, path, text))
         waiting += linked_files(root, path, text)
     return len(done)
-
-
-def search_rank(root: Path, path: Path) -> str:
-    """Returns the head of a page that tells the history of the project: such pages have more words
-    than all guides together, and would stand before them in what the search finds."""
-    is_history = path.parent == root / "docs" / "decisions" or path == root / "CHANGELOG.md"
-    return f"---\nsearch:\n  boost: {HISTORY_BOOST}\n---\n\n" if is_history else ""
 
 
 def site_path(root: Path, path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import venv
 from pathlib import Path
@@ -21,7 +22,10 @@ from moonpool.config.tables import Config
 from website.__main__ import main
 from website.command_page import command_page
 from website.http_page import http_page, reference_routes
-from website.pages import linked_files, search_rank, turn_links
+from website.look import style_sheet
+from website.pages import linked_files, turn_links
+from website.search_rank import WORDS, page_head, rank_of
+from website.versions import publish
 
 ROOT = Path(__file__).resolve().parents[3]
 LOADED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//")
@@ -63,16 +67,55 @@ def test_linked_files_come_along_and_a_link_to_nothing_is_an_error(checkout: Pat
         list(linked_files(checkout, page, "[x](nowhere.md)"))
 
 
-def test_the_history_of_the_project_ranks_below_the_guides() -> None:
-    for page in (
-        "CHANGELOG.md",
-        "docs/decisions/attempts-and-faults.md",
-        "docs/decisions/README.md",
+def test_guides_rank_before_references_evidence_and_history() -> None:
+    for better, worse in (
+        ("serving.md", "commands.md"),
+        ("commands.md", "benchmarks.md"),
+        ("benchmarks/results/README.md", "CHANGELOG.md"),
+        ("src/moonpool/cost/README.md", "decisions/attempts-and-faults.md"),
     ):
-        head = yaml.safe_load(search_rank(ROOT, ROOT / page).strip("-\n"))
-        assert isinstance(head["search"]["boost"], float) and head["search"]["boost"] < 0.0001
-    for page in ("README.md", "SECURITY.md", "docs/serving.md"):
-        assert search_rank(ROOT, ROOT / page) == ""
+        assert rank_of(better) > 10 * rank_of(worse)
+        head = yaml.safe_load(page_head(worse).strip("-\n"))
+        assert head["search"]["boost"] == rank_of(worse)
+
+
+def test_words_of_the_search_belong_to_pages_that_exist() -> None:
+    for page in WORDS:
+        assert (ROOT / "docs" / page).is_file()
+        assert yaml.safe_load(page_head(page).strip("-\n"))["tags"] == list(WORDS[page])
+
+
+def test_the_site_has_both_sets_of_colours_of_the_pages() -> None:
+    sheet = style_sheet()
+    own = (ROOT / "src" / "moonpool" / "pages" / "look.css").read_text()
+    for colour in re.findall(r"--c1: (#\w+)", own):
+        assert f"--c1: {colour}" in sheet
+    used = set(re.findall(r"var\((--\w+)\)", sheet))
+    for scheme in ("default", "slate"):
+        (block,) = re.findall(rf'"{scheme}"\] \{{ (--bg[^}}]*)', sheet)
+        assert used <= set(re.findall(r"(--\w+):", block))
+
+
+def test_versions_stand_beside_each_other_and_the_newest_release_is_first(tmp_path: Path) -> None:
+    site, folder = tmp_path / "site", tmp_path / "versions"
+    with pytest.raises(FileNotFoundError, match="build the site first"):
+        publish(site, folder, "0.1.0")
+    site.mkdir()
+    for version in ("0.9.0", "0.10.0", "0.11.0.dev1", "0.9.0"):
+        (site / "index.html").write_text(version)
+        found = publish(site, folder, version)
+    assert found == ["0.11.0.dev1", "0.10.0", "0.9.0"]
+    entries = json.loads((folder / "versions.json").read_text())
+    assert [entry["version"] for entry in entries] == found
+    assert [entry["aliases"] for entry in entries] == [[], ["latest"], []]
+    assert "url=0.10.0/index.html" in (folder / "index.html").read_text()
+    assert (folder / "0.9.0" / "index.html").read_text() == "0.9.0"
+
+
+def test_every_page_of_docs_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f" {page.name}\n" in navigation, page.name
 
 
 def test_the_page_of_commands_has_every_command_and_flag() -> None:
@@ -122,6 +165,29 @@ def _mkdocs(folder: Path) -> Path:
     return folder / "bin" / "mkdocs"
 
 
+ANSWERS = {
+    "GPU": "install", "install": "install", "batch": "serving", "timeout": "troubleshooting",
+    "quota": "serving", "error 429": "troubleshooting", "kubernetes": "cluster",
+    "helm": "cluster", "docker": "operating", "prometheus": "watching", "price": "simulation",
+    "tool calls": "serving", "LoRA": "models", "upgrade": "operating", "vllm": "vllm",
+    "mac": "install", "ttft": "tuning", "benchmarks": "benchmarks", "slurm": "cluster",
+}  # fmt: skip
+
+
+def _guides_are_found_first(site: Path) -> None:
+    """By the code that the pages themselves run."""
+    node = shutil.which("node")
+    if node is None:
+        return
+    line = [node, str(ROOT / "website" / "ask_search.mjs"), str(site), *ANSWERS]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first = {
+        query: pages[0].partition(".html")[0] for query, pages in json.loads(done.stdout).items()
+    }
+    assert first == ANSWERS
+
+
 @pytest.mark.long
 def test_the_site_is_built_with_all_links_and_without_foreign_parts(tmp_path: Path) -> None:
     mkdocs = _mkdocs(tmp_path / "venv")
@@ -138,10 +204,10 @@ def test_the_site_is_built_with_all_links_and_without_foreign_parts(tmp_path: Pa
     for page in pages:
         assert not LOADED.search(page.read_text()), page
     index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())["docs"]
-    history = [each for each in index if each["location"].startswith(("decisions/", "CHANGELOG"))]
-    guides = [each for each in index if each["location"].startswith(("serving", "models"))]
-    assert len(history) > 100 and all(each["boost"] < 0.0001 for each in history)
-    assert len(guides) > 10 and not any("boost" in each for each in guides)
+    ranks = {each["location"]: each["boost"] for each in index}
+    assert len(ranks) > 500
+    assert ranks["serving.html"] > ranks["commands.html"] > ranks["CHANGELOG.html"]
+    _guides_are_found_first(tmp_path / "site")
     with (source / "tuning.md").open("a") as page_file:
         page_file.write("\n[x](serving.md#no-such-part)\n")
     done = subprocess.run(line, capture_output=True, text=True, timeout=300)
