@@ -96,6 +96,10 @@ wheel: setup-dev
 	mv $(DIST)/unrepaired/*.tar.gz $(DIST)
 	rm -r $(DIST)/unrepaired
 
+# The lines of changes/ into CHANGELOG.md; with VERSION=0.2.0 its section [Unreleased] becomes that.
+changelog: setup
+	$(BIN)/python changelog.py $(VERSION)
+
 # Wheels, sdists, chart, site, list of parts and checksums in dist/. The version is that of the tag.
 release: wheel docs
 	$(BIN)/python release.py $(DIST)
