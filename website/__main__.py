@@ -31,6 +31,7 @@ def main(folder: Path) -> None:
     for name, text in (("http.md", http_page(document)), ("commands.md", command_page())):
         (folder / name).write_text(page_head(name) + text)
     (folder / "look.css").write_text(style_sheet())
+    shutil.copy(ROOT / "website" / "page.js", folder)
     written = write_pages(ROOT, folder)
     click.echo(f"{folder}: {written} pages and files, commands.md, http.md and openapi.json")
 

@@ -42,7 +42,8 @@ THEME = """
 .md-typeset h2 { font-weight: 700; padding-bottom: .2em; border-bottom: 1px solid var(--rule); }
 .md-typeset h3 { font-weight: 700; }
 .md-typeset a { text-underline-offset: .15em; }
-.md-content .md-typeset p a, .md-content .md-typeset li a { text-decoration: underline; }
+.md-content .md-typeset :is(p, li, td) a { text-decoration: underline; }
+.md-typeset a code { color: var(--c1); transition: none; }
 .md-typeset table:not([class]) code { white-space: nowrap; }
 .md-typeset table:not([class]) td { min-width: 6rem; }
 @media screen and (max-width: 44em) {
@@ -52,6 +53,9 @@ THEME = """
 }
 .md-typeset img { border-radius: 7px; }
 .md-typeset img[src$="home.svg"] { display: block; max-width: min(100%, 44rem); margin: 0 auto; }
+.md-typeset .output { margin: 0 0 1.2em; padding: .4rem .8rem; overflow-x: auto; font-size: .7rem;
+  background: var(--card); border: 1px solid var(--rule); border-radius: 7px; }
+.md-typeset .output svg { max-width: 34rem; }
 .md-typeset .doors { display: grid; gap: .8rem; margin: 1.2rem 0;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 14rem), 1fr)); }
 .md-typeset .doors > div { display: flex; flex-direction: column; min-width: 0;

@@ -6,23 +6,22 @@ import json
 import re
 import shutil
 import subprocess
-import venv
 from pathlib import Path
 
 import click
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from moonpool.api.openapi import openapi_document
 from moonpool.cli.main import cli
 from moonpool.config.parse import parse_config
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
-from website.__main__ import main
+from tests.unit.website.built_site import write_sources
 from website.command_page import command_page
 from website.http_page import http_page, reference_routes
 from website.look import style_sheet
+from website.notebook_page import notebook_page
 from website.pages import linked_files, turn_links
 from website.search_rank import WORDS, page_head, rank_of
 from website.versions import publish
@@ -34,7 +33,13 @@ LOADED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     (tmp_path / "docs" / "decisions").mkdir(parents=True)
-    for name in ("SECURITY.md", "README.md", "docs/a.md", "docs/decisions/README.md"):
+    for name in (
+        "SECURITY.md",
+        "README.md",
+        "docs/a.md",
+        "docs/decisions/README.md",
+        "docs/n.ipynb",
+    ):
         (tmp_path / name).write_text("")
     (tmp_path / "results").mkdir()
     return tmp_path
@@ -52,6 +57,7 @@ def checkout(tmp_path: Path) -> Path:
         ("docs/a.md", "[x](../results)", "x"),
         ("docs/a.md", "[x](https://example.org/a.md)", "[x](https://example.org/a.md)"),
         ("docs/a.md", "[x](#part)", "[x](#part)"),
+        ("docs/decisions/README.md", "[x](../n.ipynb)", "[x](../n.md)"),
         ("docs/a.md", "```sh\n[x](nowhere.md)\n```", "```sh\n[x](nowhere.md)\n```"),
     ],
 )
@@ -118,6 +124,19 @@ def test_every_page_of_docs_is_in_the_navigation() -> None:
         assert f" {page.name}\n" in navigation, page.name
 
 
+def test_a_notebook_is_a_page_with_what_its_cells_showed() -> None:
+    notebook = json.loads((ROOT / "docs" / "planning.ipynb").read_text())
+    page = notebook_page(json.dumps(notebook))
+    for cell in notebook["cells"]:
+        assert "".join(cell["source"]) in page
+    assert page.count('<div class="output">') == sum(
+        len(c.get("outputs", ())) for c in notebook["cells"]
+    )
+    printed = {"output_type": "stream", "text": ["a\n\n<b>"]}
+    cell = {"cell_type": "code", "source": ["print()"], "outputs": [printed]}
+    assert "<pre>a&#10;&#10;&lt;b&gt;</pre>" in notebook_page(json.dumps({"cells": [cell]}))
+
+
 def test_the_page_of_commands_has_every_command_and_flag() -> None:
     page = command_page()
     for name in cli.list_commands(click.Context(cli)):
@@ -150,21 +169,6 @@ def test_every_key_in_the_page_on_tuning_exists_and_takes_the_value() -> None:
             parse_config(f"[{table}]\n{key} = {value}\n")
 
 
-def _mkdocs(folder: Path) -> Path:
-    """Returns MkDocs as locked: that of `make docs`, or one installed into `folder`."""
-    lock = ROOT / "requirements-docs.lock"
-    installed = ROOT / ".venv-docs" / ".installed"
-    if installed.exists() and installed.stat().st_mtime >= lock.stat().st_mtime:
-        return installed.parent / "bin" / "mkdocs"
-    venv.create(folder, with_pip=True)
-    line = [str(folder / "bin" / "pip"), "install", "-q", "--require-hashes", "-r"]
-    line.append(str(lock))
-    done = subprocess.run(line, capture_output=True, text=True, timeout=600)
-    if done.returncode != 0:
-        pytest.skip(f"the packages of the site cannot be installed here: {done.stderr[-300:]}")
-    return folder / "bin" / "mkdocs"
-
-
 ANSWERS = {
     "GPU": "install", "install": "install", "batch": "serving", "timeout": "troubleshooting",
     "quota": "serving", "error 429": "troubleshooting", "kubernetes": "cluster",
@@ -190,14 +194,8 @@ def _guides_are_found_first(site: Path) -> None:
 
 @pytest.mark.long
 def test_the_site_is_built_with_all_links_and_without_foreign_parts(tmp_path: Path) -> None:
-    mkdocs = _mkdocs(tmp_path / "venv")
-    source = tmp_path / "source"
-    written = CliRunner().invoke(main, [str(source)])
-    assert written.exit_code == 0, written.output
-    config = tmp_path / "mkdocs.yml"
-    config.write_text(f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: source\nsite_dir: site\n")
-    line = [str(mkdocs), "build", "--strict", "-f", str(config)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    build = write_sources(tmp_path)
+    done = build()
     assert done.returncode == 0, done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 50
@@ -208,7 +206,7 @@ def test_the_site_is_built_with_all_links_and_without_foreign_parts(tmp_path: Pa
     assert len(ranks) > 500
     assert ranks["serving.html"] > ranks["commands.html"] > ranks["CHANGELOG.html"]
     _guides_are_found_first(tmp_path / "site")
-    with (source / "tuning.md").open("a") as page_file:
+    with (tmp_path / "source" / "tuning.md").open("a") as page_file:
         page_file.write("\n[x](serving.md#no-such-part)\n")
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    done = build()
     assert done.returncode != 0 and "no-such-part" in done.stderr
