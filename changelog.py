@@ -1,6 +1,6 @@
 """Writes CHANGELOG.md from the files in changes/: `make changelog`, or with `VERSION=0.2.0`.
 
-A change comes with a file `changes/NAME.md`, so that two changes never meet in one line of the
+A change comes with a file of its own in changes/, so that two changes never meet in one line of the
 changelog. Each line of it is `Added, Subject: What a user notices.`; the kinds and subjects are
 below. `make changelog` moves all of them into the section [Unreleased], and deletes the files. With
 a version, that section becomes the version's, and an empty one begins.
