@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard engine/src/moonpool_engine/engine/native/*.cpp engine/src/moonpool_engine/engine/native/*.h)
 
-.PHONY: setup-demo setup setup-dev demo test lint types check long docs lock wheel release swarm soak bench bench-guard house notebook peer-tests clean
+.PHONY: setup-demo setup setup-dev demo test lint types check long docs docs-version changelog lock wheel release swarm soak bench bench-guard house notebook peer-tests clean
 
 # What `install.py` sets up: what serves, with plans and measurements, with tests and checks.
 setup-demo: $(VENV)/.installed-demo
@@ -64,6 +64,12 @@ docs: setup $(VENV)-docs/.installed
 	$(BIN)/python -m website build/site-source
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 
+# This version of the site beside the others in DOCS; its pages have a switch between them.
+DOCS ?= build/versions
+docs-version: export DOCS_VERSIONS = mike
+docs-version: docs
+	$(BIN)/python -m website.versions build/site $(DOCS)
+
 $(VENV)-docs/.installed: requirements-docs.lock
 	test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip --disable-pip-version-check install -q --require-hashes \
@@ -89,6 +95,10 @@ wheel: setup-dev
 	  --wheel-dir $(DIST) $(DIST)/unrepaired/*.whl
 	mv $(DIST)/unrepaired/*.tar.gz $(DIST)
 	rm -r $(DIST)/unrepaired
+
+# The lines of changes/ into CHANGELOG.md; with VERSION=0.2.0 its section [Unreleased] becomes that.
+changelog: setup
+	$(BIN)/python changelog.py $(VERSION)
 
 # Wheels, sdists, chart, site, list of parts and checksums in dist/. The version is that of the tag.
 release: wheel docs

@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from changelog import FOLDER, fragments
 from lock import RUNS, read_lock
 
 ROOT = Path(__file__).resolve().parent
@@ -42,7 +43,12 @@ def main(dist: Path) -> None:
         raise ReleaseError(f"the commit is tagged {', '.join(tag)}, its files say {version}")
     changes = (ROOT / "CHANGELOG.md").read_text()
     if tag and f"## [{version}]" not in changes:
-        raise ReleaseError(f"CHANGELOG.md has no section [{version}]")
+        raise ReleaseError(
+            f"CHANGELOG.md has no section [{version}]: make changelog VERSION={version}"
+        )
+    left = [path.name for path in fragments(FOLDER)] if tag else []
+    if left:
+        raise ReleaseError(f"changes/ has {', '.join(left)}: make changelog VERSION={version}")
     built_s = int(_git("log", "-1", "--format=%ct"))
     pack(CHART, dist / f"moonpool-chart-{version}.tgz", "moonpool", built_s)
     if SITE.is_dir():

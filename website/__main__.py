@@ -13,7 +13,9 @@ import click
 from moonpool.api.openapi import openapi_document
 from website.command_page import command_page
 from website.http_page import http_page, reference_routes
+from website.look import style_sheet
 from website.pages import write_pages
+from website.search_rank import page_head
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,8 +28,10 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True)
     document = openapi_document(reference_routes())
     (folder / "openapi.json").write_bytes(document)
-    (folder / "http.md").write_text(http_page(document))
-    (folder / "commands.md").write_text(command_page())
+    for name, text in (("http.md", http_page(document)), ("commands.md", command_page())):
+        (folder / name).write_text(page_head(name) + text)
+    (folder / "look.css").write_text(style_sheet())
+    shutil.copy(ROOT / "website" / "page.js", folder)
     written = write_pages(ROOT, folder)
     click.echo(f"{folder}: {written} pages and files, commands.md, http.md and openapi.json")
 

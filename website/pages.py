@@ -8,21 +8,21 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from website.notebook_page import notebook_page
+from website.search_rank import page_head
+
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```\s*?$)", re.M | re.S)
-
-
-HISTORY_BOOST = "0.00001"
-"""Factor of the rank of decisions and changelog in the site's search, where a title counts a
-thousand times as much as text."""
 ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 """Pages beside docs/ that the site always has."""
+NOTEBOOK = ".ipynb"
 
 
 def write_pages(root: Path, folder: Path) -> int:
     """Writes docs/ and all files of the checkout that its pages link to; returns their number.
 
-    A page keeps its path, without `docs/`. Raises FileNotFoundError for a link to no file.
+    A page keeps its path, without `docs/`; a notebook becomes a page. Raises
+    FileNotFoundError for a link to no file.
     """
     waiting = [path for path in sorted((root / "docs").rglob("*")) if path.is_file()]
     waiting += [root / name for name in ROOT_PAGES]
@@ -34,25 +34,21 @@ def write_pages(root: Path, folder: Path) -> int:
         done.add(path)
         target = folder / site_path(root, path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix != ".md":
+        if path.suffix not in (".md", NOTEBOOK):
             shutil.copyfile(path, target)
             continue
         text = path.read_text()
-        target.write_text(search_rank(root, path) + turn_links(root, path, text))
+        text = notebook_page(text) if path.suffix == NOTEBOOK else text
+        head = page_head(site_path(root, path).as_posix())
+        target.write_text(head + turn_links(root, path, text))
         waiting += linked_files(root, path, text)
     return len(done)
-
-
-def search_rank(root: Path, path: Path) -> str:
-    """Returns the head of a page that tells the history of the project: such pages have more words
-    than all guides together, and would stand before them in what the search finds."""
-    is_history = path.parent == root / "docs" / "decisions" or path == root / "CHANGELOG.md"
-    return f"---\nsearch:\n  boost: {HISTORY_BOOST}\n---\n\n" if is_history else ""
 
 
 def site_path(root: Path, path: Path) -> Path:
     """Returns where a file of the checkout is on the site; the README is the first page."""
     relative = path.relative_to(root)
+    relative = relative.with_suffix(".md") if path.suffix == NOTEBOOK else relative
     if relative == Path("README.md"):
         return Path("index.md")
     return relative.relative_to("docs") if relative.parts[0] == "docs" else relative

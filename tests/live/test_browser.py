@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
+from tests.unit.website.built_site import write_sources
 
 HERE = Path(__file__).parent / "browser"
 TOOLS = ("chromium", "node", "npm")
@@ -56,6 +58,16 @@ def server() -> Iterator[LocalServer]:
         yield server
 
 
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """A server of files, by its address."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 def look(tools: Path, url: str, awaited: str) -> list[dict[str, Any]]:
     chromium = shutil.which("chromium") or ""
     line = ["node", str(tools / "look.mjs"), chromium, url, str(tools), awaited]
@@ -79,13 +91,22 @@ def test_a_page_is_accessible_and_asks_nobody_else(
         assert view["wide"] <= 0, view
 
 
+def test_the_documentation_is_accessible_and_asks_nobody_else(tools: Path, tmp_path: Path) -> None:
+    done = write_sources(tmp_path)()
+    assert done.returncode == 0, done.stderr
+    with served(tmp_path / "site") as url:
+        for page in ("index", "serving", "planning"):
+            for view in look(tools, f"{url}/{page}.html", ".md-content"):
+                assert view["passes"] > 20
+                assert not view["violations"], (page, view)
+                assert not view["outside"] and not view["errors"], (page, view)
+                assert view["wide"] <= 0, (page, view)
+
+
 def test_what_is_wrong_with_a_page_is_seen(tools: Path, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(BAD_PAGE)
-    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as bad:
-        Thread(target=bad.serve_forever, daemon=True).start()
-        views = look(tools, f"http://127.0.0.1:{bad.server_port}/", "p")
-        bad.shutdown()
+    with served(tmp_path) as url:
+        views = look(tools, f"{url}/", "p")
     for view in views:
         kinds = {each.partition(":")[0] for each in view["violations"]}
         assert {"image-alt", "color-contrast", "html-has-lang"} <= kinds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.live.test_head_death import ask, bodies
 from tests.processes import children_of
 
 NEXT = "0.1.0+next"
+OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
 
 
 @pytest.fixture
@@ -43,6 +45,12 @@ def install_next(code: Path) -> None:
 def upgrade(server: LocalServer) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "moonpool", "upgrade", server.url, "--within", "20"]
     return subprocess.run(line, capture_output=True, text=True, timeout=400, check=False)
+
+
+def shapes(lines: str) -> set[str]:
+    """The lines without names of instances, numbers, times and versions."""
+    named = re.sub(r"^[\w-]+-\d+:", "INSTANCE:", lines.strip(), flags=re.M)
+    return set(re.sub(r"\d[\w.+]*", "N", named).splitlines())
 
 
 class Load:
@@ -133,6 +141,8 @@ def test_an_upgrade_replaces_every_process_and_costs_no_answer(
         asking.end()
         assert done.returncode == 0, done.stderr
         assert f"the cluster runs release {NEXT}" in done.stdout
+        documented = OPERATING.read_text().partition("## Upgrading")[2].split("```")[3]
+        assert shapes(done.stdout) <= shapes(documented)
         assert load.errors == []
         assert asking.error == ""
         assert asking.num_answers > num_answers, "the next head serves the connection, too"
