@@ -46,6 +46,7 @@ FLAGS = ConfigFlags(
     "model.chat_template",
     "slo.ttft_s",
     "slo.tbt_s",
+    "slo.classes",
     *(key for key in POLICY_KEYS if not key.startswith(_UNUSED)),
     "api.api_key_file",
     "api.request_timeout_s",

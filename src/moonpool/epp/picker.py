@@ -135,9 +135,7 @@ class Picker:
         model = api.backend
         assert isinstance(model, ServedModel)
         arrived_s = self.head.now()
-        terms = read_terms(
-            headers, self.head.default_slo, self.head.request_timeout_s, self.listing.objectives
-        )
+        terms = read_terms(headers, model.slo, self.head.request_timeout_s, self.listing.objectives)
         kind: Kind = "routed" if path in MEDIA_PATHS else "pooling"
         prepared = await api.bodies.call(kind, raw, "", terms.timeout_s)
         request_id = self._new_id(headers)

@@ -259,6 +259,31 @@ COUNTERS = (
         LOAD_REFUSALS,
     ),
     _counter(
+        "moonpool:slo_class_requests",
+        "Number of requests that ended, by class of service levels (`slo.classes`); 'default' are"
+        " those without a class.",
+        f"{_LEFT}, unless its client left; nothing without `slo.classes`",
+        "slo_class",
+    ),
+    _counter(
+        "moonpool:slo_class_effective_requests",
+        "Those of them that were answered within both SLOs; over all, the attainment of the class.",
+        "likewise",
+        "slo_class",
+    ),
+    _counter(
+        "moonpool:slo_class_answers",
+        "Those of them with a complete answer, in time or late.",
+        "likewise",
+        "slo_class",
+    ),
+    _counter(
+        "moonpool:slo_class_rejections",
+        "Those of them that the Conductor refused before they were placed.",
+        "likewise",
+        "slo_class",
+    ),
+    _counter(
         "moonpool:requests_failed",
         "Number of requests that were not refused and ended without a complete answer, by reason.",
         "a client that left ('abort'; also the other choices of a call that failed); of a placed"
