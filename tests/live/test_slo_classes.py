@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from moonpool_lab.demo.local_server import LocalServer as AnyServer
 from tests.forked.commands import LocalServer, run_command
 from tests.live.conftest import MODEL, SMALL
 
@@ -20,13 +21,13 @@ BODY = {"prompt": [7] * 20, "max_tokens": 4, "ignore_eos": True, "temperature": 
 PATIENCE_S = 60.0
 
 
-def ask(server: LocalServer, key: str, request_id: str, **headers: str) -> httpx.Response:
+def ask(server: AnyServer, key: str, request_id: str, **headers: str) -> httpx.Response:
     own = {name.replace("_", "-"): text for name, text in headers.items()}
     own |= {"authorization": f"Bearer {key}", "x-request-id": request_id}
     return httpx.post(f"{server.url}/v1/completions", json=BODY, headers=own, timeout=120)
 
 
-def explain(server: LocalServer, key: str, request_id: str) -> dict[str, Any]:
+def explain(server: AnyServer, key: str, request_id: str) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {key}"}
     answer = httpx.get(f"{server.url}/explain/{request_id}", headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -34,7 +35,7 @@ def explain(server: LocalServer, key: str, request_id: str) -> dict[str, Any]:
     return found
 
 
-def counted(server: LocalServer) -> dict[str, dict[str, float]]:
+def counted(server: AnyServer) -> dict[str, dict[str, float]]:
     """Metric without its prefix -> class -> value."""
     found: dict[str, dict[str, float]] = {}
     for line in httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines():
@@ -45,7 +46,7 @@ def counted(server: LocalServer) -> dict[str, dict[str, float]]:
     return found
 
 
-def logged(server: LocalServer, number: int) -> list[dict[str, Any]]:
+def logged(server: AnyServer, number: int) -> list[dict[str, Any]]:
     """Waits for so many ended requests in the log."""
     until_s = time.monotonic() + PATIENCE_S
     while True:
@@ -73,7 +74,8 @@ def test_requests_are_held_to_the_levels_of_their_class(fronts: str, tmp_path: P
         for number, (name, key, headers) in enumerate(calls):
             assert ask(server, key, f"r{number}", **headers).status_code == 200
             assert explain(server, key, f"r{number}")["slo_class"] == name
-        assert explain(server, "sk-ann", "r0")["slo"] == {"ttft_s": 90.0, "tbt_s": 30.0, "assumed": []}
+        levels = explain(server, "sk-ann", "r0")["slo"]
+        assert levels == {"ttft_s": 90.0, "tbt_s": 30.0, "assumed": []}
         refused = ask(server, "sk-bob", "late", x_slo_class="never")
         assert (refused.status_code, refused.json()["error"]["code"]) == (422, "ttft_slo")
         assert ask(server, "sk-bob", "typo", x_slo_class="chats").status_code == 400
