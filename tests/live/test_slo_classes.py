@@ -87,7 +87,6 @@ def test_requests_are_held_to_the_levels_of_their_class(fronts: str, tmp_path: P
     assert metrics == {
         "requests": served | {"never": 1},
         "effective_requests": served,
-        "answers": served,
         "rejections": dict.fromkeys(served, 0) | {"never": 1},
     }
     log = tmp_path / "server.log"

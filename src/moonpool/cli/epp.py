@@ -210,7 +210,7 @@ def epp(
             loop.add_signal_handler(sign, stop.set)
         key = os.environ.get("VLLM_API_KEY", "")
         with listen(metrics_host, metrics_port, "--metrics-port") as http:
-            source = _source(listed, dns_names, *pool)
+            source = open_sources(listed, dns_names, *pool)
             await serve_picker(config, source, place, http, stop, fail_open, key, fallbacks)
 
     try:
@@ -222,7 +222,7 @@ def epp(
         sys.exit(130)
 
 
-def _source(
+def open_sources(
     listed: tuple[str, ...],
     dns_names: tuple[str, ...],
     pool_name: str,

@@ -13,7 +13,7 @@ pytest.importorskip("kmock")
 from click.testing import CliRunner
 from test_inference_pool import PODS, POOLS, a_cluster, pod, pool
 
-from moonpool.cli.epp import _source
+from moonpool.cli.epp import open_sources
 from moonpool.cli.main import cli
 from moonpool.discovery.endpoint import Listing, SourceError
 
@@ -27,7 +27,7 @@ def file_of(folder: Path, name: str) -> str:
 async def heard(listed: tuple[str, ...], pool_name: str, url: str, *names: str) -> Listing:
     """Returns the first listing that has exactly these endpoints."""
     listings: asyncio.Queue[Listing] = asyncio.Queue()
-    source = _source(listed, (), pool_name, "ns", url)
+    source = open_sources(listed, (), pool_name, "ns", url)
     following = asyncio.create_task(source.follow(listings.put_nowait))
     try:
         async with asyncio.timeout(60):
@@ -62,7 +62,7 @@ def test_sources_are_named_as_at_serve_and_join(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["http://10.0.0.1:8000", "kube://ns/app=vllm", "dns://name"])
 def test_what_is_no_source_is_refused(text: str) -> None:
     with pytest.raises(SourceError, match="is no source: use"):
-        _source((text,), (), "", "", "")
+        open_sources((text,), (), "", "", "")
     for flag in ("--endpoints", "--vllm-endpoints"):
         done = CliRunner().invoke(cli, ["epp", flag, text, "--metrics-port", "0"])
         assert done.exit_code != 0 and "is no source: use" in done.output

@@ -8,10 +8,15 @@ from moonpool.api.metrics.server_metrics import ServerMetrics
 from moonpool.config.parse import parse_config
 from moonpool.config.slo import DEFAULT_CLASS, MAX_CLASSES, SloClass, SloConfig
 from moonpool.config.tables import ConfigError
-from moonpool.head.watch.metrics_collector import CLASS_COUNTERS, MetricsCollector
+from moonpool.head.watch.metrics_collector import MetricsCollector
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId
 
+COUNTERS = (
+    "moonpool:slo_class_requests",
+    "moonpool:slo_class_effective_requests",
+    "moonpool:slo_class_rejections",
+)
 LEVELS = SloConfig(classes=(SloClass(name="chat", ttft_s=1.0, tbt_s=0.1),))
 
 
@@ -25,15 +30,15 @@ def ended(outcome: str, ttft_s: float | None, slo_class: str, attempts: int = 1)
 
 
 def counts(metrics: ServerMetrics) -> dict[str, tuple[float, ...]]:
-    """Requests, effective ones, answers and rejections of each class."""
-    names = metrics.values(CLASS_COUNTERS[0])
-    return {name: tuple(metrics.values(each)[name] for each in CLASS_COUNTERS) for name in names}
+    """Requests, effective ones and rejections of each class."""
+    names = metrics.values(COUNTERS[0])
+    return {name: tuple(metrics.values(each)[name] for each in COUNTERS) for name in names}
 
 
 def test_each_class_counts_what_it_got() -> None:
     metrics = ServerMetrics("m")
     collector = MetricsCollector(metrics, LEVELS.class_names)
-    assert counts(metrics) == {"chat": (0, 0, 0, 0), "default": (0, 0, 0, 0)}, "from the start"
+    assert counts(metrics) == {"chat": (0, 0, 0), "default": (0, 0, 0)}, "from the start"
     for record in (
         ended("stop", 0.5, "chat"),
         ended("length", 1.5, "chat"),  # late
@@ -43,7 +48,7 @@ def test_each_class_counts_what_it_got() -> None:
         ended("stop", 1.5, ""),
     ):
         collector.request_ended(record, 20.0)
-    assert counts(metrics) == {"chat": (4, 1, 2, 1), "default": (1, 1, 1, 0)}
+    assert counts(metrics) == {"chat": (4, 1, 1), "default": (1, 1, 0)}
 
 
 def test_without_classes_there_are_no_series() -> None:

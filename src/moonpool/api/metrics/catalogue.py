@@ -260,28 +260,18 @@ COUNTERS = (
     ),
     _counter(
         "moonpool:slo_class_requests",
-        "Number of requests that ended, by class of service levels (`slo.classes`); 'default' are"
-        " those without a class.",
+        "Number of ended requests, by class of service levels; 'default' are those without one.",
         f"{_LEFT}, unless its client left; nothing without `slo.classes`",
         "slo_class",
     ),
     _counter(
         "moonpool:slo_class_effective_requests",
-        "Those of them that were answered within both SLOs; over all, the attainment of the class.",
+        "Those answered within both SLOs; over all of them, the attainment of the class.",
         "likewise",
         "slo_class",
     ),
     _counter(
-        "moonpool:slo_class_answers",
-        "Those of them with a complete answer, in time or late.",
-        "likewise",
-        "slo_class",
-    ),
-    _counter(
-        "moonpool:slo_class_rejections",
-        "Those of them that the Conductor refused before they were placed.",
-        "likewise",
-        "slo_class",
+        "moonpool:slo_class_rejections", "Those refused by the Conductor.", "likewise", "slo_class"
     ),
     _counter(
         "moonpool:requests_failed",

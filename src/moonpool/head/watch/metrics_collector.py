@@ -49,10 +49,9 @@ _LABELLED_BY_INSTANCES = (
 CLASS_COUNTERS = (
     "moonpool:slo_class_requests",
     "moonpool:slo_class_effective_requests",
-    "moonpool:slo_class_answers",
     "moonpool:slo_class_rejections",
 )
-"""By class of service levels: all that ended, those within their SLOs, answered, refused."""
+"""By class of service levels: all that ended, those within their SLOs, those refused."""
 MAX_INSTANCES = 4096
 """Names of instances that are remembered; beyond that, the one that joined first is dropped."""
 
@@ -103,8 +102,8 @@ class MetricsCollector:
         name = record.slo.class_name
         if not name or record.outcome == FinishReason.ABORT.value:
             return
-        is_answered = record.outcome in _ANSWERED
-        counts = 1, record.effective, is_answered, not is_answered and not record.attempts
+        is_refused = not record.attempts and record.outcome not in _ANSWERED
+        counts = 1, record.effective, is_refused
         for counter, number in zip(CLASS_COUNTERS, counts, strict=True):
             self._metrics.add(counter, number, name)
 
