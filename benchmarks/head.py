@@ -31,11 +31,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moonpool.api.app import http_server, make_app
 from moonpool.api.connection.listening import listen
 from moonpool.api.serving_backend import ApiOptions, ModelCard, Output
+from moonpool.config.slo import SloConfig
 from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.link.packets import MAX_FDS, MAX_PACKET_BYTES, packet_pair
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.text.tokenizers.byte import ByteTokenizer
-from moonpool.types import FinishReason, Request, RequestId, Slo, Token
+from moonpool.types import FinishReason, Request, RequestId, Token
 
 KINDS = ("api", "kept", "bare")
 CONNECTIONS = 16
@@ -56,7 +57,7 @@ class InstantHead:
             vocab_size=259,
             eos_token_ids=(257,),
         )
-        self.default_slo = Slo(ttft_s=30.0, tbt_s=0.1)
+        self.slo = SloConfig(ttft_s=30.0, tbt_s=0.1)
         self.request_timeout_s = 600.0
         self.now = time.monotonic
 

@@ -62,13 +62,27 @@ class Slo(Struct, frozen=True, omit_defaults=True):
     """Service levels of one request: time to first token, and time between tokens, in seconds.
 
     One that neither the client nor the operator has stated is assumed, as a yardstick for placement
-    and for reports. Nothing is refused for it.
+    and for reports. Nothing is refused for it. `class_name`: the class of requests that it belongs
+    to, by which it is counted; "": the configuration has no classes.
     """
 
     ttft_s: float
     tbt_s: float
     ttft_stated: bool = True
     tbt_stated: bool = True
+    class_name: str = ""
+
+    def with_own(self, ttft_s: float | None, tbt_s: float | None) -> Slo:
+        """These levels, but for those that the request states itself."""
+        if ttft_s is None and tbt_s is None:
+            return self
+        return Slo(
+            ttft_s=self.ttft_s if ttft_s is None else ttft_s,
+            tbt_s=self.tbt_s if tbt_s is None else tbt_s,
+            ttft_stated=self.ttft_stated or ttft_s is not None,
+            tbt_stated=self.tbt_stated or tbt_s is not None,
+            class_name=self.class_name,
+        )
 
     @property
     def limits(self) -> Slo:

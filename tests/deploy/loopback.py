@@ -27,7 +27,7 @@ from typing import IO, Any
 
 import httpx
 
-from tests.deploy.chart import Manifest, of_kind, selects, workloads
+from tests.deploy.chart import NAMESPACE, Manifest, of_kind, selects, workloads
 from tests.forked.commands import ForkedCommand
 
 HERE = Path(__file__).parent
@@ -149,7 +149,11 @@ class Loopback:
         )
 
     def _environment(self, container: Container) -> dict[str, str]:
-        fields = {"metadata.name": container.pod.name, "status.podIP": "127.0.0.1"}
+        fields = {
+            "metadata.name": container.pod.name,
+            "metadata.namespace": NAMESPACE,
+            "status.podIP": "127.0.0.1",
+        }
         found = {}
         for each in container.spec.get("env", ()):
             source = each.get("valueFrom", {})
@@ -214,15 +218,21 @@ class Loopback:
         while time.monotonic() < deadline:
             status = container.process.poll()
             assert status is None, f"{container.name} ended with {status}:\n{container.said()}"
-            last = self._asked(container, probe["httpGet"])
+            last = self._asked(container, probe)
             if last == "200":
                 return
             time.sleep(0.1)
         raise AssertionError(f"{name} of {container.name}: {last}\n{container.said()}")
 
-    def _asked(self, container: Container, get: Manifest) -> str:
+    def _asked(self, container: Container, probe: Manifest) -> str:
+        ports = container.pod.ports
+        if "tcpSocket" in probe:
+            return _connected(ports[str(probe["tcpSocket"]["port"])])
+        if "grpc" in probe:
+            return _grpc_health(ports[str(probe["grpc"]["port"])])
+        get = probe["httpGet"]
         scheme = get.get("scheme", "HTTP").lower()
-        url = f"{scheme}://127.0.0.1:{container.pod.ports[get['port']]}{get['path']}"
+        url = f"{scheme}://127.0.0.1:{ports[get['port']]}{get['path']}"
         try:  # as the kubelet: by the pod's address, without a check of the certificate
             return str(httpx.get(url, timeout=5, verify=unchecked()).status_code)
         except httpx.TransportError as error:
@@ -253,6 +263,30 @@ class Loopback:
                     container.process.kill()
                     container.process.wait(30)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _connected(port: int) -> str:
+    """Returns "200" if something listens there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except OSError as error:
+        return repr(error)
+    return "200"
+
+
+def _grpc_health(port: int) -> str:
+    """Returns "200" if the gRPC health service there says that it serves."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            found = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        except grpc.RpcError as error:
+            return str(error)
+    serving = health_pb2.HealthCheckResponse.SERVING
+    return "200" if found.status == serving else str(found.status)
 
 
 def unchecked() -> ssl.SSLContext:

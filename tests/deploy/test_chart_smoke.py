@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import httpx
 import pytest
 
 from tests.certificates import make_certificates
-from tests.deploy.chart import RELEASE, VALUES, render, values_of
-from tests.deploy.loopback import Container, Loopback, loopback, unchecked
+from tests.deploy.chart import CHART, NAMESPACE, RELEASE, VALUES, of_kind, render, values_of
+from tests.deploy.loopback import Container, Loopback, Pod, loopback, unchecked
 from tests.live.vllm_stub import MODEL
 
 QUICK = "default-values.yaml"
+CHAT_CLASS = "--slo-class=chat=600,60"
 
 
 def here(values: dict[str, Any]) -> dict[str, Any]:
@@ -40,9 +42,8 @@ def existing_secrets(folder: Path) -> dict[str, dict[str, bytes]]:
     }
 
 
-def needs_a_cluster(container: Container) -> bool:
-    """Whether a container cannot run here: the picker reads the API of a cluster, and has tests of
-    its own with a double of that (`tests/unit/epp`, `tests/live/test_epp.py`)."""
+def is_picker(container: Container) -> bool:
+    """The picker reads the API of a cluster, and has a test of its own below."""
     return bool(container.spec["name"] == "epp")
 
 
@@ -70,7 +71,7 @@ def test_what_is_rendered_starts_answers_and_ends(path: Path, tmp_path: Path) ->
     values = here(values_of(path))
     manifests = render(values)
     with loopback(manifests, tmp_path / "pods", existing_secrets(tmp_path)) as place:
-        place.start(but=needs_a_cluster)
+        place.start(but=is_picker)
         answer = asked(place, values, prompt=list(range(40, 140)), max_tokens=4)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
@@ -99,3 +100,55 @@ def test_workers_stay_when_the_head_is_replaced(tmp_path: Path) -> None:
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64, "KVCache stayed"
         found = [c.process.pid for pod in place.pods if pod is not head for c in pod.containers]
         assert found == workers
+
+
+@pytest.mark.live
+@pytest.mark.long
+def test_the_picker_finds_the_pods_of_its_pool(tmp_path: Path) -> None:
+    """With a double of the cluster's API, which has the objects of the chart, and a real Envoy."""
+    pytest.importorskip("kmock")
+    pytest.importorskip("envoy.service.ext_proc")
+    from tests.kubernetes_double import PODS, POOLS, ApiThread
+    from tests.live.envoy import envoy, envoy_program
+
+    envoy_program()
+    with ApiThread() as api:
+        values = here(values_of(CHART / "ci" / "gateway-values.yaml"))
+        values["pool"] = {"enabled": False}
+        values["epp"] = {"enabled": True, "extraArgs": [f"--kube-url={api.url}", CHAT_CLASS]}
+        values["vllm"]["mixed"] = {"replicas": 1}  # the pool has one port, and this machine too
+        manifests = render(values)
+        with loopback(manifests, tmp_path / "pods") as place:
+            (server,) = [pod for pod in place.pods if "moonpool.dev/vllm" in pod.labels]
+            (picker,) = [pod for pod in place.pods if pod.containers[0].spec["name"] == "epp"]
+            place.start(but=lambda one: one.spec["name"] != "vllm")
+            (pool,) = of_kind(manifests, "InferencePool")
+            (target,) = pool["spec"]["targetPorts"]
+            target["number"] = server.ports[str(target["number"])]
+            api.create(POOLS.format(NAMESPACE), pool)
+            api.create(PODS.format(NAMESPACE), ready_pod(server))
+            place.start(but=lambda one: one.pod is not picker)
+            with envoy(tmp_path, picker.ports["9002"]) as gateway:
+                body = {"model": values["model"], "prompt": list(range(40, 140)), "max_tokens": 4}
+                headers = {"x-request-id": "mine", "x-slo-class": "chat"}
+                until_s = time.monotonic() + 120
+                while True:  # a server that was just listed is asked what it serves first
+                    url = f"{gateway}/v1/completions"
+                    answer = httpx.post(url, json=body, headers=headers, timeout=120)
+                    if answer.status_code == 200 or time.monotonic() > until_s:
+                        break
+                    time.sleep(0.2)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] == 4
+            url = f"http://127.0.0.1:{picker.ports['9090']}/explain/mine"
+            told = httpx.get(url, timeout=60).json()
+            assert (told["decode_instance"], told["slo_class"]) == (server.name, "chat")
+            place.stop()
+
+
+def ready_pod(pod: Pod) -> dict[str, Any]:
+    """A pod as the API of a cluster has it."""
+    return {
+        "metadata": {"name": pod.name, "namespace": NAMESPACE, "labels": pod.labels},
+        "status": {"podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]},
+    }

@@ -163,3 +163,19 @@ def test_the_gateway_goes_on_to_a_fallback(tmp_path: Path, model: str) -> None:
         )
         assert answer.status_code == 200, answer.text
         wait_until(lambda: picker.requests() == 0)
+
+
+def test_a_named_model_alone_is_served_by_the_sources_of_a_file(tmp_path: Path, model: str) -> None:
+    with ExitStack() as stack:
+        stubs = [VllmStub(root=model).start(), VllmStub("other", root="/some/other").start()]
+        for stub in stubs:
+            stack.callback(stub.stop)
+        listed, config = tmp_path / "endpoints.yaml", tmp_path / "picker.toml"
+        listed.write_text(endpoints_text(*(stub.port for stub in stubs)))
+        config.write_text(f'[vllm]\nendpoints = ["{listed}"]\n')
+        picker = stack.enter_context(
+            picker_process(tmp_path, model, "--config", str(config), *CALM)
+        )
+        picker.await_instances("e0")
+        wait_until(lambda: "e1 is not used" in picker.log.read_text())
+        assert "e0 is not used" not in picker.log.read_text()

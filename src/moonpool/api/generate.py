@@ -477,20 +477,19 @@ def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
 
 
 def limits_of(context: HttpContext, backend: ModelBackend) -> tuple[Slo, float]:
-    """Returns the SLO and the time limit of a call: the server's defaults or the call's headers."""
-    slo = backend.default_slo
-    ttft_ms = _milliseconds(context, b"x-slo-ttft-ms")
-    tbt_ms = _milliseconds(context, b"x-slo-tpot-ms")
-    if ttft_ms is not None or tbt_ms is not None:
-        slo = Slo(
-            ttft_s=slo.ttft_s if ttft_ms is None else ttft_ms / 1e3,
-            tbt_s=slo.tbt_s if tbt_ms is None else tbt_ms / 1e3,
-            ttft_stated=slo.ttft_stated or ttft_ms is not None,
-            tbt_stated=slo.tbt_stated or tbt_ms is not None,
-        )
-    timeout_ms = _milliseconds(context, b"x-request-timeout-ms")
-    timeout_s = backend.request_timeout_s
-    return slo, timeout_s if timeout_ms is None else min(timeout_s, timeout_ms / 1e3)
+    """Returns the SLO and the time limit of a call: those of its headers, else the levels of its
+    class and the server's limit. Raises ApiError."""
+    named = context.headers.get(b"x-slo-class", b"").decode("utf-8", "replace")
+    levels = backend.slo
+    if named and not levels.has(named):
+        text = "The header x-slo-class names none of the classes that this server has."
+        raise ApiError(text, param="x-slo-class", code="invalid_header")
+    slo = levels.slo_of(named, context.tenant).with_own(
+        _seconds(context, b"x-slo-ttft-ms"), _seconds(context, b"x-slo-tpot-ms")
+    )
+    timeout_s = _seconds(context, b"x-request-timeout-ms")
+    most_s = backend.request_timeout_s
+    return slo, most_s if timeout_s is None else min(most_s, timeout_s)
 
 
 def seconds_left(arrived_s: float, timeout_s: float, backend: ModelBackend) -> float:
@@ -503,7 +502,8 @@ def seconds_left(arrived_s: float, timeout_s: float, backend: ModelBackend) -> f
     return left_s
 
 
-def _milliseconds(context: HttpContext, name: bytes) -> float | None:
+def _seconds(context: HttpContext, name: bytes) -> float | None:
+    """Reads a header in milliseconds."""
     raw = context.headers.get(name)
     if raw is None:
         return None
@@ -515,7 +515,7 @@ def _milliseconds(context: HttpContext, name: bytes) -> float | None:
         header = name.decode()
         text = f"The header {header} must be a number of milliseconds above 0."
         raise ApiError(text, param=header, code="invalid_header")
-    return value
+    return value / 1e3
 
 
 def _timing_headers(choice: Choice) -> Headers:

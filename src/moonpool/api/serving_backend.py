@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import msgspec
 
 from moonpool.api.keys import TenantLimits
+from moonpool.config.slo import SloConfig
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import Parsing
 from moonpool.refusal import Refusal
 from moonpool.text.tokenizer import Tokenizer, TokenizerParts
-from moonpool.types import FinishReason, Pooling, Request, RequestId, Slo, Struct, Token
+from moonpool.types import FinishReason, Pooling, Request, RequestId, Struct, Token
 
 
 class AdapterCard(Struct, frozen=True):
@@ -113,7 +114,7 @@ class ModelBackend(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     @property
-    def default_slo(self) -> Slo: ...
+    def slo(self) -> SloConfig: ...
 
     @property
     def request_timeout_s(self) -> float: ...
@@ -176,9 +177,6 @@ class ModelBackend(Protocol):
 
 class ServingBackend(Protocol):
     """The head as the HTTP layer sees it. All methods are called on the head's event loop."""
-
-    @property
-    def default_slo(self) -> Slo: ...
 
     @property
     def request_timeout_s(self) -> float: ...

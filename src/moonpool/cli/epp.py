@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -46,6 +47,7 @@ FLAGS = ConfigFlags(
     "model.chat_template",
     "slo.ttft_s",
     "slo.tbt_s",
+    "slo.classes",
     *(key for key in POLICY_KEYS if not key.startswith(_UNUSED)),
     "api.api_key_file",
     "api.request_timeout_s",
@@ -81,9 +83,13 @@ FLAGS = ConfigFlags(
 @config_option
 @click.option(
     "--endpoints",
-    "endpoints_file",
-    type=click.Path(dir_okay=False),
-    help="File with the endpoints, in llm-d's form; it may change at any time.",
+    "--vllm-endpoints",
+    "listed",
+    multiple=True,
+    metavar="SOURCE",
+    help="Where the endpoints are listed, as at `moonpool serve`: a file in llm-d's form,"
+    " dns://NAME:PORT, srv://NAME, or kube://NAMESPACE/LABEL=VALUE?port=8000 for pods by label;"
+    " repeat it for more.",
 )
 @click.option(
     "--dns",
@@ -153,7 +159,7 @@ FLAGS = ConfigFlags(
 def epp(
     model: str | None,
     config_file: str | None,
-    endpoints_file: str | None,
+    listed: tuple[str, ...],
     dns_names: tuple[str, ...],
     pool_name: str | None,
     pool_namespace: str | None,
@@ -181,8 +187,10 @@ def epp(
     overrides.setdefault("model", {})["name"] = model or ""
     overrides.setdefault("engine", {})["kind"] = "vllm"
     config = read_config(config_file, overrides)
-    if sum(map(bool, (endpoints_file, dns_names, pool_name))) != 1:
-        fail("name one source of endpoints: --endpoints FILE, --dns NAME:PORT or --pool-name NAME")
+    if not (listed or dns_names or pool_name):
+        listed = config.vllm.endpoints
+    if not (listed or dns_names or pool_name):
+        fail("name a source of endpoints: --endpoints SOURCE, --dns NAME:PORT or --pool-name NAME")
     if (grpc_keyfile or grpc_ca_certs) and not grpc_certfile:
         fail("give --grpc-certfile, too")
     try:
@@ -202,7 +210,7 @@ def epp(
             loop.add_signal_handler(sign, stop.set)
         key = os.environ.get("VLLM_API_KEY", "")
         with listen(metrics_host, metrics_port, "--metrics-port") as http:
-            source = _source(endpoints_file, dns_names, *pool)
+            source = open_sources(listed, dns_names, *pool)
             await serve_picker(config, source, place, http, stop, fail_open, key, fallbacks)
 
     try:
@@ -214,26 +222,30 @@ def epp(
         sys.exit(130)
 
 
-def _source(
-    endpoints_file: str | None,
+def open_sources(
+    listed: tuple[str, ...],
     dns_names: tuple[str, ...],
     pool_name: str,
     pool_namespace: str,
     kube_url: str,
 ) -> EndpointSource:
-    """Raises SourceError."""
-    if endpoints_file is not None:
-        from moonpool.discovery.endpoints_file import EndpointsFile
+    """All sources as one. Raises SourceError."""
+    from moonpool.discovery.dns_names import DnsName
+    from moonpool.discovery.source_text import PodSource, parse_source, read_dns_name
+    from moonpool.discovery.sources import Sources, open_source
 
-        return EndpointsFile(endpoints_file)
-    if dns_names:
-        from moonpool.discovery.dns_names import DnsName
-        from moonpool.discovery.source_text import read_dns_name
-        from moonpool.discovery.sources import Sources
+    found: list[EndpointSource] = []
+    for source in map(parse_source, listed):
+        if isinstance(source, PodSource) and not source.api:
+            source = replace(source, api=kube_url)
+        found.append(open_source(source))
+    found += [DnsName(read_dns_name(text)) for text in dns_names]
+    if pool_name:
+        from moonpool.discovery.kubernetes_api import ApiServer, own_namespace
+        from moonpool.epp.inference_pool import InferencePool
 
-        return Sources([DnsName(read_dns_name(text)) for text in dns_names])
-    from moonpool.discovery.kubernetes_api import ApiServer, own_namespace
-    from moonpool.epp.inference_pool import InferencePool
-
-    server = ApiServer(kube_url, None, None) if kube_url else ApiServer.of_pod()
-    return InferencePool(server, pool_namespace or own_namespace(), pool_name)
+        server = ApiServer(kube_url, None, None) if kube_url else ApiServer.of_pod()
+        found.append(InferencePool(server, pool_namespace or own_namespace(), pool_name))
+    if len(found) == 1 and not isinstance(found[0], DnsName):
+        return found[0]  # it says at once why it cannot begin; a name may not be there yet
+    return Sources(found)

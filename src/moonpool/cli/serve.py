@@ -69,6 +69,7 @@ _SHARED_KEYS = (
     "network.nixl",
     "slo.ttft_s",
     "slo.tbt_s",
+    "slo.classes",
     *POLICY_KEYS,
     "conductor.autoscale_webhook",
     "conductor.seed",

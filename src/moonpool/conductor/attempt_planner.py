@@ -245,11 +245,13 @@ def _spec(
 
 def _local_slo(tracked: TrackedRequest, config: ConductorConfig, waits: bool) -> Slo:
     """The SLO that the decode instance checks again, or by which it tells requests apart that wait
-    for different steps (`waits`)."""
+    for different steps (`waits`). It knows no classes."""
     slo, limit = tracked.request.slo.limits, config.load_limit
     if goes_on(tracked) or (config.admission == "none" and not waits):
         return UNLIMITED
-    return slo if limit == 1.0 else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
+    if limit == 1.0 and not slo.class_name:
+        return slo
+    return Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s * limit)
 
 
 def _commands(

@@ -6,6 +6,7 @@ import re
 from math import inf
 
 from moonpool.config.schema import check_all, check_ranges, require
+from moonpool.config.slo import DEFAULT_CLASS, MAX_CLASSES
 from moonpool.config.tables import (
     ADMISSIONS,
     ATTENTION_SEGMENT_TOKENS,
@@ -53,6 +54,9 @@ def _check_block_tokens(config: Config) -> None:
 def _check_slo_classes(config: Config) -> None:
     names = [one.name for one in config.slo.classes]
     require(len(set(names)) == len(names), "slo.classes", "of different names")
+    rest = f"of other names than {DEFAULT_CLASS!r}, which means the levels of requests without one"
+    require(DEFAULT_CLASS not in names, "slo.classes", rest)
+    require(len(names) <= MAX_CLASSES, "slo.classes", f"at most {MAX_CLASSES}")
 
 
 def _check_role_balance(config: Config) -> None:

@@ -5,25 +5,30 @@ from __future__ import annotations
 from typing import Annotated
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from moonpool.config.schema import about
 from moonpool.types import Slo, Struct
 
 ASSUMED_TTFT_S = 30.0
 ASSUMED_TBT_S = 0.5
+DEFAULT_CLASS = "default"
+"""Names the levels of requests without a class. A request that names it leaves its tenant's."""
+MAX_CLASSES = 64
+"""Each has series of its own in `/metrics`."""
 
 
 class SloClass(Struct, frozen=True):
-    """The service levels of a class of requests: those of a trace's rows that name the class in
-    `slo_class`, or else whose tenant has its name."""
+    """The service levels of a class of requests: those that name it (by the header `x-slo-class`,
+    or as rows of a trace in `slo_class`), or else whose tenant has its name."""
 
-    name: Annotated[str, Meta(min_length=1)]
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
     ttft_s: Annotated[float, Meta(gt=0)]
     tbt_s: Annotated[float, Meta(gt=0)]
 
     @property
     def slo(self) -> Slo:
-        return Slo(self.ttft_s, self.tbt_s)
+        return Slo(ttft_s=self.ttft_s, tbt_s=self.tbt_s, class_name=self.name)
 
 
 class SloConfig(Struct, frozen=True):
@@ -48,8 +53,8 @@ class SloConfig(Struct, frozen=True):
         tuple[SloClass, ...],
         about(
             "Classes of requests with service levels of their own: `name`, `ttft_s`, `tbt_s`."
-            " `simulate`, `plan` and `replay` read them; a row of the trace names its class in"
-            " `slo_class`, or by its tenant.",
+            " A request names its class by the header `x-slo-class`, a row of a trace in"
+            " `slo_class`, or either by its tenant.",
             "--slo-class",
             metavar="NAME=TTFT,TBT",
         ),
@@ -57,8 +62,27 @@ class SloConfig(Struct, frozen=True):
 
     def class_of(self, slo_class: str, tenant: str) -> SloClass | None:
         """The class of a request by what its row names; None: the usual levels hold."""
+        if not self.classes or slo_class == DEFAULT_CLASS:
+            return None
         named = {one.name: one for one in self.classes}
         return named.get(slo_class) or named.get(tenant)
+
+    def slo_of(self, slo_class: str, tenant: str) -> Slo:
+        """The levels of a request by what it names. `class_name` says which they are, where there
+        are classes."""
+        found = self.class_of(slo_class, tenant)
+        if found is not None:
+            return found.slo
+        return replace(self.usual, class_name=DEFAULT_CLASS) if self.classes else self.usual
+
+    def has(self, name: str) -> bool:
+        """Whether a request may name this class."""
+        return name == DEFAULT_CLASS or any(one.name == name for one in self.classes)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """All that `Slo.class_name` may be, where there are classes."""
+        return (*(one.name for one in self.classes), DEFAULT_CLASS) if self.classes else ()
 
     @property
     def loosest(self) -> Slo:

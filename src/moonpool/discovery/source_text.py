@@ -50,7 +50,7 @@ Source = FileSource | DnsSource | PodSource
 
 
 def parse_source(text: str) -> Source:
-    """Reads what `--vllm-endpoints` was given. Raises SourceError."""
+    """Reads what `--vllm-endpoints` of `serve` or `epp` was given. Raises SourceError."""
     if text.startswith("kube://"):
         return _pod_source(text)
     if not text.startswith(("dns://", "srv://")):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from moonpool.api.errors import ApiError
+from moonpool.config.slo import SloConfig
 from moonpool.types import PRIORITY_RANGE, Slo, Struct
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -21,6 +22,7 @@ SERVED = "x-gateway-destination-endpoint-served"
 DROPPED = "x-llm-d-request-dropped-reason"
 TTFT = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+SLO_CLASS = ("x-slo-class",)
 OBJECTIVE = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 TIMEOUT = ("x-request-timeout-ms",)
 FAIRNESS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
@@ -44,28 +46,30 @@ class CallTerms(Struct, frozen=True):
 
 
 def read_terms(
-    headers: Mapping[str, str], usual: Slo, timeout_s: float, objectives: Mapping[str, int]
+    headers: Mapping[str, str], levels: SloConfig, timeout_s: float, objectives: Mapping[str, int]
 ) -> CallTerms:
-    """`usual` and `timeout_s` hold unless the headers say otherwise. `objectives`: priorities by
+    """`levels` and `timeout_s` hold unless the headers say otherwise. `objectives`: priorities by
     name, of which higher ones go first. Raises ApiError."""
-    ttft_ms, tpot_ms = _milliseconds(headers, TTFT), _milliseconds(headers, TPOT)
-    slo = usual
-    if ttft_ms is not None or tpot_ms is not None:
-        slo = Slo(
-            ttft_s=usual.ttft_s if ttft_ms is None else ttft_ms / 1e3,
-            tbt_s=usual.tbt_s if tpot_ms is None else tpot_ms / 1e3,
-            ttft_stated=usual.ttft_stated or ttft_ms is not None,
-            tbt_stated=usual.tbt_stated or tpot_ms is not None,
-        )
-    timeout_ms = _milliseconds(headers, TIMEOUT)
-    if timeout_ms is not None:
-        timeout_s = min(timeout_s, timeout_ms / 1e3)
-    _, objective = _first(headers, OBJECTIVE)
+    objective, payer = (_first(headers, names)[1] or "" for names in (OBJECTIVE, FAIRNESS))
+    usual = levels.slo_of(_class_name(headers, levels, objective), payer)
+    slo = usual.with_own(_seconds(headers, TTFT), _seconds(headers, TPOT))
+    own_s = _seconds(headers, TIMEOUT)
+    if own_s is not None:
+        timeout_s = min(timeout_s, own_s)
     least, most = PRIORITY_RANGE
-    priority = min(max(-objectives.get(objective or "", 0), least), most)
-    _, payer = _first(headers, FAIRNESS)
-    name = quote(payer or "", safe="")[:MAX_PAYER_CHARS]
+    priority = min(max(-objectives.get(objective, 0), least), most)
+    name = quote(payer, safe="")[:MAX_PAYER_CHARS]
     return CallTerms(slo=slo, timeout_s=timeout_s, priority=priority, payer=name)
+
+
+def _class_name(headers: Mapping[str, str], levels: SloConfig, objective: str) -> str:
+    """The class of service levels that a call names. An objective is one only if a class has its
+    name. Raises ApiError."""
+    header, named = _first(headers, SLO_CLASS)
+    if named and not levels.has(named):
+        text = f"The header {header} names none of the classes that this picker has."
+        raise ApiError(text, param=header, code="invalid_header")
+    return named or objective
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
@@ -88,7 +92,8 @@ def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str
     return names[0], None
 
 
-def _milliseconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
+def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
+    """Reads a header in milliseconds."""
     name, text = _first(headers, names)
     if text is None:
         return None
@@ -99,4 +104,4 @@ def _milliseconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float |
     if not 0.0 < value < 1e12:
         text = f"The header {name} must be a number of milliseconds above 0."
         raise ApiError(text, param=name, code="invalid_header")
-    return value
+    return value / 1e3

@@ -24,6 +24,7 @@ from moonpool.epp.members import Members
 from moonpool.epp.picked_call import BookedAnswer, Picked
 from moonpool.epp.routed_call import Route
 from moonpool.head.head import ClusterHead
+from moonpool.head.models.model_loading import ApiModel
 from moonpool.head.models.served_model import ServedModel
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.messages import ForwardedCall
@@ -64,11 +65,18 @@ class Picker:
     """`start`, then `update` with what a source lists, and `pick`. `stop` ends it."""
 
     def __init__(
-        self, config: Config, options: ApiOptions, api_key: str = "", num_fallbacks: int = 0
+        self,
+        config: Config,
+        options: ApiOptions,
+        api_key: str = "",
+        num_fallbacks: int = 0,
+        loaded: ApiModel | None = None,
     ) -> None:
-        """`num_fallbacks`: further endpoints that the gateway is told with each."""
+        """`num_fallbacks`: further endpoints that the gateway is told with each. `loaded`: the
+        model that the configuration names, which alone is then served; None: its servers bring
+        theirs."""
         self._num_fallbacks = num_fallbacks
-        self.head = ClusterHead(config, None, b"")
+        self.head = ClusterHead(config, loaded, b"")
         self.models = ModelApis(self.head, options)
         self.shared = PickerShared(self.head, api_key, self.head.now)
         self.members = Members(self.shared, config.api.drain_seconds)
@@ -135,9 +143,7 @@ class Picker:
         model = api.backend
         assert isinstance(model, ServedModel)
         arrived_s = self.head.now()
-        terms = read_terms(
-            headers, self.head.default_slo, self.head.request_timeout_s, self.listing.objectives
-        )
+        terms = read_terms(headers, model.slo, self.head.request_timeout_s, self.listing.objectives)
         kind: Kind = "routed" if path in MEDIA_PATHS else "pooling"
         prepared = await api.bodies.call(kind, raw, "", terms.timeout_s)
         request_id = self._new_id(headers)

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import socket
 
+from msgspec.structs import replace
+
 from moonpool.api.access.protection import open_keys, open_tls
 from moonpool.api.app import http_server, make_app
 from moonpool.api.serving_backend import ApiOptions
@@ -17,6 +19,7 @@ from moonpool.epp.server import GrpcPort, GrpcServer
 from moonpool.gc_tuning import settle_memory
 from moonpool.head.cluster import resolved
 from moonpool.head.head_drain import drain
+from moonpool.head.models.model_loading import ApiModel, load_offered, named_offer
 
 log = logging.getLogger("moonpool")
 logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it would log its own start
@@ -45,7 +48,7 @@ async def serve_picker(
         allowed_hosts=config.api.allowed_hosts,
         exports_traces=bool(config.telemetry.otlp_traces_endpoint),
     )
-    picker = Picker(config, options, api_key, num_fallbacks)
+    picker = Picker(config, options, api_key, num_fallbacks, await _named_model(config))
     await picker.start()
     grpc = GrpcServer(picker, place, fails_open)
     app = make_app(picker.head, options, picker.models, answers_calls=False)
@@ -82,6 +85,16 @@ async def serve_picker(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await picker.stop()
+
+
+async def _named_model(config: Config) -> ApiModel | None:
+    """Reads the model that the configuration names. Where its tokens are unknown here, they are
+    estimated. Raises ClusterError."""
+    name = config.model.name
+    if not name:
+        return None
+    offer = replace(named_offer(name), takes="either")
+    return await load_offered(config, offer, is_first=True)
 
 
 async def _wait(stop: asyncio.Event) -> None:

@@ -110,7 +110,6 @@ class ClusterHead:
         self.now = now
         self._began_s = now()
         settings = HeadSettings(config, token_hex(4), tenant_shares or {}, tenant_caches or {})
-        self.default_slo = settings.default_slo
         self.request_timeout_s = config.api.request_timeout_s
         self._launched: tuple[InstanceId, ...] = ()
         self.served = ServedModels(self, settings)
@@ -302,7 +301,7 @@ class ClusterHead:
         if tenant is not None:
             return describe_models_to_tenant(self.served.all, tenant)
         described = describe_models(self.served.all, self.now())
-        described["slo"] = describe_slo(self.default_slo)
+        described["slo"] = describe_slo(self.config.slo.usual)
         described["lack"] = self.served.lack or None
         for instance in described["instances"]:
             link = self._links[instance["instance_id"]]

@@ -26,7 +26,6 @@ from moonpool.conductor.actions import (
 )
 from moonpool.conductor.attempt_planner import POLICY_ERROR
 from moonpool.conductor.conductor import Conductor
-from moonpool.config.slo import SloClass
 from moonpool.config.tables import Config, ConfigError
 from moonpool.plugins.policies import load_eviction, load_policies
 from moonpool.protocol.messages import AttemptId, InstanceInfo, Report
@@ -108,7 +107,6 @@ class Simulation:
         self._links: dict[InstanceId, NodeLinks] = {}
         self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
         self._num_prompt_tokens: dict[str, int] = {}
-        self._slo_classes: dict[str, SloClass] = {}  # of requests that have one
         self._ticking = False
         self.clients = self._clients()
         self._add_nodes()
@@ -324,8 +322,6 @@ class Simulation:
         self._num_prompt_tokens[request_id] = arrival.input_tokens
         max_tokens = arrival.output_tokens if self.settings.capped_answers else MAX_ANSWER_TOKENS
         slo_class = self.config.slo.class_of(arrival.slo_class, arrival.tenant)
-        if slo_class is not None:
-            self._slo_classes[request_id] = slo_class
         request = Request(
             request_id=request_id,
             token_ids=range(arrival.input_tokens),
@@ -395,11 +391,10 @@ class Simulation:
         self.last_end_s = self.clock.now
         del self._num_output_tokens[record.request_id]
         del self._num_prompt_tokens[record.request_id]
-        slo_class = self._slo_classes.pop(record.request_id, None)
         if not self.clients.end(record):
             self.collector.forget(record.request_id)
             return
-        self.collector.note_ended(record, "" if slo_class is None else slo_class.name)
+        self.collector.note_ended(record, record.slo.class_name)
         if self._on_end is not None:
             self._on_end(record)
 

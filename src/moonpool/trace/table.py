@@ -75,6 +75,8 @@ LOG_COLUMNS = {
     "session_id": ("session_id", "session", "conversation_id", "chat_id"),
 }
 """Names of the columns of a log of one's own, small or capital, with spaces or underscores."""
+CLASS_COLUMN = "slo_class"
+"""Any file may have it, likewise: the class of service levels of each request."""
 EPOCH_S, _EPOCH_MS = 10**9, 10**11
 """Smaller times count from the log's start. Larger ones count from 1970: in seconds up to the
 second value, and in ms, us and ns up to a thousand times as much each."""
@@ -96,6 +98,8 @@ class TableParser:
         self._output = header.index(table.output_tokens)
         has_session = table.session is not None and table.session in header
         self._session = header.index(table.session) if has_session and table.session else -1
+        plain = [_plain(column) for column in header]
+        self._slo_class = plain.index(CLASS_COLUMN) if CLASS_COLUMN in plain else -1
         self._columns = header
         self._read_time: Callable[[bytes], float] = DatedTime() if table.is_dated else _number
 
@@ -113,8 +117,8 @@ class TableParser:
         num_output = self._tokens(cells, self._output)
         if num_input == 0 or num_output == 0:
             return None
-        session = "" if self._session < 0 else cells[self._session].decode("utf-8", "replace")
-        return ParsedRow(time, num_input, num_output, (), session)
+        session, slo_class = _name(cells, self._session), _name(cells, self._slo_class).strip()
+        return ParsedRow(time, num_input, num_output, (), session, slo_class=slo_class)
 
     def _tokens(self, cells: list[bytes], column: int) -> int:
         cell = cells[column]
@@ -187,6 +191,15 @@ def _number(cell: bytes) -> float:
     return number
 
 
+def _name(cells: list[bytes], column: int) -> str:
+    """`column` -1: there is none."""
+    return "" if column < 0 else cells[column].decode("utf-8", "replace")
+
+
+def _plain(column: str) -> str:
+    return column.lower().replace(" ", "_")
+
+
 def _shown(cell: bytes) -> str:
     return repr(cell.decode("utf-8", "replace")[:40])
 
@@ -213,17 +226,18 @@ def table_parser(header_line: bytes, name: str, first_rows: Sequence[bytes] = ()
     header = [column.strip().strip('"') for column in text.split(",")]
     if len(set(header)) != len(header):
         raise LineError("a column appears twice in the header; rename one")
+    others = [column for column in header if _plain(column) != CLASS_COLUMN]
     log = _log_table(header)
     is_published = any(set(header) >= set(table.columns[:3]) for table in TABLE_FORMATS)
     if log is not None and (name == "log" or (name == "auto" and not is_published)):
-        ignored = tuple(column for column in header if column not in log.columns)
+        ignored = tuple(column for column in others if column not in log.columns)
         return TableParser(_with_times(log, header, first_rows), header, ignored)
     if name == "log":
         raise LineError(_no_header(header))
     formats = [table for table in TABLE_FORMATS if name in ("auto", table.name)]
     table = max(formats, key=lambda table: len(set(header) & set(table.columns)))
     missing = [c for c in (table.time, table.input_tokens, table.output_tokens) if c not in header]
-    unknown = [column for column in header if column not in table.columns]
+    unknown = [column for column in others if column not in table.columns]
     if len(missing) == 3 and name == "auto":
         raise LineError(_no_header(header))
     if table.time in missing and len(missing) == 1 and table.name == "vidur":
@@ -247,7 +261,7 @@ def table_parser(header_line: bytes, name: str, first_rows: Sequence[bytes] = ()
 
 def _log_table(header: Sequence[str]) -> TableFormat | None:
     """The columns of a log of one's own. None: one of the three that it needs is missing."""
-    plain = {column.lower().replace(" ", "_"): column for column in reversed(header)}
+    plain = {_plain(column): column for column in reversed(header)}
     found = {
         role: plain[next(name for name in names if name in plain)]
         for role, names in LOG_COLUMNS.items()

@@ -20,10 +20,11 @@ from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.listening import listen
 from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.serving_backend import ApiOptions, ModelCard, Output
+from moonpool.config.slo import SloConfig
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.text.tokenizer import Tokenizer
 from moonpool.text.tokenizers.byte import ByteTokenizer
-from moonpool.types import FinishReason, Request, RequestId, Slo, Token, TokenLogprobs
+from moonpool.types import FinishReason, Request, RequestId, Token, TokenLogprobs
 
 Step = Output | Exception | float | threading.Event
 """A float: seconds of silence. An event: silence until the test sets it."""
@@ -68,7 +69,7 @@ class ScriptedHead:
             vocab_size=self.tokenizer.vocab_size,
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
-        self.default_slo = Slo(ttft_s=30.0, tbt_s=0.1)
+        self.slo = SloConfig(ttft_s=30.0, tbt_s=0.1)
         self.request_timeout_s = 60.0
         self.now = time.monotonic
         self.script: Script = script or (lambda request: spoken("Hello"))

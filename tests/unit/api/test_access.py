@@ -260,6 +260,7 @@ TWICE = [
     "x-resume-tokens",
     "x-slo-ttft-ms",
     "x-slo-tpot-ms",
+    "x-slo-class",
 ]
 
 

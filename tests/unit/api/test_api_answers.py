@@ -360,7 +360,7 @@ def test_tenant_service_levels_and_deadline_reach_the_head() -> None:
     assert first.slo == Slo(ttft_s=1.5, tbt_s=0.0405)
     assert (first.arrived_s, first.deadline_s) == (100.0, 102.0)
     assert second.tenant == ""
-    assert second.slo == head.default_slo
+    assert second.slo == head.slo.usual
     assert second.deadline_s == 160.0
 
 

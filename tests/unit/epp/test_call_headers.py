@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from moonpool.api.errors import ApiError
+from moonpool.config.slo import SloClass, SloConfig
 from moonpool.epp.call_headers import dropped_reason, read_terms, request_id_of
 from moonpool.types import PRIORITY_RANGE, Slo
 
-USUAL = Slo(ttft_s=30.0, tbt_s=0.5, ttft_stated=False, tbt_stated=False)
+USUAL = SloConfig()
+CHAT = SloClass(name="chat", ttft_s=2.0, tbt_s=0.1)
+WITH_CLASSES = SloConfig(classes=(CHAT, SloClass(name="team/a", ttft_s=60.0, tbt_s=1.0)))
 
 
 def test_slos_have_a_name_and_an_older_one() -> None:
@@ -22,7 +25,7 @@ def test_slos_have_a_name_and_an_older_one() -> None:
         assert one.slo == Slo(ttft_s=1.5, tbt_s=0.5, tbt_stated=False)
     both = {"x-llm-d-slo-ttft-ms": "1000", "x-slo-ttft-ms": "2000"}
     assert read_terms(both, USUAL, 600.0, {}).slo.ttft_s == 1.0
-    assert read_terms({}, USUAL, 600.0, {}).slo is USUAL
+    assert read_terms({}, USUAL, 600.0, {}).slo == USUAL.usual
 
 
 def test_objectives_have_a_name_and_an_older_one() -> None:
@@ -33,6 +36,46 @@ def test_objectives_have_a_name_and_an_older_one() -> None:
             for one in ("fast", "slow", "unknown", "odd")
         ]
         assert priorities == [-7, 3, 0, PRIORITY_RANGE[0]]  # lower ones go first
+
+
+@pytest.mark.parametrize(
+    ("headers", "name"),
+    [
+        ({}, "default"),
+        ({"x-slo-class": "chat"}, "chat"),
+        ({"x-slo-class": ""}, "default"),
+        ({"x-llm-d-inference-objective": "chat"}, "chat"),
+        ({"x-llm-d-inference-objective": "none of ours"}, "default"),
+        ({"x-gateway-inference-fairness-id": "team/a"}, "team/a"),
+        ({"x-gateway-inference-fairness-id": "team/b"}, "default"),
+        (
+            {
+                "x-llm-d-inference-objective": "chat",
+                "x-gateway-inference-fairness-id": "team/a",
+            },
+            "chat",
+        ),
+        ({"x-slo-class": "team/a", "x-llm-d-inference-objective": "chat"}, "team/a"),
+        ({"x-slo-class": "default", "x-llm-d-inference-objective": "chat"}, "default"),
+    ],
+)
+def test_a_call_belongs_to_a_class(headers: dict[str, str], name: str) -> None:
+    found = read_terms(headers, WITH_CLASSES, 600.0, {"chat": 3})
+    levels = {one.name: one.slo for one in WITH_CLASSES.classes}
+    assert found.slo.class_name == name
+    assert found.slo == levels.get(name, WITH_CLASSES.slo_of("", ""))
+    asked = headers.get("x-llm-d-inference-objective")
+    assert found.priority == (-3 if asked == "chat" else 0), "it stays a priority"
+    own = read_terms(headers | {"x-slo-ttft-ms": "70"}, WITH_CLASSES, 600.0, {}).slo
+    assert (own.ttft_s, own.tbt_s, own.class_name) == (0.07, found.slo.tbt_s, name)
+
+
+@pytest.mark.parametrize("levels", [USUAL, WITH_CLASSES])
+def test_a_class_that_nobody_made_is_refused(levels: SloConfig) -> None:
+    with pytest.raises(ApiError, match="x-slo-class names none of the classes") as refused:
+        read_terms({"x-slo-class": "chats"}, levels, 600.0, {})
+    assert refused.value.status == 400
+    assert read_terms({"x-slo-class": "default"}, levels, 600.0, {}).slo.ttft_s == 30.0
 
 
 def test_a_time_limit_only_shortens() -> None:

@@ -18,10 +18,9 @@ from moonpool.discovery import kubernetes_api  # noqa: E402
 from moonpool.discovery.endpoint import Listing, SourceError  # noqa: E402
 from moonpool.discovery.kubernetes_api import ApiServer, own_namespace  # noqa: E402
 from moonpool.epp.inference_pool import InferencePool  # noqa: E402
+from tests import kubernetes_double  # noqa: E402
 
-POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/ns/inferencepools"
-OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/ns/inferenceobjectives"
-PODS = "/api/v1/namespaces/ns/pods"
+POOLS, OBJECTIVES, PODS = (path.format("ns") for path in kubernetes_double.LISTED)
 Object = dict[str, Any]
 
 
@@ -88,15 +87,7 @@ class Cluster:
 
 @asynccontextmanager
 async def a_cluster(token: Path | None = None, follows: bool = True) -> AsyncIterator[Cluster]:
-    emulator = kmock.KubernetesEmulator()
-    for version, plural in (
-        ("v1", "pods"),
-        ("inference.networking.k8s.io/v1", "inferencepools"),
-        ("inference.networking.x-k8s.io/v1alpha2", "inferenceobjectives"),
-    ):
-        group, _, name = version.rpartition("/")
-        key = kmock.resource(group, name, plural)
-        emulator.resources[key] = {"namespaced": True, "verbs": ["list", "watch"]}
+    emulator = kubernetes_double.emulator()
     async with kmock.Server(emulator) as server:
         cluster = Cluster(emulator, str(server.url).rstrip("/"), token)
         if follows:

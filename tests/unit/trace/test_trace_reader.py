@@ -125,6 +125,20 @@ def test_a_log_of_ones_own(tmp_path: Path, head: str, first: str, second: str) -
         assert [row.session for row in open_trace(path)] == ["s", "s"]
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "timestamp,input_length,output_length,slo_class",
+        "Time,Prompt Tokens,Completion Tokens,SLO Class",
+        "arrived_at,num_prefill_tokens,num_decode_tokens,slo_class",
+    ],
+)
+def test_any_csv_file_may_name_classes(tmp_path: Path, head: str) -> None:
+    trace = open_trace(write(tmp_path, "a.csv", f'{head}\n0.5,7,3,chat\n2,8,4,\n3,8,4,"a,b"\n'))
+    assert [row.slo_class for row in trace] == ["chat", "", "a,b"]
+    assert "slo_class" not in " ".join(trace.info.ignored).lower().replace(" ", "_")
+
+
 def test_a_log_without_a_column_says_what_to_name_it(tmp_path: Path) -> None:
     path = write(tmp_path, "log.csv", "when,prompt_tokens,completion_tokens\n1,2,3\n")
     assert "name them timestamp,prompt_tokens,completion_tokens" in error_of(path)

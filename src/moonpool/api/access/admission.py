@@ -34,6 +34,7 @@ _SINGLE = frozenset(
         b"x-request-id",
         b"x-request-timeout-ms",
         b"x-resume-tokens",
+        b"x-slo-class",
         b"x-slo-ttft-ms",
         b"x-slo-tpot-ms",
     }

@@ -259,6 +259,21 @@ COUNTERS = (
         LOAD_REFUSALS,
     ),
     _counter(
+        "moonpool:slo_class_requests",
+        "Number of ended requests, by class of service levels; 'default' are those without one.",
+        f"{_LEFT}, unless its client left; nothing without `slo.classes`",
+        "slo_class",
+    ),
+    _counter(
+        "moonpool:slo_class_effective_requests",
+        "Those answered within both SLOs; over all of them, the attainment of the class.",
+        "likewise",
+        "slo_class",
+    ),
+    _counter(
+        "moonpool:slo_class_rejections", "Those refused by the Conductor.", "likewise", "slo_class"
+    ),
+    _counter(
         "moonpool:requests_failed",
         "Number of requests that were not refused and ended without a complete answer, by reason.",
         "a client that left ('abort'; also the other choices of a call that failed); of a placed"

@@ -8,12 +8,13 @@ from typing import Protocol
 
 from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.serving_backend import ApiOptions, ModelCard, Output
+from moonpool.config.slo import SloConfig
 from moonpool.config.tables import Config
 from moonpool.head.fronts.messages import CountAnswered, CountRefused, ModelKnown
 from moonpool.head.models.model_loading import ApiModel, load_model, load_offered, named_offer
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.text.tokenizer import Tokenizer
-from moonpool.types import FinishReason, Request, RequestId, Slo
+from moonpool.types import FinishReason, Request, RequestId
 
 
 class AskedHead(Protocol):
@@ -48,7 +49,7 @@ class RemoteModel:
     ) -> None:
         self.known = known
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.default_slo: Slo = config.slo.usual
+        self.slo: SloConfig = config.slo
         self.request_timeout_s: float = config.api.request_timeout_s
         self._head = head
         self._loaded = loaded

@@ -37,7 +37,7 @@ from moonpool.protocol.model_offer import (
 from moonpool.request_record import RequestRecord
 from moonpool.rewind.event_log import EventLog, write_file
 from moonpool.text.tokenizer import Tokenizer
-from moonpool.types import FinishReason, Request, RequestId, Role, Slo
+from moonpool.types import FinishReason, Request, RequestId, Role
 
 log = limited_logger("moonpool.head")
 
@@ -50,10 +50,6 @@ class HeadSettings:
     incarnation: str
     tenant_shares: Mapping[str, float]
     tenant_caches: Mapping[str, float]
-
-    @property
-    def default_slo(self) -> Slo:
-        return self.config.slo.usual
 
 
 class ModelHost(Protocol):
@@ -99,16 +95,16 @@ class ServedModel:
         self.key = key
         self.card: ModelCard = loaded.card
         self.tokenizer: Tokenizer = loaded.tokenizer
-        self.default_slo = settings.default_slo
+        self.slo = config.slo
         self.request_timeout_s = config.api.request_timeout_s
         self.metrics = ServerMetrics(loaded.card.model_id)
-        self.observer = MetricsCollector(self.metrics)
+        self.observer = MetricsCollector(self.metrics, config.slo.class_names)
         self._engine_caches = EngineCaches()
         policies = load_policies(config.conductor)
         self.conductor = Conductor(
             config.for_conductor(),
             incarnation=settings.incarnation,
-            default_slo=self.default_slo,
+            default_slo=config.slo.usual,
             policies=policies,
             tenant_weights=settings.tenant_shares,
             tenant_caches=settings.tenant_caches,
@@ -211,7 +207,7 @@ class ServedModel:
             __version__,
             self._settings.incarnation,
             self._settings.config.for_conductor(),
-            self.default_slo,
+            self.slo.usual,
             dict(self._settings.tenant_shares),
             time.time() - self.now(),
         )

@@ -46,6 +46,12 @@ _LABELLED_BY_INSTANCES = (
     ("moonpool:prefetched_blocks", "wasted", "wasted_prefetched_blocks"),
 )
 """Likewise with a label: metric, its value, counter."""
+CLASS_COUNTERS = (
+    "moonpool:slo_class_requests",
+    "moonpool:slo_class_effective_requests",
+    "moonpool:slo_class_rejections",
+)
+"""By class of service levels: all that ended, those within their SLOs, those refused."""
 MAX_INSTANCES = 4096
 """Names of instances that are remembered; beyond that, the one that joined first is dropped."""
 
@@ -63,8 +69,12 @@ class _Life:
 class MetricsCollector:
     """Fills one `ServerMetrics`."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, slo_classes: Sequence[str] = ()) -> None:
+        """`slo_classes`: all names of classes that records may have."""
         self._metrics = metrics
+        for name in slo_classes:
+            for counter in CLASS_COUNTERS:
+                metrics.add(counter, 0, name)
         self._lives: OrderedDict[InstanceId, _Life] = OrderedDict()
         self._generated_tokens = 0  # of requests that have ended
 
@@ -79,12 +89,23 @@ class MetricsCollector:
         metrics.add("moonpool:prefill_seconds", record.prefills_took_s)
         metrics.add("moonpool:wasted_prefills", record.num_wasted_prefills)
         metrics.add("moonpool:wasted_prefill_seconds", record.wasted_prefills_took_s)
+        self._note_class(record)
         if record.outcome in _ANSWERED:
             self._note_answer(record)
         elif record.attempts or record.outcome == FinishReason.ABORT.value:
             metrics.add("moonpool:requests_failed", label=record.outcome)
         else:
             self.note_refused(record.outcome)
+
+    def _note_class(self, record: RequestRecord) -> None:
+        """Counts what its class got. A client that left has not judged it."""
+        name = record.slo.class_name
+        if not name or record.outcome == FinishReason.ABORT.value:
+            return
+        is_refused = not record.attempts and record.outcome not in _ANSWERED
+        counts = 1, record.effective, is_refused
+        for counter, number in zip(CLASS_COUNTERS, counts, strict=True):
+            self._metrics.add(counter, number, name)
 
     def note_refused(self, reason: str) -> None:
         """Counts a request that was refused before it was placed."""

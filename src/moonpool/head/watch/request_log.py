@@ -43,6 +43,8 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
         fields["tenant"] = record.tenant
     if record.program:
         fields["program"] = record.program
+    if record.slo.class_name:
+        fields["slo_class"] = record.slo.class_name
     if record.finished_s is not None:
         fields["total_s"] = record.finished_s - record.arrived_s
     return {

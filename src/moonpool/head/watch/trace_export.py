@@ -229,6 +229,7 @@ def _request_attributes(record: RequestRecord) -> dict[str, Any]:
         "moonpool.decode_instance": record.decode_instance,
         "moonpool.tbt_top10_mean": record.tbt_top10_mean_s,
         "moonpool.within_slos": record.effective,
+        "moonpool.slo_class": record.slo.class_name or None,
         "moonpool.tenant": record.tenant or None,
         "gen_ai.conversation.id": record.program or None,
         "moonpool.program": record.program or None,
