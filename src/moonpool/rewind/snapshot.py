@@ -24,6 +24,8 @@ ALLOWED = (
     "moonpool.kvcache.",
     "moonpool.cost.",
     "moonpool.protocol.",
+    "moonpool.distributions.",
+    "moonpool.config.slo",
     "moonpool.config.tables",
     "moonpool.types",
     "moonpool.request_record",
