@@ -132,7 +132,9 @@ def test_a_body_for_a_process_whose_end_is_not_known_yet_is_read() -> None:
         reader = body_pool.BodyReader(ScriptedHead(), ApiOptions(tokenizer="bytes"))
         await reader.respond("detokenize", body, "", 60.0)
         process = reader._large._helper.process
-        assert process is not None and (pipe := process._process._input) is not None
+        assert process is not None
+        pipe = process._process._input
+        assert pipe is not None
         pipe.close()
         await asyncio.sleep(0)
         assert not process.has_ended
