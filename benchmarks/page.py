@@ -26,6 +26,7 @@ from benchmarks.page_live import (
     start_rows,
 )
 from benchmarks.page_programs import PROGRAM_SECTION
+from benchmarks.page_section import write_or_check
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -583,14 +584,7 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def main() -> int:
     """Writes the page, or checks it; returns the exit status."""
-    text = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text)
-        return 0
-    if PAGE.exists() and PAGE.read_text() == text:
-        return 0
-    sys.stderr.write("docs/benchmarks.md is out of date: run `python -m benchmarks.page`\n")
-    return 1
+    return write_or_check(PAGE, page(), "python -m benchmarks.page")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkout import ROOT
+from benchmarks.page_section import PageSection
 
 RESULT = ROOT / "benchmarks" / "results" / "pool-in-vllm.json"
 PAGE = ROOT / "docs" / "pool-in-vllm.md"
-BEGIN, END = "<!-- bench pool-in-vllm: begin -->", "<!-- bench pool-in-vllm: end -->"
+SECTION = PageSection(
+    "<!-- bench pool-in-vllm: begin -->",
+    "<!-- bench pool-in-vllm: end -->",
+    "python -m benchmarks.page_pool",
+)
 WORDS = {
     "none": "no pool",
     "offload": "vLLM's offloading",
@@ -128,30 +133,9 @@ def _plain(text: str) -> str:
     return text.replace("|", "/")
 
 
-def with_section(page: str, section: str) -> str:
-    """The page with this between its marks. Raises ValueError if it has none."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{section}\n{END}{after}"
-
-
 def main(page: Path = PAGE, result: Path = RESULT) -> int:
     """Writes the table, or checks it; returns the exit status."""
-    try:
-        text = page.read_text()
-        made = with_section(text, pool_section(json.loads(result.read_text())))
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    if "--check" not in sys.argv[1:]:
-        page.write_text(made)
-        return 0
-    if made == text:
-        return 0
-    sys.stderr.write(f"{page.name} is out of date: run `python -m benchmarks.page_pool`\n")
-    return 1
+    return SECTION.main(page, lambda: pool_section(json.loads(result.read_text())))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkout import ROOT
+from benchmarks.page_section import PageSection
 
 RESULT = ROOT / "benchmarks" / "results" / "routers.json"
 PAGE = ROOT / "docs" / "routers.md"
-BEGIN, END = "<!-- bench routers: begin -->", "<!-- bench routers: end -->"
+SECTION = PageSection(
+    "<!-- bench routers: begin -->",
+    "<!-- bench routers: end -->",
+    "python -m benchmarks.page_routers",
+)
 UNMEASURED = "Not measured yet.\n"
 WORDS = {
     "round-robin": "round robin, by the client",
@@ -139,31 +144,13 @@ def _tails(each: Sequence[dict[str, float]]) -> str:
     return ", ".join(f"{value:,.0f}" for value in shown) + " ms"
 
 
-def with_section(page: str, section: str) -> str:
-    """The page with this between its marks. Raises ValueError if it has none."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{section}\n{END}{after}"
-
-
 def main(page: Path = PAGE, result: Path = RESULT) -> int:
     """Writes the tables, or checks them; returns the exit status."""
-    try:
-        text = page.read_text()
-        found = json.loads(result.read_text()) if result.exists() else None
-        made = with_section(text, UNMEASURED if found is None else routers_section(found))
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    if "--check" not in sys.argv[1:]:
-        page.write_text(made)
-        return 0
-    if made == text:
-        return 0
-    sys.stderr.write(f"{page.name} is out of date: run `python -m benchmarks.page_routers`\n")
-    return 1
+
+    def section() -> str:
+        return routers_section(json.loads(result.read_text())) if result.exists() else UNMEASURED
+
+    return SECTION.main(page, section)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks import page_pool
 from benchmarks.cli.pool_in_vllm import POOL_CHOICES, WORKLOAD_CHOICES
-from benchmarks.page_pool import BEGIN, END, WORDS, pool_section, with_section
+from benchmarks.page_pool import SECTION, WORDS, pool_section
 from benchmarks.suite.pool_in_vllm.bench import PoolBenchPlan, bench_pools, run_figures
 from benchmarks.suite.pool_in_vllm.fleet import GroupedVllm
 from benchmarks.suite.pool_in_vllm.play import CacheCounts, Played, cache_counts, play
@@ -340,7 +340,7 @@ def test_the_page_keeps_what_was_written_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, result = tmp_path / "pool.md", tmp_path / "pool.json"
-    page.write_text(f"# By hand\n\n{BEGIN}\nformer table\n{END}\n\nThe end.\n")
+    page.write_text(f"# By hand\n\n{SECTION.begin}\nformer table\n{SECTION.end}\n\nThe end.\n")
     result.write_text(json.dumps(_found({"none": _row()})))
     monkeypatch.setattr(sys, "argv", ["page_pool", "--check"])
     assert page_pool.main(page, result) == 1
@@ -354,7 +354,7 @@ def test_the_page_keeps_what_was_written_by_hand(
 
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the lines"):
-        with_section("# By hand\n", "table")
+        SECTION.within("# By hand\n", "table")
 
 
 # The fleet

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import page_routers
 from benchmarks.errors import BenchError
-from benchmarks.page_routers import BEGIN, END, WORDS, router_rows, routers_section
+from benchmarks.page_routers import SECTION, WORDS, router_rows, routers_section
 from benchmarks.suite.routers.bench import RouterRuns
 from benchmarks.suite.routers.engines import EngineFleet
 from benchmarks.suite.routers.fronts import FRONT_NAMES
@@ -151,7 +151,7 @@ def test_rows_have_their_interval_and_reasons() -> None:
 
 def test_the_page_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, result = tmp_path / "page.md", tmp_path / "found.json"
-    page.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    page.write_text(f"before\n{SECTION.begin}\n{SECTION.end}\nafter\n")
     monkeypatch.setattr(sys, "argv", ["page_routers"])
     assert page_routers.main(page, result) == 0 and "Not measured yet" in page.read_text()
     result.write_text(json.dumps(found()))
