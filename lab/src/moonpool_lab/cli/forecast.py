@@ -21,6 +21,7 @@ from moonpool.cli.options import (
 )
 from moonpool.cli.output import check_folders, fail, origin, write_json
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, Server, asks_server
+from moonpool_lab.cli.prompt_options import prompt_options
 
 if TYPE_CHECKING:
     from moonpool_lab.forecast.run import ForecastPlan
@@ -80,19 +81,7 @@ LOADS = (0.5, 0.8, 1.0, 1.5)
 )
 @requests_option
 @scale_option
-@click.option("--model", help="Model to request; the server's first unless given.")
-@click.option(
-    "--vocab",
-    type=click.IntRange(min=2),
-    help="Draw token ids below this number; the server's vocabulary unless given.",
-)
-@click.option(
-    "--prompts",
-    type=click.Choice(["ids", "text"]),
-    default="ids",
-    show_default=True,
-    help="Send token ids, or words to a server that takes no ids.",
-)
+@prompt_options
 @click.option("--slo-ttft", type=POSITIVE, help="Service level of the time to first token, in s.")
 @click.option("--slo-tbt", type=POSITIVE, help="Service level of the time between tokens, in s.")
 @click.option(

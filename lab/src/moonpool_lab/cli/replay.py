@@ -31,6 +31,7 @@ from moonpool.cli.server.address import Server, asks_server
 from moonpool.config.slo import SloClass
 from moonpool.studies.trace_rows import named_trace
 from moonpool.types import MALFORMED
+from moonpool_lab.cli.prompt_options import prompt_options
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -69,19 +70,7 @@ if TYPE_CHECKING:
 )
 @requests_option
 @scale_option
-@click.option("--model", help="Model to request; the server's first unless given.")
-@click.option(
-    "--vocab",
-    type=click.IntRange(min=2),
-    help="Draw token ids below this number; the server's vocabulary unless given.",
-)
-@click.option(
-    "--prompts",
-    type=click.Choice(["ids", "text"]),
-    default="ids",
-    show_default=True,
-    help="Send token ids, or words to a server that takes no ids.",
-)
+@prompt_options
 @click.option(
     "--slo-ttft",
     type=POSITIVE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from moonpool.api.body_reading.client import BodyClient
@@ -63,13 +62,7 @@ class RemoteModel:
         return self._head.now()
 
     def options(self, shared: ApiOptions) -> ApiOptions:
-        loaded = self._loaded
-        return replace(
-            shared,
-            tokenizer=loaded.source,
-            tokenizer_parts=loaded.parts,
-            chat_template=loaded.chat_template,
-        )
+        return self._loaded.options(shared)
 
     def take_reader(self) -> BodyClient | None:
         reader, self._reader = self._reader, None

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -62,6 +62,15 @@ class ApiModel:
     parts: TokenizerParts | None = None
     chat_template: str = ""
     reader: BodyClient | None = None
+
+    def options(self, shared: ApiOptions) -> ApiOptions:
+        """Returns the options of this model's endpoints, from those of all."""
+        return replace(
+            shared,
+            tokenizer=self.source,
+            tokenizer_parts=self.parts,
+            chat_template=self.chat_template,
+        )
 
 
 async def load_model(config: Config, is_new: bool = True) -> ApiModel:

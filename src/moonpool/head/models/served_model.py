@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 import msgspec
@@ -126,13 +126,7 @@ class ServedModel:
         return self._host.now()
 
     def options(self, shared: ApiOptions) -> ApiOptions:
-        loaded = self._loaded
-        return replace(
-            shared,
-            tokenizer=loaded.source,
-            tokenizer_parts=loaded.parts,
-            chat_template=loaded.chat_template,
-        )
+        return self._loaded.options(shared)
 
     def take_reader(self) -> BodyClient | None:
         reader, self._reader = self._reader, None
