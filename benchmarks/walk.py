@@ -30,8 +30,8 @@ import os, signal, sys, threading, time
 seen, place = {}, os.environ["WALK_FOLDER"]
 def note(frame, event, argument):
     name = frame.f_code.co_filename
-    if event == "call" and "/moonpool/" in name:
-        name = name.split("/moonpool/", 1)[1] + ":" + frame.f_code.co_qualname
+    if event == "call" and "/src/moonpool" in name:
+        name = name.rsplit("/src/", 1)[1] + ":" + frame.f_code.co_qualname
         seen.setdefault(name, time.monotonic())
 def dump(number, frame):
     with open(f"{place}/{os.getpid()}", "w") as file:
@@ -43,7 +43,8 @@ if not os.environ.get("WALK_OFF"):
     sys.setprofile(note)
 """
 MODEL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=64,vocab=300"
-FORWARD = "moonpool_engine/engine/model.py:"
+FORWARD = "/engine/model.py:"
+SOURCES = ("src", "engine/src", "lab/src")
 UP_S = 120.0
 IDLE_S = 3.0
 
@@ -54,7 +55,7 @@ def walk(root: Path) -> dict[str, list[str]]:
         (Path(place) / "sitecustomize.py").write_text(HOOK)
         port = _free_port()
         environment = os.environ | {
-            "PYTHONPATH": f"{place}:{root / 'src'}",
+            "PYTHONPATH": ":".join([place, *(str(root / folder) for folder in SOURCES)]),
             "WALK_FOLDER": place,
         }
         flags = ["--mixed", "1", "--prefill", "0", "--decode", "0", "--kv-tokens", "4096"]
@@ -78,7 +79,7 @@ def _record(port: int, place: Path, supervisor: int) -> dict[str, list[str]]:
     called = {
         name: {f: at for f, at in served[name].items() if f not in idle[name]} for name in processes
     }
-    forward_s = min(at for f, at in called["worker"].items() if f.startswith(FORWARD))
+    forward_s = min(at for f, at in called["worker"].items() if FORWARD in f)
     before = {f for found in called.values() for f, at in found.items() if at <= forward_s}
     return {name: _files(found) for name, found in called.items()} | {"prompt": _files(before)}
 
