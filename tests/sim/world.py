@@ -141,7 +141,7 @@ class World:
     def _new_conductor(self) -> Conductor:
         self._num_heads += 1
         conductor = Conductor(
-            life=str(self._num_heads) if self.options.keeps_streams else "",
+            incarnation=str(self._num_heads) if self.options.keeps_streams else "",
             tenant_weights=dict(self.options.tenants),
             tenant_caches={"b": 0.25, "c": 0.05},
             default_slo=TIGHT_SLO if self.options.splits_mixed else DEFAULT_SLO,
