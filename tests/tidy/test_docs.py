@@ -109,7 +109,7 @@ def test_the_table_of_pools_is_what_the_result_gives() -> None:
     result = json.loads(page_pool.RESULT.read_text())
     page = page_pool.PAGE.read_text()
     section = page_pool.pool_section(result)
-    assert page_pool.with_section(page, section) == page, "run `python -m benchmarks.page_pool`"
+    assert page_pool.SECTION.within(page, section) == page, "run `python -m benchmarks.page_pool`"
 
 
 def test_the_clients_page_is_what_the_results_give() -> None:

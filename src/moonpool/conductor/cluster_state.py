@@ -27,12 +27,12 @@ class ClusterState:
         forecast: Forecast,
         tbt_slo_s: float = float("inf"),
         sizes_chunks: bool = True,
-        life: str = "",
+        incarnation: str = "",
     ) -> None:
-        """`life`: part of all attempt ids, as of `Conductor`."""
+        """`incarnation`: part of all attempt ids, as of `Conductor`."""
         self.layout: BlockLayout | None = None  # of all instances, once one has joined
         self.token_bytes = 0  # likewise
-        self._life = f"{life}." if life else ""
+        self._incarnation = f"{incarnation}." if incarnation else ""
         self.instance_table = InstanceTable(tbt_slo_s, sizes_chunks)
         self.index = PrefixIndex()
         self.forecast = forecast
@@ -98,7 +98,9 @@ class ClusterState:
         # decode must not take the room that was booked for others.
         mixed = self.instances[placement.prefill].role is Role.MIXED
         return Attempt(
-            attempt_id=AttemptId(f"{tracked.request.request_id}/{self._life}{footprint.number}"),
+            attempt_id=AttemptId(
+                f"{tracked.request.request_id}/{self._incarnation}{footprint.number}"
+            ),
             prefill=placement.prefill,
             decode=placement.decode,
             fetch_from=placement.fetch_from,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moonpool.conductor.attempt_planner import AttemptPlanner
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.state import Attempt
 from moonpool.conductor.waiting.queue import WaitingRequests
@@ -27,13 +27,13 @@ def _from_the_start(original: Method) -> Method:
 
 @plant(
     "attempts of two heads have the same names",
-    AttemptPlanner,
-    "attempt",
+    ClusterState,
+    "book",
     like="sglang#22716",
 )
 def _same_names(original: Method) -> Method:
-    def defective(self: AttemptPlanner, *args: Any) -> Attempt:
-        self._life = ""
+    def defective(self: ClusterState, *args: Any) -> Attempt:
+        self._incarnation = ""
         attempt: Attempt = original(self, *args)
         return attempt
 
