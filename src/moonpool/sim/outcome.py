@@ -161,6 +161,7 @@ def _cost_domain(simulation: Simulation, nodes: list[SimInstance]) -> dict[str, 
 def _without_secrets(config: Config) -> dict[str, Any]:
     tables: dict[str, Any] = msgspec.to_builtins(config)
     tables["api"]["api_keys"] = len(config.api.api_keys)
+    tables["slo"]["classes"] = list(tables["slo"]["classes"])  # as it is read from a file
     return tables
 
 

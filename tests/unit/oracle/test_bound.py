@@ -12,6 +12,7 @@ from moonpool.config.parse import parse_config
 from moonpool.config.tables import ADMISSIONS, Config, ConfigError
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
+from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
 from moonpool_lab.oracle.bound import Bound, upper_bound
@@ -49,7 +50,7 @@ def frame(settings: Config, arrivals: list[Arrival]) -> tuple[Runner, Bound, Any
     hardware = build_hardware(settings)
     demand, resources = limits_of(settings, hardware, arrivals)
     return (
-        Runner(settings, hardware, arrivals, {}),
+        Runner(settings, hardware, arrivals, SimulationSettings()),
         upper_bound(demand, resources),
         demand,
         resources,
