@@ -59,7 +59,8 @@ def scripted(sizes: Sequence[int], silences: Sequence[bool] = (False,)) -> Somet
         while position < len(TEXT):
             part = TEXT[position : position + sizes[number % len(sizes)]]
             if silences[number % len(silences)]:
-                steps.append(2.5 * PERIOD_S)
+                # Two of them: on a busy machine, one may end in the same turn as the period.
+                steps += [1.25 * PERIOD_S] * 2
             steps.append(Output(tokens=tuple(map(Token, part))))
             position, number = position + len(part), number + 1
         return [*steps, Output(finish_reason=FinishReason.STOP)]

@@ -71,11 +71,16 @@ class DnsServer(asyncio.DatagramProtocol):
 @asynccontextmanager
 async def a_nameserver() -> AsyncIterator[tuple[DnsServer, int]]:
     loop = asyncio.get_running_loop()
-    transport, server = await loop.create_datagram_endpoint(
-        DnsServer, local_addr=("127.0.0.1", 0), family=socket.AF_INET
-    )
-    port = transport.get_extra_info("sockname")[1]
-    tcp = await asyncio.start_server(server.over_tcp, "127.0.0.1", port)
+    while True:
+        transport, server = await loop.create_datagram_endpoint(
+            DnsServer, local_addr=("127.0.0.1", 0), family=socket.AF_INET
+        )
+        port = transport.get_extra_info("sockname")[1]
+        try:
+            tcp = await asyncio.start_server(server.over_tcp, "127.0.0.1", port)
+            break
+        except OSError:  # something else has this number over TCP
+            transport.close()
     try:
         yield server, port
     finally:
