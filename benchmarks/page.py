@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.checkout import ROOT
+from benchmarks.cli.page_section import write_or_check
 from benchmarks.page_gguf import GGUF_HEADER, gguf_rows
 from benchmarks.page_live import (
     CONVERSATION_HEADER,
@@ -26,7 +27,6 @@ from benchmarks.page_live import (
     start_rows,
 )
 from benchmarks.page_programs import PROGRAM_SECTION
-from benchmarks.page_section import write_or_check
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkout import ROOT
-from benchmarks.page_section import PageSection
+from benchmarks.cli.page_section import PageSection
 
 RESULT = ROOT / "benchmarks" / "results" / "pool-in-vllm.json"
 PAGE = ROOT / "docs" / "pool-in-vllm.md"
