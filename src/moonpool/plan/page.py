@@ -44,7 +44,7 @@ def render_plan(
     """Returns the page. `figures` are those of `--json`, with their `run`."""
     script = resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    data = json.dumps(_data(stored, figures, prepared, priced)).replace("</", "<\\/")
+    data = json.dumps(_data(stored, figures, prepared, priced)).replace("<", "\\u003c")
     kept = {name: value for name, value in figures.items() if name not in SHOWN_NOT}
     notes = figures["costs"].get("notes", ())
     return (
@@ -62,7 +62,7 @@ def render_plan(
             table=_table(figures),
             command=command,
             figures=json.dumps(kept, indent=1, ensure_ascii=False),
-            data=Markup(data),  # noqa: S704 - JSON without a closing tag
+            data=Markup(data),  # noqa: S704 - JSON without any tag
             script=Markup(script),  # noqa: S704 - the package's own
             script_hash=Markup(digest),  # noqa: S704 - base64
         )
