@@ -44,6 +44,7 @@ def test_the_page_answers_from_runs_at_each_load() -> None:
         layout="colocated",
         seeds=2,
         what_if=True,
+        config={"slo": {"classes": [{"name": "</script><!--<script>", "ttft_s": 6, "tbt_s": 0.1}]}},
     )
     page = plan.html("moonpool plan --trace <own>")
     (text,) = re.findall(r'<script type="application/json" id="runs">(.*?)</script>', page, re.S)
