@@ -145,6 +145,10 @@ class TensorRtStub(ServerStub):
     }
 
 
+PREFILL_S_PER_TOKEN = 1e-3
+"""A server that computes prompts in no time gives no reason to go where a prefix is."""
+
+
 class SglangStub(ServerStub):
     """With a radix cache of pages, whose events it publishes and repeats as SGLang does: events are
     lists, hashes are integers of 64 bits, and salts are not told."""
@@ -210,6 +214,7 @@ class SglangStub(ServerStub):
         prompt, most = body["input_ids"], body["sampling_params"]["max_new_tokens"]
         with self._lock:
             cached = self._cache(prompt, body.get("extra_key") or "")
+        time.sleep(PREFILL_S_PER_TOKEN * (len(prompt) - cached))
         answer = tokens_after(prompt, most)
         for number in range(1, most + 1):
             finish = {"type": "length", "length": most} if number == most else None
