@@ -39,6 +39,10 @@ SERVES = [line for line in LINES if line.command == "serve" and not line.not_run
 RUNS = [line for line in LINES if line.command != "serve" and not line.not_run]
 FILES = {"least_loaded.py", "short_prompts.py", "deepest_first.py", "own_log.py"}
 
+OWN_LOG = "timestamp,prompt_tokens,completion_tokens\n" + "".join(
+    f"{0.5 * number},{100 + 40 * (number % 7)},{8 + number % 5}\n" for number in range(60)
+)
+
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
 
@@ -63,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path, num in (("traces/conversation_trace.jsonl", "200"), (SHORT_TRACE, "6")):
         made = run_command("trace", "generate", "--requests", num, "-o", path, folder=folder)
         assert made.returncode == 0, made.stderr
+    (folder / "requests.csv").write_text(OWN_LOG)
     measured = ("profile", TINY, "--curve-time", "2", "--json", "profile.json")
     assert run_command(*measured, timeout_s=300, folder=folder).returncode == 0
     return folder

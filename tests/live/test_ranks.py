@@ -4,7 +4,6 @@ the processes outlives another."""
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL, children_of
+from tests.live.test_drain import wait_until
 from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
 
 PROMPTS = [[(i * j) % 251 for j in range(1, 40 + 90 * i)] for i in range(1, 6)]
@@ -26,6 +26,18 @@ def ranks_of(pid: int) -> list[int]:
 def ask(client: httpx.Client, prompt: list[int]) -> Any:
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0.9, "seed": 3, "logprobs": 1}
     return client.post("/v1/completions", json=body).json()["choices"][0]
+
+
+def instances_that_received(client: httpx.Client) -> list[dict[str, Any]]:
+    """The cluster's instances once the heartbeats have brought what they received."""
+    found: list[dict[str, Any]] = []
+
+    def some_received() -> bool:
+        found[:] = client.get("/cluster").json()["instances"]
+        return sum(instance["counters"].get("received_bytes", 0) for instance in found) > 0
+
+    wait_until(some_received)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +70,10 @@ def test_the_degrees_do_not_change_a_bit(server: LocalServer, reverse: LocalServ
             assert ask(client, prompt) == right
             assert ask(other, prompt) == right
             assert ask(other, prompt) == right
-        time.sleep(1.5)  # counters come with the heartbeat
-        found = [c.get("/cluster").json()["instances"] for c in (client, other)]
+        found = [instances_that_received(c) for c in (client, other)]
     assert [sorted(i["ranks"] for i in f) for f in found] == [[1, 2], [1, 2, 2]]
     for instances in found:
         counters = [i["counters"] for i in instances]
-        assert sum(c.get("received_bytes", 0) for c in counters) > 0
         for name in ("corrupt_slices", "recomputed_tokens", "failed_streams"):
             assert not sum(c.get(name, 0) for c in counters), name
 

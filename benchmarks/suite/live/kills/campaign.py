@@ -249,7 +249,7 @@ def figures(campaign: Campaign) -> dict[str, Any]:
                 "not_recovered": back.count(None),
             }
         )
-    troubles = [f"{r.outcome}: {r.detail}" for r in replies if r.outcome != "right"]
+    troubles = [_trouble(campaign, reply) for reply in replies if reply.outcome != "right"]
     return {
         "faults": len(campaign.faults),
         "answers": _outcomes(replies),
@@ -260,6 +260,18 @@ def figures(campaign: Campaign) -> dict[str, Any]:
         "exit_status": campaign.exit_status,
         "processes_left": len(campaign.left),
     }
+
+
+def _trouble(campaign: Campaign, reply: Reply) -> str:
+    """How the call ended, how far it had come, and the last fault before its end."""
+    path = campaign.load.path_of(reply)
+    ended_s = reply.ended_s or reply.sent_s
+    text = f"{reply.outcome}: {reply.detail} ({path}, status {reply.status or 'none'}, "
+    text += f"{len(reply.arrivals)} pieces in {ended_s - reply.sent_s:.2f} s"
+    before = [fault for fault in campaign.faults if fault.at_s < ended_s]
+    if before:
+        text += f", {ended_s - before[-1].at_s:.2f} s after {_name(before[-1])} {before[-1].kind}"
+    return text + ")"
 
 
 def _outcomes(replies: Sequence[Reply]) -> dict[str, int]:

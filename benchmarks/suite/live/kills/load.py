@@ -73,6 +73,9 @@ class Load:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def path_of(self, reply: Reply) -> str:
+        return self._calls[reply.number][0]
+
     def learn(self) -> None:
         """Asks for the undisturbed answers, one after the other. Raises ResponseError."""
 
