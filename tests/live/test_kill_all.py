@@ -43,6 +43,7 @@ def test_no_death_but_the_supervisors_costs_an_answer(arrangement: str, kinds: s
     campaign.run(2 * num_kinds, num_kinds, CAMPAIGN_S)
     found = figures(campaign)
     assert found["troubles"] == [], said
+    assert found["unheard"] <= 1, said
     assert found["answers"]["right"] > 16
     assert {row["kind"] for row in found["rows"]} == kinds | EVERYWHERE, said
     assert [row for row in found["rows"] if row["not_recovered"]] == []

@@ -249,17 +249,28 @@ def figures(campaign: Campaign) -> dict[str, Any]:
                 "not_recovered": back.count(None),
             }
         )
-    troubles = [_trouble(campaign, reply) for reply in replies if reply.outcome != "right"]
+    others = [reply for reply in replies if reply.outcome != "right"]
+    troubles = [_trouble(campaign, reply) for reply in others if not _is_unheard(campaign, reply)]
     return {
         "faults": len(campaign.faults),
         "answers": _outcomes(replies),
         "undisturbed_pause_s": _spread(campaign.calm_pauses()),
         "rows": rows,
         "troubles": troubles[:20],
+        "unheard": len(others) - len(troubles),
         "corrupt_slices": campaign.corrupt_slices,
         "exit_status": campaign.exit_status,
         "processes_left": len(campaign.left),
     }
+
+
+def _is_unheard(campaign: Campaign, reply: Reply) -> bool:
+    """Whether the call met a kill of the head before a byte of its answer: a connection is lost
+    between its acceptance and the record of it, which is some 50 us."""
+    kills = [f for f in campaign.faults if f.kind == "head" and f.sign == signal.SIGKILL]
+    ended_s = reply.ended_s or reply.sent_s
+    is_met = any(reply.sent_s - 0.1 <= f.at_s <= ended_s <= f.at_s + 1.0 for f in kills)
+    return reply.outcome == "cut" and not reply.status and is_met
 
 
 def _trouble(campaign: Campaign, reply: Reply) -> str:
