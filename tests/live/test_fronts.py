@@ -29,10 +29,10 @@ from tests.live.test_parts import Part
 from tests.live.test_standby import Pair
 from tests.live.test_upgrade import Load, OneConnection, upgrade
 from tests.live.vllm_stub import VllmStub
+from tests.live.waiting import WAIT_S
 from tests.processes import children_of
 
 FRONTS = ["--fronts", "2"]
-WAIT_S = 120.0
 
 pytestmark = pytest.mark.live
 

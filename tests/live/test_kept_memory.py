@@ -17,13 +17,13 @@ import pytest
 
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
+from tests.live.waiting import WAIT_S
 
 NUM_PROMPTS = 12
 PROMPT_TOKENS = 200
 BLOCK_TOKENS = 16
 MOST = NUM_PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS
 FLAGS = ["--kv-tokens", "16384", "--block-size", str(BLOCK_TOKENS), "--threads", "1"]
-WAIT_S = 60.0
 
 
 @pytest.fixture

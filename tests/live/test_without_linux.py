@@ -19,6 +19,7 @@ from moonpool_lab.demo.local_server import LocalServer
 from tests.live.calls import fresh
 from tests.live.test_faults import wait_until_gone
 from tests.live.vllm_stub import VllmStub, stubs, tokens_after
+from tests.live.waiting import WAIT_S
 from tests.processes import children_of
 
 pytestmark = pytest.mark.live
@@ -113,7 +114,7 @@ def test_a_front_answers_and_outlives_its_head(server: LocalServer) -> None:
     assert answer.json()["choices"][0]["token_ids"] == tokens_after(PROMPT, 3)
     head = fresh.get(f"{server.url}/cluster", timeout=60).json()["head"]["pid"]
     os.kill(head, signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while True:
         again = fresh.post(f"{server.url}/v1/completions", json=body, timeout=60)
         if again.status_code == 200:
