@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from moonpool.cli.main import cli
 from moonpool.conductor.actions import InstanceLost, Reported, Tick
+from moonpool.conductor.attempt_planner import Policies
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import ConductorConfig
 from moonpool.plugins.policies import own_classes
@@ -49,23 +50,28 @@ class Recorder:
         self.file = b""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        handle, recorder = Conductor.handle, self
+        handle, init, recorder = Conductor.handle, Conductor.__init__, self
         logs: dict[int, EventLog] = {}
+        made: dict[int, tuple[ConductorConfig, Policies]] = {}
+
+        def noted(conductor: Conductor, config: ConductorConfig, *args: Any, **more: Any) -> None:
+            init(conductor, config, *args, **more)
+            made[id(conductor)] = config, more.get("policies") or Policies()
 
         def logged(conductor: Conductor, event: Any, now: float) -> Any:
             log = logs.setdefault(id(conductor), EventLog(recorder.max_bytes))
             actions = handle(conductor, event, now)
             log.note(event, now, actions)
             if log.full:
-                own = own_classes(conductor._planner._policies)
-                log.begin().checkpoint = dump(conductor, own)
+                log.begin().checkpoint = dump(conductor, own_classes(made[id(conductor)][1]))
                 recorder.num_segments += 1
-            config = conductor._planner._config
+            config = made[id(conductor)][0]
             recorder.finish = lambda: write_file(
                 log, "1", "", config, conductor.default_slo, {}, 0.0
             )
             return actions
 
+        monkeypatch.setattr(simulation.Conductor, "__init__", noted)
         monkeypatch.setattr(simulation.Conductor, "handle", logged)
 
     finish: Any = None
