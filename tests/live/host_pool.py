@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +28,7 @@ from moonpool_engine.vllm.slice_mover import open_mover
 from moonpool_engine.vllm.space_client import SpaceClient
 from moonpool_engine.vllm.transfers import RankReady, StepTransfers
 from moonpool_engine.vllm.worker_side import WorkerSide
+from tests.forked.commands import ForkedCommand
 from tests.live.waiting import wait_until
 
 BLOCK_TOKENS, NUM_BLOCKS, NUM_LAYERS = 16, 40, 3
@@ -82,11 +81,11 @@ class Pool:
             self._environment["MOONPOOL_CLUSTER_SECRET"] = secret
         self.process = self.start()
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> ForkedCommand:
         place = ["--socket", str(self.socket), "--memory-folder", str(self.memory)]
-        command = [sys.executable, "-m", "moonpool", "pool", "serve", *place, *self._flags]
+        command = ["pool", "serve", *place, *self._flags]
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=self._environment)
+            self.process = ForkedCommand(command, log.fileno(), log.fileno(), self._environment)
         wait_until(lambda: b"serves at" in self.log())
         return self.process
 
