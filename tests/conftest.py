@@ -16,12 +16,12 @@ import certifi
 import pytest
 from hypothesis import settings
 
-# No example may fail because the machine is busy. A property has half as many examples in
+# No example may fail because the machine is busy. A property has a third as many examples in
 # `make test` as in `make long`, which repeats it. One that names a few has them in `make test`.
-settings.register_profile("short", deadline=None, max_examples=50)
+settings.register_profile("short", deadline=None, max_examples=33)
 settings.register_profile("long", deadline=None, max_examples=100)
 
-MANY_EXAMPLES = 60
+MANY_EXAMPLES = 50
 """A property that names fewer is quick."""
 
 
@@ -46,7 +46,7 @@ def trust_one_authority() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    halved: set[int] = set()
+    shortened: set[int] = set()
     usual: Any = settings.default
     for item in items:
         test = getattr(item, "obj", None)
@@ -61,9 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if _is_long(config):
             item.add_marker(pytest.mark.long)
-        elif not is_default and id(holder) not in halved and not item.get_closest_marker("long"):
-            halved.add(id(holder))  # parameters of one test share them
-            setattr(holder, name, settings(own, max_examples=own.max_examples // 2))
+        elif not is_default and id(holder) not in shortened and not item.get_closest_marker("long"):
+            shortened.add(id(holder))  # parameters of one test share them
+            setattr(holder, name, settings(own, max_examples=own.max_examples // 3))
 
 
 def _is_long(config: pytest.Config) -> bool:

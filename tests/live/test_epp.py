@@ -416,6 +416,7 @@ def test_the_file_may_change_at_any_time(tmp_path: Path, model: str) -> None:
         wait_until(lambda: sorted(found.picker.instances()) == ["e1", "e2"])
 
 
+@pytest.mark.long
 def test_an_endpoint_that_comes_and_goes_is_held_off(tmp_path: Path, model: str) -> None:
     with gateway(tmp_path, model) as found:
         whole = found.file.read_text()
@@ -463,6 +464,7 @@ def open_cluster(port: int) -> tuple[str, str]:
     )
 
 
+@pytest.mark.long
 def test_fail_open_and_fail_closed(tmp_path: Path, model: str) -> None:
     stub = VllmStub(root=model).start()
     empty = tmp_path / "none.yaml"

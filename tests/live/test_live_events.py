@@ -56,7 +56,6 @@ def test_events_show_hot_prefixes_and_what_was_handed_over(http: httpx.Client) -
         return frame if frame["hot"] and all(moved) else None
 
     frame = wait_until(shown)
-    assert frame is not None
     hottest = frame["hot"][0]
     names = {one["instance_id"] for one in frame["instances"]}
     assert hottest["hits"] >= 1 and hottest["tokens"] > 0 and hottest["bytes"] > 0

@@ -18,13 +18,15 @@ WAIT_S = 300.0
 """More than anything takes on a slow and busy machine: no test may fail by time alone."""
 
 
-def wait_until(holds: Callable[[], T], what: str = "", wait_s: float = WAIT_S) -> T:
+def wait_until(holds: Callable[[], T | None], what: str = "", wait_s: float = WAIT_S) -> T:
     """Asks `holds` until its value is true, and returns that. `what`: said when it stays false."""
     deadline = time.monotonic() + wait_s
-    while not (found := holds()):
+    while True:
+        found = holds()
+        if found:
+            return found
         assert time.monotonic() < deadline, what or f"still {found!r} after {wait_s:g} s"
         time.sleep(0.05)
-    return found
 
 
 def wait_until_idle(client: httpx.Client) -> None:
