@@ -19,7 +19,7 @@ from tests.live.test_head_death import head_of
 
 KEYS = "k-ann ann\nk-op admin\n"
 OPERATOR = {"authorization": "Bearer k-op"}
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
