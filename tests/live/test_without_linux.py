@@ -84,7 +84,7 @@ def test_it_simulates_and_plans(elsewhere: dict[str, str], tmp_path: Path) -> No
         "trace generate --requests 30 -o trace.jsonl",
         "trace info trace.jsonl",
         "simulate --trace trace.jsonl --report run.html --json run.json",
-        "plan --trace trace.jsonl --slo-ttft 30 --slo-tbt 0.2 --time-limit 5",
+        "plan --trace trace.jsonl --slo-ttft 30 --slo-tbt 0.2 --runs 40",
     ):
         done = subprocess.run(
             [sys.executable, "-m", "moonpool", *line.split()],
@@ -107,7 +107,7 @@ def server(elsewhere: dict[str, str]) -> Iterator[LocalServer]:
         yield server
 
 
-def test_a_front_answers_and_outlives_its_head(server: LocalServer) -> None:
+def test_a_front_outlives_its_head_and_no_process_the_supervisor(server: LocalServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "return_token_ids": True}
     answer = fresh.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -122,9 +122,6 @@ def test_a_front_answers_and_outlives_its_head(server: LocalServer) -> None:
         assert time.monotonic() < deadline, again.text
         time.sleep(0.2)
     assert again.json()["choices"] == answer.json()["choices"]
-
-
-def test_no_process_outlives_the_supervisor(server: LocalServer) -> None:
     pids = children_of(server.pid)
     assert len(pids) >= 2
     os.kill(server.pid, signal.SIGKILL)
