@@ -57,7 +57,15 @@ def ask(server: LocalServer, content: str) -> httpx.Response:
     return fresh.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60)
 
 
-@pytest.mark.parametrize("content", ["loop", "fill", "power", "deep", "never"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "loop",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("fill", "power")),
+        "deep",
+        "never",
+    ],
+)
 def test_a_template_without_end_costs_its_own_call(server: LocalServer, content: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(ask, server, content)
