@@ -225,14 +225,13 @@ def test_what_cannot_be_repeated_makes_it_forget(replay: bool) -> None:
             await publisher.publish(0, [1, 2])
             return
         await publisher.publish(1, [1, 2])
-        await wait_for(1)
-        before = len(publisher.sent)
+        await wait_for(1, last=1)
         publisher.kept = 1
         await publisher.publish(2, [1, 2], loses=True)
         await publisher.publish(3, [1, 2])
-        await wait_for(before)
+        await wait_for(2, last=3)
         await publisher.publish(4, [1, 2])
-        await wait_for(before, last=4)
+        await wait_for(3, last=4)
 
     found = words(follow(scenario, replay))
     assert found[-1] == 4
