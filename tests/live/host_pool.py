@@ -158,7 +158,7 @@ class Engine:
         self.next_block = 1
         self.number = 0
         sides: list[WorkerSide | SchedulerSide] = [*self.workers, self.scheduler]
-        wait_until(lambda: all(side.is_connected for side in sides), wait_s)
+        wait_until(lambda: all(s.is_connected for s in sides), "it did not happen", wait_s)
 
     def space_of(
         self,
