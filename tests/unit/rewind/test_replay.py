@@ -39,6 +39,7 @@ RUNS = {
     "reuse": "--kv-tokens 300000 --ssd-tokens 1000000 --prefill 2 --decode 2",
     "own": "--placement least_loaded:LeastLoaded --prefill 2 --decode 2",
 }
+QUICK = ("faults", "reuse", "own")
 
 
 class Recorder:
@@ -86,7 +87,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("max_bytes", [pytest.param(1 << 30, marks=pytest.mark.long), 600_000])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in RUNS]
+)
 def test_the_replay_decides_the_same(
     name: str, max_bytes: int, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
