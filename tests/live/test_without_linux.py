@@ -84,7 +84,7 @@ def test_it_simulates_and_plans(elsewhere: dict[str, str], tmp_path: Path) -> No
         "trace generate --requests 30 -o trace.jsonl",
         "trace info trace.jsonl",
         "simulate --trace trace.jsonl --report run.html --json run.json",
-        "plan --trace trace.jsonl --slo-ttft 30 --slo-tbt 0.2 --runs 40",
+        "plan --trace trace.jsonl --slo-ttft 30 --slo-tbt 0.2 --runs 12",
     ):
         done = subprocess.run(
             [sys.executable, "-m", "moonpool", *line.split()],
