@@ -75,8 +75,11 @@ def test_a_killed_agent_is_replaced_and_tcp_is_used_meanwhile(
         assert reader.block(BLOCKS - 1) == source.block(BLOCKS - 1)
     assert received(reader)["tcp"] >= reader.arena.num_bytes
     monkeypatch.setattr(nixl_agent_module, "PAUSE_S", 0.1)
-    time.sleep(0.4)
-    fetch(reader, source)  # the last by the connection that was kept
+    until_s = time.monotonic() + 60
+    before = received(reader)["nixl"]
+    while received(reader)["nixl"] == before:  # the first by the connection that was kept
+        assert time.monotonic() < until_s
+        fetch(reader, source)
     before = received(reader)["nixl"]
     assert fetch(reader, source).num_blocks == BLOCKS
     assert received(reader)["nixl"] - before == reader.arena.num_bytes

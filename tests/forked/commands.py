@@ -20,6 +20,8 @@ from typing import IO, Any
 from moonpool_lab.demo import local_server
 
 ROOT = Path(__file__).parents[2]
+STOP_S = 120.0
+"""Within this time each server ends, also on a slow and busy machine."""
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -118,6 +120,9 @@ class LocalServer(local_server.LocalServer):
     ) -> None:
         super().__init__(arguments, start_s, port, environment)
         self._is_forked = environment is None
+
+    def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = STOP_S) -> int:
+        return super().stop(sign, wait_s)
 
     def start(self, line: list[str], log: int, environment: dict[str, str]) -> Any:
         if not self._is_forked:

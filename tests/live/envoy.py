@@ -21,6 +21,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.forked.commands import ForkedCommand
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "deploy" / "envoy" / "envoy.yaml"
 START_S = 240.0
@@ -63,16 +65,16 @@ def endpoints_text(*ports: int, **roles: str) -> str:
 
 
 class PickerProcess:
-    """`moonpool epp` as its user starts it."""
+    """`moonpool epp` as a process."""
 
     def __init__(self, folder: Path, *flags: str, grpc_port: int = 0) -> None:
         self.grpc_port = grpc_port or free_port()
         self.http_port = free_port()
         self.log = folder / f"epp-{self.grpc_port}.log"
-        line = [sys.executable, "-m", "moonpool", "epp", *flags]
-        line += ["--grpc-port", str(self.grpc_port), "--metrics-port", str(self.http_port)]
+        line = ["epp", *flags, "--grpc-port", str(self.grpc_port)]
+        line += ["--metrics-port", str(self.http_port)]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(line, stdout=log, stderr=log)
+            self.process = ForkedCommand(line, log.fileno(), log.fileno())
 
     @property
     def url(self) -> str:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +28,8 @@ from moonpool_engine.vllm.slice_mover import open_mover
 from moonpool_engine.vllm.space_client import SpaceClient
 from moonpool_engine.vllm.transfers import RankReady, StepTransfers
 from moonpool_engine.vllm.worker_side import WorkerSide
+from tests.forked.commands import ForkedCommand
+from tests.live.waiting import wait_until
 
 BLOCK_TOKENS, NUM_BLOCKS, NUM_LAYERS = 16, 40, 3
 WINDOW_TOKENS, WINDOW_BLOCKS = 33, 2
@@ -68,13 +67,6 @@ class BlockUsers:
             assert self.users[block] >= 0
 
 
-def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.01)
-
-
 class Pool:
     """`moonpool pool serve` with folders of its own."""
 
@@ -89,12 +81,12 @@ class Pool:
             self._environment["MOONPOOL_CLUSTER_SECRET"] = secret
         self.process = self.start()
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> ForkedCommand:
         place = ["--socket", str(self.socket), "--memory-folder", str(self.memory)]
-        command = [sys.executable, "-m", "moonpool", "pool", "serve", *place, *self._flags]
+        command = ["pool", "serve", *place, *self._flags]
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=self._environment)
-        wait_for(lambda: b"serves at" in self.log())
+            self.process = ForkedCommand(command, log.fileno(), log.fileno(), self._environment)
+        wait_until(lambda: b"serves at" in self.log())
         return self.process
 
     def log(self) -> bytes:
@@ -166,7 +158,7 @@ class Engine:
         self.next_block = 1
         self.number = 0
         sides: list[WorkerSide | SchedulerSide] = [*self.workers, self.scheduler]
-        wait_for(lambda: all(side.is_connected for side in sides), wait_s)
+        wait_until(lambda: all(s.is_connected for s in sides), "it did not happen", wait_s)
 
     def space_of(
         self,
@@ -319,7 +311,7 @@ class Engine:
         self.look_up(request.all_token_ids[:-1])
 
     def wait_for_stores(self, worker: WorkerSide, request: Any) -> None:
-        wait_for(lambda: request.request_id in worker.take_finished(False))
+        wait_until(lambda: request.request_id in worker.take_finished(False))
         self.hear(worker)
 
     def look_up(self, tokens: list[int]) -> int:

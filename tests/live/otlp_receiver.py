@@ -19,7 +19,7 @@ import pytest
 from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 @dataclass

@@ -8,7 +8,8 @@ import os
 import signal
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from tests.certificates import make_certificates
 from tests.live.calls import fresh
 from tests.live.test_https import certificate
 from tests.live.test_parts import Part
-from tests.live.test_standby import Pair, head_process_of, until
+from tests.live.test_standby import Pair, head_process_of
+from tests.live.waiting import WAIT_S, wait_until
 
-WAIT_S = 120.0
 DRAWN = {
     "prompt": [5] * 300,
     "max_tokens": 900,
@@ -85,6 +86,19 @@ class Reader(Got):
         self.thread.start()
 
 
+def kill_first_once_copied(pair: Pair, readers: Sequence[Got]) -> None:
+    """Kills the head while its standby has copies of all that the clients have. The decode worker
+    stands still until then, so no answer ends first, however slow this machine is."""
+    decode, have = pair.workers[1].pid, [-1]
+    os.kill(decode, signal.SIGSTOP)
+    try:
+        while have != (have := [len(reader.tokens) for reader in readers]):
+            time.sleep(1.0)  # many times what copies may be behind
+        pair.kill_first()
+    finally:
+        os.kill(decode, signal.SIGCONT)
+
+
 def generated_at(url: str, calls: httpx.Client = fresh) -> float:
     """How many tokens this head has sent."""
     text = calls.get(f"{url}/metrics", timeout=60).text
@@ -113,14 +127,14 @@ def test_streams_go_on_at_a_standby_which_computes_only_the_rest(pair: Pair) -> 
     readers = [Reader() for _ in bodies]
     for number, (reader, body) in enumerate(zip(readers, bodies, strict=True)):
         reader.start(url, body, f"answer-{number}")
-    until(lambda: all(len(reader.tokens) > 100 for reader in readers))
-    pair.kill_first()
+    wait_until(lambda: all(len(reader.tokens) > 100 for reader in readers))
+    kill_first_once_copied(pair, readers)
     for reader in readers:
         reader.thread.join(WAIT_S)
     assert all(reader.is_cut for reader in readers)
     have = [len(reader.tokens) for reader in readers]
     assert all(count < DRAWN["max_tokens"] for count in have)
-    until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
+    wait_until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
     for number, (reader, body) in enumerate(zip(readers, bodies, strict=True)):
         reader.read(other, body, f"answer-{number}")
     for reader, whole in zip(readers, expected, strict=False):
@@ -191,8 +205,8 @@ def test_the_retries_of_openais_client_reach_the_standby_and_lose_nothing(pair: 
         thread.start()
     clock = Reader()  # gets as many tokens as the other one
     clock.start(f"{pair.url}/v1/completions", DRAWN, "clock")
-    until(lambda: len(clock.tokens) > 200)
-    pair.kill_first()
+    wait_until(lambda: len(clock.tokens) > 200)
+    kill_first_once_copied(pair, [clock])
     address.url = httpx.URL(pair.standby_url)
     for thread in (*threads, clock.thread):
         thread.join(WAIT_S)
@@ -220,7 +234,7 @@ def test_a_cut_answer_goes_on_at_the_head_that_was_started_again(pair: Pair) -> 
     head = head_process_of(pair.first.pid)
     assert head is not None
     os.kill(head, signal.SIGKILL)
-    until(lambda: pair.instances(pair.url) == ["d", "p"])
+    wait_until(lambda: pair.instances(pair.url) == ["d", "p"])
     before = len(got.tokens)
     got.read(url, DRAWN, name)
     assert len(got.tokens) == DRAWN["max_tokens"]
@@ -271,12 +285,12 @@ def test_streams_go_on_over_tls_and_with_attention_workers(tmp_path: Path) -> No
         whole, reader = Got(calls=pair.calls), Reader(calls=pair.calls)
         whole.read(f"{pair.url}/v1/completions", DRAWN | {"seed": 3}, "whole")
         reader.start(f"{pair.url}/v1/completions", DRAWN | {"seed": 3}, "a")
-        until(lambda: len(reader.tokens) > 100)
-        pair.kill_first()
+        wait_until(lambda: len(reader.tokens) > 100)
+        kill_first_once_copied(pair, [reader])
         reader.thread.join(WAIT_S)
         assert reader.is_cut
         before = len(reader.tokens)
-        until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
+        wait_until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
         reader.read(f"{pair.standby_url}/v1/completions", DRAWN | {"seed": 3}, "a")
         assert reader.tokens == whole.tokens
         assert (reader.text, reader.finish) == (whole.text, "length")

@@ -20,6 +20,7 @@ from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import wait_until_gone
+from tests.live.waiting import WAIT_S, wait_until, wait_until_idle
 
 LONG = {"prompt": [9, 8] * 300, "max_tokens": 700, "temperature": 1, "seed": 5, "ignore_eos": True}
 SHORT = {"prompt": [7] * 40, "max_tokens": 200, "temperature": 1, "seed": 6, "ignore_eos": True}
@@ -104,10 +105,7 @@ def test_with_certificates(expected: list[str], tmp_path: Path) -> None:
     with LocalServer(command) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
         assert ask_together(client, [LONG, SHORT]) == expected
-        by_s = time.monotonic() + 60
-        while not counters_of(client, "decode-0").get("tls_received_bytes"):
-            assert time.monotonic() < by_s
-            time.sleep(0.1)
+        wait_until(lambda: counters_of(client, "decode-0").get("tls_received_bytes"))
         assert not counters_of(client, "decode-0").get("tcp_received_bytes")
         pid = attention_pids(server)["attention-0"]
         os.kill(pid, signal.SIGKILL)
@@ -121,7 +119,7 @@ def while_answering(
     answers: list[str] = []
     done = threading.Thread(target=lambda: answers.extend(ask_together(client, [body] * copies)))
     done.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         text = client.get("/metrics").text
         lines = [line for line in text.splitlines() if "generation_tokens_total" in line]
@@ -146,28 +144,17 @@ def test_killed_attention_workers_cost_no_answer(expected: list[str]) -> None:
         assert while_answering(client, LONG, kill_one) == [expected[0]] * 2
         assert counters_of_soon(client, "decode-0", "lost_arenas") == 1
         assert restarted(server, before, "attention-0")
-        time.sleep(1.5)  # until its owner has it back
+        wait_until_idle(client)  # its owner has it back
         os.kill(attention_pids(server)["attention-1"], signal.SIGKILL)
         assert ask_together(client, [LONG, SHORT]) == expected
 
 
 def counters_of_soon(client: httpx.Client, name: str, counter: str) -> float:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        value = counters_of(client, name).get(counter, 0.0)
-        if value:
-            return value
-        time.sleep(0.1)
-    return 0.0
+    return wait_until(lambda: counters_of(client, name).get(counter))
 
 
 def restarted(server: LocalServer, before: dict[str, int], name: str) -> bool:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if attention_pids(server).get(name, before[name]) != before[name]:
-            return True
-        time.sleep(0.05)
-    return False
+    return wait_until(lambda: attention_pids(server).get(name, before[name]) != before[name])
 
 
 @pytest.mark.long
@@ -189,14 +176,14 @@ def test_a_killed_model_worker_loses_no_blocks(expected: list[str]) -> None:
 
 
 def wait_for_successor(client: httpx.Client, former_pid: int) -> dict[str, Any]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    def successor() -> dict[str, Any] | None:
         for instance in client.get("/cluster").json()["instances"]:
-            successor = instance["role"] == "decode" and instance["pid"] != former_pid
-            if successor and instance["indexed_blocks"]:
+            is_next = instance["role"] == "decode" and instance["pid"] != former_pid
+            if is_next and instance["indexed_blocks"]:
                 return dict(instance)
-        time.sleep(0.1)
-    raise AssertionError("no decode instance came back with blocks")
+        return None
+
+    return wait_until(successor, "no decode instance came back with blocks")
 
 
 @pytest.mark.long

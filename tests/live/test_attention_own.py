@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.live.test_attention import (
     wait_for_successor,
     while_answering,
 )
+from tests.live.waiting import wait_until_idle
 
 pytestmark = pytest.mark.long
 
@@ -72,7 +72,7 @@ def test_either_memory_may_be_lost(server: LocalServer, expected: list[str]) -> 
     assert while_answering(client, LONG, kill_worker) == [expected[0]] * 2
     assert counters_of_soon(client, "decode-0", "lost_arenas") == 1
     assert restarted(server, before, "attention-0")
-    time.sleep(1.5)  # until its owner has it back
+    wait_until_idle(client)  # its owner has it back
 
     # Of two other requests one lies at home and is lost with it, the other at the worker.
     others = [LONG | {"prompt": [6, 5] * 300}, LONG | {"prompt": [4, 3] * 300}]

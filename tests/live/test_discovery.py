@@ -17,6 +17,7 @@ import pytest
 from tests.forked.commands import LocalServer, run_command
 from tests.live.calls import fresh
 from tests.live.vllm_stub import VllmStub, stubs, tokens_after
+from tests.live.waiting import WAIT_S
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
 EASY = ["--admission", "none", "--slo-ttft", "600"]
@@ -81,7 +82,7 @@ def test_servers_join_and_are_drained_by_a_file_that_changes(tmp_path: Path) -> 
                 target=lambda: answers.append(complete(server, max_tokens=30)), daemon=True
             )
             ask.start()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + WAIT_S
             while not (long_calls(first) or long_calls(second)):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from moonpool.cli.main import cli
 from moonpool.head.audit import audit_cluster
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
+from tests.live.waiting import wait_until
 
 PROMPT = {"prompt": [7] * 641, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 LONG = {"prompt": [9] * 200, "max_tokens": 400, "temperature": 1, "seed": 3, "ignore_eos": True}
@@ -57,13 +58,6 @@ class Desk:
         done = CliRunner().invoke(cli, ["pool", *arguments, "--url", self.url])
         assert done.exit_code == 0, done.output
         return done.output
-
-
-def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.live.envoy import (
 )
 from tests.live.small_folder import write_model_folder
 from tests.live.vllm_stub import VllmStub
+from tests.live.waiting import wait_until
 
 PROMPT = [(7 * i) % 250 for i in range(100)]
 ASKED = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
@@ -87,13 +87,6 @@ def gateway(
 def two(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Gateway]:
     with gateway(tmp_path_factory.mktemp("two"), model, *CALM) as found:
         yield found
-
-
-def wait_until(holds: Callable[[], bool], wait_s: float = 240.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_call_goes_where_the_conductor_says(two: Gateway) -> None:
@@ -423,6 +416,7 @@ def test_the_file_may_change_at_any_time(tmp_path: Path, model: str) -> None:
         wait_until(lambda: sorted(found.picker.instances()) == ["e1", "e2"])
 
 
+@pytest.mark.long
 def test_an_endpoint_that_comes_and_goes_is_held_off(tmp_path: Path, model: str) -> None:
     with gateway(tmp_path, model) as found:
         whole = found.file.read_text()
@@ -470,6 +464,7 @@ def open_cluster(port: int) -> tuple[str, str]:
     )
 
 
+@pytest.mark.long
 def test_fail_open_and_fail_closed(tmp_path: Path, model: str) -> None:
     stub = VllmStub(root=model).start()
     empty = tmp_path / "none.yaml"

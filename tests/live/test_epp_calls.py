@@ -15,8 +15,9 @@ pytest.importorskip("envoy.service.ext_proc")
 
 from tests.live.envoy import endpoints_text, envoy, picker_process
 from tests.live.small_folder import write_model_folder
-from tests.live.test_epp import ASKED, CALM, CHAT, PROMPT, Gateway, gateway, wait_until
+from tests.live.test_epp import ASKED, CALM, CHAT, PROMPT, Gateway, gateway
 from tests.live.vllm_stub import VllmStub
+from tests.live.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,13 @@ from moonpool_lab.demo.local_server import free_port, is_alive
 from tests.forked.commands import LocalServer
 from tests.forked.commands import run_command as run_forked
 from tests.live.conftest import MODEL, SMALL
+from tests.live.waiting import WAIT_S
 from tests.processes import children_of
 
 LONG = {"prompt": [9] * 600, "max_tokens": 600, "temperature": 1, "seed": 5, "ignore_eos": True}
 
 
-def wait_until_gone(pids: list[int], wait_s: float = 60.0) -> list[int]:
+def wait_until_gone(pids: list[int], wait_s: float = WAIT_S) -> list[int]:
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline and any(map(is_alive, pids)):
         time.sleep(0.05)
@@ -70,7 +71,7 @@ def answer_while_killing(
 
     thread = threading.Thread(target=ask)
     thread.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     killed = False
     while time.monotonic() < deadline and not killed:
         explained = client.get(f"/explain/killed-{role}").json()
@@ -86,7 +87,7 @@ def answer_while_killing(
     return got
 
 
-def wait_for_instances(client: httpx.Client, count: int, wait_s: float = 60.0) -> bool:
+def wait_for_instances(client: httpx.Client, count: int, wait_s: float = WAIT_S) -> bool:
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if len(client.get("/cluster").json()["instances"]) == count:
@@ -107,7 +108,7 @@ def test_a_killed_head_takes_its_workers_along() -> None:
 def test_ctrl_c_while_starting_leaves_nothing() -> None:
     command = [sys.executable, "-m", "moonpool", "serve", "--port", str(free_port())]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while not (started := children_of(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(started) >= 1
@@ -177,7 +178,7 @@ def command_of(pid: int) -> str:
 
 def child_of(pid: int, command: str) -> int:
     """Waits for a child with this command line."""
-    by_s = time.monotonic() + 60
+    by_s = time.monotonic() + WAIT_S
     while not (found := [p for p in children_of(pid) if command_of(p) == command]):
         assert time.monotonic() < by_s, f"no {command}"
         time.sleep(0.05)
@@ -233,7 +234,7 @@ def test_workers_come_back_without_their_fork_server_which_comes_back_too() -> N
         for pid in (spare, fork_server, first):
             os.kill(pid, signal.SIGKILL)
             assert wait_until_gone([pid]) == []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_S
         while first in (now := server.worker_pids()) or len(now) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.2)

@@ -18,8 +18,8 @@ from moonpool.protocol.supervision import HUNG_STATUS
 from tests.live.test_faults import LONG, wait_until_gone
 from tests.live.test_parts import Parts
 from tests.live.test_stages import stages_of
+from tests.live.waiting import WAIT_S
 
-END_S = 45.0
 HANGING = """
 import signal, sys, threading
 from moonpool.cli.main import main
@@ -78,7 +78,7 @@ def decode_on_all(client: httpx.Client, victims: set[str], got: dict[str, Any]) 
 def decoder_of(client: httpx.Client, name: str) -> str:
     """Where it is decoded, when that has begun."""
     found: dict[str, Any] = {}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while not found.get("generated_tokens") and time.monotonic() < deadline:
         found = client.get(f"/explain/{name}").json()
     return str(found.get("decode_instance"))
@@ -104,7 +104,7 @@ def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_pa
     caught = parts.start_script(HANGING, *worker, "caught")
     parts.start(*worker, "sound")
     client = parts.wait_until_healthy()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while len(client.get("/cluster").json()["instances"]) < 5 and time.monotonic() < deadline:
         time.sleep(0.1)
     right = client.post("/v1/completions", json=LONG, timeout=60).json()["choices"][0]["text"]
@@ -116,8 +116,8 @@ def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_pa
     os.kill(caught.pid, signal.SIGUSR1)
     began_s = time.monotonic()
     for thread in threads:
-        thread.join(END_S)
-    assert time.monotonic() - began_s < END_S
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads)
     assert len(got) == len(threads)
     errors = [answer["error"] for answer in got.values() if "error" in answer]
     assert not errors
@@ -130,7 +130,7 @@ def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_pa
         assert last in words.splitlines()[-1]
     assert wait_until_gone([stage]) == []
     os.kill(stopped.pid, signal.SIGCONT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         alive = {i["instance_id"] for i in client.get("/cluster").json()["instances"]}
         if alive == {"p", "stopped", "sound"}:

@@ -15,6 +15,7 @@ from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import LONG
 from tests.live.test_hangs import ask
 from tests.live.test_parts import Parts
+from tests.live.waiting import WAIT_S
 
 SILENCE_S = 6.0  # above what one turn of the loop counts, and the heartbeats of idle workers
 IMPATIENT = f"""
@@ -61,7 +62,7 @@ def test_a_head_that_stood_still_kills_no_worker_and_cuts_no_answer(parts: Parts
 
 
 def started(client: httpx.Client, name: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         if client.get(f"/explain/{name}").json().get("generated_tokens", 0) > 5:
             return

@@ -33,7 +33,8 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import BlockKey
 from moonpool.vllm.actions import AwaitPool, PoolReady
 from moonpool.vllm.pool_watch import PoolWatch
-from tests.live.host_pool import BLOCK_TOKENS, GROUP, Engine, Pool, wait_for
+from tests.live.host_pool import BLOCK_TOKENS, GROUP, Engine, Pool
+from tests.live.waiting import wait_until
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_blocks_outlive_engine_and_pool(pool: Pool) -> None:
     first.prefill(request, seed=11)
     stored = first.content(first.blocks[request.request_id][0])
     first.finish(request)
-    wait_for(lambda: first.look_up(tokens) == 144)
+    wait_until(lambda: first.look_up(tokens) == 144)
     pool.kill()
     # A step in which the pool is dead waits for nothing.
     lost = first.request(tokens)
@@ -233,7 +234,7 @@ def test_a_second_model_is_refused_in_one_line(pool: Pool) -> None:
         Engine(pool, group=bytes(32), seed=1, wait_s=2.0)
     assert b"start it with a larger --models" in pool.log()
     engine.close()
-    wait_for(lambda: b"leave DRAM" in pool.log() or Engine(pool, bytes(32)))
+    wait_until(lambda: b"leave DRAM" in pool.log() or Engine(pool, bytes(32)))
 
 
 def ask(pool: Pool, body: bytes) -> bytes:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.live.host_pool import Engine, Pool, wait_for
+from tests.live.host_pool import Engine, Pool
+from tests.live.waiting import wait_until
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_a_block_that_was_held_is_given_back(pool: Pool) -> None:
     engine.run_step(engine.scheduler.build(output, engine.blocks.__getitem__))
     assert sum(engine.users.users) == 2 * 4 * 2
     pool.kill()
-    wait_for(lambda: not engine.worker.is_connected and not engine.scheduler.is_connected)
+    wait_until(lambda: not engine.worker.is_connected and not engine.scheduler.is_connected)
     for request in requests[1:]:
         engine.finish(request)
     assert not any(engine.users.users)

@@ -17,6 +17,7 @@ from moonpool.api.connection.tls import CLIENT_CERT_VARIABLE, TlsError, TlsFiles
 from moonpool_lab.demo.local_server import ServerError, free_port
 from moonpool_lab.replay.http_client import HttpClient
 from tests.forked.commands import ForkedCommand, run_command
+from tests.live.waiting import WAIT_S
 
 OPENSSL = shutil.which("openssl")
 MODEL = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=64,vocab=300"
@@ -64,7 +65,7 @@ def test_a_head_serves_https_and_takes_a_changed_certificate(
             assert served_certificate(port) == Path(cert).read_text()
             shutil.copy(other_key, key)
             shutil.copy(other, cert)
-            until_s = time.monotonic() + 60
+            until_s = time.monotonic() + WAIT_S
             while served_certificate(port) != Path(other).read_text():
                 assert time.monotonic() < until_s
                 time.sleep(0.1)
@@ -141,7 +142,7 @@ async def live_status(port: int, ca_file: str) -> int:
 
 
 def _models(client: httpx.Client, head: ForkedCommand) -> httpx.Response:
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + WAIT_S
     while True:
         try:
             return client.get("/v1/models")

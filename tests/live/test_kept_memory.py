@@ -17,13 +17,14 @@ import pytest
 
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
+from tests.live.test_faults import wait_until_gone
+from tests.live.waiting import WAIT_S
 
 NUM_PROMPTS = 12
 PROMPT_TOKENS = 200
 BLOCK_TOKENS = 16
 MOST = NUM_PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS
 FLAGS = ["--kv-tokens", "16384", "--block-size", str(BLOCK_TOKENS), "--threads", "1"]
-WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -119,8 +120,7 @@ def test_memory_survives_a_restart_of_the_server(
         if how == "killed":
             pids = server.worker_pids()
             server.kill()
-            for pid in pids:
-                wait_until_gone(pid)
+            assert wait_until_gone(pids) == []
     with serve("--keep-memory", str(folder)) as server:
         asker = Asker(server.url)
         asker.wait_for_blocks()
@@ -148,10 +148,3 @@ def test_nothing_is_kept_where_that_is_asked_for(expected: list[str]) -> None:
         old = asker.wait_for_blocks()
         os.kill(old, signal.SIGKILL)
         assert asker.ask(prompts()[0]) == (expected[0], 0)
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import httpx
 from click.testing import CliRunner
 
 from moonpool.cli.watch.status import status
+from tests.live.waiting import wait_until
 
 
 def next_frame(http: httpx.Client) -> dict[str, Any]:
@@ -26,15 +26,15 @@ def test_events_show_instances_and_the_request_just_served(http: httpx.Client) -
     for name in ("watched-1", "watched-2"):
         answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": name})
         assert answer.status_code == 200, answer.text
-    until_s = time.monotonic() + 60
-    while time.monotonic() < until_s:
+
+    def shown() -> tuple[dict[str, Any], dict[str, Any]] | None:
         frame = next_frame(http)
-        found = {one["id"]: one for one in frame["requests"]}
-        if found.get("watched-2", {}).get("outcome"):
-            break
+        found = [one for one in frame["requests"] if one["id"] == "watched-2" and one["outcome"]]
+        return (frame, found[0]) if found else None
+
+    frame, again = wait_until(shown)
     assert {one["role"] for one in frame["instances"]} == {"prefill", "decode"}
     assert all(one["load"] >= 0 and one["blocks"] > 0 for one in frame["instances"])
-    again = found["watched-2"]
     assert again["outcome"] == "length"
     assert again["tokens"]["dram"] + again["tokens"]["fetched"] >= 80, "the prompt was cached"
     assert sum(again["tokens"].values()) == 100
@@ -47,15 +47,15 @@ def test_events_show_hot_prefixes_and_what_was_handed_over(http: httpx.Client) -
     body = {"prompt": list(range(105, 205)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     for _ in range(4):
         assert http.post("/v1/completions", json=body).status_code == 200
-    until_s, frame = time.monotonic() + 60, next_frame(http)
-    while time.monotonic() < until_s:
-        handed_over = sum(one["bytes"]["handed_over"] for one in frame["moved"])
-        sent = sum(one["bytes"]["sent"] for one in frame["moved"])
-        if frame["hot"] and sent and handed_over:
-            break
-        time.sleep(0.5)
+
+    def shown() -> dict[str, Any] | None:
         frame = next_frame(http)
-    assert sent and handed_over
+        moved = [
+            sum(one["bytes"][way] for one in frame["moved"]) for way in ("handed_over", "sent")
+        ]
+        return frame if frame["hot"] and all(moved) else None
+
+    frame = wait_until(shown)
     hottest = frame["hot"][0]
     names = {one["instance_id"] for one in frame["instances"]}
     assert hottest["hits"] >= 1 and hottest["tokens"] > 0 and hottest["bytes"] > 0

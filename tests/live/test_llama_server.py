@@ -6,9 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from moonpool_lab.demo.local_server import free_port
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
+from tests.live.waiting import wait_until
 from tests.unit.engine.gguf_files import tiny_llama
 
 BINARY = os.environ.get("MOONPOOL_LLAMA_SERVER") or shutil.which("llama-server") or ""
@@ -76,13 +76,6 @@ def ok(url: str) -> bool:
         return fresh.get(url, timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def wait_until(holds: Callable[[], bool], wait_s: float = 90.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def complete(front: LocalServer, text: str, **more: Any) -> httpx.Response:

@@ -15,7 +15,7 @@ from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 BODY = {"prompt": list(range(5, 105)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 

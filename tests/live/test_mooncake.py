@@ -13,9 +13,8 @@ import pytest
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
 from tests.live.test_ssd import BLOCK_TOKENS, DRAM, NUM_PROMPTS, PROMPT_TOKENS, Talk, plant_profile
+from tests.live.waiting import WAIT_S
 from tests.mooncake_cluster import MooncakeCluster
-
-WAIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)

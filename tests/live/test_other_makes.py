@@ -20,8 +20,9 @@ from tests.live.other_makes import (
     TensorRtStub,
     running,
 )
-from tests.live.test_vllm_front import EASY, complete, post, wait_until
+from tests.live.test_vllm_front import EASY, complete, post
 from tests.live.vllm_stub import tokens_after
+from tests.live.waiting import wait_until
 
 pytestmark = pytest.mark.live
 

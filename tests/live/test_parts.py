@@ -15,6 +15,7 @@ import pytest
 from moonpool_lab.demo.local_server import free_port
 from tests.forked.commands import ForkedCommand
 from tests.live.conftest import MODEL, SMALL
+from tests.live.waiting import WAIT_S
 
 PROMPT = {"prompt": [3] * 200, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -120,7 +121,7 @@ def test_parts_join_and_find_back_to_a_new_head(parts: Parts) -> None:
 
     decode.send_signal(signal.SIGTERM)
     assert decode.wait(60) == 0
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while client.get("/health").status_code == 200 and time.monotonic() < deadline:
         time.sleep(0.1)
     refused = client.post("/v1/completions", json=PROMPT)

@@ -18,8 +18,8 @@ from moonpool.host_pool.framing import framed
 from moonpool.host_pool.messages import PROTOCOL, JoinPool
 from moonpool.host_pool.places import is_served
 from moonpool_engine.vllm.pool_start import PoolStartError, command_of, ensure_pool
-from tests.live.host_pool import wait_for
 from tests.live.test_host_pool import ask
+from tests.live.waiting import wait_until
 
 VLLM = """
 import logging, sys
@@ -56,7 +56,7 @@ def test_of_two_that_start_together_one_starts_a_pool_that_outlives_both(folder:
         assert ensure_pool(path, {}) is None
     finally:
         os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: not is_served(path))
+    wait_until(lambda: not is_served(path))
 
 
 def test_what_is_wrong_is_one_line(folder: Path) -> None:

@@ -19,6 +19,7 @@ from tests.live.conftest import MODEL, SMALL
 from tests.live.ray_nodes import OnRay, RayNodes, descendants_of, parent_of, processes_of
 from tests.live.test_faults import wait_until_gone
 from tests.live.test_standby import Body, LastingStream, whole
+from tests.live.waiting import WAIT_S
 
 pytestmark = [
     pytest.mark.long,
@@ -65,7 +66,7 @@ def stream_while(served: OnRay, harm: Callable[[str], None]) -> list[str]:
     """Streams all bodies, and does harm when the slowest has some tokens. Returns their texts."""
     urls = served.wait_until_up(INSTANCES)
     streams = [LastingStream(urls, "/v1/completions", body) for body in BODIES]
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + WAIT_S
     while min(len(stream.chunks) for stream in streams) < 5:
         assert time.monotonic() < deadline
         time.sleep(0.05)

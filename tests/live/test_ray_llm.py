@@ -19,6 +19,7 @@ import pytest
 from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.ray_nodes import NODE, SETTINGS
+from tests.live.waiting import WAIT_S
 
 MODEL = os.environ.get("MOONPOOL_VLLM_MODEL", "")
 pytestmark = [
@@ -99,7 +100,7 @@ def test_vllm_replicas_of_serve_llm_are_chosen_by_the_conductor(url: str) -> Non
     refused = ask(url, [{"role": "user", "content": "word " * 200_000}])
     assert refused.status_code == 429, refused.text
     assert "ttft_slo" in refused.text
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while described()["calls"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -16,6 +16,7 @@ import pytest
 from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.ray_nodes import MOST_STARTS, NODE, SETTINGS
+from tests.live.waiting import WAIT_S
 
 pytestmark = [
     pytest.mark.long,
@@ -131,7 +132,7 @@ def test_what_would_miss_its_slo_is_refused_over_handles_and_http(
 
     run(overload())
     url = f"http://127.0.0.1:{http_port}/stricter"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while (answer := fresh.post(url, json={"prompt": "x"}, timeout=60)).status_code != 429:
         assert time.monotonic() < deadline  # its proxy has not heard of it yet
     assert "ttft_slo: " in answer.text
@@ -148,7 +149,7 @@ def test_a_lost_conductor_costs_no_call_and_comes_back(
         os.kill(pid, signal.SIGKILL)
         calls = (deployed.call(f"{number} afterwards " * 30) for number in range(12))
         assert len(await asyncio.gather(*calls)) == 12
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + WAIT_S
         while "app='lossy') is back" not in caplog.text:
             assert time.monotonic() < deadline
             await deployed.call("again " * 50)
@@ -181,7 +182,7 @@ def test_a_deployment_that_changes_changes_its_conductor(serve: Any) -> None:
         await deployed.call("before " * 50)
         life = (await deployed.described())["life"]
         deployed = Deployed(serve, "changing", ttft_s=1e-4)  # which no replica could meet
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_S
         while (await deployed.described())["life"] == life:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
@@ -192,7 +193,7 @@ def test_a_deployment_that_changes_changes_its_conductor(serve: Any) -> None:
 
 
 async def until_idle(deployed: Deployed) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while (await deployed.described())["calls"]:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)

@@ -10,8 +10,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from benchmarks.suite.routers.engines import STUB_MODEL
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.ray_nodes import (
-    WAIT_S,
     AutoscalingNodes,
     OnRay,
     RayNodes,
     processes_of,
 )
 from tests.live.test_faults import wait_until_gone
+from tests.live.waiting import wait_until
 
 pytestmark = [
     pytest.mark.long,
@@ -48,13 +47,6 @@ def nodes() -> Iterator[RayNodes]:
     made = RayNodes(num_nodes=2)
     yield made
     made.shutdown()
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
 
 
 def ask(url: str, number: int, max_tokens: int = 8) -> list[int]:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
+from tests.live.waiting import wait_until
 
 LONG = {"prompt": [9] * 300, "max_tokens": 500, "temperature": 1, "seed": 5, "ignore_eos": True}
 LONG_PROMPTS, LONG_ANSWERS = (4000, 1), (300, 500)
@@ -94,13 +95,6 @@ def _threads(works: list[Callable[[], None]], over: threading.Event) -> Iterator
         over.set()
         for thread in threads:
             thread.join(60)
-
-
-def wait_until(holds: Callable[[], bool], wait_s: float = 300.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.long

@@ -140,6 +140,7 @@ def test_a_chat_in_the_terminal(chat: tuple[Terminal, int]) -> None:
     assert not is_alive(server)
 
 
+@pytest.mark.long
 def test_the_server_ends_with_a_killed_chat(chat: tuple[Terminal, int]) -> None:
     terminal, _ = chat
     terminal.wait_for(">>> ")

@@ -9,7 +9,8 @@ import pytest
 
 from moonpool_engine.sglang.page_store import PageStore, Piece
 from moonpool_engine.sglang.pool_client import HostPoolClient
-from tests.live.host_pool import Pool, wait_for
+from tests.live.host_pool import Pool
+from tests.live.waiting import wait_until
 
 PAGES, PIECES, PIECE_BYTES = 6, 4, 2048
 HASHES = [f"hash {number}" for number in range(PAGES)]
@@ -51,7 +52,7 @@ def test_pages_outlive_the_process_and_the_pool(pool: Pool) -> None:
     assert first.leading("kv", HASHES) == 0
     assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES
     assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES  # it is there already
-    wait_for(lambda: first.leading("kv", HASHES) == PAGES)
+    wait_until(lambda: first.leading("kv", HASHES) == PAGES)
     first.close()
     pool.kill()
     pool.start()
@@ -65,7 +66,7 @@ def test_pages_outlive_the_process_and_the_pool(pool: Pool) -> None:
 def test_a_changed_page_is_a_miss_and_forgotten(pool: Pool) -> None:
     stored, pages = Memory(seed=1), store(pool)
     pages.put("kv", HASHES, stored.pieces())
-    wait_for(lambda: pages.leading("kv", HASHES) == PAGES)
+    wait_until(lambda: pages.leading("kv", HASHES) == PAGES)
     (arena,) = pool.memory.glob("*/arena")
     data = bytearray(arena.read_bytes())
     at = data.index(stored.bytes[2 * PIECE_BYTES : 3 * PIECE_BYTES].tobytes())
@@ -73,7 +74,7 @@ def test_a_changed_page_is_a_miss_and_forgotten(pool: Pool) -> None:
     with arena.open("r+b") as file:
         file.write(data)
     assert pages.get("kv", HASHES, Memory().pieces()) == [number != 2 for number in range(PAGES)]
-    wait_for(lambda: pages.leading("kv", HASHES) == 2)
+    wait_until(lambda: pages.leading("kv", HASHES) == 2)
     pages.close()
 
 

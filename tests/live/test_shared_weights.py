@@ -17,6 +17,7 @@ from tests.differential.plans import Lab, make_ops
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import SMALL
+from tests.live.waiting import WAIT_S
 from tests.unit.engine.gguf_files import tiny_llama
 
 PROMPT = [(7 * i + 3) % 250 for i in range(150)]
@@ -57,7 +58,7 @@ def test_they_are_packed_once_and_a_restarted_worker_has_them(tmp_path: Path) ->
         assert not loads, "no worker loads for itself"
         killed = server.worker_pids()
         os.kill(killed[0], signal.SIGKILL)
-        by_s = time.monotonic() + 60
+        by_s = time.monotonic() + WAIT_S
         while set(server.worker_pids()) >= set(killed) or len(server.worker_pids()) < 2:
             assert time.monotonic() < by_s
             time.sleep(0.1)

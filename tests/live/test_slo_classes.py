@@ -18,7 +18,7 @@ KEYS = "sk-ann ann\nsk-bob bob\n"
 CLASSES = ["--slo-class", "chat=60,20", "--slo-class", "never=0.000001,20"]
 BY_TENANT = ["--slo-class", "ann=90,30"]
 BODY = {"prompt": [7] * 20, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def ask(server: AnyServer, key: str, request_id: str, **headers: str) -> httpx.Response:

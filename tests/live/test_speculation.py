@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.test_faults import answer_while_killing, run_command
+from tests.live.waiting import wait_until
 
 NGRAM = ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}']
 DRAFT_MODEL = "random:hidden=32,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
@@ -42,7 +42,11 @@ def answers(client: httpx.Client, body: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def total(client: httpx.Client, name: str) -> float:
-    found = re.search(rf"^{name}_total\{{[^}}]*\}} (\S+)$", client.get("/metrics").text, re.M)
+    return total_in(client.get("/metrics").text, name)
+
+
+def total_in(metrics: str, name: str) -> float:
+    found = re.search(rf"^{name}_total\{{[^}}]*\}} (\S+)$", metrics, re.M)
     assert found is not None, name
     return float(found[1])
 
@@ -55,12 +59,10 @@ def check(url: str, http: httpx.Client) -> None:
         for body in (*BODIES, stopped):
             for _ in range(2):  # the second time, cached blocks say what came next
                 assert answers(client, body) == answers(http, body), body
-        deadline = time.monotonic() + 60
         name = "vllm:spec_decode_num_accepted_tokens"
-        while not total(client, name) and time.monotonic() < deadline:
-            time.sleep(0.3)  # counters come with the heartbeat
-        accepted = total(client, name)
-        assert 0 < accepted <= total(client, "vllm:spec_decode_num_draft_tokens")
+        wait_until(lambda: total(client, name))  # counters come with the heartbeat
+        text = client.get("/metrics").text
+        assert total_in(text, name) <= total_in(text, "vllm:spec_decode_num_draft_tokens")
         assert total(client, "vllm:spec_decode_num_drafts") > 0
 
 
@@ -178,11 +180,12 @@ def check_with_a_kill(server: LocalServer, truth: httpx.Client) -> None:
     expected = answers(truth, LONG)[0][0]["text"]
     with httpx.Client(base_url=server.url, timeout=120) as client:
         assert answers(client, FRESH) == answers(truth, FRESH)
-        deadline = time.monotonic() + 90
-        while not total(client, "vllm:spec_decode_num_draft_tokens"):
-            assert time.monotonic() < deadline, "the draft model has not guessed"
+
+        def guessed() -> float:
             answers(client, FRESH)  # a busy machine's step times may speak against a guess
-            time.sleep(0.3)
+            return total(client, "vllm:spec_decode_num_draft_tokens")
+
+        wait_until(guessed, "the draft model has not guessed")
         check(server.url, truth)
         got = answer_while_killing(client, "decode", body=LONG)
         assert got["choices"][0]["text"] == expected

@@ -25,12 +25,12 @@ from moonpool_engine.storage.folder import instance_folder
 from moonpool_engine.worker.profile_store import profile_path
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
+from tests.live.waiting import WAIT_S
 
 NUM_PROMPTS = 30
 PROMPT_TOKENS = 200
 BLOCK_TOKENS = 16
 DRAM = ["--kv-tokens", "4096", "--block-size", str(BLOCK_TOKENS), "--max-num-batched-tokens", "128"]
-WAIT_S = 30.0
 
 
 class Talk:
@@ -183,7 +183,7 @@ def test_what_left_dram_comes_back_from_the_disk(talk: Talk, folder: Path) -> No
 
 def test_a_killed_worker_finds_its_blocks_again(talk: Talk) -> None:
     talk.restart()
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + WAIT_S
     while not talk.instance()["indexed_blocks"]:
         assert time.monotonic() < deadline, "it announced nothing of what it had"
         time.sleep(0.05)

@@ -15,6 +15,7 @@ import pytest
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL, children_of
 from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
+from tests.live.waiting import WAIT_S, wait_until
 
 PROMPTS = [[(i * j) % 251 for j in range(1, 40 + 90 * i)] for i in range(1, 6)]
 
@@ -66,11 +67,15 @@ def test_stages_answer_as_one_process_does(server: LocalServer, http: httpx.Clie
             right = ask(http, prompt)
             assert ask(client, prompt) == right
             assert ask(client, prompt) == right
-        time.sleep(1.5)  # counters come with the heartbeat
+
+        def received() -> float:  # counters come with the heartbeat
+            instances = client.get("/cluster").json()["instances"]
+            return sum(i["counters"].get("received_bytes", 0) for i in instances)
+
+        wait_until(received)
         instances = client.get("/cluster").json()["instances"]
     assert sorted(i["stages"] for i in instances) == [2, 2, 3]
     counters = [i["counters"] for i in instances]
-    assert sum(c.get("received_bytes", 0) for c in counters) > 0
     for name in ("corrupt_slices", "recomputed_tokens", "failed_streams"):
         assert not sum(c.get(name, 0) for c in counters), name
 
@@ -93,7 +98,7 @@ def test_stages_end_with_their_instance_and_with_the_head(server: LocalServer) -
         stages = stages_of(worker)
         os.kill(worker, signal.SIGKILL)
         assert stages and wait_until_gone([worker, *stages]) == []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_S
         # The list names the killed one until the head has seen its end.
         while len(everyone := processes_of(server)) < 7 and time.monotonic() < deadline:
             time.sleep(0.2)

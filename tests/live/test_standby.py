@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.test_faults import command_of, wait_until_gone
 from tests.live.test_parts import Part, Parts
+from tests.live.waiting import WAIT_S, wait_until
 from tests.processes import children_of
 
 Body = dict[str, Any]
-WAIT_S = 120.0
 BODIES: list[Body] = [
     {"prompt": [3 + number] * 300, "max_tokens": 1200, "ignore_eos": True, **sampling}
     for number, sampling in enumerate(
@@ -45,11 +44,11 @@ class Pair(Parts):
         self.url = f"{self.scheme}://127.0.0.1:{self.port}"
         self.first = self.start_head()
         self.workers = [self.start_worker("prefill", "p"), self.start_worker("decode", "d")]
-        until(lambda: self.instances(self.url) == ["d", "p"])
+        wait_until(lambda: self.instances(self.url) == ["d", "p"])
         port = free_port()
         self.standby_url = f"{self.scheme}://127.0.0.1:{port}"
         self.standby = self.start_standby(port)
-        until(lambda: len(self.cluster(self.url)["standbys"]) == 1)
+        wait_until(lambda: len(self.cluster(self.url)["standbys"]) == 1)
 
     def start_standby(self, port: int) -> Part:
         ports = ["--head-port", str(free_port()), "--port", str(port)]
@@ -72,13 +71,6 @@ class Pair(Parts):
             return sorted(i["instance_id"] for i in self.cluster(url)["instances"])
         except httpx.HTTPError:
             return []
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -181,12 +173,12 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
     streams = [CutStream(pair.url, body) for body in BODIES[:2]]
     urls = [pair.url, pair.standby_url]
     lasting = [LastingStream(urls, "/v1/completions", body) for body in BODIES[1:]]
-    until(lambda: all(stream.text for stream in (*streams, *lasting)))
+    wait_until(lambda: all(stream.text for stream in (*streams, *lasting)))
     pair.kill_first()
     for stream in streams:
         stream.thread.join(WAIT_S)
     assert all(stream.is_cut for stream in streams)
-    until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
+    wait_until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
     for stream, body, text in zip(streams, BODIES, expected, strict=False):
         again, cached = whole(pair.standby_url, body)
         assert again == text
@@ -207,7 +199,7 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
 
     # The lost head comes back as it was: its workers stay where they are, and it says so.
     pair.first = pair.start_head()
-    until(lambda: is_replaced(pair.url))
+    wait_until(lambda: is_replaced(pair.url))
     assert pair.instances(pair.url) == []
     assert pair.instances(pair.standby_url) == ["d", "p"]
     assert whole(pair.standby_url, BODIES[0])[0] == expected[0]
@@ -232,8 +224,8 @@ def test_a_head_that_its_supervisor_restarts_is_not_replaced(pair: Pair) -> None
     head = head_process_of(pair.first.pid)
     assert head is not None
     os.kill(head, signal.SIGKILL)
-    until(lambda: pair.instances(pair.url) == ["d", "p"])
-    until(lambda: len(pair.cluster(pair.url)["standbys"]) == 1)
+    wait_until(lambda: pair.instances(pair.url) == ["d", "p"])
+    wait_until(lambda: len(pair.cluster(pair.url)["standbys"]) == 1)
     assert pair.standby.poll() is None
     with pytest.raises(httpx.ConnectError):
         fresh.get(pair.standby_url)

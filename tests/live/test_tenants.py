@@ -12,6 +12,7 @@ import pytest
 
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
+from tests.live.waiting import wait_until
 
 BODY = {"prompt": [5] * 200, "max_tokens": 100, "ignore_eos": True, "temperature": 0}
 SMALL_BODY = {"prompt": [7] * 20, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
@@ -39,7 +40,7 @@ def test_a_flood_of_one_tenant_leaves_places_for_another(tmp_path: Path) -> None
         small = httpx.Client(
             base_url=server.url, timeout=60, headers={"authorization": "Bearer sk-small"}
         )
-        time.sleep(1.0)
+        wait_until(lambda: statuses[200] > 5)
         found = Counter(
             small.post("/v1/completions", json=SMALL_BODY).status_code for _ in range(30)
         )
@@ -51,7 +52,6 @@ def test_a_flood_of_one_tenant_leaves_places_for_another(tmp_path: Path) -> None
         for thread in threads:
             thread.join(60)
     assert found == {200: 30}
-    assert statuses[200] > 5
     refused = statuses[429] + statuses[503]
     assert operator["requests_waiting"] > 0 or refused > 20, "the flood was no flood"
     assert set(cluster["instances"][0]) == {"instance_id", "role", "model", "draining"}
@@ -59,23 +59,27 @@ def test_a_flood_of_one_tenant_leaves_places_for_another(tmp_path: Path) -> None
 
 def test_limits_of_a_key_file_hold_at_a_server(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("sk-bulk bulk priority=5 requests_per_s=0.3 cache=0.25\nsk-op admin\n")
+    # One call at once, and the next after 100 s: longer than the calls of this test take.
+    bulk_limits = "priority=5 requests_per_s=0.01 cache=0.25"
+    keys.write_text(f"sk-bulk bulk {bulk_limits}\nsk-late late priority=5\nsk-op admin\n")
     line = [MODEL, "--prefill", "1", "--decode", "1", "--api-key-file", str(keys)]
     with LocalServer([*line, "--kv-tokens", "2048", "--block-size", "16"]) as server:
         bulk = httpx.Client(
             base_url=server.url, timeout=60, headers={"authorization": "Bearer sk-bulk"}
         )
-        better = bulk.post("/v1/completions", json=SMALL_BODY | {"priority": 1})
-        first = [bulk.post("/v1/completions", json=SMALL_BODY) for _ in range(3)]
+        first = [bulk.post("/v1/completions", json=SMALL_BODY) for _ in range(2)]
+        late = httpx.Client(
+            base_url=server.url, timeout=60, headers={"authorization": "Bearer sk-late"}
+        )
+        better = late.post("/v1/completions", json=SMALL_BODY | {"priority": 1})
         operator = httpx.Client(
             base_url=server.url, timeout=60, headers={"authorization": "Bearer sk-op"}
         )
         other = operator.post("/v1/completions", json=SMALL_BODY | {"priority": -3})
         metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
-    assert [answer.status_code for answer in first] == [200, 200, 429]
-    assert first[0].json()["choices"] == first[1].json()["choices"]
-    assert first[2].json()["error"]["code"] == "rate_limit"
-    assert 1 <= int(first[2].headers["retry-after"]) <= 4
+    assert [answer.status_code for answer in first] == [200, 429]
+    assert first[1].json()["error"]["code"] == "rate_limit"
+    assert 1 <= int(first[1].headers["retry-after"]) <= 100
     assert (better.status_code, better.json()["error"]["param"]) == (400, "priority")
     assert other.status_code == 200
     rejected = [line for line in metrics.splitlines() if "requests_rejected_total{" in line]

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from moonpool.cli.watch.top import top
 from tests.forked.commands import LocalServer
 
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
 
 
 def complete(http: httpx.Client, request_id: str) -> None:

@@ -12,8 +12,7 @@ import re
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,14 @@ import pytest
 
 from benchmarks.suite.live.vllm_server import VllmServer
 from moonpool_lab.demo.local_server import ServerError, free_port
+from moonpool_lab.replay.server import parse_metrics
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.conftest import SMALL
 from tests.live.test_host_pool import Pool
 from tests.live.test_vllm_pool import module_paths
 from tests.live.vllm_pool.run import CONNECTOR as MOONPOOL
+from tests.live.waiting import wait_until
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
 ASKED = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -59,13 +60,6 @@ def complete(url: str, **others: Any) -> dict[str, Any]:
 def tokens(answer: dict[str, Any]) -> list[int]:
     found: list[int] = answer["choices"][0]["token_ids"]
     return found
-
-
-def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_answers_are_the_engines(engines: list[LocalServer], front: LocalServer) -> None:
@@ -142,12 +136,19 @@ def streamed(url: str, **others: Any) -> list[int]:
 def test_who_goes_away_ends_it_at_the_engine_too(
     engines: list[LocalServer], front: LocalServer
 ) -> None:
-    body = ASKED | {"stream": True, "max_tokens": 7000}
+    wait_until(lambda: not any(map(busy, engines)))  # the front has measured them
+    body, before = ASKED | {"stream": True, "max_tokens": 7000}, sum(map(aborted, engines))
     with fresh.stream("POST", f"{front.url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()  # what is let go of ends the request
         next(lines)
-        assert sum(map(busy, engines)) == 1
-    wait_until(lambda: not any(map(busy, engines)), wait_s=2.0)  # the answer would take longer
+        assert any(map(busy, engines))
+    wait_until(lambda: not any(map(busy, engines)))
+    assert sum(map(aborted, engines)) > before
+
+
+def aborted(server: LocalServer) -> float:
+    metrics = parse_metrics(fresh.get(f"{server.url}/metrics").text)
+    return metrics.get("moonpool:requests_failed_total{abort}", 0.0)
 
 
 def busy(server: LocalServer) -> int:

@@ -7,8 +7,7 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,16 @@ import pytest
 from moonpool_lab.demo.local_server import ServerError, free_port
 from tests.forked.commands import LocalServer, run_command
 from tests.live.calls import fresh
-from tests.live.vllm_stub import MODEL, POOLING, VllmStub, picture, stubs, tokens_after
+from tests.live.vllm_stub import (
+    MODEL,
+    POOLING,
+    SILENT_S,
+    VllmStub,
+    picture,
+    stubs,
+    tokens_after,
+)
+from tests.live.waiting import wait_until
 
 OTHER_MODEL = "random:hidden=32,layers=1,heads=2,kv_heads=1,inter=64,vocab=280"
 PROMPT = [(7 * i) % 250 for i in range(200)]
@@ -45,13 +53,6 @@ def complete(server: LocalServer, **body: Any) -> dict[str, Any]:
 
 def look(parts: list[Any], **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4} | more
-
-
-def wait_until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
-    deadline = time.monotonic() + wait_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -391,17 +392,17 @@ def test_a_forwarded_stream_speaks_while_its_server_is_silent() -> None:
 
 def test_who_leaves_ends_a_forwarded_call_at_the_server() -> None:
     with stubs(VllmStub("m")) as (stub,), front(stub) as server:
-        stub.first_token_s = 30.0
+        stub.may_speak.clear()
         with pytest.raises(httpx.ReadTimeout):
             fresh.post(f"{server.url}/v1/chat/completions", json=look([picture()]), timeout=1.0)
         cluster = lambda: fresh.get(f"{server.url}/cluster").json()  # noqa: E731
-        wait_until(lambda: cluster()["requests_under_way"] == 0, 20.0)
+        wait_until(lambda: cluster()["requests_under_way"] == 0, wait_s=SILENT_S / 2)
         late = {"x-request-timeout-ms": "500"}
         answer = fresh.post(
             f"{server.url}/v1/chat/completions", json=look([picture()]), headers=late, timeout=60
         )
         assert answer.status_code == 504
-        stub.first_token_s = 0.0
+        stub.may_speak.set()
 
 
 def test_tenants_are_kept_apart_in_forwarded_calls_too(tmp_path: Path) -> None:

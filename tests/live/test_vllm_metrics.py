@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.live.waiting import wait_until, wait_until_idle
 
 REQUESTS = MAX_TOKENS = 10
 PROMPT = [*range(1, 11)]
@@ -88,19 +88,19 @@ def test_every_name_is_there(http: httpx.Client) -> None:
 
 
 def test_the_values_are_those_that_vllm_expects(http: httpx.Client) -> None:
-    time.sleep(1.5)  # what earlier tests left under way has ended
+    wait_until_idle(http)  # what earlier tests left under way has ended
     before = samples(http)
     for _ in range(REQUESTS):
         body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": True}
         assert http.post("/v1/completions", json=body).status_code == 200
-    deadline = time.monotonic() + 30
-    while True:  # what instances count comes with their last tokens, mostly
+
+    def grown() -> dict[str, float]:
         after = samples(http)
-        grown = {name: after[name] - before.get(name, 0.0) for name in VALUES}
-        if grown == VALUES or time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    assert grown == VALUES
+        return {name: after[name] - before.get(name, 0.0) for name in VALUES}
+
+    # What instances count comes with their last tokens, mostly.
+    wait_until(lambda: all(count >= VALUES[name] for name, count in grown().items()), f"{VALUES}")
+    assert grown() == VALUES
 
 
 def test_gauges_are_zero_after_an_abort(http: httpx.Client) -> None:
@@ -115,7 +115,4 @@ def test_gauges_are_zero_after_an_abort(http: httpx.Client) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True}
     with pytest.raises(httpx.TimeoutException):
         http.post("/v1/completions", json=body, timeout=0.3)
-    deadline = time.monotonic() + 30
-    while gauges() != (0, 0, 0):
-        assert time.monotonic() < deadline, gauges()
-        time.sleep(0.05)
+    wait_until(lambda: gauges() == (0, 0, 0))

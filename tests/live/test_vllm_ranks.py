@@ -8,6 +8,7 @@ import httpx
 
 from tests.forked.commands import LocalServer
 from tests.live.vllm_stub import VllmStub, stubs
+from tests.live.waiting import WAIT_S
 
 RANK = "x-data-parallel-rank"
 
@@ -18,7 +19,7 @@ def test_a_conversation_stays_at_its_rank() -> None:
         with LocalServer([stub.root, *places, "--admission", "none"]) as server:
             client = httpx.Client(base_url=server.url, timeout=60)
             assert len(server.instances()) == 2
-            deadline = time.monotonic() + 120  # its own requests would be taken for the client's
+            deadline = time.monotonic() + WAIT_S  # its own requests would be taken for the client's
             while sum("measured http" in line for line in server.log_lines()) < 2:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)

@@ -17,6 +17,8 @@ MODEL = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 POOLING = ("/v1/embeddings", "/pooling", "/score", "/v1/rerank")
 Body = dict[str, Any]
+SILENT_S = 300.0
+"""The longest that it waits for a test to let it speak or die."""
 
 
 def picture(seed: int = 0) -> dict[str, Any]:
@@ -179,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._whole(400, json.dumps({"error": {"message": text, "code": 400}}).encode())
             return
         time.sleep(stub.first_token_s + stub.prompt_token_s * len(body.get("prompt", ())))
-        stub.may_speak.wait(60)
+        stub.may_speak.wait(SILENT_S)
         events = [*_parsed(stub, self.path, body), *_events(self.path, body)]
         if body.get("stream"):
             self._stream(events, stub.dies_after if own else None)
@@ -214,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
         for number, line in enumerate([*lines, b"data: [DONE]\n\n"]):
             if number == dies_after:
-                self.served.may_die.wait(60)
+                self.served.may_die.wait(SILENT_S)
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return

@@ -10,18 +10,27 @@ from __future__ import annotations
 import secrets
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import msgspec
 
 from moonpool.head.takeover.standby_links import StandbyLinks
-from moonpool.link.auth import ClientHandshake, Hello, Identity, ServerHandshake
+from moonpool.link import auth
+from moonpool.link.auth import ClientHandshake, Identity, ServerHandshake
 from moonpool.link.channel import Channel
 from moonpool.link.head_link import InstanceProcess
 from moonpool.protocol import frames
 from moonpool.protocol.frames import CONTROL_SERVICE, Leadership
 from moonpool.protocol.known_heads import KnownHeads
 from moonpool.protocol.messages import InstanceInfo, Report
-from moonpool.protocol.versions import BLOCK_FORMATS, NEWEST_PROTOCOL, OWN, VersionRange, Versions
+from moonpool.protocol.versions import (
+    BLOCK_FORMATS,
+    NEWEST_PROTOCOL,
+    OWN,
+    STATED_BYTES,
+    VersionRange,
+    Versions,
+)
 from moonpool.types import InstanceId, Struct
 
 if TYPE_CHECKING:
@@ -77,9 +86,8 @@ class _End:
     def __init__(self, handshake: Any, decoder: Any, on_frame: Any) -> None:
         self.channel: Channel[Any, Any] = Channel(handshake, decoder, self)
         self.transport = _Transport()
-        self.channel._transport = self.transport  # type: ignore[assignment]
-        self.channel._write_body(handshake.start())
         self.on_frame = on_frame
+        self.channel.begin(self.transport)  # type: ignore[arg-type]
 
     def on_connected(self) -> None:
         assert self.channel.protocol == 0
@@ -164,8 +172,7 @@ class ControlWire:
 
 def _handshake(kind: Any, name: str, old: bool) -> Any:
     me = Identity(instance_id=InstanceId(name), service=CONTROL_SERVICE, fingerprint=b"")
-    handshake = kind(SECRET, me, RELEASE_BEFORE if old else OWN)
-    if old:  # its nonce says nothing
-        num_bytes = len(handshake._hello.nonce)
-        handshake._hello = Hello(identity=me, nonce=secrets.token_bytes(num_bytes))
-    return handshake
+    if not old:
+        return kind(SECRET, me, OWN)
+    with patch.object(auth, "state_versions", lambda _: secrets.token_bytes(STATED_BYTES)):
+        return kind(SECRET, me, RELEASE_BEFORE)  # its nonce says nothing

@@ -32,25 +32,25 @@ class Fairness:
         self._weights = dict(world.options.tenants)
         self._computed: dict[str, tuple[float, float]] = {}  # tokens over the share, and when
         self._seen_s: dict[str, float] = {}
-        self._lifecycle = conductor._lifecycle
+        self._lifecycle = conductor.lifecycle
         self._waiting, self._shares = self._lifecycle.waiting, self._lifecycle.shares
         self._begin, self._due = self._shares.begin, self._waiting.due
-        self._book, self._deliver = self._lifecycle._book, self._lifecycle._deliver
-        self._pause = self._lifecycle._pause
-        self._place = self._lifecycle._place
+        self._book, self._deliver = self._lifecycle.book, self._lifecycle.deliver
+        self._pause = self._lifecycle.pause
+        self._place = self._lifecycle.place
         self._placing: TrackedRequest | None = None
         self._shares.begin = self._noted_begin  # type: ignore[method-assign]
         self._waiting.due = self._checked_due  # type: ignore[method-assign]
-        self._lifecycle._book = self._noted_book  # type: ignore[method-assign]
-        self._lifecycle._deliver = self._noted_deliver  # type: ignore[method-assign]
-        self._lifecycle._pause = self._checked_pause  # type: ignore[method-assign]
-        self._lifecycle._place = self._noted_place  # type: ignore[method-assign]
+        self._lifecycle.book = self._noted_book  # type: ignore[method-assign]
+        self._lifecycle.deliver = self._noted_deliver  # type: ignore[method-assign]
+        self._lifecycle.pause = self._checked_pause  # type: ignore[method-assign]
+        self._lifecycle.place = self._noted_place  # type: ignore[method-assign]
 
     def must_wait(self, request: Request) -> bool:
         """Whether a new request would take a place that another tenant's request is owed."""
         now, payer = self._world.clock.now, _payer(request)
         self._seen_s[payer] = now
-        owed = {_payer(w.tracked.request) for w in self._waiting._waits.values() if w.is_owed}
+        owed = {_payer(w.tracked.request) for w in self._waiting if w.is_owed}
         active = {name for name, seen_s in self._seen_s.items() if now - seen_s <= ACTIVE_S}
         active |= {_payer(tracked.request) for tracked in self._lifecycle.requests.values()}
         if not owed - {payer} or len(active) < 2:
@@ -125,12 +125,7 @@ class Fairness:
 
     def _checked_due(self, now: float) -> Iterator[TrackedRequest]:
         """Asserts that no other request that waits was before the one that is tried."""
-        delayed = self._waiting._order._delayed
-        left = [
-            wait.tracked
-            for wait in self._waiting._waits.values()
-            if delayed.get(wait.number, now) <= now
-        ]
+        left = [wait.tracked for wait in self._waiting if self._waiting.is_due(wait, now)]
         classes = self._classes(left, now)
         for tracked in self._due(now):
             own = self._place_of(tracked, classes)

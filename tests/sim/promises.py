@@ -86,10 +86,10 @@ class Promises:
         """`kept`: blocks of which some copy is not marked as spare."""
         world = self._world
         own = [life for life in world.lives.values() if isinstance(life, Life)]
-        cached = {key for life in own for key in life.instance.pool._block_of}
+        cached = set[BlockKey]().union(*(life.instance.pool.keys() for life in own))
         assert cached <= kept, "every copy of a block is marked as spare"
-        lifecycle = world.conductor._lifecycle
-        assert not len(lifecycle.waiting) and not lifecycle.shares._num_owed, "a wait never ended"
+        shares = world.conductor.lifecycle.shares
+        assert not world.conductor.num_waiting and not shares.num_owed_waiting, "a wait never ended"
         if world.options.faultless and not world.lost_with_head:
             # A decode waits for KVCache up to its deadline, and may go on until its abort comes.
             recomputed = sum(life.instance.counters.get("recomputed_tokens", 0) for life in own)

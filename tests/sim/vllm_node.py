@@ -85,10 +85,10 @@ class VllmLife(Member):
         pass
 
     def attempts(self) -> list[str]:
-        return [*self.instance._attempts, *self.server.attempts()]
+        return [*self.instance.attempt_ids, *self.server.attempts()]
 
     def keys_in_dram(self) -> set[BlockKey]:
-        return set(self.instance._cache.keys)
+        return set(self.instance.cached_keys)
 
     def keys_below(self) -> set[BlockKey]:
         return set()
@@ -179,9 +179,10 @@ class VllmLife(Member):
     def check_end(self) -> None:
         """Asserts that the announced blocks are those of the server."""
         self.server.check_end()
-        assert not self.instance._attempts, f"{self.instance_id} still holds attempts"
-        assert not self.instance._queue and not self._submitted
-        if self.instance._cache.source != "events":  # what it announces is assumed
+        assert self.instance.is_idle(), f"{self.instance_id} still holds attempts"
+        load = self.instance.load()
+        assert not load.num_waiting and not self._submitted and load.cache_view is not None
+        if load.cache_view.source != "events":  # what it announces is assumed
             return
         shared = [t for t in self.world.truths.values() if t.request.use_cache]
         public = {key for truth in shared for key in truth.named_contents(self.world.layout)}

@@ -528,7 +528,8 @@ class World:
         self.promises.check_end(kept)
         self.metering.check_end()
         conductor = self.conductor
-        assert not conductor.requests and not conductor._lifecycle._attempts
+        assert not conductor.requests
+        conductor.validate()
         for state in conductor.instances.values():
             assert not (state.prefills or state.decodes or state.serving)
             assert not conductor.index.expected(state.info.instance_id)

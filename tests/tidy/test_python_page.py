@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked.commands import run_command
+
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
@@ -17,8 +19,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("python")
     (command,) = re.findall(r"```sh\nmoonpool (.*)\n```", PAGE)
-    line = [sys.executable, "-m", "moonpool", *command.split()]
-    subprocess.run(line, cwd=folder, check=True, capture_output=True, timeout=120)
+    run_command(*command.split(), folder=folder, timeout_s=300).check_returncode()
     return folder
 
 

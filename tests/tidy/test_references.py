@@ -54,19 +54,28 @@ class Text(NamedTuple):
         return f"{self.path.relative_to(ROOT)}:{line}: {found.group()}"
 
 
-def texts_of_sources() -> Iterator[Text]:
-    """The comments and docstrings of all Python files; C++ files whole."""
+@cache
+def texts_of_sources() -> tuple[Text, ...]:
+    """The comments and docstrings of Python files that name something; C++ files whole."""
     examples = [*(ROOT / "examples").glob("*.py"), *ROOT.glob("*.py")]
+    found = []
     for path in [*SOURCES, *BESIDE, *TESTS, *examples]:
         source = path.read_text()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                yield Text(path, token.start[0], token.string)
+        if not _names(source):
+            continue
+        if any("#" in line and _names(line) for line in source.splitlines()):
+            for token in tokenize.generate_tokens(io.StringIO(source).readline):
+                if token.type == tokenize.COMMENT:
+                    found.append(Text(path, token.start[0], token.string))
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                yield Text(path, node.lineno, str(node.value.value))
-    for path in native_sources():
-        yield Text(path, 1, path.read_text())
+                found.append(Text(path, node.lineno, str(node.value.value)))
+    return (*found, *(Text(path, 1, path.read_text()) for path in native_sources()))
+
+
+def _names(text: str) -> bool:
+    """Whether it names a file or a module. Most sources do not, and reading them takes longer."""
+    return any(pattern.search(text) for pattern in (PATH, BARE, DOTTED))
 
 
 def texts_of_pages() -> Iterator[Text]:

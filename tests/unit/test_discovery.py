@@ -277,7 +277,6 @@ def test_a_listed_server_that_dies_again_and_again_is_held_off(
         async def found() -> None:
             nonlocal num_lives
             num_lives += 1
-            worker._gone = True
 
         class Link:
             def __init__(self, *_: object) -> None:
@@ -285,8 +284,11 @@ def test_a_listed_server_that_dies_again_and_again_is_held_off(
 
             def send(self, *_: object) -> None: ...
 
+            def stop(self, *_: object) -> None: ...
+
             async def run(self, *_: object) -> None:
-                worker._gone = num_lives < 6
+                if num_lives < 6:
+                    worker.leave_gone()
 
         async def sleep(seconds: float) -> None:
             if seconds in HOLD_OFFS.delays_s:

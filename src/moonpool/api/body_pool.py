@@ -220,6 +220,10 @@ class Patience:
         self._halvings: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
+    def __len__(self) -> int:
+        """Parties whose bodies have less time than those of others."""
+        return len(self._halvings)
+
     def of(self, party: str, num_bytes: int) -> float:
         """CPU seconds for a body of this size."""
         seconds: float = body_s(num_bytes) / 2 ** self._halvings.get(party, 0)

@@ -306,7 +306,7 @@ class _Reader:
         self._start = start
         self._note = note
         self._limits = limits
-        self._tokenizer = _open(start)
+        self._tokenizer = open_tokenizer(start)
         self._tokenizer.check_chat_template()
         self._limits.settle()
         self._preparer: Preparer | None = None
@@ -385,7 +385,7 @@ def main() -> None:
     os._exit(0)  # at once: what is left takes long to free
 
 
-def _open(start: BodyStart) -> Tokenizer:
+def open_tokenizer(start: BodyStart) -> Tokenizer:
     tokenizer: Tokenizer
     if start.tokenizer == BYTE_TOKENIZER:
         tokenizer = ByteTokenizer(start.vocab_size)

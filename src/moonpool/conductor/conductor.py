@@ -160,6 +160,11 @@ class Conductor:
         self._lifecycle.on_work = on_work
 
     @property
+    def lifecycle(self) -> RequestLifecycle:
+        """What moves the requests from their arrival to their end."""
+        return self._lifecycle
+
+    @property
     def requests(self) -> dict[RequestId, TrackedRequest]:
         """The requests under way."""
         return self._lifecycle.requests

@@ -139,12 +139,12 @@ class RequestLifecycle:
             text = "other tenants wait for their share of this cluster, and yours is used up"
             self._wait_or_reject(tracked, Rejection(429, FAIR_SHARE, text, 1.0), now)
         else:
-            self._place(tracked, now)
+            self.place(tracked, now)
         if request.request_id in self.requests:
             for accepted in self._observers.accepted:
                 accepted(tracked, now)
 
-    def _place(self, tracked: TrackedRequest, now: float) -> None:
+    def place(self, tracked: TrackedRequest, now: float) -> None:
         """Books the request's next attempt, lets the request wait, or rejects it."""
         if self._suspects.must_wait(tracked):
             self._hold_back(tracked, now)
@@ -168,7 +168,7 @@ class RequestLifecycle:
         ):
             self._hold_back(tracked, now)
         else:
-            self._book(tracked, planned, now)
+            self.book(tracked, planned, now)
 
     def _claim(
         self, tracked: TrackedRequest, rejection: Rejection, now: float
@@ -183,10 +183,10 @@ class RequestLifecycle:
             return planned
         victims = self._preemption.victims(tracked, planned.room_tokens, now)
         for victim in victims:
-            self._pause(victim, now)
+            self.pause(victim, now)
         return self._planner.plan(tracked, now) if victims else planned
 
-    def _pause(self, tracked: TrackedRequest, now: float) -> None:
+    def pause(self, tracked: TrackedRequest, now: float) -> None:
         """Ends an attempt in favour of another tenant's request. It goes on when there is room."""
         assert tracked.attempt is not None
         tracked.explanation.add("pauses: another tenant is owed its share of this cluster")
@@ -214,14 +214,14 @@ class RequestLifecycle:
         """Places requests that wait, as far as there are instances and room."""
         self._has_room = False
         for tracked in self.wait_rules.worth_trying(self._suspects.must_wait, now):
-            self._place(tracked, now)
+            self.place(tracked, now)
 
     def place_into_freed_room(self, now: float) -> None:
         """Places waiting requests if an answer has just ended."""
         if self._has_room:
             self.place_waiting(now)
 
-    def _book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
+    def book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         placement, footprint = planned.placement, planned.footprint
         self.wait_rules.note_attempt(tracked.request, 1)
         self.waiting.remove(tracked.request.request_id)
@@ -263,7 +263,7 @@ class RequestLifecycle:
             case DecodeAccepted():
                 assert attempt.first_token is not None
                 self._begin_decoding(tracked, attempt, now)
-                self._deliver(tracked, (attempt.first_token,), None, now)
+                self.deliver(tracked, (attempt.first_token,), None, now)
                 row = self._instances[attempt.decoder].row
                 self._table.grow(row, 1, self._add_tokens(tracked, attempt, 1))
             case TransferDone():
@@ -305,7 +305,7 @@ class RequestLifecycle:
     ) -> None:
         self._end_prefill(tracked, attempt, now)
         if report.finish is not None:
-            self._deliver(tracked, (report.token,), report.finish, now)
+            self.deliver(tracked, (report.token,), report.finish, now)
             self.end(tracked, report.finish.value, now)
             return
         assert attempt.decode is not None
@@ -349,7 +349,7 @@ class RequestLifecycle:
                 self._end_prefill(tracked, attempt, now)
                 self._begin_decoding(tracked, attempt, now)
             gaps_s = report.gap_s, item.longest_gap_s
-            self._deliver(tracked, item.tokens, item.finish, now, *gaps_s)
+            self.deliver(tracked, item.tokens, item.finish, now, *gaps_s)
             if attempt.decodes:
                 num_tokens += len(item.tokens)
                 room_tokens += self._add_tokens(tracked, attempt, len(item.tokens))
@@ -368,7 +368,7 @@ class RequestLifecycle:
         tracked.account.held_tokens += extra_tokens
         return extra_tokens
 
-    def _deliver(
+    def deliver(
         self,
         tracked: TrackedRequest,
         tokens: tuple[Token, ...],
@@ -452,9 +452,9 @@ class RequestLifecycle:
         for their TTFT SLO: for a place, or for room in a decode batch."""
         self._has_room |= self._suspects.end_long_turn(now)
         for waiting in self.waiting.over(now):
-            self._place(waiting, now)
+            self.place(waiting, now)
         for victim in self._preemption.overfull(now):
-            self._pause(victim, now)
+            self.pause(victim, now)
         for tracked, rejection in self._deadlines.late(now, self._cluster_state.answer_s):
             self._reject(tracked, rejection, now)
 
@@ -480,7 +480,7 @@ class RequestLifecycle:
         if delay_s:  # what failed twice at once may need a moment
             self.waiting.add(tracked, now + delay_s)
         else:
-            self._place(tracked, now)
+            self.place(tracked, now)
 
     # Ends
 

@@ -106,9 +106,9 @@ class EndpointWorker(VllmWorker):
             async with asyncio.timeout(self._shared.pause_s):
                 await self._look_now.wait()
 
-    def _leave_gone(self) -> None:
+    def leave_gone(self) -> None:
         self._shared.suspects.discard(self.instance_id)
-        super()._leave_gone()
+        super().leave_gone()
 
     def _submit(self, submit: SubmitRequest) -> None:
         self._shared.desk.on_submit(self, submit)

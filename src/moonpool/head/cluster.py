@@ -95,7 +95,7 @@ async def _begin(
     """Waits for the workers of the first head, and says where the cluster is. A further head serves
     at once: its requests wait for the workers."""
     begin = inherited.begin
-    shares = _shares(config) if begin.launch else []
+    shares = core_shares(config) if begin.launch else []
     link.prepared(shares, threads_per_process(config))
     if begin.launch:
         pin_thread(shares[0].others if shares else ())
@@ -206,7 +206,7 @@ def api_options(config: Config, keys: ApiKeys) -> ApiOptions:
     )
 
 
-def _shares(config: Config) -> list[CoreShare]:
+def core_shares(config: Config) -> list[CoreShare]:
     """Returns the cores of each worker, or an empty list if workers are not pinned."""
     engine = config.engine
     if engine.pinning == "off" or engine.device != "cpu" or engine.kind == "vllm":

@@ -94,7 +94,7 @@ class LocalLauncher:
         self._memory: dict[str, KeptMemoryFiles] = {}
         self._oom_kills = OomKills()
         self._kept = {
-            name: Keeper(name, partial(self._spawn, role, name), self._oom_kills)
+            name: Keeper(name, partial(self.spawn, role, name), self._oom_kills)
             for role, name in self._wanted
         }
         self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
@@ -139,7 +139,7 @@ class LocalLauncher:
             return  # it left again meanwhile
         role, place = self._listed[name]
         self._places[name] = ("--vllm", place)
-        keeper = Keeper(name, partial(self._spawn, role.value, name), self._oom_kills)
+        keeper = Keeper(name, partial(self.spawn, role.value, name), self._oom_kills)
         keeper.on_crash, keeper.is_started = self.on_crash, self._started
         if self._adopted.get(name):
             keeper.process = ForkedProcess(self._adopted.pop(name))
@@ -236,7 +236,8 @@ class LocalLauncher:
         if memory is not None:
             memory.close()
 
-    async def _spawn(self, role: str, instance_id: str) -> ChildProcess:
+    async def spawn(self, role: str, instance_id: str) -> ChildProcess:
+        """Starts a worker, without a keeper."""
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
         line += ["--exit-with-parent", *self._cores.get(instance_id, ())]
         line += [*self._flags, *self._places.get(instance_id, ())]

@@ -90,6 +90,11 @@ class PrefixIndex:
         """Length of what `match` returns: rows in use, and those free for the next instances."""
         return len(self._bits)
 
+    @property
+    def rows(self) -> dict[InstanceId, int]:
+        """The row of each instance."""
+        return {name: announced.row for name, announced in self._instances.items()}
+
     def add_instance(self, instance_id: InstanceId, incarnation: int, num_blocks: int = 1) -> int:
         """Adds an instance, or a new incarnation of one, without blocks. Events count
         only after a snapshot. `num_blocks` is the size of its DRAM pool. Returns its row."""

@@ -99,20 +99,30 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
 
     @property
     def local_host(self) -> str:
-        """This side's address as the peer sees it."""
+        """This side's host as the peer sees it."""
+        return self.local_address[0]
+
+    @property
+    def local_address(self) -> tuple[str, int]:
+        """This side's host and port as the peer sees them."""
         assert self._transport is not None
-        return str(self._transport.get_extra_info("sockname")[0])
+        host, port = self._transport.get_extra_info("sockname")[:2]
+        return str(host), int(port)
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert self._handshake is not None
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's class has another base
-        self._listener.on_connected()
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(
             self._handshake_s, self._fail, "the handshake took too long"
         )
+        self.begin(transport)
+
+    def begin(self, transport: asyncio.BaseTransport) -> None:
+        """Begins the handshake, without a limit to its time."""
+        assert self._handshake is not None
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class has another base
+        self._listener.on_connected()
         self._write_body(self._handshake.start())
 
     def data_received(self, data: bytes) -> None:

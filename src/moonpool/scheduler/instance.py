@@ -432,6 +432,7 @@ class Instance:
         self._kv_cache.spares.validate()
         self._prefetch.validate()
         requests, scheduler = self.requests.values(), self._scheduler
+        assert len(scheduler.order) <= len(requests)
         known = {r.owner for r in requests} | {r.fetch_owner for r in requests}
         known |= self._demotion.owners | self._promotion.owners | self._handover.owners
         assert {o for o in self.pool.owners() if o.kind != "read"} <= known

@@ -68,6 +68,11 @@ class Clock:
         self._sequence = 0
         self._num_dead = 0
 
+    @property
+    def heap_size(self) -> int:
+        """Timers in the heap: those that wait, and cancelled ones that are not removed yet."""
+        return len(self._heap)
+
     def __len__(self) -> int:
         """The number of waiting callbacks, without tombstones."""
         return len(self._heap) - self._num_dead

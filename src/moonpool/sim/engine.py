@@ -119,6 +119,11 @@ class SimEngine:
         return self._num_under_way > 0
 
     @property
+    def num_begun(self) -> int:
+        """Prompts that are begun and not complete."""
+        return len(self._began)
+
+    @property
     def busy_s(self) -> float:
         """Compute time of one stage until now, the finished part of the current step included."""
         now = self._clock.now

@@ -51,13 +51,13 @@ class Link:
         "_flows",
         "_level",
         "_network",
-        "_num_bound",
         "_num_open",
         "_spare",
         "_top",
         "_used",
         "bytes_per_s",
         "name",
+        "num_bound",
         "peak_flows",
     )
 
@@ -67,7 +67,7 @@ class Link:
         self.bytes_per_s = bytes_per_s
         self.peak_flows = 0
         self._flows: dict[Flow, None] = {}  # the moving ones, in order of joining
-        self._num_bound = 0  # flows whose bottleneck this is
+        self.num_bound = 0  # flows whose bottleneck this is
         self._used = 0.0  # sum of rates
         self._banked_bytes: float = 0  # an int, and exact, until something is cancelled
         self._banked_busy_s = 0.0
@@ -254,13 +254,13 @@ class Network:
             del link._flows[flow]
             link._banked_bytes += moved
             if flow._bottleneck is link:
-                link._num_bound -= 1
+                link.num_bound -= 1
             if not link._flows:
                 link._used = 0.0
                 link._banked_busy_s += now - link._busy_since_s
                 continue
             link._used -= rate
-            if link._num_bound and rate > 0.0:
+            if link.num_bound and rate > 0.0:
                 changed.append(link)
         flow._rate = 0.0
         flow._bottleneck = None
@@ -304,7 +304,7 @@ class Network:
         """Rates a flow at its limit at once if that affects no other flow. Returns whether."""
         more = flow.limit_bytes_per_s - flow._rate
         for link in flow.path:
-            if link._num_bound or link._used + more > link.bytes_per_s:
+            if link.num_bound or link._used + more > link.bytes_per_s:
                 return False
         for link in flow.path:
             link._used += more
@@ -350,9 +350,9 @@ class Network:
             bottleneck = flow._next_bottleneck
             if bottleneck is not flow._bottleneck:
                 if flow._bottleneck is not None:
-                    flow._bottleneck._num_bound -= 1
+                    flow._bottleneck.num_bound -= 1
                 if bottleneck is not None:
-                    bottleneck._num_bound += 1
+                    bottleneck.num_bound += 1
                 flow._bottleneck = bottleneck
             if flow._next_rate != flow._rate:
                 flow._settle(now)

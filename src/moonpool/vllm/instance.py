@@ -207,6 +207,16 @@ class VllmInstance:
         actions, self._actions = self._actions, []
         return actions
 
+    @property
+    def attempt_ids(self) -> list[AttemptId]:
+        """The attempts under way."""
+        return list(self._attempts)
+
+    @property
+    def cached_keys(self) -> tuple[BlockKey, ...]:
+        """The blocks that the server is known, or assumed, to have cached."""
+        return self._cache.keys
+
     def is_idle(self) -> bool:
         """Whether no attempt is under way."""
         return not self._attempts

@@ -301,7 +301,7 @@ class VllmWorker(InstanceProcess):
             except VllmError as error:
                 if await self._client.health() == "well":
                     return f"{facts.make} at {url}: {error}"
-                self._leave_gone()
+                self.leave_gone()
                 return ""
             engine.cost = ASSUMED_COST
         if engine.instance is None:
@@ -520,10 +520,11 @@ class VllmWorker(InstanceProcess):
             health = await self._client.health()
             unwell = 0 if health == "well" else unwell + WEIGHT[health]
             if unwell >= MAX_UNWELL:
-                self._leave_gone()
+                self.leave_gone()
                 return
 
-    def _leave_gone(self) -> None:
+    def leave_gone(self) -> None:
+        """Leaves the cluster, because the server is gone."""
         log.warning("%s is gone; the instance leaves until it is back", self._place.url)
         self._gone, self._joined = True, False
         self._link.stop("its server is gone")

@@ -30,7 +30,7 @@ def _deaf(original: Method) -> Method:
     return lambda *args: True
 
 
-@plant("retries start over", RequestLifecycle, "_deliver", like="dynamo#732")
+@plant("retries start over", RequestLifecycle, "deliver", like="dynamo#732")
 def _forget_delivered(original: Method) -> Method:
     def defective(self: RequestLifecycle, tracked: TrackedRequest, *rest: Any) -> None:
         original(self, tracked, *rest)
@@ -262,7 +262,7 @@ def _lost_with_it(original: Method) -> Method:
     return defective
 
 
-@plant("the last token is delivered twice", RequestLifecycle, "_deliver")
+@plant("the last token is delivered twice", RequestLifecycle, "deliver")
 def _twice(original: Method) -> Method:
     def defective(
         self: RequestLifecycle,

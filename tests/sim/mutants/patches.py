@@ -19,7 +19,8 @@ def nothing(original: Method) -> Method:
 @contextmanager
 def edited(actions_out: ActionBuffer, edit: Callable[[Any], Any]) -> Iterator[None]:
     """Passes each action that is added meanwhile through `edit`; None drops it."""
-    start = len(actions_out._actions)
+    before = actions_out.take()
     yield
-    kept = map(edit, actions_out._actions[start:])
-    actions_out._actions[start:] = [action for action in kept if action is not None]
+    kept = map(edit, actions_out.take())
+    for action in [*before, *(action for action in kept if action is not None)]:
+        actions_out.perform(action)

@@ -9,9 +9,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
+import uvicorn.server
 import uvloop
 
 from moonpool.api.app import http_server, make_app
@@ -261,13 +264,18 @@ def served(
             runner.run(server.serve(sockets=[listener]))
 
     thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
+    with patch.object(uvicorn.server, "asyncio", _QUICK):
+        thread.start()
+        try:
+            yield f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+_QUICK = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 20)})
+"""For uvicorn, which looks every 0.1 s whether all connections have ended, and 0.1 s after that."""
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:

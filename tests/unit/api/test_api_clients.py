@@ -238,7 +238,7 @@ def test_large_bodies_are_rendered_by_the_same_template() -> None:
         max_logprobs=1,
         yields=False,
     )
-    tokenizer = body_process._open(start)
+    tokenizer = body_process.open_tokenizer(start)
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "<Hi>"
 
 

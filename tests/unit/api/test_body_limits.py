@@ -164,7 +164,7 @@ def test_each_call_that_takes_too_long_shortens_the_next_and_each_good_one_lengt
         patience.note("a", was_exhausted)
     assert limits == [LIMIT_S / n for n in (1, 2, 4, 8, 8, 8, 4, 2, 1, 1)]
     assert patience.of("b", 0) == LIMIT_S
-    assert not patience._halvings and not patience._locks
+    assert len(patience) == 0
 
 
 def test_calls_that_are_in_a_process_when_it_dies_are_read_by_the_next() -> None:

@@ -331,10 +331,11 @@ def test_the_work_for_an_output_grows_with_its_length(
 ) -> None:
     """Each piece is added to a short text, and no character is read often."""
     template, text = LONG_OUTPUTS[kind]
-    copied, add = [0], TextSource.add
+    copied, sources, add = [0], set[TextSource](), TextSource.add
 
     def counted(source: TextSource, new: str) -> None:
         add(source, new)
+        sources.add(source)
         copied[0] += len(source._text)
 
     monkeypatch.setattr(TextSource, "add", counted)
@@ -345,4 +346,5 @@ def test_the_work_for_an_output_grows_with_its_length(
     said += reader.flush(cut=False)
     assert said
     assert copied[0] < 5000 * len(text) / 4
-    assert reader._source._num_reread < 9 * len(text) + (1 << 17)
+    [source] = sources
+    assert source.num_reread < 9 * len(text) + (1 << 17)

@@ -28,6 +28,7 @@ from benchmarks.suite.pool_in_vllm.workload import SHAPES, PoolWorkload, prefixe
 from moonpool_lab.demo.local_server import ServerError, free_port, is_alive
 from moonpool_lab.trial.answer import Answer
 from moonpool_lab.trial.tally import Phase, counts_of
+from tests.processes import children
 
 AGENTS = SHAPES["agents"]
 
@@ -209,8 +210,9 @@ class _WebPool(Pool):
 
 def test_a_pool_is_killed_and_starts_again_at_the_same_port(tmp_path: Path) -> None:
     pool = _WebPool(PoolPlace(sys.executable, tmp_path, 1 << 30, 32))
+    others = children()
     pool.start()
-    first = pool._running[0].pid
+    [first] = children() - others
     pool.kill()
     assert not is_alive(first)
     assert not pool.is_ready(0)

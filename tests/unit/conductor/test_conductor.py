@@ -34,6 +34,7 @@ from moonpool.protocol.messages import (
     StreamBroken,
     TransferDone,
 )
+from moonpool.rewind.snapshot import dump
 from moonpool.types import FinishReason, InstanceId, RequestId, Token
 
 
@@ -385,9 +386,9 @@ def test_reports_of_unknown_instances_are_ignored() -> None:
 def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
     desk = Desk("m0")
     for number in range(500):
-        desk.ask(f"r{number}", deadline_s=1e9)
-        desk.handle(RequestCancelled(RequestId(f"r{number}")))
-    assert len(desk.conductor._lifecycle._deadlines._ends) < 100
+        desk.ask(f"ended-{number}", deadline_s=1e9)
+        desk.handle(RequestCancelled(RequestId(f"ended-{number}")))
+    assert dump(desk.conductor).count(b"ended-") < 100
 
 
 def finished(num_tokens: int, reason: FinishReason = FinishReason.STOP) -> RequestFinished:

@@ -16,6 +16,7 @@ from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.cost.online import MIN_SAMPLES, STEPS_PER_SAMPLE
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StartPrefill
 from moonpool.request_record import RequestRecord
+from moonpool.rewind.snapshot import dump
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
 
 ADMISSIONS = ["none", "baseline", "early", "predictive", "goodput"]
@@ -207,10 +208,11 @@ def test_a_flood_that_waits_is_refused_beyond_its_part(monkeypatch: pytest.Monke
 def test_finished_answers_leave_no_call_behind() -> None:
     desk = Desk("p0", "d0")
     for number in range(3):
-        desk.ask(f"c~{number}", call="c")
+        desk.ask(f"c~{number}", call="a call")
         desk.decoding(f"c~{number}/{number + 1}")
+        assert b"a call" in dump(desk.conductor)
         desk.tokens("d0", 51, finish=FinishReason.STOP, work=f"c~{number}/{number + 1}")
-    assert not desk.conductor._lifecycle.wait_rules._calls
+    assert b"a call" not in dump(desk.conductor)
 
 
 def test_a_choice_goes_on_waiting_when_those_before_it_have_ended() -> None:

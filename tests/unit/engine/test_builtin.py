@@ -60,7 +60,7 @@ def _pairs(count: int) -> dict[str, str]:
     return {"".join(rng.choices(pick, k=4)): "".join(rng.choices(pick, k=6)) for _ in range(count)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_recalls_values_thousands_of_tokens_back(dtype: str) -> None:
     pairs = _pairs(200)
     text = "".join(f"[{key}={value}]" for key, value in pairs.items())

@@ -79,11 +79,11 @@ def test_a_file_that_is_no_library_is_a_reason_not_a_crash(sources_in: Path) -> 
 def test_a_cpu_without_the_instructions_is_told_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     if available() is not None:
         pytest.skip(str(available()))
-    own = native_library._open
+    own = native_library.open_file
     library, usable = own(build.find_library() or Path())
     if len(usable) < 2:
         pytest.skip("the kernels here have one instruction set")
-    monkeypatch.setattr(native_library, "_open", lambda path: (library, usable[:1]))
+    monkeypatch.setattr(native_library, "open_file", lambda path: (library, usable[:1]))
     assert open_kernels()[0] == usable[0]
     with pytest.raises(NativeUnavailableError, match=f"they have {usable[0]}"):
         open_kernels(native_library.ISAS[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,8 +78,12 @@ def test_a_whole_response_says_what_it_used() -> None:
 
 
 def test_an_event_without_an_end_takes_no_memory() -> None:
-    watch = ResponseWatch(is_stream=True)
-    for _ in range(3 * MAX_REST_BYTES // 65_536):
-        watch.feed(b"x" * 65_536)
-        assert len(watch._rest) <= MAX_REST_BYTES + 65_536
+    watch, piece = ResponseWatch(is_stream=True), b"x" * 65_536
+    tracemalloc.start()
+    try:
+        for _ in range(3 * MAX_REST_BYTES // len(piece)):
+            watch.feed(piece)
+            assert tracemalloc.get_traced_memory()[0] < 2 * MAX_REST_BYTES
+    finally:
+        tracemalloc.stop()
     assert watch.feed(b"\n" + COMPLETION) == 3

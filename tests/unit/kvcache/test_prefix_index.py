@@ -29,7 +29,7 @@ def held(index: PrefixIndex, names: list[int]) -> dict[str, int]:
 
 def by_name(index: PrefixIndex, depths: Depths) -> dict[str, int]:
     """Depths that are not zero; those of rows without an instance must be."""
-    rows = {announced.row: name for name, announced in index._instances.items()}
+    rows = {row: name for name, row in index.rows.items()}
     assert len(depths) == index.num_rows
     return {rows[row]: int(depth) for row, depth in enumerate(depths) if depth}
 
@@ -121,7 +121,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert by_name(self.index, match.hits) == {n: d for n, d in hitting.items() if d}
         self.check_tiers(prompt, match)
         assert match.deepest == max(holding.values(), default=0)
-        few = [self.index._instances[InstanceId(n)].row for n, d in holding.items() if d]
+        few = [self.index.rows[InstanceId(n)] for n, d in holding.items() if d]
         assert sorted(match.deepest_rows) == sorted(few)
 
     def check_tiers(self, prompt: list[int], match: PrefixMatch) -> None:

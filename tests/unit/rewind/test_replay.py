@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from moonpool.cli.main import cli
 from moonpool.conductor.actions import InstanceLost, Reported, Tick
+from moonpool.conductor.attempt_planner import Policies
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import ConductorConfig
 from moonpool.plugins.policies import own_classes
@@ -38,6 +39,7 @@ RUNS = {
     "reuse": "--kv-tokens 300000 --ssd-tokens 1000000 --prefill 2 --decode 2",
     "own": "--placement least_loaded:LeastLoaded --prefill 2 --decode 2",
 }
+QUICK = ("faults", "reuse", "own")
 
 
 class Recorder:
@@ -49,23 +51,28 @@ class Recorder:
         self.file = b""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        handle, recorder = Conductor.handle, self
+        handle, init, recorder = Conductor.handle, Conductor.__init__, self
         logs: dict[int, EventLog] = {}
+        made: dict[int, tuple[ConductorConfig, Policies]] = {}
+
+        def noted(conductor: Conductor, config: ConductorConfig, *args: Any, **more: Any) -> None:
+            init(conductor, config, *args, **more)
+            made[id(conductor)] = config, more.get("policies") or Policies()
 
         def logged(conductor: Conductor, event: Any, now: float) -> Any:
             log = logs.setdefault(id(conductor), EventLog(recorder.max_bytes))
             actions = handle(conductor, event, now)
             log.note(event, now, actions)
             if log.full:
-                own = own_classes(conductor._planner._policies)
-                log.begin().checkpoint = dump(conductor, own)
+                log.begin().checkpoint = dump(conductor, own_classes(made[id(conductor)][1]))
                 recorder.num_segments += 1
-            config = conductor._planner._config
+            config = made[id(conductor)][0]
             recorder.finish = lambda: write_file(
                 log, "1", "", config, conductor.default_slo, {}, 0.0
             )
             return actions
 
+        monkeypatch.setattr(simulation.Conductor, "__init__", noted)
         monkeypatch.setattr(simulation.Conductor, "handle", logged)
 
     finish: Any = None
@@ -80,7 +87,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("max_bytes", [pytest.param(1 << 30, marks=pytest.mark.long), 600_000])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in RUNS]
+)
 def test_the_replay_decides_the_same(
     name: str, max_bytes: int, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ def test_engines_are_pinned_where_there_is_a_core_for_each_of_their_threads(
     monkeypatch.setattr(cluster, "read_cores", lambda: machine(1, 4))
     monkeypatch.setattr(cluster, "usable_cores", lambda: 4)
     config = parse_config("", {"engine": {"pinning": pinning, "threads": threads}})
-    assert len(cluster._shares(config)) == num_pinned
+    assert len(cluster.core_shares(config)) == num_pinned
 
 
 def test_two_nodes_as_the_kernel_describes_them(

@@ -270,7 +270,7 @@ def test_an_increment_clears_a_call_of_kills_but_not_of_crashes() -> None:
     def grown(keeper: LogKeeper, sock: socket.socket) -> KeptStream | None:
         found = kept(keeper, sock)
         assert found is not None
-        found._log.append(msgspec.msgpack.encode(["t", 1, 1]))
+        found.log.append(msgspec.msgpack.encode(["t", 1, 1]))
         found.note(0, Output(tokens=(Token(5),)))
         return found
 

@@ -227,11 +227,7 @@ def test_a_head_with_a_standby_that_is_silent_counts_as_lost(
     monkeypatch.setattr(head_link, "SILENT_HEAD_S", 0)
 
     def promise(channel: HeadChannel) -> None:
-        address = HeadAddress(host="127.0.0.1", port=channel_port(channel))
+        address = HeadAddress(host="127.0.0.1", port=channel.local_address[1])
         channel.send(Leadership(epoch=1, standbys=(address,)))
-
-    def channel_port(channel: HeadChannel) -> int:
-        assert channel._transport is not None
-        return int(channel._transport.get_extra_info("sockname")[1])
 
     assert follow(FakeHead([promise, stop])) == (["head", "lost", "head"], "")

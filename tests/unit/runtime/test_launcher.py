@@ -42,7 +42,7 @@ def test_workers_that_cannot_be_kept_up_end_the_start(
         raise OSError("no more processes")
 
     monkeypatch.setattr(keeper_module, "MAX_RESTARTS", 0)
-    monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
+    monkeypatch.setattr(LocalLauncher, "spawn", spawn)
 
     async def run() -> None:
         config = parse_config("", {"cluster": {"prefill": 1, "decode": 0, "mixed": 1}})
@@ -74,7 +74,7 @@ def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
             spawned.append(process.pid)
             return process
 
-        monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
+        monkeypatch.setattr(LocalLauncher, "spawn", spawn)
         launcher = LocalLauncher(PAIR, 1, b"secret", 1)
         launcher.start()
         await asyncio.sleep(0.05)
@@ -99,8 +99,8 @@ def test_a_worker_is_told_its_cores_each_time_it_is_started(
     async def run() -> None:
         launcher = LocalLauncher(PAIR, 1, b"secret", 2, shares)
         for role, name in ((Role.DECODE, "decode-0"), (Role.PREFILL, "prefill-0")) * 2:
-            await launcher._spawn(role, name)
-        await make_launcher()._spawn(Role.PREFILL, "prefill-0")
+            await launcher.spawn(role, name)
+        await make_launcher().spawn(Role.PREFILL, "prefill-0")
 
     uvloop.run(run())
     told = [words[words.index("--cores") + 1 :][:3] for words in spawned if "--cores" in words]
@@ -118,7 +118,7 @@ def test_a_worker_that_stands_still_is_killed_and_started_anew(
         return processes[-1]
 
     async def run() -> None:
-        monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
+        monkeypatch.setattr(LocalLauncher, "spawn", spawn)
         launcher = make_launcher()
         launcher.start()
         while not processes:
@@ -151,7 +151,7 @@ def test_a_worker_that_served_well_is_started_again_without_a_delay(
 
     monkeypatch.setattr(keeper_module, "RESTARTS", RetryDelays((0.0, 0.02, 0.04)))
     monkeypatch.setattr(keeper_module, "SERVING_STEADY_S", serving_steady_s)
-    monkeypatch.setattr(LocalLauncher, "_spawn", spawn)
+    monkeypatch.setattr(LocalLauncher, "spawn", spawn)
 
     def waited() -> list[str]:
         return re.findall(r"the next one starts in ([0-9.]+) s", caplog.text)

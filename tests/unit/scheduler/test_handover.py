@@ -104,7 +104,7 @@ def test_blocks_in_a_shared_store_are_not_lost_with_an_instance() -> None:
     bench.handle(LookUpEnded(lookup_id="a", num_blocks=0))
     while bench.step is not None:
         bench.end_step()
-    tier, keys = bench.instance._kv_cache.tier, keys_of(tuple(range(100, 100 + 4 * SIZE)))
+    tier, keys = bench.instance.tier, keys_of(tuple(range(100, 100 + 4 * SIZE)))
     assert tier is not None
 
     def longest(lost_with_it: bool = True) -> tuple[BlockKey, ...]:

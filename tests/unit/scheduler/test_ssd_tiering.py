@@ -100,7 +100,7 @@ class TiersMachine(RuleBasedStateMachine):
         pool, tier = self.kv_cache.pool, self.tier()
         for name in keys[:reach]:
             assert (pool.find(name) is None) == (name in absent)
-        assert all(tier.slot_of(n) is not None or n in self.promotion._loading for n in absent)
+        assert all(self.promotion.present(list(absent)))
         if absent and tier.usable:
             self.promotion.load(absent)
         self.after()

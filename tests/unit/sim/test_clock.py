@@ -154,7 +154,7 @@ def test_tombstones_are_never_most_of_the_heap() -> None:
     kept = [clock.at(1e9 + n, Priority.TICK, ran.append, n) for n in range(100, 0, -1)]
     for number in range(10_000):
         clock.at(2e9 + number, Priority.TICK, ran.append, -1).cancel()
-        assert len(clock._heap) <= 2 * max(len(clock), MIN_HEAP_TO_COMPACT)
+        assert clock.heap_size <= 2 * max(len(clock), MIN_HEAP_TO_COMPACT)
         assert len(clock) == len(kept)
     clock.run()
     assert ran == list(range(1, 101))
@@ -173,7 +173,7 @@ def test_compaction_from_within_a_callback_loses_nothing() -> None:
 
     clock.at(1.0, Priority.TICK, cancel_all)
     clock.run()
-    assert ran == list(range(90)) and not clock._heap and clock._num_dead == 0
+    assert ran == list(range(90)) and clock.heap_size == len(clock) == 0
 
 
 def test_an_exception_propagates_and_the_clock_can_run_on() -> None:

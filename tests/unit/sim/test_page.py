@@ -209,7 +209,7 @@ def test_changed_settings_stand_out() -> None:
     assert "<dt>threads</dt>" not in page  # says nothing about what was simulated
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "77"])
+@pytest.mark.parametrize("hash_seed", ["1", pytest.param("77", marks=pytest.mark.long)])
 def test_the_same_run_gives_the_same_bytes(hash_seed: str, tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import test_page as t; "

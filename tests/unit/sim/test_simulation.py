@@ -259,7 +259,7 @@ def test_what_is_given_up_at_its_deadline_leaves_nothing_either() -> None:
     assert figures["failed"] > 20
     assert_nothing_left(simulation)
     # A prompt that was begun and given up must not be remembered for ever.
-    assert [len(node.engine._began) for node in simulation.nodes.values()] == [0] * 4
+    assert [node.engine.num_begun for node in simulation.nodes.values()] == [0] * 4
 
 
 @pytest.mark.long

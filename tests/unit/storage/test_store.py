@@ -194,7 +194,9 @@ def test_the_queue_is_bounded_and_close_ends_everything(
         write(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(segments_module.Segments, "write", slow)
-    bench.store._writing._max_tasks = 4
+    monkeypatch.setattr(store_module, "MAX_GROUPS_WAITING", 4)
+    bench.store.close()
+    bench.open()
     for number in range(12):
         bench.store.store(f"s{number}", (key_of(0),), (BlockId(0),), (number,))
         if number < 2:  # one for each thread

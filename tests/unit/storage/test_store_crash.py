@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ from moonpool_engine.storage.format import (
 )
 from moonpool_engine.storage.index import open_index
 from moonpool_engine.storage.verify import verify_folder
+from tests.forked.commands import ForkedCommand
 
 PAIRS = {0: 0, 1: 1, 2: 2}
 KILLED_WRITER = Path(__file__).with_name("store_writer.py")
@@ -184,8 +183,13 @@ def run_and_kill(
     """Returns, by slot, the keys that the writer stored and the keys it last began to store."""
     log = root.parent / "log"
     with log.open("w") as out:
-        command = [sys.executable, str(KILLED_WRITER), str(root), str(slice_bytes), str(seed)]
-        process = subprocess.Popen(command, stdout=out)
+        process = ForkedCommand(
+            [str(root), str(slice_bytes), str(seed)],
+            out.fileno(),
+            out.fileno(),
+            script=KILLED_WRITER.read_text(),
+            folder=KILLED_WRITER.parent,
+        )
         while "ready" not in log.read_text():
             assert process.poll() is None
             time.sleep(0.01)

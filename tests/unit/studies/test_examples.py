@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked.commands import LocalServer
+from tests.forked.commands import LocalServer, run_command
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 MAX_LINES = 45
@@ -30,8 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with the trace that the examples' page makes."""
     folder = tmp_path_factory.mktemp("examples")
     (command,) = re.findall(r"^moonpool (trace .*)$", (EXAMPLES / "README.md").read_text(), re.M)
-    line = [sys.executable, "-m", "moonpool", *command.split()]
-    subprocess.run(line, cwd=folder, check=True, capture_output=True, timeout=120)
+    run_command(*command.split(), folder=folder, timeout_s=300).check_returncode()
     return folder
 
 

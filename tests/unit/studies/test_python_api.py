@@ -13,11 +13,11 @@ import pytest
 
 import moonpool
 from moonpool import TraceRow, TraceRows
+from tests.forked.commands import run_command
 
 
 def command(folder: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "moonpool", *arguments]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = run_command(*arguments, folder=folder, timeout_s=300)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -7,6 +7,7 @@ import secrets
 import msgspec
 import pytest
 
+from moonpool.link import auth
 from moonpool.link.auth import (
     HELLO_FORM,
     AuthError,
@@ -17,7 +18,14 @@ from moonpool.link.auth import (
     Proof,
     ServerHandshake,
 )
-from moonpool.protocol.versions import OWN, UNSTATED, Agreed, VersionRange, Versions
+from moonpool.protocol.versions import (
+    OWN,
+    STATED_BYTES,
+    UNSTATED,
+    Agreed,
+    VersionRange,
+    Versions,
+)
 from moonpool.types import InstanceId
 
 SECRET = b"s3cret"
@@ -152,10 +160,11 @@ def without_statement(hello: Hello) -> Hello:
     return msgspec.structs.replace(hello, nonce=secrets.token_bytes(32))
 
 
-def test_a_peer_that_states_nothing_speaks_protocol_10() -> None:
-    client = ClientHandshake(SECRET, identity("c"))
+def test_a_peer_that_states_nothing_speaks_protocol_10(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerHandshake(SECRET, identity("s"))
-    client._hello = without_statement(client._hello)
+    with monkeypatch.context() as patched:  # all of its nonce is random
+        patched.setattr(auth, "state_versions", lambda _: secrets.token_bytes(STATED_BYTES))
+        client = ClientHandshake(SECRET, identity("c"))
     run(client, server)
     assert server.agreed == Agreed(UNSTATED.protocol.newest, 1)
 

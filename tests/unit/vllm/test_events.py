@@ -118,10 +118,13 @@ class Publisher:
     def __init__(self, zmq: Any) -> None:
         context = zmq.asyncio.Context.instance()
         self.zmq, self.sent = zmq, list[tuple[int, bytes]]()
-        self.out, self.again = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self.out, self.again = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
         self.events = f"tcp://127.0.0.1:{self.out.bind_to_random_port('tcp://127.0.0.1')}"
         self.replay = f"tcp://127.0.0.1:{self.again.bind_to_random_port('tcp://127.0.0.1')}"
         self.kept = 1000
+
+    async def await_subscription(self) -> None:
+        assert await self.out.recv() == b"\x01"
 
     async def publish(self, number: int, tokens: list[int], loses: bool = False) -> None:
         stored = STORED | {"block_hashes": [number], "token_ids": tokens}
@@ -145,10 +148,10 @@ class Publisher:
 
 
 def follow(
-    scenario: Callable[[Publisher, Callable[[int], Any]], Any], replay: bool = True
+    scenario: Callable[[Publisher, Callable[..., Any]], Any], replay: bool = True
 ) -> list[CacheEventsReceived]:
     """Returns the events that a reader got while the scenario ran. The scenario gets the
-    publisher, and a function that waits for a number of events."""
+    publisher, and a function that waits for a number of events, and for the hash of the last."""
     zmq = pytest.importorskip("zmq")
     pytest.importorskip("zmq.asyncio")
     told: list[CacheEventsReceived] = []
@@ -160,13 +163,14 @@ def follow(
         await scenario(publisher, lambda n: None)  # before the reader comes
         following = asyncio.create_task(reader.run(told.append))
 
-        async def wait_for(count: int) -> None:
+        async def wait_for(count: int, last: int | None = None) -> None:
             async with asyncio.timeout(60):
-                while len(told) < count:
+                while len(told) < count or last not in (None, *words(told)[-1:]):
                     await asyncio.sleep(0.01)
 
         try:
-            await asyncio.sleep(0.3)  # a subscription takes a moment
+            async with asyncio.timeout(60):
+                await publisher.await_subscription()
             await scenario(publisher, wait_for)
         finally:
             following.cancel()
@@ -188,7 +192,7 @@ def words(told: list[CacheEventsReceived]) -> list[int | str]:
 
 
 def test_what_was_said_before_the_reader_came_is_repeated() -> None:
-    async def scenario(publisher: Publisher, wait_for: Callable[[int], Any]) -> None:
+    async def scenario(publisher: Publisher, wait_for: Callable[..., Any]) -> None:
         if not publisher.sent:
             await publisher.publish(0, [1, 2])
             await publisher.publish(1, [3, 4])
@@ -201,7 +205,7 @@ def test_what_was_said_before_the_reader_came_is_repeated() -> None:
 
 
 def test_what_was_lost_on_the_way_is_repeated_in_order() -> None:
-    async def scenario(publisher: Publisher, wait_for: Callable[[int], Any]) -> None:
+    async def scenario(publisher: Publisher, wait_for: Callable[..., Any]) -> None:
         if not publisher.sent:
             await publisher.publish(0, [1, 2])
             return
@@ -216,19 +220,18 @@ def test_what_was_lost_on_the_way_is_repeated_in_order() -> None:
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_what_cannot_be_repeated_makes_it_forget(replay: bool) -> None:
-    async def scenario(publisher: Publisher, wait_for: Callable[[int], Any]) -> None:
+    async def scenario(publisher: Publisher, wait_for: Callable[..., Any]) -> None:
         if not publisher.sent:
             await publisher.publish(0, [1, 2])
             return
         await publisher.publish(1, [1, 2])
-        await wait_for(1)
-        before = len(publisher.sent)
+        await wait_for(1, last=1)
         publisher.kept = 1
         await publisher.publish(2, [1, 2], loses=True)
         await publisher.publish(3, [1, 2])
-        await wait_for(before)
+        await wait_for(2, last=3)
         await publisher.publish(4, [1, 2])
-        await asyncio.sleep(0.3)
+        await wait_for(3, last=4)
 
     found = words(follow(scenario, replay))
     assert found[-1] == 4
@@ -238,7 +241,7 @@ def test_what_cannot_be_repeated_makes_it_forget(replay: bool) -> None:
 
 
 def test_a_publisher_that_begins_anew_is_another_one() -> None:
-    async def scenario(publisher: Publisher, wait_for: Callable[[int], Any]) -> None:
+    async def scenario(publisher: Publisher, wait_for: Callable[..., Any]) -> None:
         if not publisher.sent:
             await publisher.publish(0, [1, 2])
             await publisher.publish(1, [1, 2])
@@ -247,7 +250,7 @@ def test_a_publisher_that_begins_anew_is_another_one() -> None:
         await publisher.publish(0, [7, 8])
         await wait_for(3)
         await publisher.publish(1, [7, 8])
-        await asyncio.sleep(0.3)
+        await wait_for(4, last=1)
 
     assert words(follow(scenario)) == [0, 1, "lost", 0, 1]
 

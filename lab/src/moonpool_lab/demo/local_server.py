@@ -90,7 +90,7 @@ class LocalServer:
         return [worker["pid"] for worker in self._listed("attention")]
 
     def _listed(self, of: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = msgspec.json.decode(self._get("/cluster", 10.0)[1])[of]
+        found: list[dict[str, Any]] = msgspec.json.decode(self._get("/cluster", 60.0)[1])[of]
         return found
 
     def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = 20.0) -> int:

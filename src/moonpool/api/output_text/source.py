@@ -35,7 +35,7 @@ class TextSource:
         self._at = 0
         self._num_dropped = 0  # characters before the text
         self._dropped: list[str] = []  # the last of them, where a place may be returned to
-        self._num_reread = 0  # characters that were read without a result
+        self.num_reread = 0  # characters that were read without a result
         self._num_kept = 0  # places that may be returned to
         self._settled = 0  # none before this place
         self.answer_at = 0  # characters before the answer: reasoning and its tags
@@ -60,7 +60,7 @@ class TextSource:
         Finds nothing where too many attempts failed, so that no output takes quadratic time.
         """
         place = self._keep()
-        if self._num_reread > _MOST_REREAD * place + _FREE_REREAD_CHARS:
+        if self.num_reread > _MOST_REREAD * place + _FREE_REREAD_CHARS:
             steps = _nothing()
         found = yield from steps
         self._release(place, goes_back=not found)
@@ -90,7 +90,7 @@ class TextSource:
     def _release(self, place: int, goes_back: bool) -> None:
         self._num_kept = max(self._num_kept - 1, 0)
         if goes_back and place >= self._settled:
-            self._num_reread += self._num_dropped + self._at - place
+            self.num_reread += self._num_dropped + self._at - place
             dropped = "".join(self._dropped)
             self._text = dropped + self._text
             self._num_dropped -= len(dropped)

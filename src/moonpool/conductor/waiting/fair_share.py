@@ -123,6 +123,11 @@ class FairShare(ClusterObserver):
         level = self.level(tenant, now) + num_tokens / self.weight(tenant)
         return level <= (mean if is_patient else QUICK_SHARE * mean)
 
+    @property
+    def num_owed_waiting(self) -> int:
+        """Waiting requests of tenants that are owed."""
+        return sum(self._num_owed.values())
+
     def begin_wait(self, tenant: str) -> None:
         self._num_owed[tenant] = self._num_owed.get(tenant, 0) + 1
 

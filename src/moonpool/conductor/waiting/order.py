@@ -46,6 +46,10 @@ class WaitingOrder:
         self._delayed[number] = not_before_s
         return number
 
+    def is_due(self, number: int, now: float) -> bool:
+        """Whether the delay of a request is over."""
+        return self._delayed.get(number, now) <= now
+
     def leave(self, number: int) -> None:
         tracked = self._entered.pop(number)
         if self._delayed.pop(number, None) is not None:

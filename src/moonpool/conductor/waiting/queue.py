@@ -73,6 +73,10 @@ class WaitingRequests:
     def __len__(self) -> int:
         return len(self._waits)
 
+    def __iter__(self) -> Iterator[_Wait]:
+        """Those that wait, in the order in which they came."""
+        return iter(self._waits.values())
+
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._waits
 
@@ -193,6 +197,10 @@ class WaitingRequests:
     def due(self, now: float) -> Iterator[TrackedRequest]:
         """Yields the requests that may be placed now, in their order; they may leave meanwhile."""
         return self._order.due(now)
+
+    def is_due(self, wait: _Wait, now: float) -> bool:
+        """Whether the delay of one that waits is over."""
+        return self._order.is_due(wait.number, now)
 
     def _is_waiting(self, tracked: TrackedRequest) -> bool:
         return tracked.request.request_id in self._waits

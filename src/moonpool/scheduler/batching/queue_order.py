@@ -32,6 +32,10 @@ class QueueOrder:
         self._accounts = TenantAccounts(CREDIT_TOKENS)
         self._priorities: Counter[int] = Counter()
 
+    def __len__(self) -> int:
+        """The requests that have not left."""
+        return sum(self._priorities.values())
+
     def enter(self, request: RequestState) -> None:
         attempt = request.attempt
         request.account = self._accounts.enter(payer_of(attempt.tenant), attempt.share)

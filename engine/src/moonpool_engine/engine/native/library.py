@@ -115,7 +115,7 @@ def open_kernels(isa: str | None = None) -> tuple[str, dict[torch.dtype, Kernels
         raise NativeUnavailableError(
             "the kernels are not built: run `python -m moonpool_engine.engine.native.build`"
         )
-    library, usable = _open(path)
+    library, usable = open_file(path)
     chosen = isa or usable[-1]
     if chosen not in ISAS:
         raise NativeUnavailableError(f"no kernels for {chosen!r}: use one of {', '.join(ISAS)}")
@@ -126,7 +126,7 @@ def open_kernels(isa: str | None = None) -> tuple[str, dict[torch.dtype, Kernels
     return chosen, {dtype: Kernels(library, kind, chosen) for dtype, kind in _TYPES.items()}
 
 
-def _open(path: Path) -> tuple[ctypes.CDLL, tuple[str, ...]]:
+def open_file(path: Path) -> tuple[ctypes.CDLL, tuple[str, ...]]:
     """The library, and the instruction sets that it has for this CPU: at least one."""
     try:
         library = ctypes.CDLL(str(path))
