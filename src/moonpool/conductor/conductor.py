@@ -53,6 +53,7 @@ from moonpool.conductor.waiting.rules import WaitRules
 from moonpool.config.slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
 from moonpool.config.tables import ADMISSIONS, PLACEMENTS, ConductorConfig
 from moonpool.protocol.messages import (
+    AdaptersLoaded,
     BlocksChanged,
     BlocksSnapshot,
     CostMeasured,
@@ -321,6 +322,9 @@ class Conductor:
                 self.cost_estimator.take_profile(state, report.cost)
                 if report.address is not None:
                     state.info = msgspec.structs.replace(state.info, address=report.address)
+            case AdaptersLoaded():
+                names = tuple(adapter.name for adapter in report.adapters)
+                state.info = msgspec.structs.replace(state.info, adapters=names)
             case RoleChanged():
                 self._actions += self.roles.on_role_changed(state, report.role, now)
             case HotPrefixes():

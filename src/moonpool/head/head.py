@@ -68,6 +68,7 @@ from moonpool.link.tls import PeerTls
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import SILENCE_S, Apply, ApplyStandby, Joined, Setup, Stop
 from moonpool.protocol.messages import (
+    AdaptersLoaded,
     ForwardedCall,
     InstanceInfo,
     InstanceLoad,
@@ -513,6 +514,9 @@ class ClusterHead:
                 model.observer.instance_load(state, report)
         elif isinstance(report, TransferDone):
             model.observer.transfer_done(report)
+        elif isinstance(report, AdaptersLoaded):
+            self.served.note_adapters(link.instance_id, report.adapters)
+            self._tell_instances()
         with nullcontext() if self.fronts is None else self.fronts.hears(report):
             self._post(Reported(link.instance_id, report), model)
 
@@ -537,6 +541,7 @@ class ClusterHead:
             if model is not None and not self._is_leaving(link.instance_id):
                 model.observer.instance_lost(link.instance_id)
             self._post(InstanceLost(link.instance_id, reason))
+            self.served.note_lost(link.instance_id)
             self._tell_instances()
 
     def _is_leaving(self, instance_id: InstanceId) -> bool:
