@@ -20,6 +20,7 @@ from moonpool.conductor.actions import (
     DrainRequested,
     HotRequested,
     InstanceCrashed,
+    InstanceForgotten,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -217,6 +218,9 @@ class Conductor:
                 self._on_instance_lost(event.instance_id, event.reason, now)
             case InstanceCrashed():
                 self._lifecycle.on_instance_crashed(event.instance_id, now)
+            case InstanceForgotten():
+                self._lifecycle.waiting.note_joined(event.instance_id)
+                self._lifecycle.place_waiting(now)
             case DrainRequested():
                 self._drain(event.instance_id, event.within_s, event.why, now, event.returns)
             case HotRequested():

@@ -27,6 +27,7 @@ from moonpool.conductor.actions import (
     Deliver,
     DrainRequested,
     InstanceCrashed,
+    InstanceForgotten,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -71,9 +72,7 @@ from moonpool.protocol.messages import (
     AdaptersLoaded,
     ForwardedCall,
     InstanceInfo,
-    InstanceLoad,
     Report,
-    TransferDone,
 )
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.transfer_events import PeerAddress
@@ -225,6 +224,9 @@ class ClusterHead:
         model.conductor.watch(self.work)
         if self._launched:
             self._post(InstancesLaunched(self._launched), model)
+
+    def on_moved(self, instance_id: InstanceId, former: ServedModel) -> None:
+        self._post(InstanceForgotten(instance_id), former)
 
     async def submit(
         self,
@@ -508,13 +510,8 @@ class ClusterHead:
         model = self.served.of(link.instance_id)
         if self._links.get(link.instance_id) is not link or model is None:
             return  # it has not joined, or another connection has replaced it
-        if isinstance(report, InstanceLoad):
-            state = self.served.state(link.instance_id)
-            if state is not None:
-                model.observer.instance_load(state, report)
-        elif isinstance(report, TransferDone):
-            model.observer.transfer_done(report)
-        elif isinstance(report, AdaptersLoaded):
+        model.note_report(link.instance_id, report)
+        if isinstance(report, AdaptersLoaded):
             self.served.note_adapters(link.instance_id, report.adapters)
             self._tell_instances()
         with nullcontext() if self.fronts is None else self.fronts.hears(report):

@@ -105,7 +105,10 @@ def _with_cache(offer: ModelOffer, metrics: str, rank: int | None) -> VllmFacts:
     labels = ranks.get(str(rank), found[0])
     block_size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
     block_tokens = int(block_size) if block_size.isdigit() else 0
-    num_blocks = int(blocks) if blocks.isdigit() else 0
+    # Without a rank, it is all of them.
+    counted = [labels] if rank is not None or not ranks else list(ranks.values())
+    numbers = [each.get("num_gpu_blocks", "") for each in counted]
+    num_blocks = sum(map(int, numbers)) if all(map(str.isdigit, numbers)) else 0
     if block_tokens and num_blocks:
         caches = labels.get("enable_prefix_caching") != "False"
         return VllmFacts(offer, block_tokens, num_blocks, caches)

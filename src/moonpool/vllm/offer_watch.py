@@ -34,12 +34,12 @@ class OfferWatch:
     async def run(self, every_s: float) -> None:
         """Returns when the server has another model under its names, or none."""
         while True:
-            await asyncio.sleep(every_s)
             try:
                 if not await self._is_same():
                     return
             except (VllmError, DialectError):
-                continue  # whether it is well is watched elsewhere
+                pass  # whether it is well is watched elsewhere
+            await asyncio.sleep(every_s)
 
     async def _is_same(self) -> bool:
         listed = read_listed(await self._dialect.client.get("/v1/models"))

@@ -26,7 +26,13 @@ from moonpool.head.models.model_loading import UNKNOWN_TOKENS, ApiModel
 from moonpool.head.watch.metrics_collector import MetricsCollector
 from moonpool.log_limit import limited_logger
 from moonpool.plugins.policies import load_policies, own_classes
-from moonpool.protocol.messages import ForwardedCall, InstanceInfo
+from moonpool.protocol.messages import (
+    ForwardedCall,
+    InstanceInfo,
+    InstanceLoad,
+    Report,
+    TransferDone,
+)
 from moonpool.protocol.model_offer import (
     COMPLETIONS,
     MEDIA_PATHS,
@@ -77,6 +83,10 @@ class ModelHost(Protocol):
 
     def on_new_model(self, model: ServedModel) -> None:
         """Called when the model is served from now on."""
+        ...
+
+    def on_moved(self, instance_id: InstanceId, former: ServedModel) -> None:
+        """Called when an instance that was lost to its former model comes back with another."""
         ...
 
 
@@ -195,6 +205,14 @@ class ServedModel:
         finally:  # an event that raises is the one that is needed most
             self._events.note(event, now, actions)
         return actions
+
+    def note_report(self, instance_id: InstanceId, report: Report) -> None:
+        """Counts what an instance reports. Call it before the Conductor handles it."""
+        state = self.conductor.instances.get(instance_id)
+        if isinstance(report, InstanceLoad) and state is not None:
+            self.observer.instance_load(state, report)
+        elif isinstance(report, TransferDone):
+            self.observer.transfer_done(report)
 
     def event_log(self) -> bytes:
         return write_file(

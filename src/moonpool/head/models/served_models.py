@@ -169,9 +169,13 @@ class ServedModels:
     def _bind(self, instance_id: InstanceId, model: ServedModel, offer: ModelOffer) -> None:
         self._has_first.set()
         model.take_offer(offer)
+        former = self._of.get(instance_id)
         self._of[instance_id] = model
         self._offers[instance_id] = msgspec.structs.replace(offer, root=model.key)
         self.note_present(instance_id)
+        if former is not None and former is not model:
+            self._host.on_moved(instance_id, former)
+            self._follow_present(former)
 
     def note_present(self, instance_id: InstanceId) -> None:
         """A vLLM server is about to serve: what it cannot parse is parsed here for its model."""
@@ -191,11 +195,13 @@ class ServedModels:
     def note_lost(self, instance_id: InstanceId) -> None:
         """An instance was lost. If it does not come back, what only it had is gone, too."""
         model = self.of(instance_id)
-        if model is None:
-            return
-        present = set(model.conductor.expected)
+        if model is not None:
+            self._follow_present(model)
+
+    def _follow_present(self, model: ServedModel) -> None:
+        present = model.conductor.expected.keys()
         model.forget_limits(present)
-        if instance_id in self._of:
+        if model.has_offers:
             self._set_offers(model, present)
 
     def _set_offers(self, model: ServedModel, present: Collection[InstanceId]) -> None:
@@ -205,7 +211,8 @@ class ServedModels:
             for name, offer in self._offers.items()
             if name in present and self._of.get(name) is model
         ]
-        model.set_parsing(offers)
+        if offers:  # else calls wait for the next server, as they were read
+            model.set_parsing(offers)
         model.set_adapters(offers)
 
     def _known(self, offer: ModelOffer) -> ServedModel | None:
