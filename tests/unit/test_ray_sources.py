@@ -210,7 +210,7 @@ def test_what_fails_is_one_line(dashboard: Dashboard) -> None:
     actors = "ray://llm/vllm?port=8000"
     assert "Ray Serve does not run" in said("ray-serve://app")
     dashboard.num_cut = 3
-    assert "left out 3 of its actors" in said(actors)
+    assert "its actors: it left out 3" in said(actors)
     dashboard.num_cut = 0
     for body in (b"[]", b"\xff", b"{}", b'{"result": true, "data": null}', b"[" * 9000):
         dashboard.body = body

@@ -44,20 +44,19 @@ class RayApi:
         asked: list[tuple[str, str]] = [("limit", str(MOST_ROWS)), ("timeout", str(int(ANSWER_S)))]
         for column, value in wanted.items():
             asked += [("filter_keys", column), ("filter_predicates", "="), ("filter_values", value)]
-        found = await self.get(f"/api/v0/{kind}", asked)
         try:
-            if not found["result"]:
-                raise SourceError(f"{self._named()}: {str(found.get('msg', ''))[:200]}")
-            table = found["data"]["result"]
-            rows, num_cut = table["result"], table["total"] - table["num_after_truncation"]
-            num_cut += table["num_filtered"] - len(rows)
-        except (KeyError, TypeError):
-            raise SourceError(f"{self._named()} sent another form than `ray list` reads") from None
-        if num_cut:
-            raise SourceError(f"{self._named()} left out {num_cut} of its {kind}")
-        return [row for row in rows if isinstance(row, dict)]
+            return read_rows(await self._get(f"/api/v0/{kind}", asked))
+        except SourceError as error:
+            raise SourceError(f"Ray's dashboard at {self.url}, its {kind}: {error}") from None
 
-    async def get(self, path: str, asked: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+    async def described(self, path: str) -> Row:
+        """The object at a path. Raises SourceError."""
+        try:
+            return read_object(await self._get(path))
+        except SourceError as error:
+            raise SourceError(f"Ray's dashboard at {self.url}: {error}") from None
+
+    async def _get(self, path: str, asked: Sequence[tuple[str, str]] = ()) -> bytes:
         """Raises SourceError."""
         try:
             async with (
@@ -68,22 +67,12 @@ class RayApi:
                 async for chunk in response.aiter_bytes():
                     body += chunk
                     if len(body) > MAX_BYTES:
-                        raise SourceError(f"{self._named()} sent more than {MAX_BYTES >> 20} MiB")
+                        raise SourceError(f"it sent more than {MAX_BYTES >> 20} MiB")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            why = " ".join(str(error).split())[:200] or type(error).__name__
-            raise SourceError(f"{self._named()}: {why}") from None
+            raise SourceError(_line(str(error)) or type(error).__name__) from None
         if response.status_code != 200:
-            raise SourceError(f"{self._named()} {_refusal(response.status_code, body)}")
-        try:
-            found = msgspec.json.decode(body)
-        except MALFORMED:
-            found = None
-        if not isinstance(found, dict):
-            raise SourceError(f"{self._named()} sent no JSON object")
-        return found
-
-    def _named(self) -> str:
-        return f"Ray's dashboard at {self.url}"
+            raise SourceError(_refusal(response.status_code, body))
+        return body
 
     def _headers(self) -> dict[str, str]:
         """The token is read for each call, because it may be replaced. Raises SourceError."""
@@ -102,8 +91,40 @@ class RayApi:
         return {"authorization": f"Bearer {token}"} if token else {}
 
 
+def read_object(data: bytes) -> Row:
+    """Raises SourceError."""
+    try:
+        found = msgspec.json.decode(data)
+    except MALFORMED:
+        found = None
+    if not isinstance(found, dict):
+        raise SourceError("it sent no JSON object")
+    return found
+
+
+def read_rows(data: bytes) -> list[Row]:
+    """The rows of a table, as `ray list` gets them. Raises SourceError; also where some are left
+    out."""
+    found = read_object(data)
+    try:
+        if not found["result"]:
+            raise SourceError(_line(str(found.get("msg", ""))))
+        table = found["data"]["result"]
+        rows, num_cut = table["result"], table["total"] - table["num_after_truncation"]
+        num_cut += table["num_filtered"] - len(rows)
+    except (KeyError, TypeError):
+        raise SourceError("it sent another form than `ray list` reads") from None
+    if num_cut:
+        raise SourceError(f"it left out {num_cut}")
+    return [row for row in rows if isinstance(row, dict)]
+
+
 def _refusal(status: int, body: bytes) -> str:
-    text = " ".join(body.decode(errors="replace").split())[:200]
+    text = _line(body.decode(errors="replace"))
     if status in (401, 403):
-        text = f"wants another token: set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}"
-    return f"responded with {status}: {text}"
+        text = f"it wants another token: set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}"
+    return f"it responded with {status}: {text}"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:200]

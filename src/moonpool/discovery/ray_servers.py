@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -62,7 +61,8 @@ class RayServers:
             case RayActorSource():
                 places = await actor_places(self._source, self._api)
             case RayServeSource(application):
-                places = await replica_places(application, self._api)
+                details = await self._api.described("/api/serve/applications/")
+                places = read_replicas(details, application)
         found, problems = servers_at(places, self._source)
         self._notice.say("; ".join(problems))
         return found
@@ -80,16 +80,15 @@ async def actor_places(source: RayActorSource, api: RayApi) -> list[Place]:
     return [place for place in found if place is not None]
 
 
-async def replica_places(application: str, api: RayApi) -> list[Place]:
-    """Raises SourceError."""
-    details = await api.get("/api/serve/applications/")
+def read_replicas(details: Row, application: str) -> list[Place]:
+    """The replicas of an application, as Ray Serve describes itself. Raises SourceError."""
     if not details.get("controller_info"):  # also while Ray's own state is being restored
-        raise SourceError(f"Ray Serve does not run in the cluster of {api.url}")
+        raise SourceError("Ray Serve does not run there")
     try:
         places = list(_replica_places(details, application))
         state = (details["applications"].get(application) or {}).get("status", "")
     except (KeyError, TypeError, AttributeError):
-        raise SourceError(f"{api.url} describes Ray Serve in an unknown form") from None
+        raise SourceError("Ray Serve describes itself in an unknown form") from None
     if state == RUNNING and not places:
         raise SourceError(f"the application {application!r} of Ray Serve: {NO_PORTS}")
     return places
@@ -106,7 +105,7 @@ def _actor_place(actor: Row, hosts: dict[str, str], port: int | None) -> Place |
     return name, host, "" if port is None else port
 
 
-def _replica_places(details: dict[str, Any], application: str) -> Iterator[Place]:
+def _replica_places(details: Row, application: str) -> Iterator[Place]:
     """Raises KeyError, TypeError or AttributeError for another form."""
     for group in details.get("target_groups") or ():
         if group.get("app_name") != application or group["protocol"] != "HTTP":
