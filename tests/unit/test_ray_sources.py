@@ -192,10 +192,9 @@ def test_replicas_of_an_application_are_servers(dashboard: Dashboard) -> None:
         "app-LLM-r30001": "10.0.0.1:30001",
     }
     assert servers("ray-serve://missing", dashboard) == {}, "it may be deployed later"
-    dashboard.serve["applications"]["app"]["status"] = "DEPLOYING"
     dashboard.serve["target_groups"] = [replicas(8000, kind="SERVE_PROXY_ACTOR-")]
-    assert servers("ray-serve://app", dashboard) == {}
-    dashboard.serve["applications"]["app"]["status"] = "RUNNING"
+    assert servers("ray-serve://app", dashboard) == {}, "it was scaled down to none"
+    dashboard.serve["target_groups"] = [replicas(8000, app="", kind="SERVE_PROXY_ACTOR-")]
     with pytest.raises(SourceError, match="RAY_SERVE_ENABLE_DIRECT_INGRESS=1"):
         servers("ray-serve://app", dashboard)
 

@@ -85,11 +85,12 @@ def read_replicas(details: Row, application: str) -> list[Place]:
     if not details.get("controller_info"):  # also while Ray's own state is being restored
         raise SourceError("Ray Serve does not run there")
     try:
-        places = list(_replica_places(details, application))
+        groups = [one for one in details["target_groups"] if one["app_name"] == application]
         state = (details["applications"].get(application) or {}).get("status", "")
+        places = list(_replica_places(groups))
     except (KeyError, TypeError, AttributeError):
         raise SourceError("Ray Serve describes itself in an unknown form") from None
-    if state == RUNNING and not places:
+    if state == RUNNING and not groups:
         raise SourceError(f"the application {application!r} of Ray Serve: {NO_PORTS}")
     return places
 
@@ -105,10 +106,11 @@ def _actor_place(actor: Row, hosts: dict[str, str], port: int | None) -> Place |
     return name, host, "" if port is None else port
 
 
-def _replica_places(details: Row, application: str) -> Iterator[Place]:
-    """Raises KeyError, TypeError or AttributeError for another form."""
-    for group in details.get("target_groups") or ():
-        if group.get("app_name") != application or group["protocol"] != "HTTP":
+def _replica_places(groups: Iterable[Row]) -> Iterator[Place]:
+    """Leaves out the proxies, which stand for an application without replicas. Raises KeyError,
+    TypeError or AttributeError for another form."""
+    for group in groups:
+        if group["protocol"] != "HTTP":
             continue
         for target in group["targets"]:
             if target["name"].startswith(REPLICA):
