@@ -1,5 +1,5 @@
-"""`--vllm-endpoints ray://...` and `ray-serve://...`: a double of Ray's dashboard over real HTTP, in
-the form of Ray 2.60. `tests/live/test_ray_sources.py` has a real Ray."""
+"""`--vllm-endpoints ray://...` and `ray-serve://...`: a double of Ray's dashboard over real HTTP,
+in the form of Ray 2.60. `tests/live/test_ray_sources.py` has a real Ray."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ _FORMS = {
     "dns": "dns://NAME:PORT",
     "srv": "srv://NAME",
     "kube": "kube://NAMESPACE/LABEL=VALUE,LABEL=VALUE?port=8000, then optionally &api=URL",
-    "ray": "ray://NAMESPACE/ACTOR?port=8000, then optionally &api=http://HOST:8265 of its dashboard",
-    "ray-serve": "ray-serve://APPLICATION, then optionally ?api=http://HOST:8265 of its dashboard",
+    "ray": "ray://NAMESPACE/ACTOR?port=8000, then optionally &api=http://HOST:8265 (the dashboard)",
+    "ray-serve": "ray-serve://APPLICATION, then optionally ?api=http://HOST:8265 (the dashboard)",
 }
 """By scheme."""
 

@@ -25,11 +25,11 @@ from typing import Protocol
 
 import msgspec
 
-from moonpool.conductor.admission.context import AdmissionContext, SloBudget
+from moonpool.conductor.admission.context import AdmissionContext
 from moonpool.conductor.admission.goodput import decide
 from moonpool.conductor.forecast.decode_forecast import Forecast
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.conductor.placement.choice import Placement, Rejection
+from moonpool.conductor.placement.choice import Rejection
 from moonpool.conductor.placement.policies import PolicyError, RequestFootprint, guarded
 from moonpool.config.tables import Admission
 from moonpool.types import Slo
