@@ -149,7 +149,7 @@ def test_the_picker_finds_the_pods_of_its_pool(tmp_path: Path) -> None:
             told = httpx.get(url, timeout=60).json()
             assert (told["decode_instance"], told["slo_class"]) == (server.name, "chat")
             metrics = httpx.get(f"http://127.0.0.1:{picker.ports['metrics']}/metrics", timeout=60)
-            assert 'moonpool:slo_class_requests_total{' in metrics.text
+            assert "moonpool:slo_class_requests_total{" in metrics.text
             place.stop()
 
 

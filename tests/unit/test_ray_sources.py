@@ -256,9 +256,7 @@ def test_the_dashboard_is_found_as_rays_programs_find_it() -> None:
         RayApi("", {"RAY_API_SERVER_ADDRESS": "h:8265"})
 
 
-def test_actors_join_move_and_leave(
-    dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actors_join_move_and_leave(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_servers, "LOOK_S", 0.02)
 
     async def run() -> None:

@@ -35,7 +35,9 @@ class RayApi:
         """Raises SourceError."""
         self.url = (url or environment.get(ADDRESS_VARIABLE) or DEFAULT_URL).rstrip("/")
         if not self.url.startswith(("http://", "https://")):
-            raise SourceError(f"{self.url!r} is no address of Ray's dashboard: use http://HOST:PORT")
+            raise SourceError(
+                f"{self.url!r} is no address of Ray's dashboard: use http://HOST:PORT"
+            )
         self._environment = environment
 
     async def rows(self, kind: str, **wanted: str) -> list[Row]:

@@ -183,9 +183,7 @@ class ServedModels:
         if model is not None:
             self._set_offers(model, {*model.conductor.expected, instance_id})
 
-    def note_adapters(
-        self, instance_id: InstanceId, adapters: tuple[OfferedAdapter, ...]
-    ) -> None:
+    def note_adapters(self, instance_id: InstanceId, adapters: tuple[OfferedAdapter, ...]) -> None:
         """A vLLM server has loaded or unloaded adapters."""
         offer = self._offers.get(instance_id)
         if offer is not None:
