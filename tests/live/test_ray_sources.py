@@ -109,6 +109,7 @@ def wait_for(server: LocalServer, *names: str) -> None:
 
 def test_actors_of_ray_join_and_are_drained(ray_node: TypedNode, tmp_path: Path) -> None:
     first, second = VllmStub("m"), VllmStub("m")
+    first.host = second.host = ""  # Ray takes the machine's own address for 127.0.0.1
     source = f"ray://llm/vllm-*?api=http://127.0.0.1:{ray_node.dashboard_port}"
     with stubs(first, second), script(ray_node, tmp_path, ACTORS) as ray:
         tell(ray, f"start vllm-0:{first.port}")

@@ -20,7 +20,8 @@ ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 DEFAULT_URL = "http://127.0.0.1:8265"
 TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 MODE_VARIABLE = "RAY_AUTH_MODE"
-ANSWER_S = 10.0
+ANSWER_S = 30.0
+"""As long as Ray's own programs wait: its dashboard may be busy."""
 MOST_ROWS = 10_000
 """Ray lists no more at a time."""
 MAX_BYTES = 32 << 20

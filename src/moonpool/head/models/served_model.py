@@ -253,7 +253,7 @@ class ServedModel:
             card = msgspec.structs.replace(card, model_id=offer.names[0])
             names = offer.names
         others = dict.fromkeys(name for name in names if name != card.model_id)
-        adapters = [one.name for one in (*card.adapters, *offer.adapters)]
+        adapters = {one.name for one in card.adapters} | {one.name for one in offer.adapters}
         aliases = dict.fromkeys((*card.aliases, self.key, offer.root))
         taken = {card.model_id, *others, *adapters}
         self.card = msgspec.structs.replace(
