@@ -58,6 +58,7 @@ class Model:
     def __call__(self, request: Request) -> str:
         return "a replica"
 
+serve.start(http_options={"host": "0.0.0.0"})  # else replicas listen at 127.0.0.1 alone
 serve.run(Model.bind(), name="app")
 print("done", flush=True)
 time.sleep(3600)
