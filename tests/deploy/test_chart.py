@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from moonpool.api.metrics.catalogue import CATALOGUE
+from moonpool.config.parse import parse_config
 from tests.deploy.chart import (
     CHART,
     NAMESPACE,
@@ -193,6 +194,47 @@ def test_only_pods_of_the_release_reach_workers_and_servers() -> None:
     assert [port["port"] for port in rule["ports"]] == ["http"]
 
 
+def test_prometheus_reaches_the_metrics_of_head_and_picker() -> None:
+    values = values_of(CHART / "ci" / "gateway-values.yaml")
+    manifests = render(values)
+    pods = [each["spec"]["template"] for each in workloads(manifests)]
+    jobs = {}
+    for each in of_kind(manifests, "PodMonitor"):
+        (endpoint,) = each["spec"]["podMetricsEndpoints"]
+        wanted = each["spec"]["selector"]["matchLabels"]
+        (pod,) = [one for one in pods if selects(wanted, one["metadata"]["labels"])]
+        names = {port["name"] for one in pod["spec"]["containers"] for port in one["ports"]}
+        assert endpoint["port"] in names
+        jobs[endpoint["relabelings"][0]["replacement"]] = wanted, endpoint["port"]
+    assert set(jobs) == {"moonpool", "moonpool-epp"}
+    for wanted, port in jobs.values():
+        rules = [
+            rule
+            for each in of_kind(manifests, "NetworkPolicy")
+            if each["spec"]["podSelector"]["matchLabels"] == wanted
+            for rule in each["spec"]["ingress"]
+            if {"port": port, "protocol": "TCP"} in rule.get("ports", ())
+        ]
+        assert values["podMonitor"]["from"] in [rule.get("from") for rule in rules]
+    watched = (ROOT / "deploy/prometheus/moonpool.rules.yml").read_text()
+    watched += (ROOT / "deploy/grafana/moonpool.json").read_text()
+    assert set(re.findall(r'job=\\?"([\w-]+)', watched)) == set(jobs)
+
+
+def test_metrics_of_a_closed_head_are_not_opened_to_all() -> None:
+    """A peer must be named: without one, only clients reach the port that the API has, too."""
+    policies = of_kind(render({"podMonitor": {"enabled": True}}), "NetworkPolicy")
+    assert not [each for each in policies if each["metadata"]["name"].endswith("-metrics")]
+
+
+def test_head_and_picker_have_the_same_service_levels() -> None:
+    values = values_of(CHART / "ci" / "gateway-values.yaml")
+    lines = [c["args"] for each in workloads(render(values)) for c in containers(each)]
+    flags = [[word for word in line if word.startswith("--slo")] for line in lines]
+    wanted = ["--slo-ttft=300", "--slo-class=chat=120,10"]
+    assert [found for found in flags if found] == [wanted, wanted]
+
+
 def test_secrets_that_the_chart_makes_differ_each_time_and_are_none_where_they_exist() -> None:
     first, second = (of_kind(render({}), "Secret") for _ in range(2))
     for one, other in zip(first, second, strict=True):
@@ -232,6 +274,9 @@ NONSENSE: list[tuple[dict[str, Any], str]] = [
     ({"engine": "vllm"}, "needs `model`"),
     ({"autoscaling": {"enabled": True}, "workers": {"mixed": {"replicas": 1}}}, "mixed"),
     ({"epp": {"enabled": True}}, "set engine to vllm"),
+    ({"slo": {"ttft": 0}}, "ttft"),
+    ({"slo": {"classes": {"chat": {"ttft": 2}}}}, "tbt"),
+    ({"slo": {"classes": {"a=b": {"ttft": 2, "tbt": 0.1}}}}, "a=b"),
 ]
 
 
@@ -272,15 +317,23 @@ def test_a_configuration_is_toml_that_the_head_reads() -> None:
     import tomllib
 
     config = {
-        "slo": {"ttft_s": 2, "tbt_s": 0.1},
+        "slo": {
+            "ttft_s": 2,
+            "classes": [
+                {"name": "chat", "ttft_s": 2.5, "tbt_s": 0.1},
+                {"name": 'a "quoted" one', "ttft_s": 3, "tbt_s": 1},
+            ],
+        },
         "conductor": {"replicate": False, "placement": "cache-aware"},
         "api": {"allowed_origins": ["https://a.example"]},
         "engine": {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4}},
+        "telemetry": {"log_level": "debug"},
     }
     found = of_kind(render({"config": config}), "ConfigMap")[0]["data"]["moonpool.toml"]
     read = tomllib.loads(found)
-    assert read.pop("telemetry") == {"log_format": "json"}
+    assert read["telemetry"].pop("log_format") == "json"
     assert read == config
+    assert [one.name for one in parse_config(found).slo.classes] == ["chat", 'a "quoted" one']
 
 
 def _labels_of(manifest: Manifest) -> dict[str, str]:

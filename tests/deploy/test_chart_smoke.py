@@ -16,7 +16,6 @@ from tests.deploy.loopback import Container, Loopback, Pod, loopback, unchecked
 from tests.live.vllm_stub import MODEL
 
 QUICK = "default-values.yaml"
-CHAT_CLASS = "--slo-class=chat=600,60"
 
 
 def here(values: dict[str, Any]) -> dict[str, Any]:
@@ -47,12 +46,14 @@ def is_picker(container: Container) -> bool:
     return bool(container.spec["name"] == "epp")
 
 
-def asked(place: Loopback, values: dict[str, Any], **body: Any) -> httpx.Response:
-    """Asks as a client does: by the Service, with a key of the Secret."""
+def asked(
+    place: Loopback, values: dict[str, Any], more: dict[str, str] | None = None, **body: Any
+) -> httpx.Response:
+    """Asks as a client does: by the Service, with a key of the Secret. `more`: further headers."""
     port = values.get("head", {}).get("service", {}).get("port", 8000)
     scheme = "https" if values.get("tls", {}).get("httpSecret") else "http"
     auth = values.get("auth", {})
-    headers = {}
+    headers = dict(more or {})
     if auth.get("enabled", True):
         keys = place.secret(auth.get("existingSecret", f"{RELEASE}-moonpool-auth"), "keys")
         headers["authorization"] = f"Bearer {keys.decode().split()[0]}"
@@ -78,6 +79,10 @@ def test_what_is_rendered_starts_answers_and_ends(path: Path, tmp_path: Path) ->
         if values.get("auth", {}).get("enabled", True):
             stranger = values | {"auth": {"enabled": False}}
             assert asked(place, stranger, prompt=[40]).status_code == 401
+        for name in values.get("slo", {}).get("classes", {}):
+            for given, status in ((name, 200), (f"no-{name}", 400)):
+                answer = asked(place, values, {"x-slo-class": given}, prompt=[40], max_tokens=1)
+                assert answer.status_code == status, answer.text
         place.stop()
         assert not any(container.process for pod in place.pods for container in pod.containers)
 
@@ -115,7 +120,7 @@ def test_the_picker_finds_the_pods_of_its_pool(tmp_path: Path) -> None:
     with ApiThread() as api:
         values = here(values_of(CHART / "ci" / "gateway-values.yaml"))
         values["pool"] = {"enabled": False}
-        values["epp"] = {"enabled": True, "extraArgs": [f"--kube-url={api.url}", CHAT_CLASS]}
+        values["epp"] = {"enabled": True, "extraArgs": [f"--kube-url={api.url}"]}
         values["vllm"]["mixed"] = {"replicas": 1}  # the pool has one port, and this machine too
         manifests = render(values)
         with loopback(manifests, tmp_path / "pods") as place:
@@ -143,6 +148,8 @@ def test_the_picker_finds_the_pods_of_its_pool(tmp_path: Path) -> None:
             url = f"http://127.0.0.1:{picker.ports['9090']}/explain/mine"
             told = httpx.get(url, timeout=60).json()
             assert (told["decode_instance"], told["slo_class"]) == (server.name, "chat")
+            metrics = httpx.get(f"http://127.0.0.1:{picker.ports['metrics']}/metrics", timeout=60)
+            assert "moonpool:slo_class_requests_total{" in metrics.text
             place.stop()
 
 

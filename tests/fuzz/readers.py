@@ -22,6 +22,8 @@ from moonpool.config.tables import ConfigError
 from moonpool.discovery.dns_query import parse_srv
 from moonpool.discovery.endpoint import SourceError
 from moonpool.discovery.endpoints_file import parse_endpoints
+from moonpool.discovery.ray_api import read_object, read_rows
+from moonpool.discovery.ray_servers import read_replicas
 from moonpool.host_pool.messages import TO_POOL, Commit, Find, JoinPool, PoolMessage, Reserve
 from moonpool.link.auth import AuthError, ClientHandshake, Identity, ServerHandshake
 from moonpool.protocol.frames import DownFrame, UpFrame
@@ -149,6 +151,15 @@ LOGS = (
         b"INFO 11-20 10:11:04 [logger.py:88] Generated response a: output: 'y', "
         b"output_token_ids: [3, 4], finish_reason: stop\n"
     ),
+)
+RAY_ROWS = (
+    b'{"result": true, "msg": "", "data": {"result": {"total": 1, "num_after_truncation": 1,'
+    b' "num_filtered": 1, "result": [{"name": "vllm-0", "node_id": "n", "state": "ALIVE"}]}}}'
+)
+RAY_SERVE = (
+    b'{"controller_info": {"node_ip": "h"}, "applications": {"app": {"status": "RUNNING"}},'
+    b' "target_groups": [{"app_name": "app", "protocol": "HTTP", "targets": [{"ip": "10.0.0.1",'
+    b' "port": 30000, "name": "SERVE_REPLICA::app#LLM#r"}]}]}'
 )
 ENDPOINTS = b"""endpoints:
   - {name: a, address: 10.0.0.1, port: "8000", labels: {llm-d.ai/role: decode}}
@@ -514,6 +525,13 @@ READERS = (
         (KeyFileError,),
     ),
     Reader("endpoints", lambda: [ENDPOINTS], lambda d, folder: parse_endpoints(d), (SourceError,)),
+    Reader("ray rows", lambda: [RAY_ROWS], lambda d, folder: read_rows(d), (SourceError,)),
+    Reader(
+        "ray serve",
+        lambda: [RAY_SERVE],
+        lambda d, folder: read_replicas(read_object(d), "app"),
+        (SourceError,),
+    ),
     Reader("srv-records", lambda: [SRV], lambda d, folder: parse_srv(SRV[:25], d), (SourceError,)),
     Reader("model-config", _model_configs, _read_model_config, (ModelError,)),
     Reader("model-fields", _model_configs, _read_model_config, (ModelError,), by_field=True),

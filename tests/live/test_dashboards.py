@@ -19,7 +19,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "moonpool.rules.yml"
 DASHBOARD = DEPLOY / "grafana" / "moonpool.json"
 METRIC = re.compile(r"\b(?:vllm|moonpool):\w+")
-VARIABLES = {"$__rate_interval": "5m", "$model": ".*"}
+VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$job": ".*"}
 
 
 def expressions() -> list[str]:
@@ -122,6 +122,7 @@ ALERTS: list[tuple[str, dict[str, str], set[str]]] = [
         {'moonpool:instance_losses_total{instance_id="decode-0"}': "0 1x9"},
         {"LosesInstances"},
     ),
+    ("a picker that is gone", {'up{job="moonpool-epp"}': "0x10"}, {"PickerDown"}),
     ("a head that died", {"moonpool:head_restarts_total": "0 1x9"}, {"HeadRestarts"}),
     (
         "departed clients",
@@ -154,6 +155,7 @@ def test_alerts_fire_when_they_should_and_only_then(
     names = re.findall(r"alert: Moonpool(\w+)", RULES.read_text())
     assert fires <= set(names)
     labels: dict[str, dict[str, str]] = {
+        "PickerDown": {"job": "moonpool-epp"},
         "LosesInstances": {"instance_id": "decode-0"},
         "RequestsFail": {"reason": "deadline"},
     }

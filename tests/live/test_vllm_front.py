@@ -331,6 +331,28 @@ def test_an_adapter_goes_where_it_is_loaded() -> None:
         assert len([b for b in loaded.bodies("/v1/completions") if b["model"] == "poet"]) == 4
 
 
+def listed(server: LocalServer) -> set[str]:
+    return {one["id"] for one in fresh.get(f"{server.url}/v1/models").json()["data"]}
+
+
+def test_a_server_may_load_adapters_and_change_its_model_while_it_serves() -> None:
+    made = VllmStub("m"), VllmStub("m")
+    with stubs(*made) as (first, second), front(*made) as server:
+        second.adapters = ("poet",)
+        wait_until(lambda: "poet" in listed(server))
+        complete(server, model="poet")
+        assert [b["model"] for b in second.bodies("/v1/completions")] == ["poet"]
+        second.adapters = ()
+        wait_until(lambda: "poet" not in listed(server))
+        assert post(server, "/v1/completions", model="poet", prompt="x").status_code == 404
+        second.root, second.names = OTHER_MODEL, ("other",)  # another one behind its address
+        wait_until(lambda: "other" in listed(server))
+        assert complete(server, model="other")["model"] == "other"
+        assert complete(server, model="m")["model"] == "m"
+        assert second.bodies("/v1/completions")[-1]["model"] == "other"
+        assert first.bodies("/v1/completions")[-1]["model"] == "m"
+
+
 def test_a_forwarded_call_outlives_its_server_before_the_first_byte() -> None:
     made = VllmStub("m"), VllmStub("m")
     with stubs(*made), front(*made) as server:

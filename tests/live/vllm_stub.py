@@ -69,6 +69,7 @@ class VllmStub:
         self._server: ThreadingHTTPServer | None = None
         self.connections: list[socket.socket] = []
         self.port = port
+        self.host = "127.0.0.1"  # "": all addresses of this machine
 
     @property
     def url(self) -> str:
@@ -80,7 +81,7 @@ class VllmStub:
         class Handler(_Handler):
             served = stub
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server = ThreadingHTTPServer((self.host, self.port), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()

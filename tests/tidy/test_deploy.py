@@ -22,6 +22,8 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CONTAINER = DEPLOY / "container"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 COMPOSE = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
+EXTRAS = {"vllm": r"--vllm=", "epp": r"- epp\n"}
+"""What a process of the chart needs beside moonpool and its engine, by what shows it."""
 DRAIN_S = 25
 """The default of `--drain-seconds`: what stops a process must wait for longer."""
 
@@ -133,6 +135,17 @@ def test_the_image_runs_moonpool_without_root_and_without_a_compiler() -> None:
         if word == "COPY" and not rest.startswith("--from"):
             for source in rest.split()[:-1]:
                 assert (DEPLOY.parent / source).exists(), source
+
+
+def test_the_image_has_the_extras_of_what_the_chart_starts() -> None:
+    """Its smoke test runs in the environment of the tests, which has all of them."""
+    templates = (DEPLOY / "helm" / "moonpool" / "templates").glob("*.*")
+    text = "".join(path.read_text() for path in templates)
+    needed = {extra for extra, mark in EXTRAS.items() if re.search(mark, text)}
+    assert needed == set(EXTRAS), "the chart starts no such process any more"
+    (installs,) = [rest for word, rest in instructions() if word == "RUN" and "pip install" in rest]
+    found = re.search(r"\$\{wheel\}\[([\w,]+)\]", installs)
+    assert found is not None and needed <= set(found[1].split(","))
 
 
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

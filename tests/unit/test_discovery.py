@@ -203,6 +203,18 @@ def test_another_address_under_a_name_is_another_server() -> None:
     assert found.see([moved], 1.0) == [DrainServer(A), JoinServer(moved)]
 
 
+def test_one_that_crashes_and_is_started_elsewhere_each_time_is_held_off() -> None:
+    found = Membership()
+    places = [Endpoint(name="a", host=f"10.0.0.{number}", port=8000) for number in range(4)]
+    found.see(places[:1], 0.0)
+    assert found.see([places[1]], 3.0) == [DrainServer(places[0]), JoinServer(places[1])]
+    first_s, second_s = HOLD_OFFS.delays_s[1:3]
+    left, held = found.see([places[2]], 6.0)
+    assert (left, held) == (DrainServer(places[1]), HoldServerOff(places[2], first_s))
+    assert found.see([places[2]], 6.0 + first_s) == [JoinServer(places[2])]
+    assert HoldServerOff(places[3], second_s) in found.see([places[3]], 9.0 + first_s)
+
+
 def test_there_is_a_limit_which_is_said_once() -> None:
     many = [Endpoint(name=f"s{n}", host=f"s{n}", port=1) for n in range(MAX_SERVERS + 2)]
     found = Membership(MAX_SERVERS)

@@ -88,7 +88,8 @@ FLAGS = ConfigFlags(
     multiple=True,
     metavar="SOURCE",
     help="Where the endpoints are listed, as at `moonpool serve`: a file in llm-d's form,"
-    " dns://NAME:PORT, srv://NAME, or kube://NAMESPACE/LABEL=VALUE?port=8000 for pods by label;"
+    " dns://NAME:PORT, srv://NAME, kube://NAMESPACE/LABEL=VALUE?port=8000 for pods by label,"
+    " ray://NAMESPACE/ACTOR?port=8000 for actors of Ray, or ray-serve://APPLICATION for replicas;"
     " repeat it for more.",
 )
 @click.option(

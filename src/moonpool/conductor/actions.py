@@ -30,6 +30,12 @@ class InstanceCrashed(msgspec.Struct, frozen=True):
     instance_id: InstanceId
 
 
+class InstanceForgotten(msgspec.Struct, frozen=True):
+    """An instance that was lost serves another model now: nobody waits for it any more."""
+
+    instance_id: InstanceId
+
+
 class RequestArrived(msgspec.Struct, frozen=True):
     """`delivered`: the tokens that its client has from an earlier head, which it outlived; None: it
     is new."""
@@ -109,6 +115,7 @@ ConductorEvent = (
     | HotRequested
     | CacheDropRequested
     | InstanceCrashed
+    | InstanceForgotten
     | Tick
 )
 

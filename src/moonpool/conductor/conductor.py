@@ -20,6 +20,7 @@ from moonpool.conductor.actions import (
     DrainRequested,
     HotRequested,
     InstanceCrashed,
+    InstanceForgotten,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -53,6 +54,7 @@ from moonpool.conductor.waiting.rules import WaitRules
 from moonpool.config.slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
 from moonpool.config.tables import ADMISSIONS, PLACEMENTS, ConductorConfig
 from moonpool.protocol.messages import (
+    AdaptersLoaded,
     BlocksChanged,
     BlocksSnapshot,
     CostMeasured,
@@ -221,6 +223,9 @@ class Conductor:
                 self._on_instance_lost(event.instance_id, event.reason, now)
             case InstanceCrashed():
                 self._lifecycle.on_instance_crashed(event.instance_id, now)
+            case InstanceForgotten():
+                self._lifecycle.waiting.note_joined(event.instance_id)
+                self._lifecycle.place_waiting(now)
             case DrainRequested():
                 self._drain(event.instance_id, event.within_s, event.why, now, event.returns)
             case HotRequested():
@@ -326,6 +331,9 @@ class Conductor:
                 self.cost_estimator.take_profile(state, report.cost)
                 if report.address is not None:
                     state.info = msgspec.structs.replace(state.info, address=report.address)
+            case AdaptersLoaded():
+                names = tuple(adapter.name for adapter in report.adapters)
+                state.info = msgspec.structs.replace(state.info, adapters=names)
             case RoleChanged():
                 self._actions += self.roles.on_role_changed(state, report.role, now)
             case HotPrefixes():

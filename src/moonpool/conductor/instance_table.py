@@ -198,11 +198,7 @@ class InstanceTable:
         """Predicted prefill time of a prompt, by row. `cached_tokens`: an array by row, or one
         number for all rows."""
         new = num_tokens - cached_tokens
-        seconds: Floats = self.prefill_base_s + new * (
-            self.prefill_s_per_token
-            + self.prefill_s_per_token_squared * new
-            + self.prefill_s_per_new_x_cached * cached_tokens
-        )
+        seconds = self._alone_prefill_s(new, cached_tokens)
         if self.remainders:
             rows = np.array(self.remainders)
             seconds[rows] = self.chunked_prefill_s(rows, seconds[rows], _of_rows(new, rows))
@@ -211,6 +207,21 @@ class InstanceTable:
             factor = self.prefill_factor[rows]
             profile_s = seconds[rows] / factor
             seconds[rows] = factor * self.mixed_prefill_s(rows, profile_s, _of_rows(new, rows))
+        return seconds
+
+    def rest_prefill_s(self, num_tokens: int, cached_tokens: float) -> Floats:
+        """As `prefill_s`, of instances that do nothing else: as was measured at rest, or as was
+        learned since, whichever is shorter."""
+        seconds = self._alone_prefill_s(num_tokens - cached_tokens, cached_tokens)
+        seconds /= np.maximum(self.prefill_factor, 1.0)
+        return seconds
+
+    def _alone_prefill_s(self, new_tokens: Floats | float, cached_tokens: Floats | float) -> Floats:
+        seconds: Floats = self.prefill_base_s + new_tokens * (
+            self.prefill_s_per_token
+            + self.prefill_s_per_token_squared * new_tokens
+            + self.prefill_s_per_new_x_cached * cached_tokens
+        )
         return seconds
 
     def chunked_prefill_s(self, rows: Rows, alone_s: Floats, new_tokens: Floats | float) -> Floats:

@@ -63,8 +63,9 @@ class VllmConfig(Struct, frozen=True):
         tuple[str, ...],
         about(
             "Where vLLM servers that come and go are listed: a file in llm-d's endpoints.yaml form,"
-            " dns://NAME:PORT, srv://NAME, or kube://NAMESPACE/LABEL=VALUE?port=8000 for pods by"
-            " label; repeat the flag for more.",
+            " dns://NAME:PORT, srv://NAME, kube://NAMESPACE/LABEL=VALUE?port=8000 for pods by"
+            " label, ray://NAMESPACE/ACTOR?port=8000 for actors of Ray, or ray-serve://APPLICATION"
+            " for replicas; repeat the flag for more.",
             "--vllm-endpoints",
             metavar="SOURCE...",
         ),

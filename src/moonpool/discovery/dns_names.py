@@ -21,6 +21,7 @@ from moonpool.discovery.endpoint import (
     SourceError,
     endpoint_at,
 )
+from moonpool.discovery.looks import follow_looks
 from moonpool.discovery.source_text import DnsSource
 from moonpool.log_limit import limited_logger
 
@@ -45,23 +46,7 @@ class DnsName:
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
         """As `EndpointSource.follow`."""
-        before: frozenset[Endpoint] | None = None
-        missed: set[Endpoint] = set()
-        while True:
-            pause_s = LEAST_S
-            try:
-                found = await self._look_up()
-            except SourceError as error:
-                self._notice.say(f"{error}; its servers stay as they were")
-            else:
-                pause_s = min(max(LEAST_S, len(found) / LOOKUPS_PER_S), MOST_S)
-                lacks = (before or frozenset()) - found
-                now = found | (lacks - missed)
-                missed = set(lacks - missed)
-                if now != before:
-                    before = now
-                    update(Listing(endpoints=tuple(sorted(now, key=lambda each: each.name))))
-            await asyncio.sleep(pause_s)
+        await follow_looks(self._look_up, _pause_s, update, self._notice)
 
     async def _look_up(self) -> frozenset[Endpoint]:
         """The servers that the name has now, none if it has no records. Raises SourceError."""
@@ -92,6 +77,10 @@ class DnsName:
             replay_port=source.replay,
             num_ranks=source.ranks,
         )
+
+
+def _pause_s(num_found: int) -> float:
+    return min(max(LEAST_S, num_found / LOOKUPS_PER_S), MOST_S)
 
 
 async def addresses(name: str) -> set[str]:

@@ -73,7 +73,7 @@ class Membership:
             wanted = by_name.get(known.server.name)
             if wanted != known.server and known.joined_s is not None:
                 actions.append(DrainServer(known.server))
-                self._note_left(known, now_s, moved=wanted is not None)
+                self._note_left(known, now_s)
         num_joined = len(self.joined)
         num_left_out = 0
         for server in by_name.values():
@@ -98,10 +98,10 @@ class Membership:
         self._forget(now_s)
         return actions
 
-    def _note_left(self, known: _Known, now_s: float, moved: bool) -> None:
+    def _note_left(self, known: _Known, now_s: float) -> None:
+        """One that moves has left, too: it may crash, and be started elsewhere each time."""
         assert known.joined_s is not None
-        stay_s = HOLD_OFFS.steady_s if moved else now_s - known.joined_s
-        known.free_s = now_s + known.hold_off.after_stay(stay_s)
+        known.free_s = now_s + known.hold_off.after_stay(now_s - known.joined_s)
         known.seen_s, known.joined_s = now_s, None
 
     def _forget(self, now_s: float) -> None:

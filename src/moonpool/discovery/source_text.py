@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from urllib.parse import parse_qs, urlsplit
+from typing import Any
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from moonpool.discovery.endpoint import ROLES, EndpointError, SourceError, read_ranks
 from moonpool.types import Role
@@ -46,34 +48,68 @@ class PodSource:
     api: str = ""
 
 
-Source = FileSource | DnsSource | PodSource
+@dataclass(frozen=True, slots=True)
+class RayActorSource:
+    """The actors of a Ray cluster that are alive and have such a name, in which * stands for any
+    text. `namespace` "": in all. `port`: of those whose name does not end with one, such as
+    vllm-0:8001; None: all names do. `api`: address of Ray's dashboard; "": as Ray's own programs
+    find it. Others: as in `DnsSource`."""
+
+    namespace: str
+    name: str
+    port: int | None = None
+    role: Role = Role.MIXED
+    events: int = 0
+    replay: int = 0
+    ranks: int = 1
+    api: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RayServeSource:
+    """The replicas of an application of Ray Serve that have ports of their own. Others: as in
+    `RayActorSource`."""
+
+    application: str
+    role: Role = Role.MIXED
+    events: int = 0
+    replay: int = 0
+    ranks: int = 1
+    api: str = ""
+
+
+Source = FileSource | DnsSource | PodSource | RayActorSource | RayServeSource
+
+_FORMS = {
+    "dns": "dns://NAME:PORT",
+    "srv": "srv://NAME",
+    "kube": "kube://NAMESPACE/LABEL=VALUE,LABEL=VALUE?port=8000, then optionally &api=URL",
+    "ray": "ray://NAMESPACE/ACTOR?port=8000, then optionally &api=http://HOST:8265 (the dashboard)",
+    "ray-serve": "ray-serve://APPLICATION, then optionally ?api=http://HOST:8265 (the dashboard)",
+}
+"""By scheme."""
 
 
 def parse_source(text: str) -> Source:
     """Reads what `--vllm-endpoints` of `serve` or `epp` was given. Raises SourceError."""
-    if text.startswith("kube://"):
-        return _pod_source(text)
-    if not text.startswith(("dns://", "srv://")):
-        if not text or "://" in text:
-            raise SourceError(f"{text!r} is no source: use a file, dns://, srv:// or kube://")
+    scheme, mark, _ = text.partition("://")
+    if not mark and text:
         return FileSource(text)
-    form = "dns://NAME:PORT or srv://NAME, then optionally ?role=prefill&events=5557&replay=5558"
+    if scheme not in _FORMS:
+        schemes = ", ".join(f"{each}://" for each in _FORMS)
+        raise SourceError(f"{text!r} is no source: use a file, {schemes}")
     try:
-        split = urlsplit(text)
-        asked = parse_qs(split.query, strict_parsing=bool(split.query))
-        port = split.port
-        known = set(asked) <= {"role", "events", "replay", "ranks"}
-        role = ROLES[asked.get("role", [""])[0]]
-        events, replay = (_port(asked.get(key, ["0"])[0], 0) for key in ("events", "replay"))
-        ranks = read_ranks(asked.get("ranks", ["1"])[0], "ranks")
+        split, asked = _split(text)
+        source = _SOURCES[scheme](split, asked)
+        is_right = not asked  # each option was of use
+    except EndpointError as error:
+        raise SourceError(f"{text!r} is no source: {error}") from None
     except (ValueError, KeyError):
-        raise SourceError(f"{text!r} is no source: use {form}") from None
-    name, is_srv = split.hostname or "", split.scheme == "srv"
-    if not known or not _DNS_NAME.fullmatch(name) or (port is None) is not is_srv or split.path:
-        raise SourceError(f"{text!r} is no source: use {form}")
-    if replay and not events:
-        raise SourceError(f"{text!r} has a port of replay, and none of events")
-    return DnsSource(name, port, role, events, replay, ranks)
+        is_right = False
+    if not is_right:
+        options = "" if scheme == "kube" else "; options are role, events, replay and ranks"
+        raise SourceError(f"{text!r} is no source: use {_FORMS[scheme]}{options}")
+    return source
 
 
 def read_dns_name(text: str) -> DnsSource:
@@ -92,26 +128,77 @@ def read_dns_name(text: str) -> DnsSource:
     return DnsSource(name, int(port) if is_port else None, ROLES[role])
 
 
-def _pod_source(text: str) -> PodSource:
-    """Raises SourceError."""
-    try:
-        split = urlsplit(text)
-        asked = parse_qs(split.query, strict_parsing=True)
-        port = _port(asked.pop("port")[0])
-        api = asked.pop("api", [""])[0]
-        selector = split.path.removeprefix("/")
-        is_right = not asked and _LABELS.fullmatch(selector) is not None
-        is_right &= not api or urlsplit(api).scheme in ("http", "https")
-    except (ValueError, KeyError):
-        is_right = False
-    if not is_right:
-        form = "kube://NAMESPACE/LABEL=VALUE,LABEL=VALUE?port=8000, then optionally &api=URL"
-        raise SourceError(f"{text!r} is no source: use {form}")
-    return PodSource(split.netloc, selector, port, api)
+def _split(text: str) -> tuple[SplitResult, dict[str, str]]:
+    """The parts of a source's text, and its options. Raises ValueError."""
+    split = urlsplit(text)
+    asked = parse_qs(split.query, strict_parsing=bool(split.query))
+    if split.fragment or any(len(values) > 1 for values in asked.values()):
+        raise ValueError("more than a source")
+    return split, {key: values[0] for key, values in asked.items()}
+
+
+def _dns_source(split: SplitResult, asked: dict[str, str]) -> DnsSource:
+    """Takes the options that it knows out of `asked`, as the others below do. Raises ValueError and
+    KeyError."""
+    name, port = split.hostname or "", split.port
+    if not _DNS_NAME.fullmatch(name) or (port is None) is not (split.scheme == "srv") or split.path:
+        raise ValueError("no name")
+    return DnsSource(name, port, **_of_each_server(asked))
+
+
+def _pod_source(split: SplitResult, asked: dict[str, str]) -> PodSource:
+    selector = split.path.removeprefix("/")
+    if not _LABELS.fullmatch(selector):
+        raise ValueError("no labels")
+    return PodSource(split.netloc, selector, _port(asked.pop("port")), _api(asked))
+
+
+def _actor_source(split: SplitResult, asked: dict[str, str]) -> RayActorSource:
+    name, namespace = unquote(split.path.removeprefix("/")), unquote(split.netloc)
+    if not name or ":" in split.netloc:  # the address of a client of Ray has this form
+        raise ValueError("no actor")
+    port = _port(asked.pop("port")) if "port" in asked else None
+    return RayActorSource(namespace, name, port, **_of_each_server(asked), api=_api(asked))
+
+
+def _serve_source(split: SplitResult, asked: dict[str, str]) -> RayServeSource:
+    if not split.netloc or split.path:
+        raise ValueError("no application")
+    return RayServeSource(unquote(split.netloc), **_of_each_server(asked), api=_api(asked))
+
+
+_SOURCES: Mapping[str, Callable[[SplitResult, dict[str, str]], Source]] = {
+    "dns": _dns_source,
+    "srv": _dns_source,
+    "kube": _pod_source,
+    "ray": _actor_source,
+    "ray-serve": _serve_source,
+}
+"""By scheme."""
+
+
+def _of_each_server(asked: dict[str, str]) -> dict[str, Any]:
+    """The options that say what each server of a source is. Raises EndpointError."""
+    ports = {key: _port(asked.pop(key, "0"), 0) for key in ("events", "replay")}
+    if ports["replay"] and not ports["events"]:
+        raise EndpointError("it has a port of replay, and none of events")
+    role = asked.pop("role", "")
+    if role not in ROLES:
+        raise EndpointError(f"the role {role[:40]!r} is none of {', '.join(filter(None, ROLES))}")
+    ranks = read_ranks(asked.pop("ranks", "1"), "ranks")
+    return {"role": ROLES[role], "ranks": ranks, **ports}
+
+
+def _api(asked: dict[str, str]) -> str:
+    """The address of an API; "" if none is named. Raises ValueError."""
+    url = asked.pop("api", "")
+    if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+        raise ValueError("no address")
+    return url
 
 
 def _port(value: str, least: int = 1) -> int:
     number = int(value)
     if not least <= number <= 65535:
-        raise EndpointError("out of range")
+        raise ValueError("out of range")
     return number

@@ -11,7 +11,15 @@ from moonpool.discovery.dns_names import DnsName
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice, SourceError
 from moonpool.discovery.endpoints_file import EndpointsFile
 from moonpool.discovery.pods import LabelledPods
-from moonpool.discovery.source_text import DnsSource, FileSource, PodSource, Source
+from moonpool.discovery.ray_servers import RayServers
+from moonpool.discovery.source_text import (
+    DnsSource,
+    FileSource,
+    PodSource,
+    RayActorSource,
+    RayServeSource,
+    Source,
+)
 from moonpool.log_limit import limited_logger
 
 log = limited_logger("moonpool.discovery")
@@ -42,6 +50,8 @@ def open_source(source: Source) -> CheckedSource:
             return LabelledPods(source)
         case DnsSource():
             return DnsName(source)
+        case RayActorSource() | RayServeSource():
+            return RayServers(source)
 
 
 class Sources:

@@ -27,6 +27,7 @@ from moonpool.vllm.actions import EngineOutput, SubmitFailed, SubmitRequest
 from moonpool.vllm.cache_watch import COUNT_S
 from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import VllmInstance
+from moonpool.vllm.offer_watch import OFFER_S
 from moonpool.vllm.worker import FoundServer, VllmWorker
 
 log = limited_logger("moonpool.epp")
@@ -73,6 +74,7 @@ class EndpointWorker(VllmWorker):
         place = vllm_place(endpoint.place)
         super().__init__(endpoint.role, name, machine, b"", place, shared.api_key)
         self._count_s = max(COUNT_S, 5.0 * shared.pause_s)
+        self._offer_s = max(OFFER_S, 5.0 * shared.pause_s)
 
     def post_output(self, output: EngineOutput | SubmitFailed) -> None:
         self._post(output)

@@ -27,6 +27,7 @@ from moonpool.conductor.actions import (
     Deliver,
     DrainRequested,
     InstanceCrashed,
+    InstanceForgotten,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -68,11 +69,10 @@ from moonpool.link.tls import PeerTls
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import SILENCE_S, Apply, ApplyStandby, Joined, Setup, Stop
 from moonpool.protocol.messages import (
+    AdaptersLoaded,
     ForwardedCall,
     InstanceInfo,
-    InstanceLoad,
     Report,
-    TransferDone,
 )
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.transfer_events import PeerAddress
@@ -224,6 +224,9 @@ class ClusterHead:
         model.conductor.watch(self.work)
         if self._launched:
             self._post(InstancesLaunched(self._launched), model)
+
+    def on_moved(self, instance_id: InstanceId, former: ServedModel) -> None:
+        self._post(InstanceForgotten(instance_id), former)
 
     async def submit(
         self,
@@ -507,12 +510,10 @@ class ClusterHead:
         model = self.served.of(link.instance_id)
         if self._links.get(link.instance_id) is not link or model is None:
             return  # it has not joined, or another connection has replaced it
-        if isinstance(report, InstanceLoad):
-            state = self.served.state(link.instance_id)
-            if state is not None:
-                model.observer.instance_load(state, report)
-        elif isinstance(report, TransferDone):
-            model.observer.transfer_done(report)
+        model.note_report(link.instance_id, report)
+        if isinstance(report, AdaptersLoaded):
+            self.served.note_adapters(link.instance_id, report.adapters)
+            self._tell_instances()
         with nullcontext() if self.fronts is None else self.fronts.hears(report):
             self._post(Reported(link.instance_id, report), model)
 
@@ -537,6 +538,7 @@ class ClusterHead:
             if model is not None and not self._is_leaving(link.instance_id):
                 model.observer.instance_lost(link.instance_id)
             self._post(InstanceLost(link.instance_id, reason))
+            self.served.note_lost(link.instance_id)
             self._tell_instances()
 
     def _is_leaving(self, instance_id: InstanceId) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.model_offer import OfferedAdapter
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import (
     BlockKey,
@@ -436,6 +437,13 @@ class CostMeasured(Struct, frozen=True, tag=True):
     address: PeerAddress | None = None
 
 
+class AdaptersLoaded(Struct, frozen=True, tag=True):
+    """All LoRA adapters that a vLLM server has now: some were loaded or unloaded while it served.
+    Since protocol 11."""
+
+    adapters: tuple[OfferedAdapter, ...]
+
+
 Report = (
     PrefillStarted
     | PrefillDone
@@ -453,4 +461,5 @@ Report = (
     | LeaveRequested
     | InstanceLoad
     | CostMeasured
+    | AdaptersLoaded
 )

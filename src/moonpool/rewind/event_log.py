@@ -18,6 +18,7 @@ from moonpool.conductor.actions import (
     DrainRequested,
     HotRequested,
     InstanceCrashed,
+    InstanceForgotten,
     InstanceJoined,
     InstanceLost,
     InstancesExpected,
@@ -53,6 +54,7 @@ _KINDS: tuple[type[ConductorEvent], ...] = (
     InstanceCrashed,
     RequestFinished,
     InstancesLaunched,
+    InstanceForgotten,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _ENTRIES = Framing("<")

@@ -64,9 +64,11 @@ _MODELS = msgspec.json.Decoder(_Models)
 _DOCUMENT = msgspec.json.Decoder(_Document)
 
 
-def read_facts(models: bytes, metrics: str, document: bytes = b"") -> VllmFacts:
+def read_facts(
+    models: bytes, metrics: str, document: bytes = b"", rank: int | None = None
+) -> VllmFacts:
     """Reads the properties from `/v1/models`, `/metrics` and `/openapi.json`, which a server may
-    lack (b""). Raises DialectError."""
+    lack (b""). `rank`: of this data-parallel rank. Raises DialectError."""
     listed = _read_models(models)
     own = [model for model in listed if not model.parent]
     if not own or not own[0].max_model_len:
@@ -86,20 +88,27 @@ def read_facts(models: bytes, metrics: str, document: bytes = b"") -> VllmFacts:
     )
     if not offer.paths:
         raise DialectError("it serves neither completions nor embeddings, scores or classes")
-    return _with_cache(offer, metrics)
+    return _with_cache(offer, metrics, rank)
 
 
-def _with_cache(offer: ModelOffer, metrics: str) -> VllmFacts:
-    match = _CACHE_INFO.search(metrics)
-    if match is None:
+def _with_cache(offer: ModelOffer, metrics: str, rank: int | None) -> VllmFacts:
+    """Raises DialectError."""
+    found = [dict(_LABEL.findall(labels)) for labels in _CACHE_INFO.findall(metrics)]
+    ranks = {each["engine"]: each for each in found if "engine" in each}
+    if rank is not None and ranks and str(rank) not in ranks:
+        raise DialectError(f"it has no data-parallel rank {rank}, but {', '.join(sorted(ranks))}")
+    if not found:
         raise DialectError(
             "its /metrics has no vllm:cache_config_info: it is another server than vLLM, or was"
             " started with --disable-log-stats, which must be left out"
         )
-    labels = dict(_LABEL.findall(match.group(1)))
+    labels = ranks.get(str(rank), found[0])
     block_size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
     block_tokens = int(block_size) if block_size.isdigit() else 0
-    num_blocks = int(blocks) if blocks.isdigit() else 0
+    # Without a rank, it is all of them.
+    counted = [labels] if rank is not None or not ranks else list(ranks.values())
+    numbers = [each.get("num_gpu_blocks", "") for each in counted]
+    num_blocks = sum(map(int, numbers)) if all(map(str.isdigit, numbers)) else 0
     if block_tokens and num_blocks:
         caches = labels.get("enable_prefix_caching") != "False"
         return VllmFacts(offer, block_tokens, num_blocks, caches)

@@ -7,6 +7,7 @@ would make the times longer, which the Conductor corrects while it serves.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 import statistics
@@ -25,6 +26,8 @@ from moonpool.vllm.dialect import DialectError, completion_body, read_output
 from moonpool.vllm.dialects.server_dialect import ServerDialect
 from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import NO_HANDLE
+
+log = logging.getLogger("moonpool.vllm")
 
 PREFILL_TOKENS = (16, 64, 256, 1024, 4096)
 DECODES = ((1, 16), (8, 16), (2, 1024))
@@ -57,7 +60,34 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 """Fields of a call with a prompt of token ids, or of about as many words."""
 
+SAY_S = 5.0
+"""How often progress is logged."""
+
 FirstToken = Callable[[int], Awaitable[float]]
+
+
+class MeasureProgress:
+    """Says every few seconds what is measured."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._what = ""
+
+    def note(self, what: str) -> None:
+        self._what = what
+
+    async def say(self) -> None:
+        """Runs until cancelled."""
+        seconds = 0.0
+        while True:
+            await asyncio.sleep(SAY_S)
+            seconds += SAY_S
+            log.info(
+                "measuring %s for %.0f s, now %s; meanwhile it serves by assumed times",
+                self._url,
+                seconds,
+                self._what,
+            )
 
 
 async def probe(dialect: ServerDialect, facts: VllmFacts, hands_over: bool = False) -> None:

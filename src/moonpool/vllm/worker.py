@@ -15,6 +15,7 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,12 +32,14 @@ from moonpool.plugins.workers import WorkerSettings
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.frames import HEARTBEAT_S, Apply, AttentionMoved, Joined, Setup, WorkFrame
 from moonpool.protocol.messages import (
+    AdaptersLoaded,
     AttemptId,
     AttemptSpec,
     CostMeasured,
     InstanceInfo,
     InstanceLoad,
 )
+from moonpool.protocol.model_offer import OfferedAdapter
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.protocol.versions import TAKES_OFFERS
 from moonpool.scheduler.actions import ExitProcess, SendReport
@@ -65,7 +68,8 @@ from moonpool.vllm.dialects.server_dialect import ServerDialect
 from moonpool.vllm.events import EventReader, EventsError
 from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import VllmInstance
-from moonpool.vllm.measure import ASSUMED_COST, describe_cost, measure, probe
+from moonpool.vllm.measure import ASSUMED_COST, MeasureProgress, describe_cost, measure, probe
+from moonpool.vllm.offer_watch import OFFER_S, OfferWatch
 from moonpool.vllm.parsers import find_parsers
 from moonpool.vllm.pool_watch import PoolWatch
 from moonpool.vllm.served_slots import ServedSlots, open_slots
@@ -78,8 +82,6 @@ STEP_S = 1e-3
 LOOK_S = 2.0
 """How often a lost vLLM server is probed."""
 WEIGHT: dict[Health, int] = {"well": 0, "unwell": 2, "gone": 3}
-SAY_S = 5.0
-"""How often progress is logged."""
 FORWARDED_REFUSALS = (404, 405, 415, 501)
 """Statuses with which a server refuses a call that it does not serve."""
 MAX_UNWELL = 6
@@ -99,30 +101,6 @@ class FoundServer:
     layout: BlockLayout | None = None
     instance: VllmInstance | None = None  # set by the first `Setup`
     slots: ServedSlots | None = None  # likewise
-
-
-class _Progress:
-    """Says every few seconds what is measured."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._what = ""
-
-    def note(self, what: str) -> None:
-        self._what = what
-
-    async def say(self) -> None:
-        """Runs until cancelled."""
-        seconds = 0.0
-        while True:
-            await asyncio.sleep(SAY_S)
-            seconds += SAY_S
-            log.info(
-                "measuring %s for %.0f s, now %s; meanwhile it serves by assumed times",
-                self._url,
-                seconds,
-                self._what,
-            )
 
 
 class VllmWorker(InstanceProcess):
@@ -151,7 +129,7 @@ class VllmWorker(InstanceProcess):
         self._tasks: set[asyncio.Task[None]] = set()
         self._join_lock = asyncio.Lock()
         self._gone = False
-        self._count_s = COUNT_S
+        self._count_s, self._offer_s = COUNT_S, OFFER_S
         self._watch: CacheWatch | None = None
         self._pool: PoolWatch | None = None
         self._rates: tuple[int, float] | None = None  # bytes of a block of the pool, SSD bytes/s
@@ -165,6 +143,7 @@ class VllmWorker(InstanceProcess):
                 self._gone, began_s = False, self._loop.time()
                 self._link = self._open_link()
                 self._spawn(self._beat())
+                self._spawn(self._follow_offer(self._engine))
                 try:
                     await self._link.run(head_host, head_port)
                 finally:
@@ -345,7 +324,7 @@ class VllmWorker(InstanceProcess):
             await self._watch.run(lambda: self._load().cache_view)
 
     async def _profile(self, engine: FoundServer, instance: VllmInstance) -> None:
-        progress = _Progress(self._place.url)
+        progress = MeasureProgress(self._place.url)
         saying = self._spawn(progress.say())
         try:
             quiet = instance.is_idle
@@ -522,6 +501,23 @@ class VllmWorker(InstanceProcess):
             if unwell >= MAX_UNWELL:
                 self.leave_gone()
                 return
+
+    async def _follow_offer(self, engine: FoundServer) -> None:
+        """Leaves a server that has another model now: it joins again as what it is."""
+        offer = engine.facts.offer
+        await OfferWatch(engine.dialect, offer, partial(self._on_adapters, engine)).run(
+            self._offer_s
+        )
+        log.warning("%s serves another model than before", self._place.url)
+        self.leave_gone()
+
+    def _on_adapters(self, engine: FoundServer, adapters: tuple[OfferedAdapter, ...]) -> None:
+        named = ", ".join(one.name for one in adapters) or "none"
+        log.info("LoRA adapters of %s: %s", self._place.url, named)
+        offer = msgspec.structs.replace(engine.facts.offer, adapters=adapters)
+        engine.facts = msgspec.structs.replace(engine.facts, offer=offer)
+        if self._joined and self._link.protocol >= TAKES_OFFERS:
+            self._link.send(AdaptersLoaded(adapters))
 
     def leave_gone(self) -> None:
         """Leaves the cluster, because the server is gone."""

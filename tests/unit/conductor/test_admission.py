@@ -16,6 +16,7 @@ from moonpool.conductor.forecast.decode_forecast import IntervalForecast
 from moonpool.conductor.placement.choice import Placement, Rejection, place
 from moonpool.conductor.placement.policies import RequestFootprint
 from moonpool.config.tables import ConductorConfig
+from moonpool.cost.derived import scaled
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import Slo
 
@@ -90,6 +91,16 @@ def test_a_late_request_is_rejected_with_the_time_to_retry(admission: str) -> No
 def test_a_prompt_too_long_for_any_instance_is_named() -> None:
     refusal = Scene(queue_s=4.0).refuse("early", status=422, ttft_s=0.5)
     assert refusal.reason == "ttft_slo" and "shorten the prompt" in refusal.message
+
+
+@pytest.mark.parametrize("admission", ["baseline", "early", "predictive"])
+def test_what_is_slow_only_now_may_come_again(admission: str) -> None:
+    """Not even an idle instance: that is said of what was measured at rest."""
+    slow = Scene()
+    slow.cluster_state.instance_table.set_cost(0, scaled(COST, 2.0, 1.0), 2.0)
+    refusal = slow.refuse(admission, ttft_s=1.5)  # 2 s are predicted, 1 s was measured
+    assert refusal.reason == "ttft_slo" and "idle" not in refusal.message
+    slow.refuse(admission, status=422, ttft_s=0.9)
 
 
 def test_time_already_spent_counts() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-from conductor_instances import info
+from conductor_instances import COST, info
 
 from moonpool.conductor.admission.context import AdmissionContext, SloBudget
 from moonpool.conductor.admission.expected_goodput import (
     LEAST_TTFT_CHANCE_ALONE,
     ExpectedGoodput,
 )
-from moonpool.conductor.admission.goodput import GoodputModel
+from moonpool.conductor.admission.goodput import GoodputModel, decide
 from moonpool.conductor.admission.resource_prices import (
     ClusterCapacity,
     RequestNeed,
@@ -19,9 +19,10 @@ from moonpool.conductor.admission.resource_prices import (
 )
 from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.decode_forecast import IntervalForecast
-from moonpool.conductor.placement.choice import Placement, place
+from moonpool.conductor.placement.choice import Placement, Rejection, place
 from moonpool.conductor.placement.policies import RequestFootprint
 from moonpool.config.tables import ConductorConfig
+from moonpool.cost.derived import scaled
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import Slo
 
@@ -100,6 +101,40 @@ def test_a_doubtful_prompt_is_rejected_where_others_would_wait_for_it() -> None:
     assert alone.adds_more and not alone.delay
     assert among_others.delay > among_others.gain and not among_others.adds_more
     assert among_others.prefill_cost == 0.0, "there is no overload"
+
+
+def decided(num_tokens: int, num_others: int = 0, queue_s: float = 0.0) -> Rejection | None:
+    """Decides on a prompt under a TTFT SLO of 3 s, at an idle instance whose prompts took twice as
+    long lately as was measured at rest. Others arrived, one every 2 s."""
+    cluster_state = ClusterState(IntervalForecast())
+    for name in NAMES:
+        cluster_state.join(info(name, num_blocks=100_000))
+    table, config = cluster_state.instance_table, ConductorConfig(admission="goodput")
+    table.set_cost(0, scaled(COST, 2.0, 1.0), 2.0)
+    table.waiting_ns[0] = queue_s * 1e9
+    model, none = GoodputModel(), np.zeros(len(NAMES))
+    budget, context = SloBudget(Slo(ttft_s=3.0, tbt_s=0.1), 0.0), None
+    own = msgspec.structs.replace(SHORT, num_tokens=num_tokens, expected_tokens=num_tokens + 100)
+    for number, footprint in enumerate((*[COMMON] * num_others, own)):
+        now = 2.0 * number
+        placement = place(footprint, table, PrefixMatch(none, none, 0), config, now)
+        assert isinstance(placement, Placement)
+        forecast = cluster_state.forecast
+        context = AdmissionContext(footprint, placement, budget, table, forecast, config, now)
+        found = model.expect(context, model.decode.load(context), (), first=True)
+    assert context is not None
+    return decide(context, found)
+
+
+def test_what_is_in_time_at_rest_is_tried_where_a_rejection_would_free_nothing() -> None:
+    """The peers of `moonpool bench routers` served such prompts in time."""
+    assert decided(2000) is None, "4 s are predicted, 2 s were measured"
+    for found in (decided(2000, num_others=40), decided(2000, queue_s=10.0)):
+        assert found is not None and found.status == 429
+        assert 1.0 <= found.retry_after_s < 60.0 and "idle" not in found.message
+    hopeless = decided(4000)
+    assert hopeless is not None and hopeless.status == 422
+    assert "also on an idle instance" in hopeless.message
 
 
 def test_a_prompt_that_waits_for_itself_does_not_make_the_pools_look_full() -> None:

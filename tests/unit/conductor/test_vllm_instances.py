@@ -15,6 +15,7 @@ from moonpool.conductor.actions import (
 )
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import (
+    AdaptersLoaded,
     AttemptFailed,
     AttemptId,
     CostMeasured,
@@ -22,6 +23,7 @@ from moonpool.protocol.messages import (
     StartPrefill,
     request_of,
 )
+from moonpool.protocol.model_offer import OfferedAdapter
 from moonpool.types import FinishReason, InstanceId
 from tests.unit.conductor.conductor_desk import Desk, of
 
@@ -116,6 +118,15 @@ def test_an_adapter_is_asked_for_where_it_is() -> None:
     (refuse,) = of(front.ask("y", adapter="nobody"), Refuse)
     assert refuse.refusal.status == 503
     assert "adapter" in refuse.refusal.message
+
+
+def test_an_adapter_that_is_loaded_later_is_found_and_one_that_is_unloaded_is_not() -> None:
+    front = desk("m0", "m1")
+    front.report("m1", AdaptersLoaded((OfferedAdapter("poet", "/a"),)))
+    assert {place(front.ask(f"r{n}", adapter="poet"))[0] for n in range(3)} == {"m1"}
+    front.report("m1", AdaptersLoaded(()))
+    (refuse,) = of(front.ask("y", adapter="poet"), Refuse)
+    assert refuse.refusal.status == 503
 
 
 def test_measured_times_take_the_place_of_assumed_ones() -> None:

@@ -10,15 +10,26 @@ from typing import Any
 import pytest
 
 from moonpool.api.serving_backend import AdapterCard, Output
-from moonpool.conductor.actions import InstancesExpected, RequestCancelled
+from moonpool.conductor.actions import (
+    InstanceForgotten,
+    InstanceJoined,
+    InstanceLost,
+    InstancesExpected,
+    Reported,
+    RequestCancelled,
+)
 from moonpool.config.tables import Config, ModelConfig, VllmConfig
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.models.model_loading import load_offered, named_offer
 from moonpool.head.models.served_model import HeadSettings, ServedModel
 from moonpool.head.models.served_models import ServedModels
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import InstanceInfo, LeaveRequested
 from moonpool.protocol.model_offer import POOLING_PATHS, ModelOffer, OfferedAdapter
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
+from moonpool.vllm.measure import ASSUMED_COST
+from moonpool.vllm.worker import NO_ADDRESS
 
 ROOT = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
 OTHER = "random:hidden=32,layers=1,heads=2,kv_heads=1,inter=64,vocab=280"
@@ -47,6 +58,9 @@ class Host:
     def on_new_model(self, model: ServedModel) -> None:
         pass
 
+    def on_moved(self, instance_id: InstanceId, former: ServedModel) -> None:
+        former.handle(InstanceForgotten(instance_id))
+
 
 def models(**settings: Any) -> ServedModels:
     config = Config(model=ModelConfig(**({"name": "", "dtype": "float32"} | settings)))
@@ -54,7 +68,7 @@ def models(**settings: Any) -> ServedModels:
 
 
 def offer(*names: str, root: str = ROOT, **others: Any) -> ModelOffer:
-    return ModelOffer(root=root, names=names or ("m",), max_model_tokens=512, **others)
+    return ModelOffer(root=root, names=names or ("m",), **({"max_model_tokens": 512} | others))
 
 
 def take(served: ServedModels, name: str, offered: ModelOffer) -> ServedModel:
@@ -181,6 +195,103 @@ def test_parsing_is_left_to_servers_that_all_do_it() -> None:
     )
     own = ServedModels(Host(), HeadSettings(wanted, "l", {}, {}))
     assert take(own, "a", offer("m", parses=("tools",))).card.parses == ()
+
+
+POET, COOK = (OfferedAdapter(name=name, root=f"/{name}") for name in ("poet", "cook"))
+
+
+def join(served: ServedModels, name: str, offered: ModelOffer, num_blocks: int = 100) -> None:
+    """A server comes, as the head sees it."""
+    model = take(served, name, offered)
+    layout = BlockLayout(
+        model_fingerprint="m",
+        dtype="float32",
+        block_tokens=16,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=4,
+    )
+    info = InstanceInfo(
+        instance_id=InstanceId(name),
+        role=Role.MIXED,
+        incarnation=1,
+        address=NO_ADDRESS,
+        layout=layout,
+        num_blocks=num_blocks,
+        cost=ASSUMED_COST,
+        pid=1,
+        host="x",
+    )
+    model.limit_context_to(info, offered)
+    served.note_present(info.instance_id)
+    model.handle(InstanceJoined(info))
+
+
+def leave(served: ServedModels, name: str, for_good: bool) -> None:
+    instance_id = InstanceId(name)
+    model = served.of(instance_id)
+    assert model is not None
+    if for_good:
+        model.handle(Reported(instance_id, LeaveRequested(within_s=1.0)))
+    model.handle(InstanceLost(instance_id, "gone"))
+    served.note_lost(instance_id)
+
+
+def adapters(model: ServedModel) -> list[str]:
+    return [card.name for card in model.card.adapters]
+
+
+def test_adapters_are_those_of_the_servers_that_are_there() -> None:
+    served = models()
+    join(served, "a", offer("m"))
+    join(served, "b", offer("m", adapters=(POET,)))
+    model = served.default
+    assert model is not None and adapters(model) == ["poet"]
+    served.note_adapters(InstanceId("a"), (POET, COOK))
+    assert adapters(model) == ["poet", "cook"]
+    served.note_adapters(InstanceId("b"), ())
+    assert adapters(model) == ["poet", "cook"], "another has it still"
+    assert served.offers[InstanceId("a")].adapters == (POET, COOK), "as the next head is told"
+    leave(served, "a", for_good=False)
+    assert adapters(model) == ["poet", "cook"], "it should be back soon"
+    join(served, "a", offer("m", adapters=(COOK,)))
+    assert adapters(model) == ["cook"]
+    leave(served, "a", for_good=True)
+    assert adapters(model) == []
+
+
+def test_the_context_is_that_of_the_servers_that_are_there() -> None:
+    served = models()
+    join(served, "a", offer("m", max_model_tokens=512))
+    join(served, "b", offer("m", max_model_tokens=128))
+    join(served, "c", offer("m", max_model_tokens=256))
+    model = served.default
+    assert model is not None and model.card.max_model_tokens == 128
+    leave(served, "b", for_good=False)
+    assert model.card.max_model_tokens == 128, "it should be back soon"
+    join(served, "b", offer("m", max_model_tokens=64))
+    assert model.card.max_model_tokens == 64
+    leave(served, "b", for_good=True)
+    assert model.card.max_model_tokens == 256
+    leave(served, "c", for_good=True)
+    assert model.card.max_model_tokens == 512
+    leave(served, "a", for_good=True)
+    assert model.card.max_model_tokens == 512
+
+
+def test_nobody_waits_for_a_server_that_has_another_model_now() -> None:
+    served = models()
+    join(served, "a", offer("m"))
+    join(served, "b", offer("m", adapters=(POET,), max_model_tokens=64))
+    model = served.default
+    assert model is not None
+    leave(served, "b", for_good=False)
+    assert InstanceId("b") in model.conductor.expected
+    join(served, "b", offer("x", root=OTHER))
+    assert InstanceId("b") not in model.conductor.expected
+    assert (adapters(model), model.card.max_model_tokens) == ([], 512)
+    other = served.of(InstanceId("b"))
+    assert other is not None and other.card.model_id == "x"
 
 
 def test_the_default_model_is_that_of_the_first_named_server() -> None:

@@ -96,6 +96,20 @@ vllm:prefix_cache_hits_created{engine="0",model_name="m"} 1.7e9
     assert read_counts(text.replace("2e2", "many")) is None
 
 
+def test_blocks_are_of_one_rank_or_of_all() -> None:
+    line = 'vllm:cache_config_info{{block_size="16",engine="{}",num_gpu_blocks="{}"}} 1.0\n'
+    metrics = line.format(0, 100) + line.format(1, 60)
+    blocks = [
+        read_facts(msgspec.json.encode(MODELS), metrics, rank=rank).num_blocks
+        for rank in (0, 1, None)
+    ]
+    assert blocks == [100, 60, 160]
+    with pytest.raises(DialectError, match="no data-parallel rank 2, but 0, 1"):
+        read_facts(msgspec.json.encode(MODELS), metrics, rank=2)
+    older = read_facts(msgspec.json.encode(MODELS), METRICS, rank=3)
+    assert older.num_blocks == 8192, "it does not tell which ranks it has"
+
+
 def test_counts_are_of_one_rank_or_of_all() -> None:
     metrics = "".join(
         f'vllm:prefix_cache_{name}_total{{engine="{rank}",model_name="m"}} {count + rank}\n'

@@ -52,11 +52,22 @@ imagePullPolicy: {{ .image.pullPolicy }}
 {{- end -}}
 {{- end -}}
 
-{{- /* Tables of TOML: scalars and lists first, then the tables below. JSON has TOML's scalars. */ -}}
+{{- /* A value in a line of TOML, which has JSON's scalars, and tables of its own in lists. */ -}}
+{{- define "moonpool.tomlValue" -}}
+{{- if kindIs "map" . -}}
+{ {{- $first := true }}{{ range $key, $value := . }}{{ if not $first }},{{ end }} {{ $key }} = {{ include "moonpool.tomlValue" $value }}{{ $first = false }}{{ end }} }
+{{- else if kindIs "slice" . -}}
+[{{ range $number, $value := . }}{{ if $number }}, {{ end }}{{ include "moonpool.tomlValue" $value }}{{ end }}]
+{{- else -}}
+{{- . | toJson -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Tables of TOML: scalars and lists first, then the tables below. TOML has no null. */ -}}
 {{- define "moonpool.toml" -}}
 {{- $tables := .tables -}}{{- $prefix := .prefix -}}
-{{- range $key, $value := $tables }}{{ if not (kindIs "map" $value) }}
-{{ $key }} = {{ $value | toJson }}
+{{- range $key, $value := $tables }}{{ if not (or (kindIs "map" $value) (kindIs "invalid" $value)) }}
+{{ $key }} = {{ include "moonpool.tomlValue" $value }}
 {{- end }}{{ end }}
 {{- range $key, $value := $tables }}{{ if kindIs "map" $value }}
 [{{ $prefix }}{{ $key }}]
@@ -77,6 +88,19 @@ imagePullPolicy: {{ .image.pullPolicy }}
 {{- if .Values.autoscaling.enabled }}{{ $_ := set $own "conductor" (dict "autoscale" true) }}{{ end -}}
 {{- if .Values.servedModelName }}{{ $_ := set $own "model" (dict "served_name" .Values.servedModelName) }}{{ end -}}
 {{- include "moonpool.toml" (dict "tables" (mergeOverwrite $own (deepCopy .Values.config)) "prefix" "") -}}
+{{- end -}}
+
+{{- /* The service levels of head and picker. */ -}}
+{{- define "moonpool.sloArgs" -}}
+{{- with .Values.slo.ttft }}
+- --slo-ttft={{ . }}
+{{- end }}
+{{- with .Values.slo.tbt }}
+- --slo-tbt={{ . }}
+{{- end }}
+{{- range $name, $levels := .Values.slo.classes }}
+- {{ printf "--slo-class=%s=%v,%v" $name $levels.ttft $levels.tbt | quote }}
+{{- end }}
 {{- end -}}
 
 {{- define "moonpool.podSecurity" -}}

@@ -41,3 +41,11 @@ class AdmissionContext(msgspec.Struct, frozen=True):
     config: ConductorConfig
     now: float
     expected: ExpectedGoodput | None = None  # for the policy "goodput" only
+
+    @property
+    def rest_prefill_s(self) -> float:
+        """The shortest time of the prefill on an instance at rest. What takes longer than the SLO
+        even so is hopeless; else time may help."""
+        table, placement = self.table, self.placement
+        rest_s = table.rest_prefill_s(self.footprint.num_tokens, float(placement.hit_tokens))
+        return float(rest_s[table.prefills].min(initial=placement.prefill_s))

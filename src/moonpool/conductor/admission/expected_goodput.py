@@ -15,6 +15,9 @@ limits fall with the share of waiting."""
 WAITING_SHARE = 0.5
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
+REST_CHANCE = 0.05
+"""The chance of a TTFT that would be in time as was measured at rest, and not as was learned since.
+If nothing is waited for and nobody else is harmed, a rejection would free nothing."""
 
 
 class ExpectedGoodput(msgspec.Struct, frozen=True):
@@ -30,6 +33,7 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     wait_s: float = 0.0  # from the end of the prefill until its decode can begin
     waiting_share: float = 1.0  # of the predicted TTFT, in queues
     delay: float = 0.0  # loss of chance of requests that arrive while its prompt is computed
+    rest_chance: float = 0.0  # `REST_CHANCE` where that holds
 
     @property
     def least_ttft_chance(self) -> float:
@@ -38,8 +42,12 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
         return max(least * waiting, LEAST_CHANCE)
 
     @property
+    def best_ttft_chance(self) -> float:
+        return max(self.ttft_chance, self.rest_chance)
+
+    @property
     def gain(self) -> float:
-        return self.ttft_chance * self.tbt_chance
+        return self.best_ttft_chance * self.tbt_chance
 
     @property
     def cost(self) -> float:
@@ -54,7 +62,7 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
         if (
             self.gain < LEAST_CHANCE
             or self.gain < self.harm + self.delay
-            or self.ttft_chance < self.least_ttft_chance
+            or self.best_ttft_chance < self.least_ttft_chance
         ):
             return False
         return self.worth >= self.prefill_cost + self.decode_cost

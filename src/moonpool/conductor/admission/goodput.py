@@ -27,7 +27,11 @@ from moonpool.conductor.admission.decode_wait import (
     is_mixed,
     until_room_s,
 )
-from moonpool.conductor.admission.expected_goodput import LEAST_CHANCE, ExpectedGoodput
+from moonpool.conductor.admission.expected_goodput import (
+    LEAST_CHANCE,
+    REST_CHANCE,
+    ExpectedGoodput,
+)
 from moonpool.conductor.admission.resource_prices import (
     ClusterCapacity,
     RequestNeed,
@@ -141,10 +145,11 @@ class GoodputModel(ClusterObserver):
             self._note_usual(context, worth)
         capacity = self._capacity(context, load.max_step_s)
         prefill_cost, decode_cost = self.prices.cost(need, capacity, context.now)
+        ttft_chance = self.ttft.chance(placement.ttft_s + load.wait_s, left_s)
         # A request whose TTFT nobody has stated may wait. So it takes nobody's place.
         return ExpectedGoodput(
             worth,
-            self.ttft.chance(placement.ttft_s + load.wait_s, left_s),
+            ttft_chance,
             tbt_chance,
             load.others * (chances.chance(load.without_s, slo_s) - tbt_chance),
             prefill_cost if ttft_stated else 0.0,
@@ -153,7 +158,18 @@ class GoodputModel(ClusterObserver):
             load.wait_s,
             (placement.queue_s + load.wait_s) / max(placement.ttft_s + load.wait_s, 1e-9),
             self._delay(context, own_prefill_s) if ttft_stated else 0.0,
+            self._rest_chance(context, load, left_s) if ttft_chance < REST_CHANCE else 0.0,
         )
+
+    def _rest_chance(self, context: AdmissionContext, load: DecodeLoad, left_s: float) -> float:
+        """See `REST_CHANCE`. On another instance than ours, such as vLLM, what slows prompts down
+        is not all in the model of the load, so it is learned as a slower instance."""
+        table, placement = context.table, context.placement
+        factor = table.prefill_factor.item(table.ids.index(placement.prefill))
+        if factor <= 1.0 or placement.queue_s + load.wait_s > 0.0:
+            return 0.0
+        rest_s = placement.ttft_s - placement.prefill_s * (1.0 - 1.0 / factor)
+        return REST_CHANCE if self.ttft.chance(rest_s, left_s) >= LEAST_CHANCE else 0.0
 
     def _need(self, context: AdmissionContext, own_prefill_s: float, worth: float) -> RequestNeed:
         footprint, table = context.footprint, context.table
@@ -233,11 +249,13 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
     if expected.adds_more:
         return None
     placement, numbers = context.placement, _numbers(context, expected)
-    if expected.ttft_chance < expected.least_ttft_chance:
-        if placement.prefill_s > context.budget.slo.ttft_s:
+    if expected.best_ttft_chance < expected.least_ttft_chance:
+        if context.rest_prefill_s > context.budget.slo.ttft_s:
             text = f"{_ttft_text(context, expected)}, also on an idle instance: shorten the prompt"
             return Rejection(422, TIGHT_TTFT, f"{text} or raise the SLO", inf, numbers)
         wait_s = placement.queue_s + expected.wait_s
+        if placement.prefill_s > context.budget.slo.ttft_s:  # with what is computed beside it
+            wait_s = max(wait_s, 1.0)
         return Rejection(429, TIGHT_TTFT, _ttft_text(context, expected), wait_s, numbers)
     if expected.tbt_chance < LEAST_CHANCE:
         text = _tbt_text(context, expected)

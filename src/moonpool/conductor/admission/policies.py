@@ -25,11 +25,11 @@ from typing import Protocol
 
 import msgspec
 
-from moonpool.conductor.admission.context import AdmissionContext, SloBudget
+from moonpool.conductor.admission.context import AdmissionContext
 from moonpool.conductor.admission.goodput import decide
 from moonpool.conductor.forecast.decode_forecast import Forecast
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.conductor.placement.choice import Placement, Rejection
+from moonpool.conductor.placement.choice import Rejection
 from moonpool.conductor.placement.policies import PolicyError, RequestFootprint, guarded
 from moonpool.config.tables import Admission
 from moonpool.types import Slo
@@ -85,7 +85,7 @@ def _none(context: AdmissionContext) -> None:
 
 def _baseline(context: AdmissionContext) -> Rejection | None:
     tail, limit = context.table.ttft_tail, context.config.load_limit
-    return _too_late(context.placement, context.budget, tail, limit)
+    return _too_late(context, tail, limit)
 
 
 def _early(context: AdmissionContext) -> Rejection | None:
@@ -193,11 +193,10 @@ class _Pool(msgspec.Struct, frozen=True):
         return f"{what} with {number} exceeds {_share(limit)}{than}{hopeless}"
 
 
-def _too_late(
-    placement: Placement, budget: SloBudget, tail: float, limit: float
-) -> Rejection | None:
+def _too_late(context: AdmissionContext, tail: float, limit: float) -> Rejection | None:
     """`tail` corrects predicted queueing, which is what takes longer than predicted. A request at
     the head of its queue is therefore never rejected by it."""
+    placement, budget = context.placement, context.budget
     ttft_s = budget.waited_s + placement.ttft_s
     late_s = ttft_s + (tail - 1.0) * placement.queue_s
     slo_s = budget.slo.ttft_s
@@ -208,7 +207,8 @@ def _too_late(
         text += f" ({late_s:.2f} s if it is as late as one in ten was lately)"
     text += f" exceeds {_share(limit)}the SLO of {slo_s:g} s"
     status, wait_s = 429, late_s - slo_s * limit
-    if placement.ttft_s - placement.queue_s - placement.decode_wait_s > slo_s * limit:
+    alone_s = placement.ttft_s - placement.queue_s - placement.decode_wait_s
+    if min(alone_s, context.rest_prefill_s) > slo_s * limit:
         text += " even on an idle instance: shorten the prompt or raise the SLO"
         status, wait_s = 422, float("inf")
     return Rejection(

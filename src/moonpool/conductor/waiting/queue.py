@@ -99,6 +99,7 @@ class WaitingRequests:
         self.expect({state.info.instance_id: state.info.role})
 
     def note_joined(self, instance_id: InstanceId) -> None:
+        """Nobody waits for it any more."""
         self.lost.pop(instance_id, None)
 
     def need(self, tracked: TrackedRequest) -> WaitNeed:

@@ -4,7 +4,7 @@ log. A model's instances serve no other model, so no decision is about two of th
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
@@ -26,7 +26,13 @@ from moonpool.head.models.model_loading import UNKNOWN_TOKENS, ApiModel
 from moonpool.head.watch.metrics_collector import MetricsCollector
 from moonpool.log_limit import limited_logger
 from moonpool.plugins.policies import load_policies, own_classes
-from moonpool.protocol.messages import ForwardedCall, InstanceInfo
+from moonpool.protocol.messages import (
+    ForwardedCall,
+    InstanceInfo,
+    InstanceLoad,
+    Report,
+    TransferDone,
+)
 from moonpool.protocol.model_offer import (
     COMPLETIONS,
     MEDIA_PATHS,
@@ -37,7 +43,7 @@ from moonpool.protocol.model_offer import (
 from moonpool.request_record import RequestRecord
 from moonpool.rewind.event_log import EventLog, write_file
 from moonpool.text.tokenizer import Tokenizer
-from moonpool.types import FinishReason, Request, RequestId, Role
+from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
 
 log = limited_logger("moonpool.head")
 
@@ -79,6 +85,10 @@ class ModelHost(Protocol):
         """Called when the model is served from now on."""
         ...
 
+    def on_moved(self, instance_id: InstanceId, former: ServedModel) -> None:
+        """Called when an instance that was lost to its former model comes back with another."""
+        ...
+
 
 class ServedModel:
     """A model as the `ModelBackend` of the HTTP layer. `key` names the model to its instances."""
@@ -115,6 +125,7 @@ class ServedModel:
         self._settings = settings
         self._loaded = loaded
         self._reader = loaded.reader
+        self._limits: dict[InstanceId, tuple[int, str]] = {}  # of the context, and why
         self.has_offers = False  # else it is known by the configuration alone
         self.offer: ModelOffer | None = None
         """What it was read from; None: the configuration of the own engine."""
@@ -195,6 +206,14 @@ class ServedModel:
             self._events.note(event, now, actions)
         return actions
 
+    def note_report(self, instance_id: InstanceId, report: Report) -> None:
+        """Counts what an instance reports. Call it before the Conductor handles it."""
+        state = self.conductor.instances.get(instance_id)
+        if isinstance(report, InstanceLoad) and state is not None:
+            self.observer.instance_load(state, report)
+        elif isinstance(report, TransferDone):
+            self.observer.transfer_done(report)
+
     def event_log(self) -> bytes:
         return write_file(
             self._events,
@@ -234,17 +253,13 @@ class ServedModel:
             card = msgspec.structs.replace(card, model_id=offer.names[0])
             names = offer.names
         others = dict.fromkeys(name for name in names if name != card.model_id)
-        adapters = {one.name: one for one in card.adapters}
-        for one in offer.adapters:
-            found = AdapterCard(name=one.name, adapter=one.name, root=one.root)
-            adapters.setdefault(one.name, found)
+        adapters = {one.name for one in card.adapters} | {one.name for one in offer.adapters}
         aliases = dict.fromkeys((*card.aliases, self.key, offer.root))
         taken = {card.model_id, *others, *adapters}
         self.card = msgspec.structs.replace(
             card,
             other_names=tuple(others),
             aliases=tuple(alias for alias in aliases if alias not in taken),
-            adapters=tuple(adapters.values()),
             generates=offer.generates,
             scores_prompts=offer.generates,
             forwards=self._forwards(offer),
@@ -275,6 +290,17 @@ class ServedModel:
         if parses != self.card.parses:
             self.card = msgspec.structs.replace(self.card, parses=parses)
 
+    def set_adapters(self, offers: Iterable[ModelOffer]) -> None:
+        """Lists the adapters of the servers that are there, after those of the configuration."""
+        found = {one.name: one for one in self._loaded.card.adapters}
+        for offer in offers:
+            for one in offer.adapters:
+                card = AdapterCard(name=one.name, adapter=one.name, root=one.root)
+                found.setdefault(one.name, card)
+        adapters = tuple(found.values())
+        if adapters != self.card.adapters:
+            self.card = msgspec.structs.replace(self.card, adapters=adapters)
+
     def why_not(self, info: InstanceInfo) -> str | None:
         """Returns why an instance cannot be one of this model, or None."""
         wanted = tuple(card.adapter for card in self.card.adapters)
@@ -291,16 +317,29 @@ class ServedModel:
     def limit_context_to(self, info: InstanceInfo, offer: ModelOffer | None) -> None:
         """Notes that an instance joins. `offer`: the offer of a vLLM server."""
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
+        limit = room_tokens, f"the size of the pool of {info.instance_id}"
         if offer is not None and offer.max_model_tokens <= room_tokens:
             why = f"the max_model_len of the vLLM server at {info.instance_id}"
-            self.limit_context(offer.max_model_tokens, why)
-        else:
-            self.limit_context(room_tokens, f"the size of the pool of {info.instance_id}")
+            limit = offer.max_model_tokens, why
+        self._limits[info.instance_id] = limit
+        self._limit_context()
 
-    def limit_context(self, num_tokens: int, why: str) -> None:
+    def forget_limits(self, present: Collection[InstanceId]) -> None:
+        """Instances other than these have left for good."""
+        if self._limits.keys() - present:
+            self._limits = {name: self._limits[name] for name in self._limits if name in present}
+            self._limit_context()
+
+    def _limit_context(self) -> None:
         """No prompt and output may be longer: each instance must have room for it."""
-        if num_tokens >= self.card.max_model_tokens:
+        if not self._limits:
+            return  # the last ones that were there are as good a guess as any
+        before, own = self.card.max_model_tokens, self._loaded.card.max_model_tokens
+        least, why = min(self._limits.values())
+        if min(least, own) == before:
             return
-        if self.card.max_model_tokens < UNKNOWN_TOKENS:
-            log.warning("the context length is limited to %d tokens, %s", num_tokens, why)
-        self.card = msgspec.structs.replace(self.card, max_model_tokens=num_tokens)
+        if least < before < UNKNOWN_TOKENS:
+            log.warning("the context length is limited to %d tokens, %s", least, why)
+        elif before < least:
+            log.info("the context length is %d tokens again", min(least, own))
+        self.card = msgspec.structs.replace(self.card, max_model_tokens=min(least, own))

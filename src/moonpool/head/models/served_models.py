@@ -7,7 +7,7 @@ is read when the first server that offers it comes, and stays when its last serv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from moonpool.head.cluster_error import ClusterError
 from moonpool.head.models.model_loading import ApiModel, load_offered
 from moonpool.head.models.served_model import HeadSettings, ModelHost, ServedModel
 from moonpool.log_limit import limited_logger
-from moonpool.protocol.model_offer import ModelOffer
+from moonpool.protocol.model_offer import ModelOffer, OfferedAdapter
 from moonpool.text.model_folder import GGUF_SUFFIX
 from moonpool.types import InstanceId, Role
 
@@ -169,17 +169,49 @@ class ServedModels:
     def _bind(self, instance_id: InstanceId, model: ServedModel, offer: ModelOffer) -> None:
         self._has_first.set()
         model.take_offer(offer)
+        former = self._of.get(instance_id)
         self._of[instance_id] = model
         self._offers[instance_id] = msgspec.structs.replace(offer, root=model.key)
         self.note_present(instance_id)
+        if former is not None and former is not model:
+            self._host.on_moved(instance_id, former)
+            self._follow_present(former)
 
     def note_present(self, instance_id: InstanceId) -> None:
         """A vLLM server is about to serve: what it cannot parse is parsed here for its model."""
         model = self._of.get(instance_id)
         if model is not None:
-            present = {*model.conductor.expected, instance_id}
-            offers = self._offers.items()
-            model.set_parsing(offer for name, offer in offers if name in present)
+            self._set_offers(model, {*model.conductor.expected, instance_id})
+
+    def note_adapters(self, instance_id: InstanceId, adapters: tuple[OfferedAdapter, ...]) -> None:
+        """A vLLM server has loaded or unloaded adapters."""
+        offer = self._offers.get(instance_id)
+        if offer is not None:
+            self._offers[instance_id] = msgspec.structs.replace(offer, adapters=adapters)
+            self.note_present(instance_id)
+
+    def note_lost(self, instance_id: InstanceId) -> None:
+        """An instance was lost. If it does not come back, what only it had is gone, too."""
+        model = self.of(instance_id)
+        if model is not None:
+            self._follow_present(model)
+
+    def _follow_present(self, model: ServedModel) -> None:
+        present = model.conductor.expected.keys()
+        model.forget_limits(present)
+        if model.has_offers:
+            self._set_offers(model, present)
+
+    def _set_offers(self, model: ServedModel, present: Collection[InstanceId]) -> None:
+        """`present`: the instances of the model that are up or should soon be."""
+        offers = [
+            offer
+            for name, offer in self._offers.items()
+            if name in present and self._of.get(name) is model
+        ]
+        if offers:  # else calls wait for the next server, as they were read
+            model.set_parsing(offers)
+        model.set_adapters(offers)
 
     def _known(self, offer: ModelOffer) -> ServedModel | None:
         if self._settings.config.model.name and offer.root.endswith(GGUF_SUFFIX):

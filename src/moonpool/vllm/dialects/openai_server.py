@@ -30,11 +30,12 @@ CONTEXTS = 64
 CHAT = "/v1/chat/completions"
 
 
-class Listed(msgspec.Struct):
+class Listed(msgspec.Struct, frozen=True):
     """A model in `/v1/models`, with the names that servers have for its context."""
 
     id: str
     owned_by: str = ""
+    root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
     context_length: int | None = None

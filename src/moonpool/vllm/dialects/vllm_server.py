@@ -24,7 +24,7 @@ class VllmDialect:
         models = await self.client.get("/v1/models")
         metrics = await self.client.get("/metrics")
         document = await self.client.get("/openapi.json", optional=True)
-        return read_facts(models, metrics.decode(errors="replace"), document)
+        return read_facts(models, metrics.decode(errors="replace"), document, self.client.rank)
 
     async def outputs(
         self,

@@ -1,0 +1,51 @@
+"""Follows a source that is looked at again and again, and that may leave out a server once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from moonpool.discovery.endpoint import Endpoint, Listing, Notice, SourceError
+
+
+async def follow_looks(
+    look: Callable[[], Awaitable[frozenset[Endpoint]]],
+    pause_s: Callable[[int], float],
+    update: Callable[[Listing], None],
+    notice: Notice,
+) -> None:
+    """As `EndpointSource.follow`. `look`: the servers that there are now; it raises SourceError.
+    `pause_s`: of the number that was found, the time to the next look."""
+    seen = Looks()
+    while True:
+        wait_s = pause_s(0)
+        try:
+            found = await look()
+        except SourceError as error:
+            notice.say(f"{error}; its servers stay as they were")
+        else:
+            wait_s = pause_s(len(found))
+            now = seen.add(found)
+            if now is not None:
+                update(Listing(endpoints=tuple(sorted(now, key=lambda each: each.name))))
+        await asyncio.sleep(wait_s)
+
+
+class Looks:
+    """What there is by several looks: a server is gone when two in a row lack it, or when another
+    one has its name."""
+
+    def __init__(self) -> None:
+        self._now: frozenset[Endpoint] | None = None
+        self._missed: frozenset[Endpoint] = frozenset()
+
+    def add(self, found: frozenset[Endpoint]) -> frozenset[Endpoint] | None:
+        """Returns all that there is; None: nothing has changed."""
+        names = {each.name for each in found}
+        lacks = {each for each in self._now or () if each.name not in names}
+        self._missed = frozenset(lacks - self._missed)
+        now = found | self._missed
+        if now == self._now:
+            return None
+        self._now = now
+        return now

@@ -1,0 +1,57 @@
+"""Notices what a server serves beside what it served when it was found: LoRA adapters that are
+loaded and unloaded meanwhile, and another model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from moonpool.protocol.model_offer import ModelOffer, OfferedAdapter
+from moonpool.vllm.client import VllmError
+from moonpool.vllm.dialect import DialectError
+from moonpool.vllm.dialects.openai_server import Listed, read_listed
+from moonpool.vllm.dialects.server_dialect import ServerDialect
+
+OFFER_S = 5.0
+"""How often a server is asked which models and adapters it has."""
+
+
+class OfferWatch:
+    """`on_adapters` gets all adapters of the server when they have changed."""
+
+    def __init__(
+        self,
+        dialect: ServerDialect,
+        offer: ModelOffer,
+        on_adapters: Callable[[tuple[OfferedAdapter, ...]], None],
+    ) -> None:
+        self._dialect = dialect
+        self._names = frozenset(offer.names)
+        self._adapters = offer.adapters
+        self._on_adapters = on_adapters
+        self._own: frozenset[Listed] | None = None
+
+    async def run(self, every_s: float) -> None:
+        """Returns when the server has another model under its names, or none."""
+        while True:
+            try:
+                if not await self._is_same():
+                    return
+            except (VllmError, DialectError):
+                pass  # whether it is well is watched elsewhere
+            await asyncio.sleep(every_s)
+
+    async def _is_same(self) -> bool:
+        listed = read_listed(await self._dialect.client.get("/v1/models"))
+        found = frozenset(one for one in listed if one.id in self._names)
+        if self._own is not None and found != self._own:
+            return False
+        self._own = found
+        adapters = self._adapters
+        loaded = {one.id for one in listed if one.parent}
+        if loaded != {one.name for one in adapters}:  # some makes list theirs elsewhere
+            adapters = (await self._dialect.facts()).offer.adapters
+        if adapters != self._adapters:
+            self._adapters = adapters
+            self._on_adapters(adapters)
+        return True
