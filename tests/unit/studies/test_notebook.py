@@ -46,6 +46,14 @@ def test_the_line_of_progress_is_gone_at_the_end(capsys: pytest.CaptureFixture[s
     assert "[##########          ] half" in shown and shown.endswith(" \r")
 
 
+def test_a_simulation_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = moonpool.simulate(ROWS, mixed=1)
+    assert capsys.readouterr().err == "", "this is no notebook"
+    shown = moonpool.simulate(ROWS, mixed=1, progress=True)
+    assert "simulated 0 of 20 requests" in capsys.readouterr().err
+    assert shown.summary["ttft_s"] == silent.summary["ttft_s"]
+
+
 def test_a_table_is_written_by_its_name(tmp_path: Path) -> None:
     table = ResultTable({"a": [1, 2], "b": ["x", None]})
     table.write(tmp_path / "t.csv")
