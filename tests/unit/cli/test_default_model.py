@@ -113,7 +113,7 @@ def test_an_installed_package_comes_first(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_model, "find_spec", lambda name: object())
-    monkeypatch.setattr(default_model, "PACKAGE", "click")  # one that is installed
+    monkeypatch.setattr(default_model, "SMALL_MODEL", "click")  # one that is installed
     assert choose_model("run") == "smollm2"
     (question,) = asked
     assert "smollm2 (SmolLM2-135M-Instruct, 98 MB, Apache-2.0; installed, " in question
