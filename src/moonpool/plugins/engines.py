@@ -41,6 +41,10 @@ class EnginePackage(Protocol):
         """Returns the device and dtype that `config` means on this machine. `computes_here`: the
         instances run on it. Raises EngineError where the device is absent."""
 
+    def describes_quickly(self, config: Config) -> bool:
+        """Whether the above need no more than small files: a head then need not wait for the
+        import of what computes."""
+
     def share_weights(self, config: Config) -> object | None:
         """Weights that one process packs for all workers that are forked from it; None where each
         worker loads its own."""
