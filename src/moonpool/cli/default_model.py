@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +19,6 @@ import msgspec
 
 from moonpool.cli.output import fail
 from moonpool.config.tables import ModelConfig
-from moonpool.installation import SMALL_MODEL, small_model_command
 
 PACKAGED = "smollm2"
 """A small real model that a Python package ships: SmolLM2-135M-Instruct."""
@@ -54,6 +52,8 @@ def choose_model(command: str) -> str:
         return NO_MODEL
     if find_spec(MODULE) is not None:
         return _packaged(command, asks)
+    from moonpool.installation import small_model_command  # not for whoever names a model
+
     found = _from_hub() if asks else None
     if found is not None and _asks(f"No model was named. Fetch and {command} {found.describe()}?"):
         return found.name
@@ -74,6 +74,10 @@ def has_terminal() -> bool:
 
 
 def _packaged(command: str, asks: bool) -> str:
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from moonpool.installation import SMALL_MODEL
+
     with suppress(PackageNotFoundError):
         version = distribution(SMALL_MODEL.partition("=")[0]).version
         words = f"{PACKAGED} ({PACKAGED_WORDS}; installed, {version})"

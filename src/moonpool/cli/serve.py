@@ -49,7 +49,6 @@ from moonpool.head.fork_server import ForkServer, open_fork_server
 from moonpool.head.launcher import worker_environment
 from moonpool.head.succession import SuccessionError, keep_private, read_state
 from moonpool.head.supervisor import Supervisor
-from moonpool.head.takeover.standby import Standby
 from moonpool.plugins.engines import need_engine, own_engine
 
 HEAD_PORT = 8001
@@ -434,6 +433,8 @@ async def _stand_by(
     head: tuple[str, int],
 ) -> None:
     """Waits until the head is gone, and then serves with a head of its own. Raises ClusterError."""
+    from moonpool.head.takeover.standby import Standby  # imports what only it needs
+
     stop = asyncio.Event()
     _signals(stop)
     standby = Standby(config, secret, control)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moonpool.config.tables import Config
 from moonpool.plugins.entry_points import entry_points, load
-from moonpool.text.model_info import ModelInfo
-from moonpool.text.tokenizer import TokenizerParts
+
+if TYPE_CHECKING:  # a supervisor reads no models
+    from moonpool.text.model_info import ModelInfo
+    from moonpool.text.tokenizer import TokenizerParts
 
 GROUP = "moonpool.engines"
 NAME = "moonpool"

@@ -382,3 +382,11 @@ await fork_server.close()
     )
     assert "stopped" in found["error"] and found["code"] == 7
     assert not is_alive(found["fork_server"])
+
+
+def test_serve_imports_nothing_that_only_other_starts_need() -> None:
+    """Whoever waits for the first token waits for these imports."""
+    spared = "torch numpy httpx yaml jinja2 tokenizers rich moonpool.trace.reader"
+    code = f"import sys, moonpool.cli.serve; print(set('{spared}'.split()) & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
