@@ -26,7 +26,11 @@ COMMANDS: CommandTable = {
     "config": ("moonpool.cli.config", "config", "Check, show or write a config file."),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
     "report": ("moonpool.cli.report", "report", "Show several runs beside each other."),
-    "plan": ("moonpool.cli.plan", "plan", "Find the cheapest cluster that keeps the SLOs."),
+    "plan": (
+        "moonpool.cli.plan",
+        "plan",
+        "Find the cheapest cluster that keeps your limits of latency.",
+    ),
     "trace": ("moonpool.cli.trace", "trace", "Inspect, generate and download workloads."),
     "pool": ("moonpool.cli.pool", "pool", "Show the KVCache pool; check or clear a disk."),
     "upgrade": (
@@ -164,7 +168,7 @@ def under_headings(names: Iterable[str]) -> dict[str, list[str]]:
 @click.group(cls=RootGroup, context_settings=HELP)
 @click.version_option(__version__, prog_name="moonpool")
 def cli() -> None:
-    """Serve language models over a shared cache of prompts, simulate and plan them."""
+    """Serve language models over one cache of prompts; plan clusters of them."""
 
 
 EXTRA_OF = {

@@ -196,9 +196,10 @@ class _ServingCommand(SectionedCommand):
 def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     """Start head and workers on this machine and serve MODEL until Ctrl-C.
 
-    MODEL is a Hugging Face folder or id, or a built-in: moonpool/induction (the default, which
-    needs no download) or random:m150. With --vllm, all servers must serve it; without it, they may
-    serve several models.
+    MODEL is a GGUF file, a folder, a Hugging Face id, or a built-in (moonpool/induction,
+    random:m150). Prefill reads prompts, decode writes answers; KVCache is what prefill computed,
+    kept for the next prompt that begins alike. With --vllm, all servers must serve MODEL; without
+    it, they may serve several.
     """
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
     config = _read(config_file, serve_overrides(flags), model)
