@@ -27,6 +27,7 @@ from lock import RUNS, read_lock
 
 ROOT = Path(__file__).resolve().parent
 PROJECTS = ("pyproject.toml", "engine/pyproject.toml", "lab/pyproject.toml")
+SDISTS = ("moonpool", "moonpool_engine", "moonpool_lab")
 CHART = ROOT / "deploy" / "helm" / "moonpool"
 SITE = ROOT / "build" / "site"
 
@@ -50,6 +51,8 @@ def main(dist: Path) -> None:
     if left:
         raise ReleaseError(f"changes/ has {', '.join(left)}: make changelog VERSION={version}")
     built_s = int(_git("log", "-1", "--format=%ct"))
+    for name in SDISTS:
+        settle(dist / f"{name}-{version}.tar.gz", built_s)
     pack(CHART, dist / f"moonpool-chart-{version}.tgz", "moonpool", built_s)
     if SITE.is_dir():
         pack(SITE, dist / f"moonpool-site-{version}.tar.gz", "site", built_s)
@@ -96,6 +99,25 @@ def pack(folder: Path, target: Path, top: str, built_s: int) -> None:
             with path.open("rb") as file:
                 archive.addfile(entry, file)
     target.write_bytes(gzip.compress(data.getvalue(), mtime=built_s))
+
+
+def settle(sdist: Path, built_s: int) -> None:
+    """Writes an sdist again, if it is there, without what depends on who built it when: times,
+    owners, the order of files."""
+    if not sdist.is_file():
+        return
+    data = io.BytesIO()
+    with (
+        tarfile.open(sdist) as built,
+        tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for entry in sorted(built.getmembers(), key=lambda entry: entry.name):
+            content = built.extractfile(entry) if entry.isfile() else None
+            kept = tarfile.TarInfo(entry.name)
+            kept.type, kept.size, kept.mtime = entry.type, entry.size, built_s
+            kept.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+            archive.addfile(kept, content)
+    sdist.write_bytes(gzip.compress(data.getvalue(), mtime=built_s))
 
 
 def bill_of_materials(version: str) -> dict[str, Any]:

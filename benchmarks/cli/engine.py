@@ -197,7 +197,7 @@ def pipeline(
     and simulated for up to 8 stages. One thread a stage, three minutes.
     """
     from benchmarks.suite.engine.pipeline import PARTS, bench_pipeline
-    from moonpool_engine.engine.device import check_device
+    from moonpool_engine.engine.device_choice import check_device
     from moonpool_engine.engine.parallel.process_group import StageLostError
     from moonpool_engine.transfer.arena import ArenaError
 

@@ -178,14 +178,30 @@ def cpu_name() -> str:
         return platform.processor() or "unknown CPU"
 
 
+def cpu_flags() -> frozenset[str]:
+    """What the CPU can do, by the kernel's names; empty where no /proc/cpuinfo tells."""
+    try:
+        return _flags(_first_values(Path("/proc/cpuinfo").read_text()))
+    except OSError:
+        return frozenset()
+
+
 def name_cpu(cpuinfo: str) -> str:
     """`cpu_name` from the text of /proc/cpuinfo."""
+    found = _first_values(cpuinfo)
+    model, flags = found.get("model name") or platform.processor() or "unknown CPU", _flags(found)
+    vectors = next((word for flag, word in _VECTORS if flag in flags), "")
+    formats = [word for flag, word in _FORMATS if flag in flags]
+    return f"{model} ({', '.join(filter(None, [vectors, *formats]))})" if vectors else model
+
+
+def _first_values(cpuinfo: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         name, _, text = line.partition(":")
         found.setdefault(name.strip(), text.strip())
-    model = found.get("model name") or platform.processor() or "unknown CPU"
-    flags = set((found.get("flags") or found.get("Features") or "").split())
-    vectors = next((word for flag, word in _VECTORS if flag in flags), "")
-    formats = [word for flag, word in _FORMATS if flag in flags]
-    return f"{model} ({', '.join(filter(None, [vectors, *formats]))})" if vectors else model
+    return found
+
+
+def _flags(values: dict[str, str]) -> frozenset[str]:
+    return frozenset((values.get("flags") or values.get("Features") or "").split())

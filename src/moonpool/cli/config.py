@@ -41,7 +41,10 @@ def config() -> None:
 @config.command()
 @click.argument("file", type=click.Path(dir_okay=False))
 def check(file: str) -> None:
-    """Check FILE: names, types and ranges, and that its policies, keys and certificates load."""
+    """Check a config FILE.
+
+    Its names, types and ranges, and that its policies, keys and certificates load.
+    """
     found = read_config(file, {})
     _check_references(file, found)
     given = parse_toml(read_text(file, "the config"), Config)
@@ -78,7 +81,9 @@ def _check_references(file: str, found: Config) -> None:
 @click.option("--simulation", is_flag=True, help="Show what `simulate` would use, not `serve`.")
 @_ALL_FLAGS.options(Config())
 def show(model: str | None, config_file: str | None, simulation: bool, **flags: Any) -> None:
-    """Show as TOML what `serve` would use with these flags, and where each value comes from.
+    """Show what `serve` would use with these flags.
+
+    As TOML, with the place that each value comes from.
 
     API keys are counted and not shown.
     """
@@ -124,7 +129,9 @@ def _refuse_others(flags: dict[str, Any], keys: frozenset[str], command: str) ->
 @click.argument("file", required=False, type=click.Path(dir_okay=False))
 @click.option("--simulation", is_flag=True, help="Use the defaults of `simulate`, not of `serve`.")
 def init(file: str | None, simulation: bool) -> None:
-    """Write a file with every key, its meaning and its default as comments; print it without FILE.
+    """Write a commented config file.
+
+    It has every key with its meaning and its default. Without FILE it is printed.
 
     An existing file is kept.
     """
@@ -150,6 +157,9 @@ def reference() -> None:
 
 @config.command()
 def schema() -> None:
-    """Print a JSON schema of the file, for editors that complete and check TOML."""
+    """Print a JSON schema of the file.
+
+    Editors complete and check TOML by it.
+    """
     text = msgspec.json.encode(msgspec.json.schema(Config))
     click.echo(msgspec.json.format(text, indent=2).decode())

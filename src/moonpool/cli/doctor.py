@@ -24,7 +24,7 @@ import click
 from moonpool import __version__
 from moonpool.cli.options import json_option
 from moonpool.cli.output import write_json
-from moonpool.cores import cpu_name, read_cores, usable_cores
+from moonpool.cores import cpu_flags, cpu_name, read_cores, usable_cores
 from moonpool.head.supervisor import MAX_FILES
 from moonpool.installation import install_command
 from moonpool.plugins.entry_points import entry_points, load
@@ -121,11 +121,7 @@ def _cores() -> MachineCheck:
 
 
 def _instructions() -> MachineCheck:
-    has: set[str] = set()
-    for line in _lines("/proc/cpuinfo"):
-        if line.partition("\t")[0].strip() in ("flags", "Features"):
-            has = set(line.partition(":")[2].split())
-            break
+    has = cpu_flags()
     known = [name for name in INSTRUCTIONS if name in has]
     enough = {"avx2", "fma", "f16c"} <= has or "asimd" in has or not has
     advice = "" if enough else "the kernels need AVX2, FMA and F16C: plain torch computes, slowly"

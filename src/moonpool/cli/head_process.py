@@ -79,13 +79,28 @@ def _serve(
 
 
 def import_for(engine: str) -> None:
-    """Imports what head and workers need, with the threads of a worker: torch reads them once."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads nothing uses
+    """Imports what head and workers need."""
+    import_workers(engine)
+    import_head()
+
+
+def import_workers(engine: str) -> None:
+    """Imports what workers need, with the threads of a worker: torch reads them once."""
+    few_threads()
     kinds: tuple[WorkerKind, ...] = ("vllm",) if engine == "vllm" else ("moonpool", "attention")
     for kind in kinds:
         worker_maker(kind)
     if engine != "vllm":
         own_engine()
+
+
+def few_threads() -> None:
+    """Call it before numpy is imported, which would start threads that nothing uses."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def import_head() -> None:
+    """Imports what heads and fronts need besides."""
     import moonpool.head.cluster
     import moonpool.head.fronts.front_process  # noqa: F401
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import click
@@ -20,12 +21,16 @@ COMMANDS: CommandTable = {
     "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
     "epp": ("moonpool.cli.epp", "epp", "Pick endpoints for an inference gateway, such as Envoy."),
     "status": ("moonpool.cli.watch.status", "status", "Show a running cluster in five lines."),
-    "rewind": ("moonpool.cli.rewind", "rewind", "Replay what a server's Conductor decided."),
+    "rewind": ("moonpool.cli.rewind", "rewind", "Replay the decisions of a running server."),
     "top": ("moonpool.cli.watch.top", "top", "Watch a running cluster in the terminal."),
     "config": ("moonpool.cli.config", "config", "Check, show or write a config file."),
     "simulate": ("moonpool.cli.simulate", "simulate", "Replay a trace in simulated time."),
     "report": ("moonpool.cli.report", "report", "Show several runs beside each other."),
-    "plan": ("moonpool.cli.plan", "plan", "Find the cheapest cluster that keeps the SLOs."),
+    "plan": (
+        "moonpool.cli.plan",
+        "plan",
+        "Find the cheapest cluster that keeps your limits of latency.",
+    ),
     "trace": ("moonpool.cli.trace", "trace", "Inspect, generate and download workloads."),
     "pool": ("moonpool.cli.pool", "pool", "Show the KVCache pool; check or clear a disk."),
     "upgrade": (
@@ -47,6 +52,20 @@ COMMANDS: CommandTable = {
     "next-supervisor": ("moonpool.cli.serve", "next_supervisor", ""),
 }
 """The commands of this package. Other packages add more (`added_commands`)."""
+
+HEADINGS = {
+    "Serve": ("run", "serve", "demo", "head", "worker", "epp", "pool", "upgrade"),
+    "Watch and check": (
+        *("doctor", "status", "top", "rewind"),
+        *("trial", "replay", "compare", "profile", "bench"),
+    ),
+    "Simulate and plan": (
+        *("simulate", "report", "plan", "trace"),
+        *("forecast", "oracle", "reproduce"),
+    ),
+}
+"""The commands below each heading of `moonpool --help`; the others come last."""
+LAST_HEADING = "Set up"
 
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -99,13 +118,16 @@ class ExtendedGroup(SuggestingGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        texts = {name: text for name, (_, _, text) in {**self.own, **self._added()}.items()}
-        rows = [
-            (name, texts.get(name) or self.commands[name].get_short_help_str(80))
-            for name in self.list_commands(ctx)
-        ]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([*self.rows(ctx).items()])
+
+    def rows(self, ctx: click.Context) -> dict[str, str]:
+        """One line of help by the command's name."""
+        texts = {name: text for name, (_, _, text) in {**self.own, **self._added()}.items()}
+        return {
+            name: texts.get(name) or self.commands[name].get_short_help_str(80)
+            for name in self.list_commands(ctx)
+        }
 
     def _added(self) -> CommandTable:
         return {
@@ -120,11 +142,33 @@ class RootGroup(ExtendedGroup):
 
     own: ClassVar[CommandTable] = COMMANDS
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """By headings, without empty lines between them: all fits a screen."""
+        rows = self.rows(ctx)
+        width = max(map(len, rows))
+        formatter.write_paragraph()
+        for heading, names in under_headings(rows).items():
+            formatter.write_heading(heading)
+            formatter.indent()
+            formatter.write_dl([(name.ljust(width), rows[name]) for name in names])
+            formatter.dedent()
+
+
+def under_headings(names: Iterable[str]) -> dict[str, list[str]]:
+    """The commands that there are, by the headings of `moonpool --help`."""
+    there = list(names)
+    listed = {name for below in HEADINGS.values() for name in below}
+    found = {
+        heading: [name for name in below if name in there] for heading, below in HEADINGS.items()
+    }
+    found[LAST_HEADING] = [name for name in there if name not in listed]
+    return {heading: below for heading, below in found.items() if below}
+
 
 @click.group(cls=RootGroup, context_settings=HELP)
 @click.version_option(__version__, prog_name="moonpool")
 def cli() -> None:
-    """KVCache-centric, disaggregated LLM serving."""
+    """Serve language models over one cache of prompts; plan clusters of them."""
 
 
 EXTRA_OF = {

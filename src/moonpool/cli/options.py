@@ -23,7 +23,6 @@ from moonpool.config.parse import parse_config
 from moonpool.config.schema import FieldSchema, Values, schema_of
 from moonpool.config.tables import Config, ConfigError
 from moonpool.plugins.objects import own_name
-from moonpool.trace.transform import parse_share
 
 if TYPE_CHECKING:
     from click import ParamType as ParamType
@@ -80,6 +79,8 @@ class _TokenShare(ParamType[Fraction]):
     ) -> Fraction:
         if isinstance(value, Fraction):
             return value
+        from moonpool.trace.transform import parse_share  # imports all formats of traces
+
         try:
             return parse_share(value)
         except ValueError as error:

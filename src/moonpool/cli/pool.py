@@ -37,7 +37,10 @@ def pool() -> None:
 @asks_server(former_flag="--url")
 @json_option
 def stat(server: Server, json_file: str | None) -> None:
-    """Show the blocks of every tier of every instance, and the bytes moved between tiers."""
+    """Show blocks and moved bytes of each instance.
+
+    A line for each tier: memory, disk.
+    """
     from moonpool.head.audit import tier_name, tier_rows
 
     cluster = _cluster(ClusterClient(server))

@@ -23,7 +23,13 @@ from moonpool.api.access.protection import UNPROTECTED, check_protection
 from moonpool.api.connection.listening import BACKLOG, PortError, listen, reserve
 from moonpool.children.start import moonpool_line, start_child
 from moonpool.cli.default_model import NO_MODEL, choose_model
-from moonpool.cli.head_process import import_for, run_line
+from moonpool.cli.head_process import (
+    few_threads,
+    import_for,
+    import_head,
+    import_workers,
+    run_line,
+)
 from moonpool.cli.logs import choose_logging, set_up_logging
 from moonpool.cli.options import (
     POLICY_KEYS,
@@ -43,7 +49,6 @@ from moonpool.head.fork_server import ForkServer, open_fork_server
 from moonpool.head.launcher import worker_environment
 from moonpool.head.succession import SuccessionError, keep_private, read_state
 from moonpool.head.supervisor import Supervisor
-from moonpool.head.takeover.standby import Standby
 from moonpool.plugins.engines import need_engine, own_engine
 
 HEAD_PORT = 8001
@@ -191,9 +196,10 @@ class _ServingCommand(SectionedCommand):
 def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     """Start head and workers on this machine and serve MODEL until Ctrl-C.
 
-    MODEL is a Hugging Face folder or id, or a built-in: moonpool/induction (the default, which
-    needs no download) or random:m150. With --vllm, all servers must serve it; without it, they may
-    serve several models.
+    MODEL is a GGUF file, a folder, a Hugging Face id, or a built-in (moonpool/induction,
+    random:m150). Prefill reads prompts, decode writes answers; KVCache is what prefill computed,
+    kept for the next prompt that begins alike. With --vllm, all servers must serve MODEL; without
+    it, they may serve several.
     """
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
     config = _read(config_file, serve_overrides(flags), model)
@@ -301,7 +307,8 @@ def _open_fork_server(
     config: Config, secret: bytes, fds: Sequence[int] = (), loads: bool = False
 ) -> ForkServer | None:
     """Opens a fork server, which imports what head and workers need. It closes `fds`. If it
-    `loads`, it packs weights that all workers share."""
+    `loads`, it packs weights that all workers share. It forks a head that needs no torch before it
+    imports that itself, so that both read the model at once."""
     shared: list[object] = []
     environment = worker_environment(secret, threads_per_process(config))
     engine = "vllm" if config.engine.kind == "vllm" else "own"
@@ -309,7 +316,9 @@ def _open_fork_server(
     def prepare() -> None:
         for fd in fds:
             os.close(fd)
-        import_for(engine)
+        few_threads()
+        if engine == "vllm" or not loads or not own_engine().describes_quickly(config):
+            import_for(engine)
 
     async def renewal(control: socket.socket) -> asyncio.subprocess.Process:
         fd = control.fileno()
@@ -317,6 +326,7 @@ def _open_fork_server(
         return await start_child(line, os.environ | environment, (fd,))
 
     def load() -> None:
+        import_workers(engine)
         set_up_logging("fork server")
         weights = own_engine().share_weights(config)
         logging.getLogger().handlers.clear()  # workers log under their own names
@@ -327,7 +337,8 @@ def _open_fork_server(
         run_line(line, shared[0] if shared else None)
 
     more = load if loads and engine == "own" else lambda: None
-    return open_fork_server(environment, run, prepare, renewal, more)
+    settle = import_head if loads else lambda: None
+    return open_fork_server(environment, run, prepare, renewal, more, settle)
 
 
 def _serve_on_ray(config: Config) -> None:
@@ -423,6 +434,8 @@ async def _stand_by(
     head: tuple[str, int],
 ) -> None:
     """Waits until the head is gone, and then serves with a head of its own. Raises ClusterError."""
+    from moonpool.head.takeover.standby import Standby  # imports what only it needs
+
     stop = asyncio.Event()
     _signals(stop)
     standby = Standby(config, secret, control)

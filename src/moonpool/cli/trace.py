@@ -58,7 +58,10 @@ def trace() -> None:
 @json_option
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the figures to this PNG file.")
 def info(file: str, format_name: str, json_file: str | None, plot: str | None) -> None:
-    """Describe a trace: load, lengths, arrivals, shared prefixes, turns."""
+    """Describe a trace.
+
+    Its load, lengths, arrivals, shared prefixes and turns.
+    """
     draw = None if plot is None else plot_function("trace")
     try:
         rows = open_trace(file, format=format_name, spread_ticks=False)
@@ -113,7 +116,10 @@ def generate(
     output: str,
     write_profile: str | None,
 ) -> None:
-    """Generate a trace in Mooncake's format, with sessions, shared prompts, tools and bursts."""
+    """Generate a trace in Mooncake's format.
+
+    It has sessions, shared prompts, tools and bursts.
+    """
     from moonpool.trace.generate import generate as generated
     from moonpool.trace.generate import generate_mix
     from moonpool.trace.jsonl import write_trace

@@ -22,6 +22,7 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import socket
 import sys
 import threading
@@ -51,6 +52,8 @@ RENEWAL_DELAY_S = 1.0
 """Time from the end of a fork server to the start of the next one."""
 SPARE_DELAY_S = 1.0
 """Time from a fork, or the end of a spare fork server, to the fork of the next spare."""
+IDLE_S = 3.0
+"""Time without a fork after which a fork server does what can wait."""
 _READY = b"ready"
 _SPARE = b"spare"
 MAX_LINE_BYTES = 1 << 16
@@ -129,7 +132,10 @@ class ForkServer:
                 keeper.cancel()
                 await asyncio.gather(keeper, return_exceptions=True)
         self._shut()
-        await _end(self._process or ForkedProcess(self.pid))
+        process = self._process or ForkedProcess(self.pid)
+        if self._limits_s:  # it still loads what nobody needs any more
+            process.kill()
+        await _end(process)
         if self._spare is not None:
             self._spare.control.close()
             await _end(self._spare.process)
@@ -290,12 +296,14 @@ def open_fork_server(
     prepare: Callable[[], object] = lambda: None,
     renewal: Renewal | None = None,
     load: Callable[[], object] = lambda: None,
+    settle: Callable[[], object] = lambda: None,
 ) -> ForkServer | None:
     """Forks the fork server. Each process calls `run_line` with its command line, then ends.
 
     The fork server first calls `prepare`, which imports what those need. After the first fork, the
     head's, it calls `load`: all further processes have what that leaves. `load` must not raise, and
-    must leave no thread. `renewal` starts another fork server, without `load`, when one has ended.
+    must leave no thread. Neither must `settle`, which it calls once nothing was forked for
+    `IDLE_S`. `renewal` starts another fork server, by `prepare` alone, when one has ended.
     Must be called before there are threads or an event loop. Returns None if the system does not
     support it, or if there are threads: a fork would copy only one. Raises OSError if the system
     cannot fork. Does not return in a forked process.
@@ -317,7 +325,7 @@ def open_fork_server(
     setproctitle.getproctitle()
     os.environ.update(environment)
     prepare()
-    line = _serve_forks(theirs, parent_pid, load)
+    line = _serve_forks(theirs, parent_pid, load, settle)
     status: object = 0
     try:
         run_line(line)
@@ -366,10 +374,13 @@ def _may_fork() -> bool:
 
 
 def _serve_forks(
-    control: socket.socket, parent_pid: int, load: Callable[[], object] | None = None
+    control: socket.socket,
+    parent_pid: int,
+    load: Callable[[], object] | None = None,
+    settle: Callable[[], object] | None = None,
 ) -> list[str]:
     """Forks until the supervisor closes. Returns only in forked processes, with their command
-    line. Calls `load` after the first fork."""
+    line. Calls `load` after the first fork, and `settle` in the first long pause after it."""
     is_spare = False
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -378,6 +389,10 @@ def _serve_forks(
     _freeze()
     try:
         while True:
+            if load is None and settle is not None and not _is_asked(control):
+                settle()
+                settle = None
+                _freeze()
             line, fds, _, _ = socket.recv_fds(control, MAX_LINE_BYTES, 1)
             if not line:
                 break
@@ -403,9 +418,14 @@ def _serve_forks(
     os._exit(0)
 
 
+def _is_asked(control: socket.socket) -> bool:
+    """Waits for the next line for at most `IDLE_S`."""
+    return bool(select.select([control], [], [], IDLE_S)[0])
+
+
 def _freeze() -> None:
-    """A collection would write to all pages, and so copy them."""
-    gc.collect()
+    """A collection in a forked process would write to all pages, and so copy them. None is made
+    here: after imports it finds next to nothing, and takes a tenth of a second."""
     gc.freeze()
 
 

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import setproctitle
@@ -25,15 +26,12 @@ from moonpool.children.start import moonpool_line, start_child
 from moonpool.children.successors import Next, Successors
 from moonpool.config.tables import Config
 from moonpool.cores import CoreShare
-from moonpool.discovery.endpoint import endpoint_of
-from moonpool.discovery.watch import Discovery
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.fork_server import ForkServer, ForkServerError, is_stopped
 from moonpool.head.fronts.keeper import RESTARTS, Fronts
 from moonpool.head.held_answers import HeldAnswers
 from moonpool.head.launcher import LocalLauncher, worker_environment
 from moonpool.head.succession import NextHead, SuccessionError, become_next, load_head, try_state
-from moonpool.head.takeover.standby import Takeover
 from moonpool.link.packets import PacketSocket, packet_pair
 from moonpool.link.silence import ListeningClock, StopNotice, StoppedProcesses
 from moonpool.protocol.model_offer import ModelOffer
@@ -58,6 +56,9 @@ from moonpool.protocol.supervision import (
     WorkerCrashed,
 )
 from moonpool.types import InstanceId, Role
+
+if TYPE_CHECKING:
+    from moonpool.head.takeover.standby import Takeover
 
 log = logging.getLogger("moonpool.supervisor")
 
@@ -301,6 +302,10 @@ class Supervisor:
         sources = self._config.vllm.endpoints
         if not sources:
             return
+        # They import clients of HTTP and DNS, for which each start would wait.
+        from moonpool.discovery.endpoint import endpoint_of
+        from moonpool.discovery.watch import Discovery
+
         discovery = Discovery(
             sources,
             lambda server: launcher.add(server.name, server.role, server.place),

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moonpool.config.tables import Config
 from moonpool.plugins.entry_points import entry_points, load
-from moonpool.text.model_info import ModelInfo
-from moonpool.text.tokenizer import TokenizerParts
+
+if TYPE_CHECKING:  # a supervisor reads no models
+    from moonpool.text.model_info import ModelInfo
+    from moonpool.text.tokenizer import TokenizerParts
 
 GROUP = "moonpool.engines"
 NAME = "moonpool"
@@ -40,6 +42,10 @@ class EnginePackage(Protocol):
     def device_and_dtype(self, config: Config, computes_here: bool) -> tuple[str, str]:
         """Returns the device and dtype that `config` means on this machine. `computes_here`: the
         instances run on it. Raises EngineError where the device is absent."""
+
+    def describes_quickly(self, config: Config) -> bool:
+        """Whether the above need no more than small files: a head then need not wait for the
+        import of what computes."""
 
     def share_weights(self, config: Config) -> object | None:
         """Weights that one process packs for all workers that are forked from it; None where each

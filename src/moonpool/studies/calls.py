@@ -7,17 +7,19 @@ an entry in the changelog. docs/python.md shows them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moonpool.config.tables import Config
 from moonpool.studies.cluster import cluster_config
+from moonpool.studies.progress_line import ProgressLine
 from moonpool.studies.run import RunSettings, run_simulation
 from moonpool.studies.simulation_result import SimulationResult
 from moonpool.studies.trace_rows import TraceRows, as_share, as_trace
-from moonpool.trace.row import TraceRow
+from moonpool.trace.row import TraceInfo, TraceRow
 
 Tables = Mapping[str, Mapping[str, Any]]
 """A configuration as nested mappings: table, then key."""
@@ -40,6 +42,7 @@ def simulate(
     requests: int | None = None,
     scale_tokens: str | float | Fraction = 1,
     trace_format: str = "auto",
+    progress: bool | None = None,
     **settings: Any,
 ) -> SimulationResult:
     """Replays a trace against a simulated cluster, as `moonpool simulate` does.
@@ -47,6 +50,7 @@ def simulate(
     `trace` is a file, `TraceRows`, or requests in order of arrival: `TraceRow`s without hash_ids.
     `config` is a TOML file, tables, or a `Config`; the other parameters override it. A policy is a
     name, "module:Class", or an object: a class, a function, or an instance (docs/extending.md).
+    `progress` shows a line of progress; None: in notebooks.
     `settings` are further fields of `RunSettings`, such as noise=0.05. Raises ValueError
     (`TraceError`, `ConfigError`) with one line about what is wrong.
     """
@@ -83,7 +87,19 @@ def simulate(
         objects=objects,
         **settings,
     )
-    return run_simulation(as_trace(trace), cluster_config(config, overrides), run)
+    with ProgressLine(progress) as line:
+        watch = partial(_with_progress, line, requests)
+        return run_simulation(as_trace(trace), cluster_config(config, overrides), run, watch)
+
+
+def _with_progress(
+    line: ProgressLine, limit: int | None, rows: Iterator[TraceRow], info: TraceInfo
+) -> Iterator[TraceRow]:
+    total = max(min(info.num_rows, limit or info.num_rows), 1)
+    for number, row in enumerate(rows):
+        if number % 64 == 0:
+            line.show(number / total, f"simulated {number:,} of {total:,} requests")
+        yield row
 
 
 def _policy_name(policy: Any) -> str | None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from types import TracebackType
+from typing import Any
+from uuid import uuid4
 
 EVERY_S = 0.3
 WIDTH = 20
 
 
 class ProgressLine:
-    """Shows a bar and a text on stderr, at most three times a second."""
+    """Shows a bar and a text, at most three times a second: in a notebook as an output of its cell,
+    elsewhere on stderr."""
 
     def __init__(self, shows: bool | None) -> None:
         """`shows` None: in a notebook alone."""
-        self._shows = "ipykernel" in sys.modules if shows is None else shows
+        is_notebook = "ipykernel" in sys.modules
+        self._shows = is_notebook if shows is None else shows
+        self._display: Any = importlib.import_module("IPython.display") if is_notebook else None
+        self._name = uuid4().hex
         self._last_s = 0.0
         self._length = 0
 
@@ -41,6 +48,12 @@ class ProgressLine:
         self._write(f"[{'#' * full}{' ' * (WIDTH - full)}] {text}")
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(f"\r{text:<{self._length}}" + ("" if text else "\r"))
-        sys.stderr.flush()
+        if self._display is not None:
+            # stderr would stay as an empty, coloured line
+            shown = {"text/plain": text, **({} if text else {"text/html": ""})}
+            place = {"raw": True, "display_id": self._name}
+            self._display.display(shown, update=bool(self._length), **place)
+        else:
+            sys.stderr.write(f"\r{text:<{self._length}}" + ("" if text else "\r"))
+            sys.stderr.flush()
         self._length = len(text)

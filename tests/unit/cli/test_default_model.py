@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from moonpool import installation
 from moonpool.cli import default_model
 from moonpool.cli.default_model import FETCHED, NO_MODEL, choose_model
 
@@ -113,7 +114,7 @@ def test_an_installed_package_comes_first(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_model, "find_spec", lambda name: object())
-    monkeypatch.setattr(default_model, "PACKAGE", "click")  # one that is installed
+    monkeypatch.setattr(installation, "SMALL_MODEL", "click")  # one that is installed
     assert choose_model("run") == "smollm2"
     (question,) = asked
     assert "smollm2 (SmolLM2-135M-Instruct, 98 MB, Apache-2.0; installed, " in question

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from moonpool.cli.help_screen import MAX_LINES
 from moonpool.cli.main import COMMANDS as OWN_COMMANDS
-from moonpool.cli.main import cli
+from moonpool.cli.main import HEADINGS, LAST_HEADING, cli, under_headings
 from moonpool.cli.options import ConfigFlags, SectionedCommand
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
@@ -81,6 +81,17 @@ def test_help_fits_a_screen_and_help_all_has_every_flag(name: str) -> None:
     assert [p.opts[0] for p in options if p.opts[0] not in whole] == []
     left_out = [p.opts[0] for p in options if p.opts[0] not in screen]
     assert ("--help all" in screen) >= bool(left_out), "the short help says where the rest is"
+
+
+def test_every_command_is_below_one_heading() -> None:
+    names = cli.list_commands(click.Context(cli))
+    found = under_headings(names)
+    assert sorted(name for below in found.values() for name in below) == sorted(names)
+    assert found[LAST_HEADING] == ["config", "completion", "man"], "new ones have a heading"
+    missing = {name for below in HEADINGS.values() for name in below} - set(names)
+    assert not missing, "no heading names a command that is gone"
+    lines = [line.strip() for line in shown("moonpool", "--help").splitlines()]
+    assert [line for line in lines if line.rstrip(":") in found] == [f"{each}:" for each in found]
 
 
 @pytest.mark.parametrize("name", ["serve", "head", "simulate", "plan"])

@@ -187,6 +187,53 @@ def test_serve_imports_nothing_that_starts_threads() -> None:
     assert found.stdout.strip() == "1"
 
 
+def test_what_can_wait_comes_after_the_load_and_a_pause(tmp_path: Any) -> None:
+    found = run_head(
+        """
+import moonpool.head.fork_server as module
+module.IDLE_S = 0.2
+notes = sys.argv[1]
+
+def note(word):
+    def write():
+        with open(notes, "a") as file:
+            file.write(word + " ")
+    return write
+
+other = open_fork_server({}, work, note("prepare"), None, note("load"), note("settle"))
+said["first"] = await (await other.fork(["end", "3"])).wait()
+while "settle" not in open(notes).read():
+    await asyncio.sleep(0.01)
+said["second"] = await (await other.fork(["end", "4"])).wait()
+said["notes"] = open(notes).read().split()
+await other.close()
+await fork_server.close()
+""",
+        str(tmp_path / "notes"),
+    )
+    assert (found["first"], found["second"]) == (3, 4)
+    assert found["notes"] == ["prepare", "load", "settle"]
+
+
+def test_a_close_does_not_wait_for_the_load(tmp_path: Any) -> None:
+    found = run_head(
+        """
+load = lambda: (open(sys.argv[1], "w").close(), time.sleep(600))
+other = open_fork_server({}, work, load=load)
+said["first"] = await (await other.fork(["end", "3"])).wait()
+while not os.path.exists(sys.argv[1]):
+    await asyncio.sleep(0.01)
+began_s = time.monotonic()
+await other.close()
+said["s"] = time.monotonic() - began_s
+said["pid"] = other.pid
+await fork_server.close()
+""",
+        str(tmp_path / "loads"),
+    )
+    assert found["first"] == 3 and not is_alive(found["pid"])
+
+
 RENEWING = """
 RENEWED = (
     "import socket, sys; from moonpool.head.fork_server import serve_renewed; "
@@ -335,3 +382,11 @@ await fork_server.close()
     )
     assert "stopped" in found["error"] and found["code"] == 7
     assert not is_alive(found["fork_server"])
+
+
+def test_serve_imports_nothing_that_only_other_starts_need() -> None:
+    """Whoever waits for the first token waits for these imports."""
+    spared = "torch numpy httpx yaml jinja2 tokenizers rich moonpool.trace.reader"
+    code = f"import sys, moonpool.cli.serve; print(set('{spared}'.split()) & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"

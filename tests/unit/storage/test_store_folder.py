@@ -15,7 +15,7 @@ import pytest
 import xxhash
 from store_harness import Bench, make_layout
 
-from moonpool_engine.storage import store_folder
+from moonpool_engine.storage import segments, store_folder
 from moonpool_engine.storage.folder import StoreError, explain, instance_folder, stores_below
 from moonpool_engine.storage.verify import clear_folder, verify_folder
 
@@ -179,3 +179,25 @@ def test_stores_are_found_below_a_folder(tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         clear_folder(tmp_path)
     assert verify_folder(folder).blocks == 2
+
+
+def test_the_disk_is_measured_once_a_week(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def rate(path: Path, flags: int) -> float:
+        measured.append(flags)
+        return 5e8
+
+    monkeypatch.setattr(segments, "_read_rate", rate)
+    found = segments.probe_disk(tmp_path, 4096)
+    path = tmp_path / segments.PROBE_NAME
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert segments.probe_disk(tmp_path, 4096) == found and len(measured) == 1
+    assert not segments.probe_disk(tmp_path, 100).direct, "not whole pages"
+    for damage in (b"", b"{}", b"\xff", bytes(8 << 20), b'{"read_bytes_per_s": 0}'):
+        path.write_bytes(damage)
+        assert segments.probe_disk(tmp_path, 4096) == found
+    times = len(measured)
+    old_s = path.stat().st_mtime - 8 * 86400
+    os.utime(path, (old_s, old_s))
+    assert segments.probe_disk(tmp_path, 4096) == found and len(measured) == times + 1

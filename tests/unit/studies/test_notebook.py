@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -44,6 +46,31 @@ def test_the_line_of_progress_is_gone_at_the_end(capsys: pytest.CaptureFixture[s
         line.show(0.5, "half")
     shown = capsys.readouterr().err
     assert "[##########          ] half" in shown and shown.endswith(" \r")
+
+
+def test_a_notebook_shows_the_line_as_an_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[str, bool, str]] = []
+
+    def display(shown: dict[str, str], *, raw: bool, display_id: str, update: bool) -> None:
+        assert raw
+        calls.append((shown["text/plain"], update, display_id))
+
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    with ProgressLine(None) as line:
+        line.show(0.5, "half")
+    assert [(text[-4:], update) for text, update, _ in calls] == [("half", False), ("", True)]
+    assert len({name for *_, name in calls}) == 1 and capsys.readouterr().err == ""
+
+
+def test_a_simulation_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = moonpool.simulate(ROWS, mixed=1)
+    assert capsys.readouterr().err == "", "this is no notebook"
+    shown = moonpool.simulate(ROWS, mixed=1, progress=True)
+    assert "simulated 0 of 20 requests" in capsys.readouterr().err
+    assert shown.summary["ttft_s"] == silent.summary["ttft_s"]
 
 
 def test_a_table_is_written_by_its_name(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The choice of device, dtype and GPU operations, and the free memory of the GPU."""
+"""The choice of GPU operations, and the free memory of the GPU."""
 
 from __future__ import annotations
 
@@ -15,25 +15,6 @@ from moonpool_engine.engine.ops import KvCache, Ops, StepMeta
 from moonpool_engine.engine.step import BeforeAttend, LayerDone
 
 logger = logging.getLogger(__name__)
-
-
-class DeviceError(ValueError):
-    """The device cannot be used here; the message is one line with the reason and the remedy."""
-
-
-def resolve_device(wanted: str) -> str:
-    """ "auto" becomes "cuda" where torch finds a GPU, else "cpu"."""
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def check_device(device: str) -> None:
-    """Raises `DeviceError` where the device cannot be used."""
-    if device == "cuda" and not torch.cuda.is_available():
-        built = torch.version.cuda is not None
-        why = "sees no GPU: check `nvidia-smi`" if built else "was built without CUDA"
-        raise DeviceError(f"engine.device is cuda, but the torch here {why}; or use --device cpu")
 
 
 def stage_device(device: str, stage: int) -> str:
@@ -90,17 +71,3 @@ def with_graphs(model: DecoderModel, ops: Ops) -> Model:
 def free_bytes() -> int:
     """Free bytes of the current GPU's memory."""
     return int(torch.cuda.mem_get_info()[0])
-
-
-def resolve_dtype(wanted: str, device: str = "cpu") -> str:
-    """ "auto" becomes bfloat16 where the device multiplies it natively, else float32.
-
-    Without native support bfloat16 is slower than float32 and less exact.
-    """
-    if wanted != "auto":
-        return wanted
-    if device == "cuda":
-        return "bfloat16"
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    native = any(getattr(torch.cpu, name, lambda: False)() for name in probes)
-    return "bfloat16" if native else "float32"

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from moonpool_engine.engine.families.rope import mscale
 from moonpool_engine.engine.ops import RopeTable
 from moonpool_engine.engine.spec import RopeSpec
 
@@ -91,8 +92,3 @@ def _attention_factor(rope: RopeSpec) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
     return mscale(rope.factor, 1.0)
-
-
-def mscale(factor: float, weight: float) -> float:
-    """YaRN's factor for a context stretched by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

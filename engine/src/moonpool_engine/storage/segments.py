@@ -15,9 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from moonpool.types import MALFORMED, Struct
 from moonpool_engine.storage.folder import StoreError, segment_path, segments_in
 from moonpool_engine.storage.format import PAGE_BYTES, Geometry
 
@@ -25,6 +27,8 @@ PROBE_NAME = "probe"
 _PROBE_BYTES = 8 << 20
 _PROBE_STEP_BYTES = 4 << 20
 _PROBE_PASSES = 3
+_KEPT_S = 7 * 86400.0
+_MOST_KEPT_BYTES = 1 << 12
 
 
 class Segments:
@@ -133,27 +137,46 @@ class Segments:
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """`direct`: blocks can bypass the page cache. The rate is that of a short read, good enough for
-    a first estimate only."""
+class Disk(Struct, frozen=True, kw_only=False):
+    """`direct`: blocks of `block_bytes` bypass the page cache. The rate is that of a short read,
+    good enough for a first estimate only."""
 
     direct: bool
     read_bytes_per_s: float
+    block_bytes: int
 
 
 def probe_disk(folder: Path, block_bytes: int) -> Disk:
-    """Measures the disk by one small file in `folder`, in some hundredths of a second. Raises
-    OSError if nothing can be written there."""
+    """Measures the disk by one small file in `folder`, which then keeps the result for a week: a
+    busy disk takes half a second. Raises OSError if nothing can be written there."""
     path = folder / PROBE_NAME
+    kept = _kept_probe(path)
+    if kept is not None and kept.block_bytes == block_bytes:
+        return kept
+    disk = None
     try:
         if block_bytes % PAGE_BYTES == 0:
             with contextlib.suppress(_NoDirectError):
-                return Disk(True, _read_rate(path, os.O_DIRECT))
-        return Disk(False, _read_rate(path, 0))
+                disk = Disk(True, _read_rate(path, os.O_DIRECT), block_bytes)
+        disk = disk or Disk(False, _read_rate(path, 0), block_bytes)
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
+    with contextlib.suppress(OSError):  # a full disk: the next start measures again
+        path.touch(0o600)
+        path.write_bytes(msgspec.json.encode(disk))
+    return disk
+
+
+def _kept_probe(path: Path) -> Disk | None:
+    try:
+        status = path.stat()
+        if status.st_size > _MOST_KEPT_BYTES or time.time() - status.st_mtime > _KEPT_S:
+            return None
+        kept = msgspec.json.decode(path.read_bytes(), type=Disk)
+        return kept if kept.read_bytes_per_s > 0 else None
+    except (OSError, *MALFORMED):
+        return None
 
 
 class _NoDirectError(Exception):

@@ -32,7 +32,8 @@ from moonpool_engine.attention_offload.client import AttentionError
 from moonpool_engine.engine.builtin import LoadedModel, open_model
 from moonpool_engine.engine.calibrate import measure_samples
 from moonpool_engine.engine.cuda.host_sync import make_host_sync
-from moonpool_engine.engine.device import check_device, free_bytes, stages_of_fullest
+from moonpool_engine.engine.device import free_bytes, stages_of_fullest
+from moonpool_engine.engine.device_choice import check_device
 from moonpool_engine.engine.drafting.drafter import Drafter
 from moonpool_engine.engine.gguf.shared_weights import SharedWeights
 from moonpool_engine.engine.ops import KvCache, Ops, block_dtype

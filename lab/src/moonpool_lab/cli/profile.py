@@ -224,7 +224,7 @@ def _open(model: str, dtype: str, threads: int, block_size: int) -> Engine:
     import torch
 
     from moonpool_engine.engine.builtin import open_model
-    from moonpool_engine.engine.device import resolve_dtype
+    from moonpool_engine.engine.device_choice import resolve_dtype
     from moonpool_engine.engine.ops import empty_cache
     from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 

@@ -12,7 +12,7 @@ import torch
 from moonpool.cores import usable_cores
 from moonpool.cost.fitted import DecodeSample, OffloadParts, PrefillSample, fit_cost
 from moonpool_engine.engine.builtin import open_model
-from moonpool_engine.engine.device import resolve_dtype
+from moonpool_engine.engine.device_choice import resolve_dtype
 from moonpool_engine.engine.ops import empty_cache
 from moonpool_engine.engine.runner import Engine, choose_split_ops, make_layout
 from moonpool_lab.profiling.attention_group import (

@@ -74,7 +74,7 @@ function showFlow(f) {
   const shown = f.instances.filter(i => rates.has(i.instance_id)).sort((a, b) => naturally(a.instance_id, b.instance_id));
   $("flow").hidden = shown.length < 2 || shown.length > 24; if ($("flow").hidden) return;
   const left = shown.filter(i => i.role === "prefill"), right = shown.filter(i => i.role !== "prefill"), rows = Math.max(left.length, right.length);
-  const step = 44, height = rows * step + 30, wide = 640, box = 150, svg = shape("svg", { viewBox: `0 0 ${wide} ${height}`, role: "img" });
+  const step = 44, height = rows * step + 30, wide = Math.min(640, ($("flow").clientWidth || 670) - 30), box = Math.min(150, wide / 3), svg = shape("svg", { viewBox: `0 0 ${wide} ${height}`, role: "img" });
   const words = [], thick = v => Math.min(14, 1 + 2 * Math.log2(1 + v / 1e5)), middle = [wide / 2, height / 2];
   const line = (x, y, toX, toY, v, what) => {
     if (!v) return;

@@ -57,7 +57,10 @@ _ERASE = "\r\x1b[K"
     help=f"Port of the API; {DEFAULT_PORT} unless given, or a free one if that is taken.",
 )
 @click.option(
-    "--ssd/--no-ssd", default=True, show_default=True, help="Keep KVCache on disk for later."
+    "--ssd/--no-ssd",
+    default=True,
+    show_default=True,
+    help="Keep on disk what was computed of prompts (KVCache).",
 )
 @click.option("--verbose", is_flag=True, help="Show the server's log.")
 def run(

@@ -185,14 +185,14 @@ def _tiles(figures: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
     return (
         ("requests", f"{figures['requests']:,}", f"{figures['completed']:,} answered"),
         (
-            "both SLOs kept",
+            "SLOs kept",
             percent(figures["effective_share"]),
             f"{figures['effective']:,} requests",
         ),
         ("goodput", f"{significant(figures['goodput_rps'])}{GAP}/s", "within SLOs, per second"),
         ("TTFT, median", seconds(ttft["p50"]), f"p99 {seconds(ttft['p99'])}"),
         ("TBT, median", seconds(tbt["p50"]), f"p99 {seconds(tbt['p99'])}"),
-        ("from the cache", percent(figures["cache"]["hit_ratio"]), "of prompt tokens"),
+        ("cached", percent(figures["cache"]["hit_ratio"]), "of prompt tokens"),
         ("refused", f"{figures['rejected']:,}", percent(refused)),
         ("failed", f"{figures['failed']:,}", "deadline or fault"),
         *_price(figures),

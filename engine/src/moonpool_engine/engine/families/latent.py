@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonpool.text.fields import Fields
-from moonpool_engine.engine.rope import mscale
+from moonpool_engine.engine.families.rope import mscale
 from moonpool_engine.engine.spec import LatentSpec, RopeSpec
 
 LATENT_MULTIPLE = 16

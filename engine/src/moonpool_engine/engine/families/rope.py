@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from moonpool.text.fields import Fields
 from moonpool.text.model_error import ModelError
 from moonpool.text.shown import shown
@@ -151,3 +153,8 @@ def _factor(rope: Fields, kind: str, stretched: float) -> float:
 
 def _optional(fields: Fields, name: str) -> float | None:
     return fields.number(name) if fields.has(name) else None
+
+
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's factor for a context stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -16,17 +16,15 @@ from torch import Tensor
 from moonpool.text.model_error import ModelError
 from moonpool.text.shown import listed
 from moonpool.types import Pooling
-from moonpool_engine.engine.families.config import parse_config
 from moonpool_engine.engine.gguf.architectures import SWAPPED, architecture_of, place_of
 from moonpool_engine.engine.gguf.config import (
     LONG_FACTORS,
     ROPE_FACTORS,
     SHORT_FACTORS,
-    hf_config,
     plain_vector,
     pooling_of,
 )
-from moonpool_engine.engine.gguf.delta import with_stored_heads
+from moonpool_engine.engine.gguf.info import gguf_spec
 from moonpool_engine.engine.gguf.latent import halves_of, is_spare, joined, latent_shapes
 from moonpool_engine.engine.gguf.reader import GgufFile, TensorEntry, read_gguf
 from moonpool_engine.engine.gguf.tensor_location import TensorLocation
@@ -53,7 +51,7 @@ class GgufModel:
 def open_gguf(path: Path, dtype: torch.dtype) -> GgufModel:
     """Opens and checks a GGUF file. Raises `ModelError`."""
     file = read_gguf(path)
-    spec = with_stored_heads(parse_config(hf_config(file), str(path)))
+    spec = gguf_spec(file)
     if architecture_of(file).baked_norms:
         spec = replace(spec, norm_offset=0.0)
     if ROPE_FACTORS in file.tensors:

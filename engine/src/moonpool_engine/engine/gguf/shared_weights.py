@@ -17,7 +17,7 @@ from moonpool.config.tables import Config, EngineConfig, ModelConfig
 from moonpool.text.grammar import Grammars
 from moonpool.text.tokenizer import TokenizerError
 from moonpool_engine.engine.builtin import LoadedModel, open_model
-from moonpool_engine.engine.device import resolve_device, resolve_dtype
+from moonpool_engine.engine.device_choice import resolve_device, resolve_dtype
 from moonpool_engine.engine.gguf.files import gguf_file
 from moonpool_engine.engine.model import DecoderModel
 from moonpool_engine.engine.runner import choose_ops, grammars_of

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moonpool_engine.engine.quantized.sizes import SIZES
+
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
@@ -166,19 +168,19 @@ def _wide4(data: Tensor) -> Decoded:
 
 
 _ALL = (
-    Format("Q4_0", 32, 18, 4, _q4_0, offset=8),
-    Format("Q4_1", 32, 20, 4, _q4_1, has_minimum=True),
-    Format("Q5_0", 32, 22, 5, _q5_0, offset=16),
-    Format("Q5_1", 32, 24, 5, _q5_1, has_minimum=True),
-    Format("Q8_0", 32, 34, 8, _q8_0, offset=128),
-    Format("Q4_K", 256, 144, 4, _q4_k, has_minimum=True),
-    Format("Q5_K", 256, 176, 5, _q5_k, has_minimum=True),
-    Format("Q6_K", 256, 210, 6, _q6_k, offset=32, sub=16),
-    Format("IQ4_NL", 32, 18, 8, _iq4_nl, offset=128),
-    Format("IQ4_XS", 256, 136, 8, _iq4_xs, offset=128),
-    Format("MXFP4", 32, 17, 5, _mxfp4, offset=12, wide=True),
+    Format("Q4_0", *SIZES["Q4_0"], 4, _q4_0, offset=8),
+    Format("Q4_1", *SIZES["Q4_1"], 4, _q4_1, has_minimum=True),
+    Format("Q5_0", *SIZES["Q5_0"], 5, _q5_0, offset=16),
+    Format("Q5_1", *SIZES["Q5_1"], 5, _q5_1, has_minimum=True),
+    Format("Q8_0", *SIZES["Q8_0"], 8, _q8_0, offset=128),
+    Format("Q4_K", *SIZES["Q4_K"], 4, _q4_k, has_minimum=True),
+    Format("Q5_K", *SIZES["Q5_K"], 5, _q5_k, has_minimum=True),
+    Format("Q6_K", *SIZES["Q6_K"], 6, _q6_k, offset=32, sub=16),
+    Format("IQ4_NL", *SIZES["IQ4_NL"], 8, _iq4_nl, offset=128),
+    Format("IQ4_XS", *SIZES["IQ4_XS"], 8, _iq4_xs, offset=128),
+    Format("MXFP4", *SIZES["MXFP4"], 5, _mxfp4, offset=12, wide=True),
     # Not of ggml: scale and minimum in float32, for checkpoints with other scales than float16.
-    Format("W4", 32, 24, 4, _wide4, has_minimum=True, wide=True),
+    Format("W4", *SIZES["W4"], 4, _wide4, has_minimum=True, wide=True),
 )
 FORMATS = {format.name: format for format in _ALL}
 
