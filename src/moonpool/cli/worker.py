@@ -29,7 +29,7 @@ from moonpool.config.tables import (
     VllmAddress,
 )
 from moonpool.gc_tuning import settle_threads
-from moonpool.link.parent import end_with
+from moonpool.children.parent import end_with
 from moonpool.plugins.engines import own_engine
 from moonpool.plugins.workers import (
     DrainableWorker,

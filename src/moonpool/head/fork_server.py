@@ -34,8 +34,8 @@ import msgspec
 import setproctitle
 
 from moonpool.children.process import ChildProcess, ForkedProcess
-from moonpool.link.parent import end_with
-from moonpool.link.silence import process_state
+from moonpool.children.parent import end_with
+from moonpool.children.stopped import process_state
 
 log = logging.getLogger("moonpool.supervisor")
 

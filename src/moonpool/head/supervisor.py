@@ -35,7 +35,8 @@ from moonpool.head.launcher import LocalLauncher, worker_environment
 from moonpool.head.succession import NextHead, SuccessionError, become_next, load_head, try_state
 from moonpool.head.takeover.standby import Takeover
 from moonpool.link.packets import PacketSocket, packet_pair
-from moonpool.link.silence import ListeningClock, StopNotice, StoppedProcesses
+from moonpool.children.stopped import StopNotice, StoppedProcesses
+from moonpool.link.silence import ListeningClock
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.supervision import (
     FinishHead,

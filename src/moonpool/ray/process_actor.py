@@ -22,7 +22,7 @@ import ray
 from moonpool.children.process import ChildProcess
 from moonpool.children.start import start_child
 from moonpool.head.keeper import Keeper
-from moonpool.link.silence import StopNotice, StoppedProcesses
+from moonpool.children.stopped import StopNotice, StoppedProcesses
 
 log = logging.getLogger("moonpool.ray")
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from moonpool.installation import install_command
-from moonpool.link.parent import end_with
+from moonpool.children.parent import end_with
 from moonpool.types import Struct
 
 MAX_MESSAGE_BYTES = 128 << 10

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from moonpool.children.start import moonpool_line
-from moonpool.link.parent import end_with
+from moonpool.children.parent import end_with
 
 HOST = "127.0.0.1"
 LINES_KEPT = 200
