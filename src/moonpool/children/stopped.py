@@ -28,6 +28,11 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) or a debugger has stopped the process."""
+    return process_state(pid) in ("T", "t")
+
+
 class StoppedProcesses:
     """Counts checks instead of seconds, because the process that checks may have been stopped
     too."""

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from moonpool.link import idle_backoff as pace_module
 from moonpool.children import stopped
-from moonpool.link.idle_backoff import IdleBackoff
 from moonpool.children.stopped import StopNotice
+from moonpool.link import idle_backoff as pace_module
+from moonpool.link.idle_backoff import IdleBackoff
 
 LONG_S = 600.0
 

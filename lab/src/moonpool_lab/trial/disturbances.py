@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import time
 
-from moonpool_lab.replay.http_client import BodyReceiver, ConnectionFailedError, HttpClient
+from moonpool.http_client.client import BodyReceiver, ConnectionFailedError, HttpClient
 
 RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
 """Paths of moonpool and vLLM, and of SGLang."""
