@@ -199,14 +199,23 @@ class HttpClient:
 
     async def get(self, path: str, headers: bytes = b"") -> tuple[int, bytes]:
         """Returns status and body of a GET. Raises ConnectionFailedError."""
-        whole = BodyReceiver()
-        await self._exchange(self._request("GET", path, b"", headers), whole)
-        return whole.status, b"".join(whole.parts)
+        async with self.stream("GET", path, headers=headers) as response:
+            return response.status, await response.read(math.inf)
 
     async def post(self, path: str, body: bytes, receiver: Receiver, headers: bytes = b"") -> None:
         """Sends a POST of JSON; `receiver` gets the answer. `headers` are as those of
         `header_lines`. Raises ConnectionFailedError."""
-        await self._exchange(self._request("POST", path, body, headers), receiver)
+        request = self._request("POST", path, body, headers)
+        connection = await self._connection()
+        try:
+            await connection.begin(request, receiver)
+        except ConnectionFailedError:
+            if not self._resends(connection):
+                raise
+            connection = await self._new_connection()
+            await connection.begin(request, receiver)
+        finally:
+            self._leave(connection)
 
     @asynccontextmanager
     async def stream(
@@ -253,18 +262,6 @@ class HttpClient:
         kind = b"Content-Type: application/json\r\n"
         return b"%b%bContent-Length: %d\r\n\r\n%b" % (begin, kind, len(body), body)
 
-    async def _exchange(self, request: bytes, receiver: Receiver) -> None:
-        connection = await self._connection()
-        try:
-            await connection.begin(request, receiver)
-        except ConnectionFailedError:
-            if not self._resends(connection):
-                raise
-            connection = await self._new_connection()
-            await connection.begin(request, receiver)
-        finally:
-            self._leave(connection)
-
     def _resends(self, connection: _Connection) -> bool:
         """A connection that the server closed while it was idle says nothing about the server."""
         return connection.was_used and not connection.is_answered and self._idle_s == math.inf
@@ -309,18 +306,3 @@ def header_lines(headers: Mapping[str, str]) -> bytes:
         if _HEADER.fullmatch(line) is None:
             raise ValueError(f"{line.partition(':')[0]!r}: this is no header that can be sent")
     return "".join(f"{line}\r\n" for line in lines).encode("latin-1")
-
-
-class BodyReceiver:
-    """A receiver that keeps the whole body."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: dict[bytes, bytes] = {}
-        self.parts: list[bytes] = []
-
-    def on_start(self, status: int, headers: dict[bytes, bytes]) -> None:
-        self.status, self.headers = status, headers
-
-    def on_body(self, data: bytes, now_s: float) -> None:
-        self.parts.append(data)
