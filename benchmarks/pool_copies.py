@@ -45,6 +45,7 @@ from moonpool.host_pool.messages import (
     Reserve,
     Reserved,
 )
+from moonpool.http_client.client import HttpClient
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool_engine.vllm.block_copier import HostCopier
 from moonpool_engine.vllm.block_kinds import kinds_of
@@ -52,7 +53,6 @@ from moonpool_engine.vllm.cache_layout import CacheLayout
 from moonpool_engine.vllm.pool_link import PoolLink
 from moonpool_engine.vllm.slice_mover import open_mover
 from moonpool_lab.demo.local_server import ServerError
-from moonpool_lab.replay.http_client import HttpClient
 
 BLOCK_TOKENS, NUM_LAYERS, WIDTH = 16, 32, 1024  # 8 KV heads of 128 values, as an 8B model has
 READ_BYTES = 4 << 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -51,12 +50,7 @@ class ApiThread:
         assert self._is_up.wait(START_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(START_S)
         self._loop.close()

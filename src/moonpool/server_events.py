@@ -1,8 +1,6 @@
 """Finds the data of server-sent events in bytes that come in any pieces.
 
-All clients of streams read with this; their HTTP differs: httptools where a token must cost few
-microseconds (`moonpool_lab.replay.http_client`), the standard library where a command must start at
-once (`cli.run.chat_stream`), else httpx.
+All clients of streams read with this.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ IMPATIENT = f"""
 import sys
 from moonpool.cli.main import main
 from moonpool.head import head
-from moonpool.link import silence
+from moonpool.children import stopped
 
 head.SILENCE_S = {SILENCE_S}
-silence.MOST_LOOKS = 1 << 30  # a paused machine does not show its processes as stopped
+stopped.MOST_LOOKS = 1 << 30  # a paused machine does not show its processes as stopped
 sys.argv[0] = "moonpool"
 main()
 """

@@ -13,9 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonpool.api.connection.tls import CLIENT_CERT_VARIABLE, TlsError, TlsFiles
+from moonpool.api.connection.tls import TlsFiles
+from moonpool.http_client.client import HttpClient
+from moonpool.http_client.trust import CLIENT_CERT_VARIABLE, TlsError
 from moonpool_lab.demo.local_server import ServerError, free_port
-from moonpool_lab.replay.http_client import HttpClient
 from tests.forked.commands import ForkedCommand, run_command
 from tests.live.waiting import WAIT_S
 

@@ -41,9 +41,9 @@ class Faulty:
 SCRIPT = """
 import sys
 from moonpool.cli.main import main
-from moonpool.head import supervisor, supervisor_link
+from moonpool.head import serving_process, supervisor, supervisor_link
 
-supervisor.HUNG_S, supervisor.WATCH_S, supervisor_link.BEAT_S = 10.0, 0.5, 0.5
+serving_process.HUNG_S, supervisor.WATCH_S, supervisor_link.BEAT_S = 10.0, 0.5, 0.5
 sys.argv[0] = "moonpool"
 main()
 """

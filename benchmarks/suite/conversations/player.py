@@ -19,9 +19,9 @@ import msgspec
 
 from benchmarks.suite.conversations.sessions import Session, SessionTurn
 from moonpool.distributions.quantiles import percentiles
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId, Slo
-from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
 from moonpool_lab.replay.player import TURNED_AWAY
 from moonpool_lab.replay.server import query_server
 from moonpool_lab.replay.stream import CompletionReceiver

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -117,12 +116,7 @@ class PipelinedInstance:
     def __enter__(self) -> PipelinedInstance:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if isinstance(self.engine, PipelineEngine):
             self.engine.close()
         self.arena.close()

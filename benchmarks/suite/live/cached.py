@@ -52,7 +52,7 @@ async def _measure(server: LocalServer, prefix_tokens: int, repeats: int) -> dic
         if fetched_tokens < prefix_tokens - 256:
             raise BenchError(f"only {fetched_tokens} tokens were fetched, not the prefix")
         found["fetched"].append(answer.ttft_s)
-    await client.close()
+    client.close()
     best = {name: min(values) for name, values in found.items()}
     return {
         "prefix_tokens": prefix_tokens,

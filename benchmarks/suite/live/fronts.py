@@ -98,7 +98,7 @@ async def _converse(url: str, talk: FrontWorkload, turns: int, seed: int) -> dic
         )
         ttfts_s = sorted(ttft_s for said in await asyncio.gather(*users) for ttft_s in said)
     finally:
-        await client.close()
+        client.close()
     return {
         "requests": len(ttfts_s),
         "seconds": time.monotonic() - began_s,

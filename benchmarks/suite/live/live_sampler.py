@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
@@ -55,12 +54,7 @@ class LoadSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.neighbours_share = self._neighbours.share()
         self._stop.set()
         self._thread.join(10)

@@ -70,7 +70,7 @@ async def _load(url: str, seconds: float, seed: int) -> list[ClientResponse]:
                 raise BenchError(f"a request failed: {answer.status} {answer.error}")
             if at_s >= WARM_S:
                 answers.append(answer)
-        await client.close()
+        client.close()
 
     draws = [random.Random(seed * CLIENTS + i) for i in range(CLIENTS)]
     await asyncio.gather(*(ask_again_and_again(rng) for rng in draws))

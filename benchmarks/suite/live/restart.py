@@ -90,7 +90,7 @@ async def _before(
         uses[number] += 1
     found = [(use, talk) for use, talk in zip(uses, talks, strict=True) if use]
     hits = [await _probe(client, talk) for _, talk in found]
-    await client.close()
+    client.close()
     return computed_s, found, hits
 
 
@@ -106,7 +106,7 @@ async def _after(
             raise BenchError(f"only {answer.cached_tokens} tokens of the prefix were kept")
         again_s.append(answer.ttft_s)
     hits = [await _probe(client, talk) for _, talk in talks]
-    await client.close()
+    client.close()
     return again_s, hits
 
 

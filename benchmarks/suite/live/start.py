@@ -118,7 +118,7 @@ async def _first_token(url: str) -> float:
     began_s = time.monotonic()
     answer = await client.complete(PROMPT, temperature=0, max_tokens=1, ignore_eos=True)
     seconds = time.monotonic() - began_s
-    await client.close()
+    client.close()
     if answer.error or answer.generated_tokens != 1:
         raise BenchError(f"a request failed: {answer.status} {answer.error}")
     return seconds

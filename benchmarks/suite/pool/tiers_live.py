@@ -57,7 +57,7 @@ def bench_tiers_live(
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
     """`tokens` are those of engine memory, DRAM and SSD of each instance. No step begins after so
-    many `seconds` of answering. Raises BenchError, ServerError, httpx.HTTPError."""
+    many `seconds` of answering. Raises BenchError, ServerError, ConnectionFailedError."""
     names: list[str] = []
     with contextlib.ExitStack() as stack:
         servers = []
@@ -145,7 +145,7 @@ async def _converse(
                     _add(one, answer, await client.explain(answer.request_id))
     finally:
         for client in clients:
-            await client.close()
+            client.close()
     return sums, 0
 
 

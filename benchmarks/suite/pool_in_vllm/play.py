@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from benchmarks.suite.pool_in_vllm.workload import PoolCall
-from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool_lab.trial.answer import Answer, AnswerReceiver
 
 PATH = "/v1/completions"

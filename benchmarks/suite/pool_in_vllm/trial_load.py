@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.suite.pool_in_vllm.judge import PATH, TokenAnswer
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool.types import Struct
-from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
 from moonpool_lab.trial.answer import AnswerReceiver
 from moonpool_lab.trial.conversations import ConversationMaker, Question
 

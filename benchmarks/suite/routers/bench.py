@@ -30,10 +30,10 @@ from benchmarks.suite.routers.fronts import (
 )
 from benchmarks.suite.routers.workloads import RouterWorkload, arriving, at_once
 from moonpool.distributions.quantiles import percentiles
+from moonpool.http_client.client import ConnectionFailedError
 from moonpool.types import Slo, Struct
 from moonpool_lab.demo.local_server import ServerError
 from moonpool_lab.profiling.live_cluster import TBT_FACTOR, TTFT_FACTOR, UNBOUNDED, run_on_uvloop
-from moonpool_lab.replay.http_client import ConnectionFailedError
 from moonpool_lab.replay.server import ServerUnfitError
 
 ROW_KEY = ("workload", "router", "load", "round")

@@ -13,13 +13,13 @@ import numpy as np
 
 from moonpool.api.bodies import EmbeddingsBody
 from moonpool.api.body_pool import BodyReader
+from moonpool.api.call_headers import TimeLimits, limits_of, tenant_of
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.work_mark import marked
-from moonpool.api.generate import limits_of, seconds_left, tenant_of
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.rate_limits import RateLimits
 from moonpool.api.serving_backend import ApiOptions, ModelBackend, RequestRefused
-from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
+from moonpool.types import FinishReason, Request, RequestId, SamplingParams
 
 MAX_RUNNING = 32
 """Requests of one call that run at a time: the others do not count as arrived, so they do not wait.
@@ -27,13 +27,12 @@ MAX_RUNNING = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class _Shared:
     """What all requests of one call share."""
 
     tenant: str
     adapter: str
-    slo: Slo
-    deadline_s: float
+    limits: TimeLimits
     priority: int
     delivered: tuple[int, ...] | None  # (): an earlier head admitted the call
 
@@ -67,23 +66,22 @@ class Embedder:
         return self._options.names(self._backend.card)[0]
 
     async def embed(self, context: HttpContext) -> None:
-        arrived_s = self._backend.now()
-        slo, timeout_s = limits_of(context, self._backend)
+        limits = limits_of(context, self._backend)
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
         is_resumed = context.kept is not None and context.kept.is_resumed
         if not is_resumed:
-            await self._rates.admit(context.tenant, arrived_s)
+            await self._rates.admit(context.tenant, limits.arrived_s)
         digest = await context.digest(raw)
-        arrived_s, _ = context.keep_call(raw, arrived_s, self._backend.card, digest=digest)
-        left_s = seconds_left(arrived_s, timeout_s, self._backend)
+        card = self._backend.card
+        arrived_s, _ = context.keep_call(raw, limits.arrived_s, card, digest=digest)
+        limits = limits.since(arrived_s)
+        left_s = limits.left_s(self._backend.now())
         call = await self._bodies.call("embeddings", raw, context.party, left_s)
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
-        adapter = self._backend.card.adapter_of(body.model)
-        delivered = () if is_resumed else None
-        deadline_s = arrived_s + timeout_s
+        adapter = card.adapter_of(body.model)
         priority = self._rates.priority(context.tenant, body.priority, context.is_operator)
-        limits = _Limits(tenant, adapter, slo, deadline_s, priority, delivered)
+        shared = _Shared(tenant, adapter, limits, priority, () if is_resumed else None)
         num_tokens = 0 if is_resumed else sum(map(len, call.prompts))
         with (
             self._rates.prompts(context.tenant, num_tokens),
@@ -91,14 +89,14 @@ class Embedder:
             context.kept_refusals(),
         ):
             async with context.watch():
-                found = await self._run(scoped, call.prompts, limits, context.kept)
+                found = await self._run(scoped, call.prompts, shared, context.kept)
         await context.respond(200, self._response(request_id, body, call.prompts, found))
 
     async def _run(
         self,
         scoped: str,
         prompts: Sequence[tuple[int, ...]],
-        limits: _Limits,
+        shared: _Shared,
         kept: KeptStream | None,
     ) -> list[_Found]:
         """Runs one request per prompt. If one fails, all end and its error is raised."""
@@ -108,7 +106,7 @@ class Embedder:
             async with room:
                 request_id = RequestId(f"{scoped}~{index}" if index else scoped)
                 call = scoped if len(prompts) > 1 else ""
-                return await self._embedding(request_id, token_ids, limits, call)
+                return await self._embedding(request_id, token_ids, shared, call)
 
         works = [marked(one(*numbered), kept) for numbered in enumerate(prompts)]
         tasks = [asyncio.create_task(work) for work in works]
@@ -120,7 +118,7 @@ class Embedder:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _embedding(
-        self, request_id: RequestId, token_ids: tuple[int, ...], limits: _Limits, call: str
+        self, request_id: RequestId, token_ids: tuple[int, ...], shared: _Shared, call: str
     ) -> _Found:
         backend = self._backend
         pooling = backend.card.pooling
@@ -130,17 +128,17 @@ class Embedder:
             sampling=SamplingParams(
                 temperature=0.0, max_tokens=1, ignore_eos=True, pooling=pooling
             ),
-            slo=limits.slo,
+            slo=shared.limits.slo,
             arrived_s=backend.now(),
-            deadline_s=limits.deadline_s,
-            tenant=limits.tenant,
-            adapter=limits.adapter,
-            priority=limits.priority,
+            deadline_s=shared.limits.deadline_s,
+            tenant=shared.tenant,
+            adapter=shared.adapter,
+            priority=shared.priority,
             use_cache=pooling == "last",  # cached tokens have no hidden states
             call=call,
         )
         found: _Found | None = None
-        async with aclosing(backend.submit(request, limits.delivered)) as outputs:
+        async with aclosing(backend.submit(request, shared.delivered)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.ABORT:
                     text = "The server aborted this request. Send it again."

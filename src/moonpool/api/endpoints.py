@@ -12,9 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from moonpool.api.bodies import decode_body
 from moonpool.api.body_process import Kind
+from moonpool.api.call_headers import limits_of
 from moonpool.api.cluster_view import CallBackend, ClusterView
 from moonpool.api.errors import ApiError
-from moonpool.api.generate import limits_of
 from moonpool.api.http_context import HttpContext, scoped_id
 from moonpool.api.models.model_apis import ModelApi, ModelApis
 from moonpool.api.serving_backend import ApiOptions
@@ -133,7 +133,7 @@ class Inspector:
     async def _respond_to_body(self, kind: Kind, context: HttpContext) -> None:
         api = await self._models.of_call(context)
         options = self._models.options
-        _, timeout_s = limits_of(context, api.backend)
+        timeout_s = limits_of(context, api.backend).timeout_s
         raw = await context.read_body(options.max_body_bytes, options.body_timeout_s)
         response = await api.bodies.respond(kind, raw, context.party, timeout_s)
         await context.respond(200, response)

@@ -10,7 +10,6 @@ placed request has said nothing for a time (see `connection.silence`).
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,6 +21,13 @@ from msgspec import structs
 from moonpool.api import messages
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
+from moonpool.api.call_headers import (
+    TimeLimits,
+    beside,
+    limits_of,
+    read_traceparent,
+    tenant_of,
+)
 from moonpool.api.choice import Choice, Delta, Take, run_choices
 from moonpool.api.connection.kept_stream import Delivered, StreamFacts
 from moonpool.api.connection.silence import Silence, comment_at
@@ -60,30 +66,41 @@ from moonpool.api.shapes import (
     Shape,
     whole_answer,
 )
-from moonpool.api.trace_context import beside, read_traceparent
-from moonpool.types import Request, RequestId, Slo, Token
+from moonpool.types import Request, RequestId, Token
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class _Continued:
+    """A response that a call goes on with, or asks for again."""
+
+    facts: StreamFacts
+    deliveries: Sequence[Delivered] = ()
+    num_returns: int = 0  # how often it was asked for again
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumption:
+    """What of its response a client has, and what is known here."""
+
+    position: EventPosition | None  # after the client's last event; None: it wants no ids
+    client_tokens: tuple[int, ...] | None  # of each choice; None: the client does not say
+    known: Sequence[Delivered]  # from a connection that broke
+    is_new: bool  # it does not continue an answer
+    seed_is_unknown: bool  # the client has an answer, and its seed is unknown
+
+
+@dataclass(frozen=True, slots=True)
 class _Call:
-    """One checked call and its limits."""
+    """One checked call."""
 
     kind: Kind
     context: HttpContext
     prepared: PreparedCall
-    arrived_s: float
-    slo: Slo
-    timeout_s: float
+    limits: TimeLimits
     facts: StreamFacts
-    position: EventPosition | None  # what its client has of the response; None: it wants no ids
-    client_tokens: (
-        tuple[int, ...] | None
-    )  # tokens of each choice that its client has; None: it does not say
-    known: Sequence[Delivered] = ()  # from a connection that broke
-    is_new: bool = True  # it does not continue an answer
-    seed_is_unknown: bool = False  # the client has an answer, and its seed is unknown
+    resumption: _Resumption
 
 
 class Generator:
@@ -142,8 +159,7 @@ class Generator:
 
     async def _call(self, kind: Kind, context: HttpContext) -> _Call:
         """Reads and checks the body of a call."""
-        arrived_s = self._backend.now()
-        slo, timeout_s = limits_of(context, self._backend)
+        limits = limits_of(context, self._backend)
         position = last_event_id(context.headers)
         client_tokens = resume_tokens(context.headers)
         if client_tokens is not None and (
@@ -154,35 +170,40 @@ class Generator:
             raise ApiError(text, param="X-Resume-Tokens", code="invalid_header")
         raw = await context.read_body(self._options.max_body_bytes, self._options.body_timeout_s)
         digest = await context.digest(raw)
-        continued = await self._continued(
-            context, digest, position, bool(client_tokens and any(client_tokens))
-        )
-        facts, known, num_returns = continued
-        is_new = facts is None and not (context.kept is not None and context.kept.is_resumed)
+        resumes = bool(client_tokens and any(client_tokens))
+        continued = await self._continued(context, digest, position, resumes)
+        is_new = continued is None and not (context.kept is not None and context.kept.is_resumed)
         if is_new:
-            await self._rates.admit(context.tenant, arrived_s)
-        card = self._backend.card
-        arrived_s, facts = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
-        left_s = seconds_left(arrived_s, timeout_s, self._backend)
+            await self._rates.admit(context.tenant, limits.arrived_s)
+        known = continued.deliveries if continued else ()
+        arrived_s, facts = context.keep_call(
+            raw,
+            limits.arrived_s,
+            self._backend.card,
+            continued.facts if continued else None,
+            digest,
+            continued.num_returns if continued else 0,
+        )
+        limits = limits.since(arrived_s)
+        left_s = limits.left_s(self._backend.now())
         prepared = await self._bodies.call(kind, raw, context.party, left_s)
         seed_is_unknown = is_new and prepared.body.seed is None
-        resumption = (facts, position, client_tokens, known, is_new, seed_is_unknown)
-        return _Call(kind, context, prepared, arrived_s, slo, timeout_s, *resumption)
+        resumption = _Resumption(position, client_tokens, known, is_new, seed_is_unknown)
+        return _Call(kind, context, prepared, limits, facts, resumption)
 
     async def _continued(
         self, context: HttpContext, digest: bytes, position: EventPosition | None, resumes: bool
-    ) -> tuple[StreamFacts | None, Sequence[Delivered], int]:
-        """Returns the facts of the response that a call continues or asks for again, or None; what
-        is known of it; and how often it was asked for again."""
+    ) -> _Continued | None:
+        """Returns the response that a call continues or asks for again; None: it is a new call."""
         own, card = None, self._backend.card
         if position is not None and position.progress:
             own = position.facts(card.max_model_tokens, card.system_fingerprint)
         request_id = context.request_id if own is None else own.request_id
         known = await context.known(digest, request_id, displaces=resumes or own is not None)
         if known is None or (own is not None and _drawn(own) != _drawn(known.facts)):
-            return own, (), 0
+            return None if own is None else _Continued(own)
         facts = structs.replace(known.facts, system_fingerprint=card.system_fingerprint)
-        return facts, known.deliveries, known.num_returns
+        return _Continued(facts, known.deliveries, known.num_returns)
 
     async def _write(
         self,
@@ -234,7 +255,7 @@ class Generator:
         """Runs the choices. Counts the tokens of the prompts, and of the answers as they come. What
         was known of an answer that goes on was counted before."""
         tenant = call.context.tenant
-        run = choices, self._backend, take, call.context.kept, call.known
+        run = choices, self._backend, take, call.context.kept, call.resumption.known
         if not self._rates.counts(tenant):
             await run_choices(*run)
             return
@@ -246,7 +267,7 @@ class Generator:
             self._rates.spend(tenant, num_new - num_counted.get(choice.index, 0))
             num_counted[choice.index] = num_new
 
-        num_prompt_tokens = sum(map(len, call.prepared.prompts)) if call.is_new else 0
+        num_prompt_tokens = sum(map(len, call.prepared.prompts)) if call.resumption.is_new else 0
         with self._rates.prompts(tenant, num_prompt_tokens):
             await run_choices(*run, spend)
 
@@ -255,9 +276,11 @@ class Generator:
         """Yields the call's request id and its choices, none of which is running yet."""
         with self._active.begin(call.context) as (request_id, scoped):
             choices = self._choices(call, scoped)
-            if call.client_tokens is not None:
+            resumed = call.resumption
+            if resumed.client_tokens is not None:
                 is_streamed = bool((call.prepared.original or call.prepared.body).stream)
-                check_resumption(call.client_tokens, choices, is_streamed, call.seed_is_unknown)
+                unknown = resumed.seed_is_unknown
+                check_resumption(resumed.client_tokens, choices, is_streamed, unknown)
             try:
                 yield request_id, choices
             finally:
@@ -297,9 +320,9 @@ class Generator:
                     request_id=RequestId(f"{request_id}~{index}" if index else request_id),
                     token_ids=token_ids,
                     sampling=sampling,
-                    slo=call.slo,
-                    arrived_s=call.arrived_s,
-                    deadline_s=call.arrived_s + call.timeout_s,
+                    slo=call.limits.slo,
+                    arrived_s=call.limits.arrived_s,
+                    deadline_s=call.limits.deadline_s,
                     tenant=tenant,
                     adapter=card.adapter_of(body.model),
                     priority=priority,
@@ -382,12 +405,13 @@ class Generator:
         self, call: _Call, request_id: str, choices: Sequence[Choice], writer: EventWriter
     ) -> None:
         context = call.context
-        if call.position is not None:
-            writer = self._numbered(call, call.position, request_id, choices, writer)
-        elif call.client_tokens is not None and any(call.client_tokens):
+        resumed = call.resumption
+        if resumed.position is not None:
+            writer = self._numbered(call, resumed.position, request_id, choices, writer)
+        elif resumed.client_tokens is not None and any(resumed.client_tokens):
             for choice in choices:
                 choice.one_by_one = True
-            writer = ResumedEvents(writer, call.client_tokens)
+            writer = ResumedEvents(writer, resumed.client_tokens)
         try:
             silence = Silence(
                 context, self._options.keepalive_s, partial(self._comment, call, choices)
@@ -462,60 +486,6 @@ async def _end_with_error(context: HttpContext, writer: EventWriter, error: ApiE
     if not context.started:
         raise error
     await context.end_events(writer.error(error))
-
-
-def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
-    """Joins tenant and salt. A tenant's name has no '/', so no salt can imitate another tenant.
-
-    Raises ApiError.
-    """
-    if cache_salt is None:
-        return key_tenant
-    if not 0 < len(cache_salt) <= 256:
-        raise ApiError("'cache_salt' must have 1 to 256 characters.", param="cache_salt")
-    return f"{key_tenant}/{cache_salt}"
-
-
-def limits_of(context: HttpContext, backend: ModelBackend) -> tuple[Slo, float]:
-    """Returns the SLO and the time limit of a call: those of its headers, else the levels of its
-    class and the server's limit. Raises ApiError."""
-    named = context.headers.get(b"x-slo-class", b"").decode("utf-8", "replace")
-    levels = backend.slo
-    if named and not levels.has(named):
-        text = "The header x-slo-class names none of the classes that this server has."
-        raise ApiError(text, param="x-slo-class", code="invalid_header")
-    slo = levels.slo_of(named, context.tenant).with_own(
-        _seconds(context, b"x-slo-ttft-ms"), _seconds(context, b"x-slo-tpot-ms")
-    )
-    timeout_s = _seconds(context, b"x-request-timeout-ms")
-    most_s = backend.request_timeout_s
-    return slo, most_s if timeout_s is None else min(most_s, timeout_s)
-
-
-def seconds_left(arrived_s: float, timeout_s: float, backend: ModelBackend) -> float:
-    """Returns the time to the deadline. Raises RequestRefused if it has passed, which it may have
-    while a head was replaced."""
-    left_s = arrived_s + timeout_s - backend.now()
-    if left_s <= 0.0:
-        text = "the request's deadline passed before its body was read"
-        raise RequestRefused(504, "deadline", text)
-    return left_s
-
-
-def _seconds(context: HttpContext, name: bytes) -> float | None:
-    """Reads a header in milliseconds."""
-    raw = context.headers.get(name)
-    if raw is None:
-        return None
-    try:
-        value = float(raw)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value < 1e12:
-        header = name.decode()
-        text = f"The header {header} must be a number of milliseconds above 0."
-        raise ApiError(text, param=header, code="invalid_header")
-    return value / 1e3
 
 
 def _timing_headers(choice: Choice) -> Headers:

@@ -86,9 +86,6 @@ class ApiKeys:
         return names & {OPERATOR} if OPERATOR in names or len(names) > 1 else names
 
 
-NO_KEYS = ApiKeys()
-
-
 def read_keys(given: tuple[str, ...], path: str, environment: Mapping[str, str]) -> ApiKeys:
     """Reads the keys of configuration, file ("": none) and environment. A source that is there and
     has no key would leave the server open to all. Raises KeyFileError."""

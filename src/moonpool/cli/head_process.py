@@ -16,8 +16,8 @@ import click
 import uvloop
 from setproctitle import setproctitle
 
+from moonpool.children.parent import end_with
 from moonpool.cli.logs import set_up_logging
-from moonpool.link.parent import end_with
 from moonpool.plugins.engines import own_engine
 from moonpool.plugins.workers import WorkerKind, worker_maker
 

@@ -293,7 +293,7 @@ def _check_vllm(place: str) -> None:
         try:
             await (await find_dialect(client)).facts()
         finally:
-            await client.close()
+            client.close()
 
     try:
         asyncio.run(read_facts())

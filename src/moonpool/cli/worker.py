@@ -16,6 +16,7 @@ import click
 import uvloop
 from setproctitle import getproctitle, setproctitle
 
+from moonpool.children.parent import end_with
 from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.logs import choose_logging, log_options, set_up_logging
 from moonpool.cli.output import fail
@@ -29,7 +30,6 @@ from moonpool.config.tables import (
     VllmAddress,
 )
 from moonpool.gc_tuning import settle_threads
-from moonpool.link.parent import end_with
 from moonpool.plugins.engines import own_engine
 from moonpool.plugins.workers import (
     DrainableWorker,

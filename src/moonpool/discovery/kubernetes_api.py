@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
-import httpx
 import msgspec
 
 from moonpool.discovery.endpoint import SourceError
+from moonpool.http_client.client import ConnectionFailedError, HttpClient, header_lines
+from moonpool.http_client.response import TooLargeError
 from moonpool.log_limit import limited_logger
 from moonpool.types import MALFORMED
 
@@ -29,8 +31,10 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 WATCH_S = 300
 """Time after which the server is asked to end a watch, and another one continues."""
 SILENCE_S = WATCH_S + 30.0
+ANSWER_S = 30.0
 AGAIN_S, MOST_AGAIN_S = 0.5, 15.0
 MAX_LINE_BYTES = 16 << 20
+MAX_LIST_BYTES = 256 << 20
 PAGE = 500
 
 PODS = "/api/v1/namespaces/{}/pods"
@@ -49,10 +53,10 @@ class ApiServer:
             context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
         except (OSError, ssl.SSLError) as error:
             raise SourceError(f"the CA of the Kubernetes API, {ca_file}: {error}") from None
-        timeout = httpx.Timeout(30.0, read=SILENCE_S)
-        self._http = httpx.AsyncClient(
-            base_url=url, verify=context, timeout=timeout, trust_env=False
-        )
+        try:
+            self._http = HttpClient(url, connect_s=ANSWER_S, tls=context)
+        except ValueError as error:
+            raise SourceError(f"the Kubernetes API: {error}") from None
 
     @classmethod
     def of_pod(cls, environment: Mapping[str, str] = os.environ) -> ApiServer:
@@ -66,44 +70,52 @@ class ApiServer:
         host = f"[{host}]" if ":" in host else host
         return cls(f"https://{host}:{port or 443}", ACCOUNT / "token", ACCOUNT / "ca.crt")
 
-    async def close(self) -> None:
-        await self._http.aclose()
+    def close(self) -> None:
+        self._http.close()
 
-    def _headers(self) -> dict[str, str]:
+    def _headers(self) -> bytes:
         if self._token_file is None:
-            return {}
+            return b""
         try:
             token = self._token_file.read_text().strip()
         except OSError as error:
             raise KubernetesError(f"the token in {self._token_file}: {error.strerror}") from None
-        return {"authorization": f"Bearer {token}"}
+        try:
+            return header_lines({"Authorization": f"Bearer {token}"})
+        except ValueError:
+            raise KubernetesError(f"{self._token_file} holds no token") from None
 
     async def get(self, path: str, parameters: Mapping[str, Any]) -> Object:
         """Raises KubernetesError."""
-        try:
-            response = await self._http.get(path, params=dict(parameters), headers=self._headers())
-        except httpx.HTTPError as error:
-            raise KubernetesError(_why(error)) from None
-        _check(response.status_code, response.content)
-        return _decode(response.content)
+        target = f"{path}?{urlencode(parameters)}"
+        with _told():
+            async with (
+                asyncio.timeout(ANSWER_S),
+                self._http.stream("GET", target, headers=self._headers()) as response,
+            ):
+                body = await response.read(MAX_LIST_BYTES)
+        _check(response.status, body)
+        return _decode(body)
 
     async def lines(self, path: str, parameters: Mapping[str, Any]) -> AsyncGenerator[bytes]:
         """The lines of a response that does not end soon. Raises KubernetesError."""
-        try:
-            async with self._http.stream(
-                "GET", path, params=dict(parameters), headers=self._headers()
-            ) as response:
-                if response.status_code != 200:
-                    _check(response.status_code, await response.aread())
-                rest = b""
-                async for chunk in response.aiter_bytes():
+        target = f"{path}?{urlencode(parameters)}"
+        with _told():
+            async with (
+                asyncio.timeout(SILENCE_S) as silence,
+                self._http.stream("GET", target, headers=self._headers()) as response,
+            ):
+                if response.status != 200:
+                    _check(response.status, await response.read(MAX_LINE_BYTES))
+                rest, now_s = b"", asyncio.get_running_loop().time
+                async for chunk in response.parts():
+                    silence.reschedule(None)
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
                         yield line
                     if len(rest) > MAX_LINE_BYTES:
                         raise KubernetesError("it sent an event that is too long")
-        except httpx.HTTPError as error:
-            raise KubernetesError(_why(error)) from None
+                    silence.reschedule(now_s() + SILENCE_S)
 
 
 def own_namespace(environment: Mapping[str, str] = os.environ) -> str:
@@ -247,5 +259,12 @@ def _check(status: int, body: bytes) -> None:
     raise KubernetesError(f"it responded with {status} {text[:200]}{hint}".strip(), status)
 
 
-def _why(error: httpx.HTTPError) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+@contextmanager
+def _told() -> Iterator[None]:
+    """Raises KubernetesError for a call that fails."""
+    try:
+        yield
+    except (ConnectionFailedError, TooLargeError) as error:
+        raise KubernetesError(str(error)[:200]) from None
+    except TimeoutError:
+        raise KubernetesError("it did not answer in time") from None

@@ -49,7 +49,7 @@ class LabelledPods:
         try:
             await self._pods.follow(on_pods)
         finally:
-            await self._server.close()
+            self._server.close()
 
     async def check(self) -> None:
         """As `EndpointSource.check`."""
@@ -58,7 +58,7 @@ class LabelledPods:
         except KubernetesError as error:
             raise SourceError(f"the Kubernetes API at {self._server.url}: {error}") from None
         finally:
-            await self._server.close()
+            self._server.close()
 
 
 def read_pods(pods: Mapping[str, Object], ports: Sequence[int]) -> tuple[list[Endpoint], list[str]]:

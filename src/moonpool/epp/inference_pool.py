@@ -73,7 +73,7 @@ class InferencePool:
                 group.create_task(objectives.follow(on_objectives, optional=True))
                 group.create_task(self._follow_pods(on_pods))
         finally:
-            await self._server.close()
+            self._server.close()
 
     async def _follow_pods(self, on_pods: Callable[[Mapping[str, Object]], None]) -> None:
         """Follows the pods again with each selector of the pool."""

@@ -11,11 +11,11 @@ import msgspec
 from msgspec.structs import replace
 
 from moonpool.api.body_process import Kind
+from moonpool.api.call_headers import read_traceparent
 from moonpool.api.models.forwarded_bodies import ForwardedBody
 from moonpool.api.models.model_apis import ModelApi, ModelApis
 from moonpool.api.preparation import PreparedCall, check_model
 from moonpool.api.serving_backend import ApiOptions, RequestRefused
-from moonpool.api.trace_context import read_traceparent
 from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice
 from moonpool.epp.call_headers import CallTerms, read_terms, request_id_of

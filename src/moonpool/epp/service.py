@@ -17,9 +17,9 @@ from moonpool.discovery.sources import EndpointSource
 from moonpool.epp.picker import Picker
 from moonpool.epp.server import GrpcPort, GrpcServer
 from moonpool.gc_tuning import settle_memory
-from moonpool.head.cluster import resolved
 from moonpool.head.head_drain import drain
 from moonpool.head.models.model_loading import ApiModel, load_offered, named_offer
+from moonpool.head.serving import resolved
 
 log = logging.getLogger("moonpool")
 logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it would log its own start

@@ -34,9 +34,9 @@ from typing import NoReturn
 import msgspec
 import setproctitle
 
+from moonpool.children.parent import end_with
 from moonpool.children.process import ChildProcess, ForkedProcess
-from moonpool.link.parent import end_with
-from moonpool.link.silence import process_state
+from moonpool.children.stopped import is_stopped
 
 log = logging.getLogger("moonpool.supervisor")
 
@@ -355,11 +355,6 @@ def serve_renewed(control: socket.socket, prepare: Callable[[], object]) -> list
     prepare()
     control.send(_READY)
     return _serve_forks(control, parent_pid)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP) or a debugger has stopped the process."""
-    return process_state(pid) in ("T", "t")
 
 
 def _may_fork() -> bool:

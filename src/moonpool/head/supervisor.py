@@ -1,4 +1,4 @@
-"""Does nothing: the launcher of the worker starts the next one.
+"""Keeps one head running, and the workers and fronts of a cluster.
 
 It owns the listening sockets, so that connections wait while there is no head, and the workers. It
 holds the sockets and the logs of answers under way, and gives them to the next head. It decides
@@ -18,28 +18,27 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
 import setproctitle
 
 from moonpool.children.process import ChildProcess, ForkedProcess
 from moonpool.children.start import moonpool_line, start_child
+from moonpool.children.stopped import StopNotice, StoppedProcesses
 from moonpool.children.successors import Next, Successors
 from moonpool.config.tables import Config
 from moonpool.cores import CoreShare
 from moonpool.head.cluster_error import ClusterError
-from moonpool.head.fork_server import ForkServer, ForkServerError, is_stopped
-from moonpool.head.fronts.keeper import RESTARTS, Fronts
+from moonpool.head.fork_server import ForkServer, ForkServerError
+from moonpool.head.fronts.keeper import Fronts
 from moonpool.head.held_answers import HeldAnswers
 from moonpool.head.launcher import LocalLauncher, worker_environment
+from moonpool.head.serving_process import RESTARTS, HeadPackets, ServingProcess
 from moonpool.head.succession import NextHead, SuccessionError, become_next, load_head, try_state
-from moonpool.link.packets import PacketSocket, packet_pair
-from moonpool.link.silence import ListeningClock, StopNotice, StoppedProcesses
+from moonpool.link.silence import ListeningClock
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.supervision import (
     FinishHead,
     FromHead,
     HandOver,
-    HeadBeat,
     HeadBegin,
     HeadEnding,
     HeadFailed,
@@ -50,7 +49,6 @@ from moonpool.protocol.supervision import (
     KillWorker,
     ReplaceWorker,
     SupervisorState,
-    ToHead,
     UpgradeFailed,
     UpgradeWanted,
     WorkerCrashed,
@@ -62,13 +60,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("moonpool.supervisor")
 
-HUNG_S = 30.0
-"""A head whose loop does not turn for this long is killed. One that is stopped is not hung: it
-is replaced at once, or left alone for its TLS connections."""
 WATCH_S = 5.0
 FINISH_S = 30.0
 """How long a head may take to end, in addition to its drain."""
-LAST_PACKETS_S = 5.0
 MAX_FILES = 20_480
 
 
@@ -97,13 +91,12 @@ class Supervisor:
         self._fork_server = fork_server
         self._launcher: LocalLauncher | None = None
         self._discovery: asyncio.Task[None] | None = None
-        self._packets: PacketSocket[FromHead, ToHead] | None = None
-        self._head: ChildProcess | None = None
         cut = None if taken is None else dict(enumerate(taken.answers))
         fronts = () if state is None else state.fronts
         self._fronts = Fronts(config, http, self._spawn, secret, fronts, cut)
         cut = None if config.api.fronts > 1 else cut
-        self._held = HeldAnswers(cut, None if state is None else state.held)
+        held = HeldAnswers(cut, None if state is None else state.held)
+        self._head = ServingProcess("the head", held, self._on_packet)
         self._expected: dict[InstanceId, Role] = {} if taken is None else taken.instances
         self._offers: dict[InstanceId, ModelOffer] = {} if taken is None else taken.offers
         self._epoch = 1 if taken is None else taken.epoch
@@ -113,11 +106,9 @@ class Supervisor:
         self._next_head: NextHead | None = None
         self._upgrade: asyncio.Task[None] | None = None
         self._was_up = False
-        self._up_s: float | None = None  # when the present head began to serve
         self._fatal = ""
         self._clock = ListeningClock(time.monotonic(), 2 * WATCH_S)
         self._stopped = StoppedProcesses()
-        self._heard_s: float | None = None  # on the clock of listening
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises ClusterError if the cluster cannot start."""
@@ -135,7 +126,7 @@ class Supervisor:
 
     @property
     def _num_answers(self) -> int:
-        return len(self._held) + self._fronts.num_answers
+        return len(self._head.held) + self._fronts.num_answers
 
     async def _keep_head(self, stop: asyncio.Event) -> None:
         async def wait(seconds: float) -> None:
@@ -164,57 +155,33 @@ class Supervisor:
             text = f"the head ended with code {code} while it started; see the log above"
             raise ClusterError(text)
         self._num_restarts += 1
-        was_steady = self._up_s is not None and time.monotonic() - self._up_s > RESTARTS.steady_s
-        return Next.AFTER_GOOD_LIFE if was_steady else Next.AFTER_DEATH
+        return self._head.after_death()
 
     async def _run_head(self, stop: asyncio.Event) -> int | None:
         """Runs one head to its end. Returns its exit status; None: it could not be started."""
         waiting, self._state = self._state, None
-        ours, theirs = packet_pair()
-        if waiting is not None:  # an earlier program of this process has started the head
-            ours.close()
-            ours = socket.socket(fileno=waiting.head_fd)
-        silent = asyncio.Event()
-        decoder = msgspec.msgpack.Decoder(FromHead)
-        packets: PacketSocket[FromHead, ToHead] = PacketSocket(
-            ours, decoder, self._on_packet, silent.set
-        )
-        self._packets, self._up_s, self._heard_s = packets, None, None
-        self._bequeath(packets)
-        stopped = asyncio.create_task(stop.wait())
-        spawned = asyncio.create_task(self._spawn_head(theirs, waiting))
-        try:
-            await asyncio.wait({spawned, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not spawned.done():
-                return None
-            head = self._head = spawned.result()
-            theirs.close()  # so that ours ends with the head
-            ended = asyncio.create_task(head.wait())
-            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                packets.send(FinishHead())
-                limit_s = self._config.api.drain_seconds + FINISH_S
-                await asyncio.wait({ended}, timeout=limit_s)
-                _kill(head)
-            code = await ended
-            with contextlib.suppress(TimeoutError):  # what it has still sent
-                await asyncio.wait_for(silent.wait(), LAST_PACKETS_S)
-            number = self._held.culprits.judge(code, self._held)
-            if number is not None:
-                log.warning("the head ended while it worked on call %d", number)
-            return code
-        except OSError as error:
-            log.error("cannot start a head: %s", error)
-            return None
-        finally:
-            theirs.close()
-            packets.close()
-            self._head = None
-            for task in (spawned, stopped):
-                task.cancel()
-            await asyncio.gather(spawned, stopped, return_exceptions=True)
 
-    def _bequeath(self, packets: PacketSocket[FromHead, ToHead]) -> None:
+        async def spawn(theirs: socket.socket) -> ChildProcess:
+            if waiting is not None:  # an earlier program of this process has started the head
+                return ForkedProcess(waiting.head_pid)
+            return await self._spawn("head-process", theirs)
+
+        fd = None if waiting is None else waiting.head_fd
+        running = asyncio.create_task(self._head.run(self._bequeath, spawn, fd))
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done() and self._head.process is not None:
+                await self._head.end(FinishHead(), self._config.api.drain_seconds + FINISH_S)
+            elif not running.done():
+                return None
+            return await running
+        finally:
+            for task in (running, stopped):
+                task.cancel()
+            await asyncio.gather(running, stopped, return_exceptions=True)
+
+    def _bequeath(self, packets: HeadPackets) -> None:
         begin = HeadBegin(
             config=self._config,
             secret=self._secret,
@@ -223,19 +190,12 @@ class Supervisor:
             num_upgrades=self._num_upgrades,
             expected=self._expected,
             epoch=self._epoch,
-            ended=tuple(self._held.culprits.alike),
+            ended=tuple(self._head.held.culprits.alike),
             offers=self._offers,
         )
         packets.send(begin, (self._http.fileno(), self._control.fileno()))
-        self._held.bequeath(packets)
+        self._head.held.bequeath(packets)
         self._fronts.connect_all(packets)
-
-    async def _spawn_head(
-        self, theirs: socket.socket, waiting: SupervisorState | None
-    ) -> ChildProcess:
-        if waiting is not None:
-            return ForkedProcess(waiting.head_pid)
-        return await self._spawn("head-process", theirs)
 
     async def _spawn(self, command: str, theirs: socket.socket) -> ChildProcess:
         """Starts a head or a front, which gets its end of a pair of packet sockets."""
@@ -250,11 +210,7 @@ class Supervisor:
     # Packets of the head
 
     def _on_packet(self, packet: FromHead, fds: Sequence[int]) -> None:
-        if self._held.take(packet, fds):
-            return
         match packet:
-            case HeadBeat():
-                self._heard_s = self._clock.listened_s
             case InstancesKnown():
                 self._expected, self._offers = packet.roles, packet.offers
             case ReplaceWorker():
@@ -274,11 +230,10 @@ class Supervisor:
                     self._start_workers(packet)
             case HeadUp():
                 self._was_up = True
-                self._up_s = time.monotonic()
                 if self._launcher is not None:
                     self._launcher.note_started()
-                if self._packets is not None:
-                    self._fronts.start(self._packets)
+                if self._head.packets is not None:
+                    self._fronts.start(self._head.packets)
             case HeadFailed():
                 self._on_failed(packet.message)
             case HeadEnding():
@@ -332,8 +287,8 @@ class Supervisor:
         return launcher
 
     def _on_crash(self, instance_id: str) -> None:
-        if self._packets is not None:
-            self._packets.send(WorkerCrashed(instance_id=InstanceId(instance_id)))
+        if self._head.packets is not None:
+            self._head.packets.send(WorkerCrashed(instance_id=InstanceId(instance_id)))
 
     def _on_given_up(self, keeper: asyncio.Task[None]) -> None:
         """A worker has ended for good, which is right only once the cluster is up."""
@@ -342,8 +297,7 @@ class Supervisor:
         error = keeper.exception()
         text = f"cannot start a worker: {error}" if error else "a worker ended too often"
         self._fatal = self._fatal or f"{text}; see the log above"
-        if self._head is not None:
-            _kill(self._head)
+        self._head.kill()
 
     # An upgrade: the next program of this process, and the next head
 
@@ -352,9 +306,8 @@ class Supervisor:
 
     async def _prepare_upgrade(self) -> None:
         """Loads the next head and tries the next program; then lets the present head hand over."""
-        head, packets = self._head, self._packets
-        assert head is not None
-        assert packets is not None
+        head, packets = self._head.process, self._head.packets
+        assert head is not None and packets is not None
         try:
             found = await load_head(self._environment(), self._config.engine.kind != "vllm")
             try:
@@ -370,8 +323,9 @@ class Supervisor:
         await self._fronts.hand_over()
         packets.send(HandOver())
         await asyncio.sleep(self._config.api.drain_seconds + FINISH_S)
-        self._held.culprits.spare()
-        _kill(head)
+        if head is self._head.process:
+            self._head.held.culprits.spare()
+            self._head.kill()
 
     async def _succeed(self, head: NextHead) -> None:
         """Becomes the next program. Returns only if that fails."""
@@ -391,7 +345,7 @@ class Supervisor:
 
     def _leave(self, head: NextHead) -> SupervisorState:
         """Returns what the next program gets."""
-        launcher, held = self._launcher, self._held.leave()
+        launcher, held = self._launcher, self._head.held.leave()
         return SupervisorState(
             title=setproctitle.getproctitle(),
             config=self._config,
@@ -439,15 +393,7 @@ class Supervisor:
             await asyncio.sleep(WATCH_S)
             self._clock.tick(time.monotonic())
             self._fronts.watch(self._clock.listened_s)
-            if self._head is None or self._heard_s is None:
-                continue
-            if is_stopped(self._head.pid):
-                self._heard_s = self._clock.listened_s
-            elif self._clock.listened_s - self._heard_s > HUNG_S:
-                log.error("the head has not responded for %.0f s; killing it", HUNG_S)
-                self._held.culprits.note_hang()
-                self._heard_s = None
-                _kill(self._head)
+            self._head.watch(self._clock.listened_s)
 
     async def _look(self) -> None:
         """Replaces workers that a signal has stopped, and a stopped head that has no TLS
@@ -457,20 +403,15 @@ class Supervisor:
             await notice.wait(self._stopped.any_stopped)
             workers = {} if self._launcher is None else self._launcher.workers()
             watched = {pid: name for name, pid in workers.items() if pid}
-            head = self._head
-            if head is not None and self._heard_s is not None and not self._config.api.ssl_certfile:
-                watched[head.pid] = ""
-            fronts = {} if self._config.api.ssl_certfile else self._fronts.running()
-            watched.update(dict.fromkeys(fronts, ""))
+            serving: dict[int, ServingProcess] = {}
+            if not self._config.api.ssl_certfile:
+                serving = self._fronts.running()
+                if self._head.process is not None and self._head.is_heard:
+                    serving[self._head.process.pid] = self._head
+            watched.update(dict.fromkeys(serving, ""))
             for pid in self._stopped.look(watched):
-                if head is not None and pid == head.pid:
-                    log.warning("the head is stopped by a signal (SIGSTOP); killing it")
-                    self._held.culprits.spare()
-                    _kill(head)
-                elif pid in fronts:
-                    log.warning("a front is stopped by a signal (SIGSTOP); killing it")
-                    fronts[pid].held.culprits.spare()
-                    fronts[pid].kill()
+                if pid in serving:
+                    serving[pid].kill_stopped()
                 elif self._launcher is not None:
                     self._launcher.kill(watched[pid], "is stopped by a signal (SIGSTOP)")
 
@@ -485,15 +426,9 @@ class Supervisor:
             await self._launcher.stop()
         if self._fork_server is not None:
             await self._fork_server.close()
-        self._held.close()
+        self._head.held.close()
         self._http.close()
         self._control.close()
-
-
-def _kill(process: ChildProcess) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
 
 
 def _raise_file_limit(num_fronts: int) -> None:

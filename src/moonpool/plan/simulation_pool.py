@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 
 from moonpool.gc_tuning import rare_collections
 from moonpool.plan.trial import Outcome, StopRequestedError, Trial, Workload, run_trial
@@ -55,12 +54,7 @@ class SimulationPool:
     def __enter__(self) -> SimulationPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for process in self._processes:
             process.terminate()
         for process in self._processes:

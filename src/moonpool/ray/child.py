@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from moonpool.link.parent import end_with
+from moonpool.children.parent import end_with
 
 if __name__ == "__main__":
     end_with(int(sys.argv[1]))

@@ -21,8 +21,8 @@ import ray
 
 from moonpool.children.process import ChildProcess
 from moonpool.children.start import start_child
+from moonpool.children.stopped import StopNotice, StoppedProcesses
 from moonpool.head.keeper import Keeper
-from moonpool.link.silence import StopNotice, StoppedProcesses
 
 log = logging.getLogger("moonpool.ray")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -29,12 +28,7 @@ class ProgressLine:
     def __enter__(self) -> ProgressLine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._length:
             self._write("")
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import re
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
-import httpx
 import msgspec
 
 from moonpool.config.vllm import split_rank
+from moonpool.http_client.client import (
+    ConnectionFailedError,
+    HttpClient,
+    UnreachableError,
+    header_lines,
+)
+from moonpool.http_client.response import HttpResponse, TooLargeError
 from moonpool.protocol.model_offer import COMPLETIONS
 from moonpool.server_events import DONE, MAX_EVENT_BYTES, ServerEventReader
 from moonpool.types import MALFORMED
@@ -27,12 +34,11 @@ MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 16 << 20
 MAX_FORWARDED_BYTES = 48 << 20
 """Largest response that is passed on whole: it goes to the head in one frame."""
-EVENTS = "text/event-stream"
+EVENTS = b"text/event-stream"
 LACKS = (404, 405, 501)
 """Statuses by which a server says that it does not serve a path."""
 RANK_HEADER = "X-data-parallel-rank"
 """By which vLLM computes a request on one of its ranks."""
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each request
 
 
 Health = Literal["well", "unwell", "gone"]
@@ -59,7 +65,7 @@ class VllmError(Exception):
 def _tls_context() -> ssl.SSLContext:
     """Shared by all clients: reading the authorities takes 20 ms, and there may be 1,000
     servers."""
-    return httpx.create_ssl_context(trust_env=False)
+    return ssl.create_default_context()
 
 
 class VllmClient:
@@ -67,42 +73,40 @@ class VllmClient:
     then with "#" and one of its models. `api_key` is the key that it was started with, if any."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
+        """Raises VllmError for what no request can be sent with."""
         address, _, self.model = url.partition("#")
         address, self.rank = split_rank(address)
         self.url = address.rstrip("/")
-        headers = {"Content-Type": "application/json"}
-        if self.rank is not None:
-            headers[RANK_HEADER] = str(self.rank)
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
-        # No read timeout: the caller cancels a response whose request has run out of time.
-        timeout = httpx.Timeout(None, connect=CONNECT_S)
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S
-        )
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            timeout=timeout,
-            limits=limits,
-            trust_env=False,
-            verify=_tls_context(),
-        )
+        rank = {} if self.rank is None else {RANK_HEADER: str(self.rank)}
+        tls = _tls_context() if self.url.startswith("https") else None
+        # No limit for an answer: the caller cancels one whose request has run out of time.
+        try:
+            self._http = HttpClient(
+                self.url, api_key, CONNECT_S, headers=rank, idle_s=IDLE_S, tls=tls
+            )
+        except ValueError as error:
+            raise VllmError(f"it cannot be called: {error}") from None
 
-    async def close(self) -> None:
-        await self._http.aclose()
+    def close(self) -> None:
+        self._http.close()
 
     async def health(self) -> Health:
         """Returns the server's state of health, within HEALTH_S."""
         try:
-            found = await self._http.get("/health", timeout=HEALTH_S)
-            if found.status_code in LACKS:
-                found = await self._http.get("/v1/models", timeout=HEALTH_S)
-        except httpx.ConnectError:
+            async with asyncio.timeout(HEALTH_S):
+                status = await self._status("/health")
+                if status in LACKS:
+                    status = await self._status("/v1/models")
+        except UnreachableError:
             return "gone"
-        except httpx.HTTPError:
+        except (ConnectionFailedError, TooLargeError, TimeoutError):
             return "unwell"
-        return "well" if found.status_code == 200 else "unwell"
+        return "well" if status == 200 else "unwell"
+
+    async def _status(self, path: str) -> int:
+        async with self._http.stream("GET", path) as response:
+            await response.read(MAX_METRICS_BYTES)
+            return response.status
 
     async def event_sources(self) -> dict[str, Any] | None:
         """Reads where the server publishes its KV events, by rank; None: it does not tell."""
@@ -115,21 +119,18 @@ class VllmClient:
     async def forward(self, path: str, body: bytes, traceparent: str = "") -> AsyncGenerator[bytes]:
         """Yields the parts of a response to a client's own body: each event of a stream, or the
         whole. The first one begins with a line, the content type. Raises VllmError."""
-        headers = {"traceparent": traceparent} if traceparent else {}
-        try:
-            async with self._http.stream("POST", path, content=body, headers=headers) as response:
-                kind = response.headers.get("content-type", "application/octet-stream")
-                begin = kind.encode("ascii", "replace").replace(b"\n", b" ") + b"\n"
-                if response.status_code != 200 or not kind.startswith(EVENTS):
-                    whole = await _read(response, MAX_FORWARDED_BYTES)
+        with _told():
+            async with self._http.stream("POST", path, body, _traced(traceparent)) as response:
+                kind = response.headers.get(b"content-type", b"application/octet-stream")
+                begin = kind + b"\n"
+                if response.status != 200 or not kind.startswith(EVENTS):
+                    whole = await response.read(MAX_FORWARDED_BYTES)
                     _check(response, whole)
                     yield begin + whole
                     return
                 async for part in _whole_events(response):
                     yield begin + part
                     begin = b""
-        except httpx.HTTPError as error:
-            raise VllmError(_why(error)) from None
 
     async def get(self, path: str, optional: bool = False) -> bytes:
         """`optional`: a server that does not serve it gives b"". Raises VllmError."""
@@ -144,18 +145,18 @@ class VllmClient:
     async def _ask(
         self, method: str, path: str, body: bytes, optional: bool, timeout_s: float
     ) -> bytes:
-        try:
-            asked = self._http.stream(method, path, content=body or None, timeout=timeout_s)
-            async with asked as response:
-                found = await _read(response, MAX_METRICS_BYTES)
-                if optional and response.status_code in LACKS:
+        with _told(f"no answer within {timeout_s:g} s"):
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.stream(method, path, body) as response,
+            ):
+                found = await response.read(MAX_METRICS_BYTES)
+                if optional and response.status in LACKS:
                     return b""
-                if response.status_code == 404:
+                if response.status == 404:
                     raise VllmError(f"it has no {path.partition('?')[0]}", status=404)
                 _check(response, found)
                 return found
-        except httpx.HTTPError as error:
-            raise VllmError(_why(error)) from None
 
     async def answer(
         self,
@@ -174,11 +175,10 @@ class VllmClient:
         the connection for the next request.
         """
         done = False
-        try:
-            headers = {"traceparent": traceparent} if traceparent else {}
-            async with self._http.stream("POST", path, content=body, headers=headers) as response:
-                if response.status_code != 200 or not streamed:
-                    whole = await _read(response, MAX_EVENT_BYTES)
+        with _told():
+            async with self._http.stream("POST", path, body, _traced(traceparent)) as response:
+                if response.status != 200 or not streamed:
+                    whole = await response.read(MAX_EVENT_BYTES)
                     _check(response, whole)
                     yield whole
                     return
@@ -188,26 +188,24 @@ class VllmClient:
                     elif not done:
                         done = is_done(event)
                         yield event
-        except httpx.HTTPError as error:
-            raise VllmError(_why(error)) from None
         if not done:
             raise VllmError("the server closed the connection in the middle of an output")
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _events(response: HttpResponse) -> AsyncIterator[bytes]:
     """Yields the data of server-sent events."""
     reader = ServerEventReader()
-    async for chunk in response.aiter_raw():
+    async for chunk in response.parts():
         for event in reader.feed(chunk):
             yield event
         if reader.num_left_out:
             raise VllmError(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
 
 
-async def _whole_events(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _whole_events(response: HttpResponse) -> AsyncIterator[bytes]:
     """Yields server-sent events as they are. A comment between them is one, too."""
     buffer = bytearray()
-    async for chunk in response.aiter_bytes():
+    async for chunk in response.parts():
         buffer += chunk
         while (end := buffer.find(b"\n\n")) >= 0:
             yield bytes(buffer[: end + 2])
@@ -218,30 +216,32 @@ async def _whole_events(response: httpx.Response) -> AsyncIterator[bytes]:
         yield bytes(buffer)
 
 
-async def _read(response: httpx.Response, most_bytes: int) -> bytes:
-    body = bytearray()
-    async for chunk in response.aiter_bytes():
-        body += chunk
-        if len(body) > most_bytes:
-            raise VllmError(f"the server sent a response of more than {most_bytes} bytes")
-    return bytes(body)
-
-
-def _check(response: httpx.Response, body: bytes) -> None:
-    if response.status_code == 401:
+def _check(response: HttpResponse, body: bytes) -> None:
+    if response.status == 401:
         raise VllmError(
             "the server requires an API key: set VLLM_API_KEY to the key that it was started with"
         )
-    if response.status_code != 200:
+    if response.status != 200:
         text = body[:MAX_ERROR_BYTES].decode(errors="replace")
         message = re.search(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', text)
         what = (message.group(1) if message else text).strip().replace("\n", " ")[:300]
-        status = response.status_code
+        status = response.status
         what = what or f"the server responded with status {status}"
         raise VllmError(what, status in REFUSALS, status)
 
 
-def _why(error: httpx.HTTPError) -> str:
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return "no server listens there"
-    return " ".join(str(error).split()) or type(error).__name__
+def _traced(traceparent: str) -> bytes:
+    return header_lines({"traceparent": traceparent}) if traceparent else b""
+
+
+@contextmanager
+def _told(too_late: str = "") -> Iterator[None]:
+    """Raises VllmError for a request that fails."""
+    try:
+        yield
+    except UnreachableError:
+        raise VllmError("no server listens there") from None
+    except (ConnectionFailedError, TooLargeError) as error:
+        raise VllmError(str(error)) from None
+    except TimeoutError:
+        raise VllmError(too_late) from None

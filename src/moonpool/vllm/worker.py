@@ -119,10 +119,10 @@ class VllmWorker(InstanceProcess):
         """Raises WorkerError."""
         super().__init__(role, instance_id, machine, secret, tls)
         self._place = place
-        self._client = VllmClient(place.url, api_key)
         try:
+            self._client = VllmClient(place.url, api_key)
             self._reader = EventReader(place.events, place.replay) if place.events else None
-        except EventsError as error:
+        except (VllmError, EventsError) as error:
             raise WorkerError(str(error)) from None
         self._engine: FoundServer | None = None
         self._requests: dict[AttemptId, asyncio.Task[None]] = {}
@@ -156,7 +156,7 @@ class VllmWorker(InstanceProcess):
                     log.warning("vLLM at %s comes and goes: held off %g s", self._place.url, hold_s)
                     await asyncio.sleep(hold_s)
         finally:
-            await self._client.close()
+            self._client.close()
 
     def _open_link(self) -> HeadLink:
         return HeadLink(self.instance_id, self._secret, self, self._tls, self._link.heads)

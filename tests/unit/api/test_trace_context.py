@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.api.trace_context import beside, read_traceparent
+from moonpool.api.call_headers import beside, read_traceparent
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADER = f"00-{TRACE}-{PARENT}-01".encode()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moonpool.config.parse import parse_config
-from moonpool.head.cluster import ClusterError, resolved
+from moonpool.head.cluster_error import ClusterError
+from moonpool.head.serving import resolved
 from moonpool_engine.engine.cuda.torch_ops import TorchOps
 from moonpool_engine.engine.device_choice import (
     DeviceError,

@@ -13,7 +13,7 @@ PREPARE = """
 import os, socket, subprocess, sys, threading, types
 sys.modules["torch"] = types.ModuleType("torch")  # as if it were imported
 from moonpool_engine.engine.parallel.spare_process import begin_spare, fork_spares
-from moonpool.link.parent import end_with
+from moonpool.children.parent import end_with
 
 def run_line(line):
     sock = socket.socket(fileno=int(line[-1]))

@@ -12,12 +12,13 @@ import pytest
 from timed_server import TimedServer
 from virtual_loop import VirtualLoop
 
+from moonpool.http_client import client as http_client
 from moonpool.studies.trace_rows import TraceRows
 from moonpool.trace.row import TraceRow
 from moonpool_lab.forecast import front_door, measured_server
 from moonpool_lab.forecast.forecast_table import TableError, add_entry, read_table
 from moonpool_lab.forecast.run import ForecastPlan, run_forecast
-from moonpool_lab.replay import http_client, player
+from moonpool_lab.replay import player
 from moonpool_lab.replay import run as replay_run
 
 

@@ -8,11 +8,11 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId
 from moonpool_lab.profiling.live_profile import (
     DECODE_TOKENS,
-    NO_SLO,
     TimedPart,
     common_step_s,
     prefill_time_s,
 )
+from moonpool_lab.replay.stream import NO_SLO
 
 
 def timed(instants_s: list[float]) -> TimedPart:

@@ -20,8 +20,9 @@ from moonpool_lab.demo.local_server import is_alive
 HEAD = """
 import asyncio, json, os, signal, sys, time
 import uvloop
-from moonpool.link.parent import end_with
-from moonpool.head.fork_server import ForkServerError, is_stopped, open_fork_server
+from moonpool.children.parent import end_with
+from moonpool.children.stopped import is_stopped
+from moonpool.head.fork_server import ForkServerError, open_fork_server
 
 def work(line):
     match line:

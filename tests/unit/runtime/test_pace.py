@@ -10,10 +10,10 @@ import time
 
 import pytest
 
+from moonpool.children import stopped
+from moonpool.children.stopped import StopNotice
 from moonpool.link import idle_backoff as pace_module
-from moonpool.link import silence
 from moonpool.link.idle_backoff import IdleBackoff
-from moonpool.link.silence import StopNotice
 
 LONG_S = 600.0
 
@@ -61,12 +61,12 @@ def test_a_stopped_child_is_told_of_and_nothing_else_wakes() -> None:
         notice = StopNotice()
         await notice.wait(any_stopped=False)  # the first look
         waiting = asyncio.create_task(notice.wait(any_stopped=False))
-        await asyncio.sleep(2 * silence.LOOK_S)
+        await asyncio.sleep(2 * stopped.LOOK_S)
         assert not waiting.done()
         began_s = time.monotonic()
         child.send_signal(signal.SIGSTOP)
         await asyncio.wait_for(waiting, 60)
-        assert time.monotonic() - began_s >= silence.LOOK_S / 2
+        assert time.monotonic() - began_s >= stopped.LOOK_S / 2
         await asyncio.wait_for(notice.wait(any_stopped=True), 60)
 
     # pytest's own children must not wake it

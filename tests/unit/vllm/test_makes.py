@@ -78,7 +78,7 @@ def ask(url: str, what: Callable[[VllmClient], Coroutine[Any, Any, _T]]) -> _T:
         try:
             return await what(client)
         finally:
-            await client.close()
+            client.close()
 
     return asyncio.run(run())
 

@@ -18,7 +18,7 @@ from benchmarks.suite.live.kills.calls import (
     headers_of,
     texts_of,
 )
-from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
 
 CALL_S = 240.0
 OUTCOMES = ("right", "wrong", "refused", "cut", "hung")

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from moonpool.children.parent import end_with
 from moonpool.installation import install_command
-from moonpool.link.parent import end_with
 from moonpool.types import Struct
 
 MAX_MESSAGE_BYTES = 128 << 10

@@ -29,8 +29,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from moonpool.children.parent import end_with
 from moonpool.installation import install_command
-from moonpool.link.parent import end_with
 from moonpool.types import Struct
 
 MAPPED, START, STOP, STOPPED, CHANNEL = b"mapped", b"start", b"stop", b"stopped", b"channel"

@@ -15,11 +15,11 @@ import threading
 
 import msgspec
 
+from moonpool.children.stopped import LOOK_S, QUIET_LOOK_S, StoppedProcesses
 from moonpool.config.tables import ParallelConfig
 from moonpool.gc_tuning import settle_memory
 from moonpool.link.head_link import HeadChannel, HungError, InstanceProcess, WorkerError
 from moonpool.link.idle_backoff import IdleBackoff
-from moonpool.link.silence import LOOK_S, QUIET_LOOK_S, StoppedProcesses
 from moonpool.plugins.workers import WorkerSettings
 from moonpool.protocol.frames import (
     HEARTBEAT_S,

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import httpx
 from rich.console import Console
 from rich.table import Table
 
 from moonpool.cli.options import json_option
 from moonpool.cli.output import check_folders, fail, write_json
+from moonpool.http_client.client import ConnectionFailedError
 from moonpool.plugins.engines import need_engine
 from moonpool_lab.demo.answers import COLUMNS, DemoRun
 from moonpool_lab.demo.client import CompletionClient
@@ -84,8 +84,8 @@ def demo(
                 run = _run(console, [*instances, *flags], cached, users, turns)
         except ServerError as error:
             fail(str(error))
-        except httpx.HTTPError as error:
-            fail(f"the server failed: {type(error).__name__}: {error}")
+        except ConnectionFailedError as error:
+            fail(f"the server failed: {error}")
         runs.append(run)
     _print_totals(console, *runs)
     write_json(json_file, _figures(*runs))
@@ -151,7 +151,7 @@ async def _converse(
         console.print(f"[dim]an instance is killed while {talks[0].user} reads:[/] ", end="")
         run.events.append(await kill_in_an_answer(client, talks[0], run.after, _show))
         console.print()
-    await client.close()
+    client.close()
 
 
 def _show(text: str) -> None:

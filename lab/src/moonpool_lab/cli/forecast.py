@@ -156,12 +156,12 @@ def forecast(
 def _run(plan: ForecastPlan) -> dict[str, Any]:
     import uvloop
 
-    from moonpool.api.connection.tls import TlsError
     from moonpool.config.tables import ConfigError
+    from moonpool.http_client.client import ConnectionFailedError
+    from moonpool.http_client.trust import TlsError
     from moonpool.trace.row import TraceError
     from moonpool_lab.forecast.forecast_table import TableError
     from moonpool_lab.forecast.run import ForecastError, run_forecast
-    from moonpool_lab.replay.http_client import ConnectionFailedError
     from moonpool_lab.replay.player import UnservableError
     from moonpool_lab.replay.server import ServerUnfitError
 

@@ -11,10 +11,10 @@ import httpx
 
 from moonpool.cli.output import check_folders, fail, origin, write_json
 from moonpool.config.tables import ConfigError
+from moonpool.http_client.client import ConnectionFailedError
 from moonpool.trace.row import TraceError
 from moonpool_lab.demo.local_server import ServerError
 from moonpool_lab.profiling.live_profile import ProfileError
-from moonpool_lab.replay.http_client import ConnectionFailedError
 from moonpool_lab.replay.player import UnservableError
 from moonpool_lab.replay.server import ServerUnfitError
 

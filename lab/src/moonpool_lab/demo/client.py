@@ -1,31 +1,32 @@
-"""A streaming client of the completions API, by httpx; it notes the time of each token.
-
-The load generator has a client of its own for thousands of streams (`replay.http_client`).
-"""
+"""A client of the completions API; it notes the time of each token."""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import httpx
+import msgspec
 
-from moonpool.server_events import DONE, ServerEventReader
+from moonpool.http_client.client import ConnectionFailedError, HttpClient, header_lines
+from moonpool.request_record import RequestRecord
+from moonpool.types import RequestId
+from moonpool_lab.replay.stream import NO_SLO, CompletionReceiver
 
 
 @dataclass(slots=True)
 class ClientResponse:
     """The answer to one request; times are seconds since it was sent."""
 
-    request_id: str
+    request_id: str = ""
     text: str = ""
     status: int = 0
     error: str = ""
-    finish_reason: str | None = None
+    finish_reason: str = ""
     token_instants_s: list[float] = field(default_factory=list)
     seconds: float = 0.0
     prompt_tokens: int = 0
@@ -52,10 +53,12 @@ class CompletionClient:
     """Sends completions to one server and measures them."""
 
     def __init__(self, url: str, timeout_s: float = 300.0) -> None:
-        self._client = httpx.AsyncClient(base_url=url, timeout=timeout_s)
+        """`timeout_s`: for a whole answer."""
+        self._client = HttpClient(url)
+        self._timeout_s = timeout_s
 
-    async def close(self) -> None:
-        await self._client.aclose()
+    def close(self) -> None:
+        self._client.close()
 
     async def complete(
         self,
@@ -65,63 +68,58 @@ class CompletionClient:
         **parameters: Any,
     ) -> ClientResponse:
         """Streams one completion. A rejection is a response with its status and error. The server
-        chooses the id of the request if `request_id` is empty."""
-        body = {
+        chooses the id of the request if `request_id` is empty. Raises ConnectionFailedError."""
+        fields = {
             "prompt": prompt,
             "stream": True,
             "stream_options": {"include_usage": True},
             **parameters,
         }
-        answer = ClientResponse(request_id="")
-        began_s = time.perf_counter()
-        headers = {"x-request-id": request_id} if request_id else {}
-        async with self._client.stream(
-            "POST", "/v1/completions", json=body, headers=headers
-        ) as response:
-            answer.status = response.status_code
-            answer.request_id = response.headers.get("x-request-id", "")
-            if response.status_code != 200:
-                answer.error = (await response.aread()).decode(errors="replace")
-                return answer
-            events = ServerEventReader()
-            async for part in response.aiter_bytes():
-                now_s = time.perf_counter() - began_s
-                for event in events.feed(part):
-                    if event != DONE:
-                        self._take(answer, json.loads(event), now_s, on_text)
-        answer.seconds = time.perf_counter() - began_s
+        body = msgspec.json.encode(fields)
+        answer = ClientResponse()
+        began_s = time.monotonic()
+
+        def note(text: str, now_s: float) -> None:
+            answer.text += text
+            answer.token_instants_s.append(now_s - began_s)
+            if on_text is not None:
+                on_text(text)
+
+        receiver = CompletionReceiver(RequestRecord(RequestId(""), 0, NO_SLO, began_s), note)
+        headers = header_lines({"x-request-id": request_id} if request_id else {})
+        async with self._limit():
+            await self._client.post("/v1/completions", body, receiver, headers)
+        receiver.on_end()
+        answer.seconds = time.monotonic() - began_s
+        answer.request_id, answer.status = receiver.request_id, receiver.status
+        answer.error = receiver.error_message or receiver.error_code
+        answer.finish_reason = receiver.finish_reason
+        answer.prompt_tokens = receiver.prompt_tokens
+        answer.generated_tokens = receiver.completion_tokens
+        answer.cached_tokens = receiver.record.cached_tokens
         return answer
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        response = await self._client.get(f"/explain/{request_id}")
-        response.raise_for_status()
-        explained: dict[str, Any] = response.json()
-        return explained
+        """Raises ConnectionFailedError."""
+        return await self._get(f"/explain/{request_id}")
 
     async def cluster(self) -> dict[str, Any]:
-        state: dict[str, Any] = (await self._client.get("/cluster")).json()
-        return state
+        """Raises ConnectionFailedError."""
+        return await self._get("/cluster")
 
-    def _take(
-        self,
-        answer: ClientResponse,
-        chunk: dict[str, Any],
-        now_s: float,
-        on_text: Callable[[str], None] | None,
-    ) -> None:
-        if "error" in chunk:
-            answer.error = chunk["error"]["message"]
-            return
-        for choice in chunk.get("choices", ()):
-            if choice["text"]:
-                answer.text += choice["text"]
-                answer.token_instants_s.append(now_s)
-                if on_text is not None:
-                    on_text(choice["text"])
-            answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-        usage = chunk.get("usage")
-        if usage:
-            answer.prompt_tokens = usage["prompt_tokens"]
-            answer.generated_tokens = usage["completion_tokens"]
-            details = usage.get("prompt_tokens_details") or {}
-            answer.cached_tokens = details.get("cached_tokens", 0)
+    async def _get(self, path: str) -> dict[str, Any]:
+        async with self._limit():
+            status, body = await self._client.get(path)
+        if status != 200:
+            raise ConnectionFailedError(f"the server responded to {path} with status {status}")
+        found: dict[str, Any] = msgspec.json.decode(body)
+        return found
+
+    @asynccontextmanager
+    async def _limit(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError:
+            text = f"the server did not answer within {self._timeout_s:g} s"
+            raise ConnectionFailedError(text) from None

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from http.client import HTTPConnection, HTTPException
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -66,12 +65,7 @@ class LocalServer:
             line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
     @property

@@ -14,14 +14,13 @@ from time import monotonic
 
 import msgspec
 
+from moonpool.http_client.client import HttpClient
 from moonpool.request_record import RequestRecord
-from moonpool.types import MALFORMED, RequestId, Slo
-from moonpool_lab.replay.http_client import HttpClient
+from moonpool.types import MALFORMED, RequestId
 from moonpool_lab.replay.prompts import WORDS
 from moonpool_lab.replay.server import ServerFacts, ServerUnfitError
-from moonpool_lab.replay.stream import TokenTimesReceiver
+from moonpool_lab.replay.stream import NO_SLO, TokenTimesReceiver
 
-NO_SLO = Slo(ttft_s=1e6, tbt_s=1e6)
 NO_SLO_HEADERS = b"X-SLO-TTFT-ms: 1e9\r\nX-SLO-TPOT-ms: 1e9\r\n"
 """A moonpool server refuses none of these requests; others ignore it."""
 ROUND_TRIPS = 7

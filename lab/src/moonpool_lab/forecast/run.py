@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from moonpool.http_client.client import HttpClient
 from moonpool.studies.trace_rows import TraceRows
 from moonpool.trace.row import TraceError
 from moonpool.types import Slo, Struct
@@ -27,7 +28,6 @@ from moonpool_lab.forecast.simulated_loads import (
     SimulatedServer,
     forecast_figures,
 )
-from moonpool_lab.replay.http_client import HttpClient
 from moonpool_lab.replay.run import ReplayPlan, run_replay
 from moonpool_lab.replay.server import ASSUMED_VOCAB, ServerFacts, query_server
 

@@ -14,11 +14,11 @@ from itertools import pairwise
 from math import sqrt
 from typing import Protocol
 
+from moonpool.http_client.client import HttpClient
 from moonpool.plan.confidence import Attainment, Interval, Verdict, interval
 from moonpool.trace.resample import resample
 from moonpool.trace.row import TraceRow
 from moonpool.types import Struct
-from moonpool_lab.replay.http_client import HttpClient
 from moonpool_lab.replay.run import ReplayPlan, run_replay
 from moonpool_lab.replay.server import ServerFacts, ServerUnfitError, query_server
 

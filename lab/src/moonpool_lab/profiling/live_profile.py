@@ -21,14 +21,14 @@ from typing import Any
 
 import msgspec
 
-from moonpool.api.connection.tls import untrusted_hint
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
 from moonpool.cost.step_curves import with_decode_curve
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
+from moonpool.http_client.trust import untrusted_hint
 from moonpool.request_record import RequestRecord
-from moonpool.types import RequestId, Slo
+from moonpool.types import RequestId
 from moonpool_lab.profiling.learned_decode_steps import RehearsedRequest, step_spread
-from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
-from moonpool_lab.replay.stream import TokenTimesReceiver
+from moonpool_lab.replay.stream import NO_SLO, TokenTimesReceiver
 
 PROMPTS = (32, 128, 384, 512, 1024, 2048)
 CACHED = ((512, 384), (1024, 768), (2048, 1536))  # prompt tokens, of which cached
@@ -54,7 +54,6 @@ REHEARSED_PROMPT = (32, 1024)
 REHEARSED_ANSWER = (8, 32)
 BACKGROUND_BATCH = 4
 BACKGROUND_TOKENS = 256
-NO_SLO = Slo(ttft_s=1e6, tbt_s=1e6)
 
 
 class ProfileError(RuntimeError):

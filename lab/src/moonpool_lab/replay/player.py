@@ -20,13 +20,13 @@ import msgspec
 
 from moonpool.config.slo import SloClass, SloConfig
 from moonpool.distributions.histogram import Histogram
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool.request_record import RequestRecord
 from moonpool.sim.metrics import Collector
 from moonpool.sim.programs import ProgramFigures
 from moonpool.trace.closed_loop import ClosedLoop, retry_after_s
 from moonpool.trace.row import TraceRow
 from moonpool.types import RequestId, Slo
-from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
 from moonpool_lab.replay.prompts import PromptMaker
 from moonpool_lab.replay.stream import CompletionReceiver
 

@@ -17,13 +17,13 @@ import msgspec
 
 from moonpool.config.slo import SloClass, SloConfig
 from moonpool.distributions.quantiles import rounded
+from moonpool.http_client.client import HttpClient
 from moonpool.protocol.frames import HEARTBEAT_S
 from moonpool.sim.outcome import request_figures
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceRow
 from moonpool.trace.transform import scale_trace
 from moonpool.types import Slo
-from moonpool_lab.replay.http_client import HttpClient
 from moonpool_lab.replay.player import Player, PlayOptions
 from moonpool_lab.replay.prompts import PromptMaker
 from moonpool_lab.replay.server import ASSUMED_VOCAB, ServerFacts, query_server, read_counters

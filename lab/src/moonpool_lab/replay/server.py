@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from moonpool.api.connection.tls import untrusted_hint
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
+from moonpool.http_client.trust import untrusted_hint
 from moonpool.types import MALFORMED
-from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
 
 ASSUMED_VOCAB = 1000
 """Token ids below it are ordinary in nearly every vocabulary."""

@@ -5,13 +5,17 @@ Tokens are counted by `token_ids` where the server sends them; else each event w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from moonpool.request_record import RequestRecord
 from moonpool.server_events import DONE, ServerEventReader
-from moonpool.types import MALFORMED
+from moonpool.types import MALFORMED, Slo
+
+NO_SLO = Slo(ttft_s=1e6, tbt_s=1e6)
+"""Of a request that is only timed."""
 
 
 class _Choice(msgspec.Struct):
@@ -57,10 +61,14 @@ _DECODER = msgspec.json.Decoder(_Event)
 class CompletionReceiver:
     """Fills `record`. Afterwards `status`, `finish_reason`, `error_code` and `error_message` say
     how the request ended, and `retry_after_s` when to send it again. `token_ids` is the answer, if
-    the server sends ids."""
+    the server sends ids. `request_id` is the server's name for the request, if it tells."""
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(
+        self, record: RequestRecord, on_text: Callable[[str, float], None] | None = None
+    ) -> None:
+        """`on_text` gets each piece of text, and when it came."""
         self.record = record
+        self.request_id = ""
         self.status = 0
         self.finish_reason = ""
         self.error_code = ""
@@ -72,9 +80,11 @@ class CompletionReceiver:
         self.token_ids: list[int] = []
         self._events = ServerEventReader()
         self._failure = b""
+        self._on_text = on_text
 
     def on_start(self, status: int, headers: dict[bytes, bytes]) -> None:
         self.status = status
+        self.request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         try:
             self.retry_after_s = float(headers[b"retry-after"])
         except (KeyError, ValueError):
@@ -109,6 +119,8 @@ class CompletionReceiver:
                 self.token_ids += choice.token_ids
             elif choice.text:
                 self.record.note_tokens(1, now_s)
+            if choice.text and self._on_text is not None:
+                self._on_text(choice.text, now_s)
             self.finish_reason = choice.finish_reason or self.finish_reason
         usage = event.usage
         if usage is not None:

@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import time
 
-from moonpool_lab.replay.http_client import BodyReceiver, ConnectionFailedError, HttpClient
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
 
 RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
 """Paths of moonpool and vLLM, and of SGLang."""
@@ -38,13 +38,11 @@ async def reset_cache(client: HttpClient, path: str) -> bool:
 
 
 async def _post(client: HttpClient, path: str) -> int:
-    receiver = BodyReceiver()
     try:
-        async with asyncio.timeout(RESET_S):
-            await client.post(path, b"", receiver)
+        async with asyncio.timeout(RESET_S), client.stream("POST", path) as response:
+            return response.status
     except (TimeoutError, ConnectionFailedError):
         return 0
-    return receiver.status
 
 
 def parse_command(text: str) -> list[str]:

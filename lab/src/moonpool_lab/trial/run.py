@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool_lab.replay.http_client import ConnectionFailedError, HttpClient
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool_lab.replay.server import ServerFacts, ServerUnfitError, query_server
 from moonpool_lab.trial.answer import Answer, AnswerReceiver
 from moonpool_lab.trial.conversations import ConversationMaker, Question

@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from moonpool.api.connection.tls import TlsError, TlsFiles
+from moonpool.api.connection.tls import TlsFiles
 from moonpool.api.keys import ApiKeys, KeyFileError, read_keys
 from moonpool.config.tables import Config
+from moonpool.http_client.trust import TlsError
 from moonpool.link.tls import PeerTls, PeerTlsError
 
 UNPROTECTED = (KeyFileError, TlsError, PeerTlsError)

@@ -6,15 +6,9 @@ import logging
 import os
 import ssl
 
+from moonpool.http_client.trust import TlsError, no_password, require_authority
+
 log = logging.getLogger("moonpool")
-
-
-CLIENT_CERT_VARIABLE = "MOONPOOL_CLIENT_CERT"
-"""A PEM file with the certificate and key of commands that ask a server by HTTPS."""
-
-
-class TlsError(ValueError):
-    """Certificate or key cannot be used; one line says which file and why."""
 
 
 class TlsFiles:
@@ -76,54 +70,11 @@ class TlsFiles:
             except OSError as error:  # ssl.SSLError is one
                 text = f"cannot use --ssl-ca-certs {self._ca_certs}: {error}; give a PEM file"
                 raise TlsError(text) from None
-            _require_authority(context, f"--ssl-ca-certs {self._ca_certs}")
+            require_authority(context, f"--ssl-ca-certs {self._ca_certs}")
             context.verify_mode = ssl.CERT_REQUIRED
         try:
-            context.load_cert_chain(self._certfile, self._keyfile or None, _no_password)
+            context.load_cert_chain(self._certfile, self._keyfile or None, no_password)
         except (OSError, ValueError) as error:
             where = f"{self._certfile} with --ssl-keyfile {self._keyfile or self._certfile}"
             text = f"cannot use --ssl-certfile {where}: {error}; give PEM files that fit each other"
             raise TlsError(text) from None
-
-
-def _require_authority(context: ssl.SSLContext, what: str) -> None:
-    """A file may be valid PEM and hold no certificate. Raises TlsError."""
-    if not context.cert_store_stats()["x509"]:
-        raise TlsError(f"{what} holds no certificate: give a PEM file with one")
-
-
-def _no_password() -> str:
-    """Called for an encrypted key, in place of a question on the terminal."""
-    raise ValueError("the key is encrypted; store it without a passphrase")
-
-
-def untrusted_hint(error: Exception) -> str:
-    """What a client's user can do about a certificate that was refused; "" for another error."""
-    if "CERTIFICATE_VERIFY_FAILED" not in str(error):
-        return ""
-    return "give the certificate of its authority with --ca-file"
-
-
-def trusting_context(ca_file: str = "") -> ssl.SSLContext:
-    """Returns a client's context, which trusts `ca_file` (PEM), or without it the system's. It
-    shows the certificate of CLIENT_CERT_VARIABLE to a server that asks for one.
-
-    Raises TlsError.
-    """
-    try:
-        context = ssl.create_default_context(cafile=ca_file or None)
-    except OSError as error:
-        raise TlsError(f"cannot use --ca-file {ca_file}: {error.strerror or error}") from None
-    if ca_file:
-        _require_authority(context, f"--ca-file {ca_file}")
-    own = os.environ.get(CLIENT_CERT_VARIABLE)
-    if own is not None and not own.strip():
-        text = f"{CLIENT_CERT_VARIABLE} is set and empty: name a file, or unset the variable"
-        raise TlsError(text)
-    try:
-        if own is not None:
-            context.load_cert_chain(own, None, _no_password)
-    except (OSError, ValueError) as error:
-        text = f"cannot use {CLIENT_CERT_VARIABLE}={own}: {error}; it needs certificate and key"
-        raise TlsError(text) from None
-    return context

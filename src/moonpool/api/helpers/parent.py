@@ -7,8 +7,8 @@ import signal
 import sys
 from typing import BinaryIO
 
+from moonpool.children.parent import end_with
 from moonpool.framing import Framing
-from moonpool.link.parent import end_with
 
 FRAMES = Framing("<", max_bytes=1 << 30)
 

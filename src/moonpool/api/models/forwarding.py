@@ -23,11 +23,11 @@ from msgspec import structs
 from moonpool.api.bodies import CompletionBody, decode_body
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
+from moonpool.api.call_headers import TimeLimits, limits_of, read_traceparent, tenant_of
 from moonpool.api.choice import REPLAYED_PER_TURN
 from moonpool.api.connection.kept_stream import Delivered
 from moonpool.api.connection.silence import Silence, comment_at
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
-from moonpool.api.generate import limits_of, seconds_left, tenant_of
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.messages import error_payload
 from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody, may_hold_media
@@ -39,7 +39,6 @@ from moonpool.api.resume.resumed_events import HEADER as NUM_TOKENS
 from moonpool.api.resume.resumed_events import resume_tokens
 from moonpool.api.sampling import check_range
 from moonpool.api.serving_backend import ApiOptions, ModelBackend, Output, RequestRefused
-from moonpool.api.trace_context import read_traceparent
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import COMPLETIONS, MEDIA_PATHS
 from moonpool.types import (
@@ -48,7 +47,6 @@ from moonpool.types import (
     Request,
     RequestId,
     SamplingParams,
-    Slo,
     Token,
 )
 
@@ -79,9 +77,7 @@ class _Call:
     prepared: PreparedCall
     body: ForwardedBody
     raw: bytes
-    arrived_s: float
-    slo: Slo
-    timeout_s: float
+    limits: TimeLimits
     known: Sequence[Delivered] = ()  # the whole answer, which a broken connection did not get
 
     @property
@@ -169,12 +165,11 @@ class Forwarder:
         return await context.read_ahead(most, self._options.body_timeout_s)
 
     async def _call(self, kind: Kind, context: HttpContext) -> _Call | None:
-        arrived_s = self._backend.now()
-        slo, timeout_s = limits_of(context, self._backend)
+        limits = limits_of(context, self._backend)
         raw = await self._raw(context)
         if context.kept is not None:
-            arrived_s = context.kept.opening.arrived_s
-        left_s = seconds_left(arrived_s, timeout_s, self._backend)
+            limits = limits.since(context.kept.opening.arrived_s)
+        left_s = limits.left_s(self._backend.now())
         if _was_forwarded(context):  # what it was sent is all that matters
             known = decode_body(FORWARDED, raw)
             prepared = PreparedCall(CompletionBody(), [(0,)], original=known, num_tokens=1)
@@ -194,12 +189,13 @@ class Forwarder:
         if found is not None and not _is_whole(found.deliveries):
             found = None
         if found is None and not _is_resumed(context):
-            await self._rates.admit(context.tenant, arrived_s)
+            await self._rates.admit(context.tenant, limits.arrived_s)
         facts, num_returns = (found.facts, found.num_returns) if found else (None, 0)
-        card = self._backend.card
-        arrived_s, _ = context.keep_call(raw, arrived_s, card, facts, digest, num_returns)
+        arrived_s, _ = context.keep_call(
+            raw, limits.arrived_s, self._backend.card, facts, digest, num_returns
+        )
         answer = found.deliveries if found else ()
-        return _Call(context, prepared, body, raw, arrived_s, slo, timeout_s, answer)
+        return _Call(context, prepared, body, raw, limits.since(arrived_s), answer)
 
     async def _answer(self, call: _Call) -> None:
         context = call.context
@@ -225,9 +221,9 @@ class Forwarder:
             request_id=request_id,
             token_ids=tokens,
             sampling=SamplingParams(max_tokens=most),
-            slo=call.slo,
-            arrived_s=call.arrived_s,
-            deadline_s=call.arrived_s + call.timeout_s,
+            slo=call.limits.slo,
+            arrived_s=call.limits.arrived_s,
+            deadline_s=call.limits.deadline_s,
             tenant=tenant_of(context.tenant, call.body.cache_salt),
             adapter=card.adapter_of(call.body.model),
             priority=self._rates.priority(context.tenant, call.body.priority, context.is_operator),

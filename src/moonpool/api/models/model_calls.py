@@ -50,9 +50,10 @@ class ModelCalls:
         self, context: HttpContext, answer: Callable[[Generator, HttpContext], Awaitable[None]]
     ) -> None:
         api = await self._models.of_call(context)
-        if await api.forwarder.takes(context):
+        card = api.backend.card
+        if (card.forwards or card.forwards_all) and await api.forwarder.takes(context):
             return
-        if not api.backend.card.generates:
+        if not card.generates:
             raise _only_pools(api, context)
         await answer(api.generator, context)
 

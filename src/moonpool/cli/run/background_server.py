@@ -11,10 +11,9 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
+from moonpool.children.parent import end_with
 from moonpool.children.start import moonpool_line
-from moonpool.link.parent import end_with
 
 HOST = "127.0.0.1"
 LINES_KEPT = 200
@@ -55,12 +54,7 @@ class BackgroundServer:
     def __enter__(self) -> BackgroundServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(END_S)

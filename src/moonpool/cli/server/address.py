@@ -46,7 +46,7 @@ class Server(Struct, frozen=True, kw_only=False):
         """Returns a client that sends the key, and trusts `ca_file`. Raises TlsError."""
         import httpx
 
-        from moonpool.api.connection.tls import trusting_context
+        from moonpool.http_client.trust import trusting_context
 
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         is_https = self.url.startswith("https:")
@@ -55,7 +55,7 @@ class Server(Struct, frozen=True, kw_only=False):
 
     def unreachable(self, error: Exception) -> str:
         """One line about a server that does not answer."""
-        from moonpool.api.connection.tls import untrusted_hint
+        from moonpool.http_client.trust import untrusted_hint
 
         what_to_do = untrusted_hint(error) or "start one or correct the URL"
         return f"no server answers at {self.url}: {error}; {what_to_do}"

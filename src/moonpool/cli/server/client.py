@@ -14,7 +14,7 @@ class ClusterClient:
     """A head that a command asks."""
 
     def __init__(self, server: Server) -> None:
-        from moonpool.api.connection.tls import TlsError
+        from moonpool.http_client.trust import TlsError
 
         self.server = server
         self.url = server.url

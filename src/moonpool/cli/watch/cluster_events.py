@@ -31,7 +31,7 @@ def frames(server: Server) -> Iterator[Frame]:
     """Yields the frames of one connection until the server ends it. Raises NoFramesError."""
     import httpx
 
-    from moonpool.api.connection.tls import TlsError
+    from moonpool.http_client.trust import TlsError
 
     url = server.url
     try:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 
-from moonpool.link.silence import MOST_LOOKS, StoppedProcesses, process_state
+from moonpool.children.stopped import MOST_LOOKS, StoppedProcesses, process_state
 
 
 def test_only_a_process_stopped_at_all_looks_is_found() -> None:
