@@ -142,7 +142,7 @@ def test_a_recurrent_model_is_served_without_the_pool(
 OTHERS = {
     "version": ("vLLM 0.99.0", "0.32 and 0.33"),
     "method": ("get_finished", "0.32 and 0.33"),
-    "module": ("CacheHitSource", "0.32 and 0.33"),
+    "module": ("lacks what its connectors had", "0.32 and 0.33"),
     "request": ("cache_salt", "0.32 and 0.33"),
     "tensors": ("a list", "describes its KVCache otherwise"),
 }

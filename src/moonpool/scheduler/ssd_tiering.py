@@ -358,7 +358,7 @@ class Promotion:
         tier, loading = self._kv_cache.tier, self._loading
         assert tier is not None
         waits = {loading[key][0] for key in keys if key in loading}
-        new = tuple(key for key in keys if key not in loading)
+        new = tuple(dict.fromkeys(key for key in keys if key not in loading))  # each once
         if not new:
             return waits
         self._num_loads += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import ModuleType
 from typing import Any
 
 import vllm
@@ -37,7 +36,8 @@ def change(what: str) -> None:
         case "method":
             KVConnectorBase_V1.get_finished = get_finished
         case "module":
-            sys.modules["vllm.v1.metrics.cache_hit_source"] = ModuleType("cache_hit_source")
+            # As where a module or a name that it takes from vLLM has gone.
+            sys.modules["moonpool_engine.vllm.connector"] = None  # type: ignore[assignment]
         case "request":
             Request.__init__.__signature__ = inspect.Signature(
                 [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]

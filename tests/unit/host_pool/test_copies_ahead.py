@@ -90,3 +90,16 @@ def test_copies_that_wait_leave_room_for_stores() -> None:
         assert pool.space.present(keys) == [True] * BATCH
         owners = pool.space.pool.owners()
         assert sum(owners.values()) <= NUM_BLOCKS // 4 + NUM_BLOCKS // 16
+
+
+def test_a_key_that_is_asked_for_twice_is_loaded_once() -> None:
+    pool, (keys,) = Pool(), batches(1)
+    pool.store(0, keys)
+    pool.write(BATCH)
+    pool.space.drop(keys)
+    finder = Finder(1, "f")
+    pool.space.find(finder, [keys[0], keys[0], keys[1]])
+    pool.perform()
+    assert pool.num_read == 2
+    pool.space.release(finder)
+    pool.space.validate()
