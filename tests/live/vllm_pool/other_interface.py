@@ -9,7 +9,6 @@ from typing import Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
 from vllm.v1.request import Request
 
 from tests.live.vllm_pool.run import main

@@ -217,7 +217,7 @@ def test_pools_of_hybrid_models() -> None:
 
 
 def test_what_cannot_be_served_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedError, match="weights.* model_path"):
+    with pytest.raises(UnsupportedError, match=r"weights.* model_path"):
         backend(HostMemory(), extra_config={**EXTRA, "model_identity": ""})
     monkeypatch.delattr("sglang.srt.mem_cache.utils.storage_namespace_seed")
     with pytest.raises(UnsupportedError, match="two tenants"):
