@@ -226,9 +226,12 @@ def test_a_worker_with_other_objects_refuses(
     ready = worker.get_handshake_metadata()
     assert ready.group == b""
     assert named in ready.refusal
+    assert not caplog.records
+    scheduler = scheduler_of(type(worker), ready)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == f"vLLM serves without the KVCache pool: {ready.refusal}"
     assert "\n" not in line
+    assert serves_on(scheduler)
     assert worker.get_block_ids_with_load_errors() == set()
 
 

@@ -133,7 +133,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             refusal = str(error)
         except Exception as error:  # vLLM can serve without the pool, whatever it was
             refusal = _otherwise("its worker", error)
-        log.error("vLLM serves without the KVCache pool: %s", refusal)
+        log.debug("rank %d uses no KVCache pool: %s", rank, refusal)  # the scheduler's side says it
         return RankReady(b"", rank, num_ranks, refusal)
 
     def _join(self, rank: int, num_ranks: int) -> RankReady:
