@@ -152,12 +152,12 @@ def test_a_preemption_waits_for_no_answer(pool: Pool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(space_client, "RESERVE_S", LONG_S)
     with stopped(pool):
         engine.worker.begin_step(step)
-        wait_for(lambda: engine.worker._storing is not None)
+        wait_for(lambda: engine.worker.is_storing)
         engine.worker.preempt([request.request_id])
-        assert engine.worker._storing is not None  # it still asks the pool for places
+        assert engine.worker.is_storing  # it still asks the pool for places
         for name in engine.names:  # what the blocks have next, is another request's
             engine.caches[name].zero_()
-    wait_for(lambda: engine.worker._storing is None)
+    wait_for(lambda: not engine.worker.is_storing)
     assert engine.worker.counts["dropped"] == 4
     assert engine.worker.counts["stored"] == 0
     assert engine.look_up([*tokens, 1]) == 0
@@ -183,8 +183,8 @@ def test_a_silent_pool_keeps_no_blocks(pool: Pool, monkeypatch: pytest.MonkeyPat
             return len(done) == len(requests)
 
         wait_for(all_done)
-        (space,) = engine.worker._spaces
-        assert space._num_reservations == 1  # the others did not ask
+        (space,) = engine.worker.spaces
+        assert space.num_reservations == 1  # the others did not ask
         assert not engine.worker.takes_stores
     wait_for(lambda: engine.worker.takes_stores)  # its late answer ends the pause
     engine.close()

@@ -36,6 +36,10 @@ def begin(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
     self._vllm_config, self._kv_cache_manager = vllm_config, None
 
 
+def bind(self: Any, kv_cache_manager: Any) -> None:
+    self._kv_cache_manager = kv_cache_manager
+
+
 def request_class(names: frozenset[str] = REQUEST) -> Any:
     found: dict[str, Any] = {}
     exec(f"def __init__(self, request_id, {', '.join(sorted(names))}): pass", found)
@@ -44,7 +48,7 @@ def request_class(names: frozenset[str] = REQUEST) -> Any:
 
 def modules_of_vllm() -> dict[str, dict[str, Any]]:
     """What the connector takes from vLLM, by module."""
-    base = base_class(__init__=begin)
+    base = base_class(__init__=begin, bind_kv_cache_manager=bind)
     base.__module__ = BASE
     metadata = {f"KVConnector{name}": Metadata for name in ("Metadata", "WorkerMetadata")}
     one = SimpleNamespace(world_size=1, is_last_rank=True)
@@ -82,7 +86,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                     if count > 1:
                         setattr(sys.modules[".".join(parts[: count - 1])], parts[count - 1], module)
             vars(sys.modules[name]).update(content)
-        kind = entry._connector.__wrapped__()
+        kind = entry.connector_class.__wrapped__()
         if CONNECTOR in sys.modules:
             monkeypatch.setattr(sys.modules[CONNECTOR], "_follow_vllm_logs", lambda: None)
         return kind
@@ -237,7 +241,7 @@ def test_a_worker_with_other_objects_refuses(
 
 def scheduler_of(kind: Any, ready: Any = None, **changes: Any) -> Any:
     scheduler = kind(config(**changes), Role.SCHEDULER, None)
-    scheduler._kv_cache_manager = SimpleNamespace(block_pool=None)
+    scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=None))
     scheduler.set_xfer_handshake_metadata({0: ready or RankReady(GROUP, 0, 1)})
     return scheduler
 

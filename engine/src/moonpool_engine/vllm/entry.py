@@ -17,13 +17,13 @@ BASES = ("KVConnectorBase_V1", "KVConnectorBase")
 
 def __getattr__(name: str) -> Any:
     if name == "MoonpoolConnector":
-        return _connector()
+        return connector_class()
     raise AttributeError(name)
 
 
 @functools.cache
-def _connector() -> Any:
-    """Raises ImportError, with one line, if this vLLM has no connectors of this kind at all."""
+def connector_class() -> Any:
+    """The class for this vLLM. Raises ImportError, with one line, if it has no connectors at all."""
     import vllm
 
     version = str(getattr(vllm, "__version__", "of no version"))

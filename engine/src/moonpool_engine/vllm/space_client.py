@@ -65,7 +65,7 @@ class SpaceClient:
         self._lock = threading.Condition()  # guards what follows
         self._reserved: dict[int, Reserved | None] = {}
         self._paused_until_s = 0.0
-        self._num_reservations = 0
+        self.num_reservations = 0
         self._link = PoolLink(pool_path, attach, self._on_message, self._on_end)
         self._link.start()
 
@@ -127,8 +127,8 @@ class SpaceClient:
         if memory is None or not self.takes_stores:
             return None
         with self._lock:
-            self._num_reservations += 1
-            number = self._num_reservations
+            self.num_reservations += 1
+            number = self.num_reservations
             self._reserved[number] = None
         sent = self._link.send(Reserve(number=number, keys=keys, first_depth=first))
         with self._lock:

@@ -69,7 +69,7 @@ class WorkerSide:
     """Lives in one of vLLM's workers. `spaces`: one for each kind of KVCache."""
 
     def __init__(self, spaces: Sequence[SpaceClient]) -> None:
-        self._spaces = spaces
+        self.spaces = spaces
         self._block_bytes = sum(space.block_bytes for space in spaces)
         self._names = [name for space in spaces for name in space.layers]
         self._space_of = {name: space for space in spaces for name in space.layers}
@@ -98,18 +98,23 @@ class WorkerSide:
     @property
     def is_connected(self) -> bool:
         """Whether the pool is there now."""
-        return all(space.is_connected for space in self._spaces)
+        return all(space.is_connected for space in self.spaces)
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether the thread of stores has taken one."""
+        return self._storing is not None
 
     @property
     def takes_stores(self) -> bool:
         """Whether the pool is there and answers."""
-        return all(space.takes_stores for space in self._spaces)
+        return all(space.takes_stores for space in self.spaces)
 
     def close(self) -> None:
         with self._lock:
             self._closing = True
             self._lock.notify_all()
-        for space in self._spaces:
+        for space in self.spaces:
             space.close()
         self._loads.shutdown(wait=False)
 
@@ -118,7 +123,7 @@ class WorkerSide:
     def begin_step(self, transfers: StepTransfers) -> None:
         """Starts the loads of a step, and queues its stores."""
         self.waits.begin_step()
-        for space in self._spaces:
+        for space in self.spaces:
             space.copier.mark()
         self._queue_stores(transfers)
         if not transfers.loads:
@@ -187,7 +192,7 @@ class WorkerSide:
         """Returns which blocks of each load are wrong."""
         wrong = [np.zeros(len(spec.keys), bool) for spec in specs]
         number = 0
-        for space in self._spaces:
+        for space in self.spaces:
             parts = [space.parts(spec) for spec in specs]
             tables = [space.group_ids(spec.block_ids) for spec in specs]
             groups = enumerate(space.kind.groups)
@@ -208,7 +213,7 @@ class WorkerSide:
             keys = tuple(spec.keys[index] for index in np.flatnonzero(bad))
             if not keys:
                 continue
-            for space in self._spaces:
+            for space in self.spaces:
                 space.tell_damaged(keys)
             log.warning(
                 "%d blocks of the KVCache pool have changed since they were stored: computed again",
@@ -313,7 +318,7 @@ class WorkerSide:
         """Stores in pieces, so that a preemption does not wait long."""
         step = max(1, GROUP_BYTES // self._block_bytes)
         for start in range(0, len(spec.keys), step):
-            for space in self._spaces:
+            for space in self.spaces:
                 if not self._store_piece(space, spec, start, start + step):
                     self.counts["dropped"] += len(spec.keys) - start
                     return
@@ -339,7 +344,7 @@ class WorkerSide:
                 space.fill(places, ids[:, run])
             finally:
                 self._end_copy()
-            if space is self._spaces[0]:
+            if space is self.spaces[0]:
                 self.counts["stored"] += places.num_wanted
                 self.counts["spared"] += len(keys) - places.num_wanted
         return True
