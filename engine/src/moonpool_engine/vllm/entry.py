@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def connector_class() -> Any:
-    """The class for this vLLM. Raises ImportError, with one line, if it has no connectors at all."""
+    """The class for this vLLM. Raises ImportError, in one line, if it has no connectors at all."""
     import vllm
 
     version = str(getattr(vllm, "__version__", "of no version"))
