@@ -3,7 +3,8 @@
     python -m benchmarks.pool_copies [--mib 256] [--vllm VENV/bin/python --model FOLDER] [--json F]
 
 Loads and stores of the connector beside a plain copy of as many bytes, on one core each, in turns;
-blocks that come from the SSD beside plain reads of the pool's own files with O_DIRECT. With
+blocks that come from the SSD, right after stores and once these are written, beside plain reads of
+the pool's own files with O_DIRECT, with the pool's CPU seconds per GB. With
 `--vllm`, two vLLMs are asked in turns, one over a pool that never has a prompt, one without a
 connector: what a miss costs.
 """
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.suite.live.idle import cpu_s
 from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS
 from benchmarks.suite.pool_in_vllm.fleet import GroupedVllm
 from benchmarks.suite.pool_in_vllm.play import PATH, TimedReceiver
@@ -57,6 +59,8 @@ from moonpool_lab.demo.local_server import ServerError
 BLOCK_TOKENS, NUM_LAYERS, WIDTH = 16, 32, 1024  # 8 KV heads of 128 values, as an 8B model has
 READ_BYTES = 4 << 20
 READERS = 4
+SETTLE_S = 3.0
+"""Until what was stored has been written."""
 ANSWER_S = 120.0
 GROUP = b"pool_copies".ljust(32, b".")
 
@@ -203,8 +207,8 @@ def running_pool(python: str, folder: Path, dram_bytes: int) -> Iterator[Moonpoo
 
 
 def ssd_reads(num_bytes: int, folder: Path) -> dict[str, float]:
-    """Four times the pool's memory is stored, then the first blocks are asked for. Raises
-    ServerError."""
+    """Four times the pool's memory is stored, then the first blocks are asked for, and after a
+    pause others. Raises ServerError."""
     cache = Cache(num_bytes)
     blocks = cache.num_blocks
     keys = [number.to_bytes(16, "big") for number in range(1, 4 * blocks + 1)]
@@ -215,24 +219,37 @@ def ssd_reads(num_bytes: int, folder: Path) -> dict[str, float]:
             client.store(number, keys[start : start + size])
             client.find(f"stored-{number}", keys[start : start + size])  # it was handled
             time.sleep(0.05)  # what is stored faster than the SSD writes is not kept
-        taken = [
-            client.find(f"read-{at}", keys[at : at + size]) for at in range(0, blocks // 2, size)
-        ]
+        early = _read(client, pool, keys[: blocks // 2], size)
+        time.sleep(SETTLE_S)
+        late = _read(client, pool, keys[blocks // 2 : 2 * blocks], size)
         client.close()
         pool.kill()
         files = [path for path in (folder / "files").rglob("*") if path.is_file()]
         plain = plain_read(max(files, key=lambda path: path.stat().st_size), num_bytes)
-    loaded = sum(found.num_loaded for found, _ in taken) * cache.block_bytes
+    found: dict[str, float] = {"plain_read_bytes_per_s": plain}
+    for name, (loaded, seconds, pool_cpu_s) in {"": early, "settled_": late}.items():
+        if not loaded:
+            raise ServerError("nothing came from the SSD: give --mib more")
+        speed = loaded * cache.block_bytes / seconds
+        found |= {
+            f"{name}ssd_hits_bytes_per_s": speed,
+            f"{name}ssd_hits_of_plain_read": speed / plain,
+            f"{name}pool_cpu_s_per_gb": pool_cpu_s / (loaded * cache.block_bytes) * 1e9,
+            f"{name}bytes": loaded * cache.block_bytes,
+        }
+    return found
+
+
+def _read(
+    client: PoolClient, pool: MoonpoolPool, keys: Sequence[bytes], size: int
+) -> tuple[int, float, float]:
+    """Asks for blocks, `size` at a time. Returns how many came from the SSD, the seconds of their
+    searches, and the CPU seconds of the pool in all of them."""
+    began_s = sum(map(cpu_s, pool.pids))
+    taken = [client.find(f"read-{at}", keys[at : at + size]) for at in range(0, len(keys), size)]
+    loaded = sum(found.num_loaded for found, _ in taken)
     seconds = sum(seconds for found, seconds in taken if found.num_loaded)
-    if not loaded:
-        raise ServerError("nothing came from the SSD: give --mib more")
-    speed = loaded / seconds
-    return {
-        "ssd_hits_bytes_per_s": speed,
-        "plain_read_bytes_per_s": plain,
-        "ssd_hits_of_plain_read": speed / plain,
-        "bytes": loaded,
-    }
+    return loaded, seconds, sum(map(cpu_s, pool.pids)) - began_s
 
 
 def plain_read(path: Path, num_bytes: int) -> float:

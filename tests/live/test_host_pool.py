@@ -193,7 +193,7 @@ def test_after_a_reset_of_all_caches_the_pool_is_left(pool: Pool) -> None:
     engine.finish(request)
     second = Engine(pool, seed=2)
     assert second.look_up([*tokens, 1]) == 64
-    second.scheduler.leave_pool()
+    second.scheduler.leave_pool("the weights are others")
     assert second.look_up([*tokens, 1]) == 0
     other = second.request([5] * 64)
     second.prefill(other, seed=3)

@@ -139,7 +139,16 @@ def test_a_recurrent_model_is_served_without_the_pool(
     assert b"opening the space" not in pool.log()
 
 
-@pytest.mark.parametrize("other", ["version", "method"])
+OTHERS = {
+    "version": ("vLLM 0.99.0", "0.32 and 0.33"),
+    "method": ("get_finished", "0.32 and 0.33"),
+    "module": ("lacks what its connectors had", "0.32 and 0.33"),
+    "request": ("cache_salt", "0.32 and 0.33"),
+    "tensors": ("a list", "describes its KVCache otherwise"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_an_unknown_interface_is_refused_in_one_line(
     other: str,
     pool: Pool,
@@ -151,5 +160,4 @@ def test_an_unknown_interface_is_refused_in_one_line(
     found = run(paths, folder, there, other=other)
     assert (found["answers"], found["hits"]) == (known["answers"], 0)
     (line,) = [x for x in found["log"].splitlines() if "without the KVCache pool" in x]
-    assert ("vLLM 0.99.0" if other == "version" else "get_finished") in line
-    assert "0.32 and 0.33" in line
+    assert all(part in line for part in OTHERS[other])

@@ -103,6 +103,11 @@ class Pool:
                 )
             self._wait(number)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of its running processes."""
+        return [process.pid for process in self._running]
+
     def kill(self) -> None:
         """SIGKILL to all, children too."""
         self._signal(signal.SIGKILL)

@@ -51,6 +51,11 @@ from moonpool.types import BlockId, BlockKey
 STORE_SHARE = 4
 """At most one block in this many may be reserved for stores that are under way."""
 
+AHEAD_SHARE = 4
+"""One block in this many may wait until it is copied to the SSD. So what was stored is there soon,
+and its place in memory is free for what is read: a read that makes room by writes takes twice as
+long and more."""
+
 
 class Finder(NamedTuple):
     """Who looks for blocks: a client of the pool, and the client's own name for the search."""
@@ -134,7 +139,8 @@ class BlockSpace:
         self.kv_cache = KVCacheManager(config, layout, num_blocks)
         self.pool = self.kv_cache.pool
         self._promotion = Promotion(self.kv_cache, self.actions_out)
-        self._demotion = Demotion(self.kv_cache, self.actions_out)
+        ahead = num_blocks // AHEAD_SHARE if self.kv_cache.num_slots else 0
+        self._demotion = Demotion(self.kv_cache, self.actions_out, ahead)
         self._searches: dict[BlockOwner, _Search] = {}
         self._reservations: dict[int, _Reservation] = {}
         self._reserved_keys: set[BlockKey] = set()

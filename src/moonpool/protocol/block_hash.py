@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 from moonpool.types import BlockKey, salt_part
 
@@ -38,14 +39,14 @@ def extend_keys(
     num_full = len(token_ids) // block_tokens
     if num_full <= len(keys):
         return
-    parent = keys[-1] if keys else root
+    parent: bytes = keys[-1] if keys else root
     data = array("I", token_ids[start : num_full * block_tokens]).tobytes()
     width = 4 * block_tokens
+    sha256, new = hashlib.sha256, list[bytes]()
     for offset in range(0, len(data), width):
-        parent = BlockKey(
-            hashlib.sha256(parent + data[offset : offset + width]).digest()[:KEY_BYTES]
-        )
-        keys.append(parent)
+        parent = sha256(parent + data[offset : offset + width]).digest()[:KEY_BYTES]
+        new.append(parent)
+    keys += cast("list[BlockKey]", new)
 
 
 def block_keys(token_ids: Sequence[int], block_tokens: int, root: BlockKey) -> list[BlockKey]:

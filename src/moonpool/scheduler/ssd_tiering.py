@@ -64,10 +64,15 @@ class _Store:
 class Demotion:
     """The writes in progress. Their owners are of kind "demote" in both pools."""
 
-    def __init__(self, kv_cache: KVCacheManager, actions_out: ActionBuffer) -> None:
+    def __init__(
+        self, kv_cache: KVCacheManager, actions_out: ActionBuffer, ahead_blocks: int = 0
+    ) -> None:
+        """`ahead_blocks`: how many blocks copies may hold, where that is not a part of
+        `reserved_blocks`: nobody is promised blocks there."""
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
         self._actions_out = actions_out
+        self._ahead_blocks = ahead_blocks
         self._stores: dict[str, _Store] = {}
         self._hung: dict[str, tuple[BlockId, ...]] = {}  # slots that a hung disk may still write
         self._num_stores = 0
@@ -107,8 +112,16 @@ class Demotion:
 
     @property
     def _room(self) -> int:
-        """How many more blocks may be held for writes."""
-        return max(self._limit - self._num_storing - len(self._ahead), 0)
+        """How many more blocks may be demoted."""
+        if self._ahead_blocks:
+            return max(self._limit - self._num_storing + self._num_copying, 0)
+        return self._ahead_room
+
+    @property
+    def _ahead_room(self) -> int:
+        """How many more blocks may be held for copies."""
+        held = self._num_storing + len(self._ahead)
+        return max(max(self._limit, self._ahead_blocks) - held, 0)
 
     def write_ahead(self, new: Sequence[BlockKey], disk_reads: bool = False) -> None:
         """Copies blocks in use to the SSD: `new` ones, and those that requests have found since the
@@ -136,7 +149,7 @@ class Demotion:
         block_id = pool.find(key)
         if block_id is None or not pool.is_held(block_id) or tier.knows(key):
             return
-        if key in self._ahead or key in self._writing or not self._room:
+        if key in self._ahead or key in self._writing or not self._ahead_room:
             return
         if tier.would_admit(key, pool.num_uses(block_id) > 0):
             pool.guard(_ahead(key), (block_id,))
@@ -345,7 +358,7 @@ class Promotion:
         tier, loading = self._kv_cache.tier, self._loading
         assert tier is not None
         waits = {loading[key][0] for key in keys if key in loading}
-        new = tuple(key for key in keys if key not in loading)
+        new = tuple(dict.fromkeys(key for key in keys if key not in loading))  # each once
         if not new:
             return waits
         self._num_loads += 1

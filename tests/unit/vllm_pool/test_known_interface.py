@@ -15,7 +15,8 @@ import pytest
 
 from moonpool_engine.vllm import known_interface
 from moonpool_engine.vllm.idle_connector import idle_connector
-from moonpool_engine.vllm.known_interface import METHODS, TRIED, why_unknown
+from moonpool_engine.vllm.known_interface import METHODS, REQUEST, TRIED
+from moonpool_engine.vllm.known_interface import why_unknown as why_unknown_of
 
 ABSTRACT = {"build_connector_meta", "get_num_new_matched_tokens", "start_load_kv"}
 
@@ -46,6 +47,19 @@ def method(parameters: tuple[str, ...]) -> Any:
     found = [inspect.Parameter(name, kind) for name in parameters]
     called.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     return called
+
+
+class Request:
+    def __init__(self, request_id, **_):  # type: ignore[no-untyped-def]
+        pass
+
+    __init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(REQUEST)]
+    )
+
+
+def why_unknown(version: str, base: Any) -> str:
+    return why_unknown_of(version, base, Request)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0+cpu", "0.33.1rc1.dev3+gabc"])

@@ -19,6 +19,7 @@ from moonpool.cli.output import fail
 from moonpool.cli.peer_tls import peer_tls, tls_options
 from moonpool.cli.worker import SECRET_VARIABLE, cluster_secret
 from moonpool.config.tables import LogFormat, LogLevel, TelemetryConfig
+from moonpool.gc_tuning import settle_threads
 from moonpool.host_pool.places import default_memory_folder, default_socket
 from moonpool_engine.host_pool.pooled_models import HostPoolPlace
 from moonpool_engine.host_pool.server import PoolServer
@@ -116,6 +117,7 @@ def serve(
     Each vLLM joins with --kv-transfer-config and the connector MoonpoolConnector. Blocks outlive
     the vLLMs, and this process.
     """
+    settle_threads()
     choose_logging(TelemetryConfig(log_level=log_level, log_format=log_format))
     set_up_logging("pool")
     if os.environ.get(SECRET_VARIABLE):

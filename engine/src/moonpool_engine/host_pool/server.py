@@ -59,6 +59,8 @@ from moonpool_engine.host_pool.space_host import SpaceError
 log = logging.getLogger("moonpool.pool")
 
 TICK_S = 0.01
+WAITING_S = 0.1
+"""How often a client hears that its find still waits: one that does not hear gives up."""
 FIRST_S = 10.0
 """How long a client may take for its first message."""
 MAX_CLIENTS = 256
@@ -92,12 +94,22 @@ class PoolServer:
             path.unlink(missing_ok=True)
 
     async def _tick(self) -> None:
+        said_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
-            for group in self._models.by_key.values():
-                if group.state.num_finds:
-                    group.state.on_time(time.monotonic())
-                    self._perform(group)
+            finding = [one for one in self._models.by_key.values() if one.state.num_finds]
+            for group in finding:
+                group.state.on_time(time.monotonic())
+                self._perform(group)
+            if finding and time.monotonic() - said_s >= WAITING_S:
+                said_s = time.monotonic()
+                self._say_waiting()
+
+    def _say_waiting(self) -> None:
+        for client in self._clients:
+            for owner, find in client.finds.items():
+                if find.group.state.is_finding(owner):
+                    client.send(Waiting(owner=owner.name))
 
     # Connections
 

@@ -100,17 +100,19 @@ class BlockLedger:
         if self._changes[block_id] != change:
             return
         stored = self._arena.checksums
+        known = stored.get_block(block_id)
         sums = [
-            stored.get(block_id, layer) or checksum_slice(self._arena.slice(block_id, layer))
-            for layer in range(self._num_layers)
+            checksum or checksum_slice(self._arena.slice(block_id, layer))
+            for layer, checksum in enumerate(known)
         ]
         with self._lock:
             if self._changes[block_id] != change:
                 return  # the bytes may have been overwritten while they were hashed
             row = self._row(block_id, self._next, key, sums)
             self._next += 1
-            for layer, checksum in enumerate(sums):
-                stored.set(block_id, layer, checksum)
+            if not all(known):
+                for layer, checksum in enumerate(sums):
+                    stored.set(block_id, layer, checksum)
             self._rows[block_id, 1:] = row[1:]
             self._rows[block_id, 0] = row[0]
 

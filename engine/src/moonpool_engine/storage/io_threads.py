@@ -36,7 +36,7 @@ class IoThreadPool:
     may wait. `nice`: added to the threads' niceness, to yield to others where cores are short."""
 
     def __init__(self, name: str, num_threads: int, max_tasks: int, nice: int = 0) -> None:
-        self._tasks: queue.Queue[Task | None] = queue.Queue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._max_tasks = max_tasks
         self._nice = nice
         self._threads = [
@@ -70,6 +70,41 @@ class IoThreadPool:
             os.setpriority(os.PRIO_PROCESS, own, nice)
         while (task := self._tasks.get()) is not None:
             task()
+
+
+class ReadsFirst:
+    """Lets writes wait while there are reads, which requests wait for. Thread-safe."""
+
+    def __init__(self, most_s: float, pause_s: float) -> None:
+        """`most_s`: how long a write waits, so that endless reads do not end all writes.
+        `pause_s`: how long it waits for the next read when one has ended."""
+        self._most_s, self._pause_s = most_s, pause_s
+        self._changed = threading.Condition()
+        self._num_reads = 0
+
+    def begin(self) -> None:
+        """A read has come."""
+        with self._changed:
+            self._num_reads += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """A read has ended."""
+        with self._changed:
+            self._num_reads -= 1
+            if not self._num_reads:
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Waits for the reads, and for those that follow them, at most for `most_s`."""
+        if not self._num_reads:
+            return
+        until_s = time.monotonic() + self._most_s
+        with self._changed:
+            while (left_s := until_s - time.monotonic()) > 0:
+                self._changed.wait_for(lambda: not self._num_reads, left_s)
+                if not self._changed.wait_for(lambda: self._num_reads > 0, self._pause_s):
+                    return
 
 
 class IoWatchdog:

@@ -32,7 +32,13 @@ from moonpool.types import BlockId, BlockKey
 from moonpool_engine.storage.folder import explain, segment_path
 from moonpool_engine.storage.format import SEGMENT_BYTES, SlotHeader, encode_header
 from moonpool_engine.storage.index import header_of
-from moonpool_engine.storage.io_threads import HANG_S, IoThreadPool, IoWatchdog, Task
+from moonpool_engine.storage.io_threads import (
+    HANG_S,
+    IoThreadPool,
+    IoWatchdog,
+    ReadsFirst,
+    Task,
+)
 from moonpool_engine.storage.job import (
     Job,
     JobOutcome,
@@ -56,6 +62,10 @@ READ_THREADS = 4
 MAX_GROUPS_WAITING = 4096
 WRITE_NICE = 10
 """No request waits for a write, but requests wait for every decode step."""
+READS_FIRST_S = 0.05
+"""How long the write of a group waits for reads that are under way."""
+READS_PAUSE_S = 0.002
+"""A read that comes so soon after another one finds no write in between."""
 FULL_PAUSE_S = 10.0
 """How long nothing is written after the disk was found full."""
 MAX_READ_FAILURES = 3
@@ -98,6 +108,8 @@ class BlockStore:
         self._lost = ""
         self._full_until_s = 0.0
         self._read_failures = 0
+        self._flush_waits = False
+        self._reads_first = ReadsFirst(READS_FIRST_S, READS_PAUSE_S)
         self._writing = IoThreadPool("store-write", WRITE_THREADS, MAX_GROUPS_WAITING, WRITE_NICE)
         self._reading = IoThreadPool("store-read", READ_THREADS, MAX_GROUPS_WAITING)
         self._watch = IoWatchdog(self._pause, self._resume, hang_s)
@@ -143,12 +155,14 @@ class BlockStore:
         With a `gate`, it reads layer by layer."""
 
         def end(outcome: JobOutcome) -> None:
+            self._reads_first.end()
             self._deliver(outcome.as_load_ended(load_id))
             if gate is not None:
                 gate.end(not outcome.hung and outcome.num_blocks == len(keys))
 
         returned = partial(self._deliver, LoadReturned(load_id=load_id))
         groups = self._checked_groups(keys, slots, block_ids)
+        self._reads_first.begin()
         parts = split_layers(self.geometry) if gate is not None else ()
         if gate is None or len(parts) < 2:
             job = Job(keys, slots, block_ids, len(groups), end, returned)
@@ -170,7 +184,7 @@ class BlockStore:
     def forget(self, slots: Sequence[int]) -> None:
         """Voids the slots: their blocks must not be found after a restart."""
         self._index.void(slots)
-        self._writing.submit([self._flush])
+        self._flush_soon()
 
     def close(self) -> None:
         """Waits for the running operations. Those that still wait end with an error."""
@@ -244,6 +258,7 @@ class BlockStore:
             self._watch.remove(job)
 
     def _write_group(self, job: Job, start: int, end: int) -> None:
+        self._reads_first.wait()
         error = self._write_refusal()
         if error:
             job.group_done(start, 0, end - start, error=error)
@@ -374,7 +389,7 @@ class BlockStore:
             return 0
         self._index.use(used)
         num_damaged = self._index.void(bad)
-        self._writing.submit([self._flush])
+        self._flush_soon()
         if num_damaged:
             path = segment_path(self.folder, bad[0] // self.geometry.slots_per_segment)
             blocks = "block was" if num_damaged == 1 else "blocks were"
@@ -401,7 +416,15 @@ class BlockStore:
 
     # Failures
 
+    def _flush_soon(self) -> None:
+        """Has a thread write the index; one that waits writes all changes until it begins."""
+        with self._state_lock:
+            waits, self._flush_waits = self._flush_waits, True
+        if not waits and not self._writing.submit([self._flush]):
+            self._flush_waits = False  # the next change is followed by another try
+
     def _flush(self) -> None:
+        self._flush_waits = False
         try:
             self._index.flush()
         except OSError as error:

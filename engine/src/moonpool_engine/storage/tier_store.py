@@ -13,10 +13,15 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from moonpool.types import BlockId, BlockKey, Struct
+from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.storage.format import Geometry, SlotHeader, checksum
 from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.gate import LayerGate
+from moonpool_engine.transfer.slice_copier import fastest_copier
+from moonpool_engine.transfer.wire import pack_offers
 
 
 class StoreCounts(Struct, frozen=True):
@@ -138,6 +143,7 @@ class ArenaBlocks:
     def __init__(self, arena: Arena, geometry: Geometry) -> None:
         self._arena = arena
         self._geometry = geometry
+        self._copier = fastest_copier(arena, open_slices())
 
     def block(self, block_id: BlockId) -> memoryview:
         """Returns the block's bytes."""
@@ -152,10 +158,10 @@ class ArenaBlocks:
     def checksums(self, block_id: BlockId) -> tuple[int, ...]:
         """Returns the checksum of each slice: the stored one where it is known. So a block that has
         changed in memory since it was made is detected when it is read back."""
-        stored = self._arena.checksums
+        stored, layers = self._arena.checksums, self._geometry.num_layers
+        known = stored.get_block(block_id)
         return tuple(
-            stored.get(block_id, layer) or checksum(self._arena.slice(block_id, layer))
-            for layer in range(self._geometry.num_layers)
+            known[layer] or checksum(self._arena.slice(block_id, layer)) for layer in range(layers)
         )
 
     def count_wrong(
@@ -172,11 +178,20 @@ class ArenaBlocks:
         if header is None or header.key != key:
             return 1
         end = self._geometry.num_layers if end is None else end
-        num_wrong = 0
+        stored = self._arena.checksums
+        self._sum(block_id, first, end)
+        found = np.array(stored.get_block(block_id)[first:end], np.uint64)
+        wrong = np.flatnonzero(found != np.array(header.checksums[first:end], np.uint64))
+        for index in wrong:
+            stored.set(block_id, first + int(index), 0)
+        return len(wrong)
+
+    def _sum(self, block_id: BlockId, first: int, end: int) -> None:
+        """Computes the checksums of some layers from their bytes, with one call that does not hold
+        the GIL: with one call a slice, threads that read would wait for each other."""
+        count = end - first
         for layer in range(first, end):
-            found = checksum(self._arena.slice(block_id, layer))
-            if found == header.checksums[layer]:
-                self._arena.checksums.set(block_id, layer, found)
-            else:
-                num_wrong += 1
-        return num_wrong
+            self._arena.checksums.set(block_id, layer, 0)
+        offers = bytearray(pack_offers([(0, layer, block_id, 0) for layer in range(first, end)]))
+        most_bytes = count * self._geometry.slice_bytes
+        self._copier.fill_checksums(self._arena, offers, 0, count, most_bytes)

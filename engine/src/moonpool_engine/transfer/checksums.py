@@ -51,6 +51,11 @@ class SliceChecksums:
         """Returns the slice's xxh3_64, or 0 if it is unknown."""
         return self._checksums[block_id * self.num_layers + layer]
 
+    def get_block(self, block_id: BlockId) -> array[int]:
+        """Returns the checksums of a block's slices, of which unknown ones are 0."""
+        start = block_id * self.num_layers
+        return self._checksums[start : start + self.num_layers]
+
     def set(self, block_id: BlockId, layer: int, checksum: int) -> None:
         """Stores the checksum of a slice. Its bytes must be complete and the ones hashed."""
         self._checksums[block_id * self.num_layers + layer] = checksum

@@ -58,6 +58,10 @@ KVConnectorWorkerMetadata.register(TransfersEnded)
 KVConnectorHandshakeMetadata.register(RankReady)
 
 
+OTHERWISE = (AttributeError, KeyError, IndexError, TypeError, ValueError)
+"""What is raised where an object of vLLM is not as it was."""
+
+
 class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Both sides; `role` says which one this is. Settings in `kv_connector_extra_config`:
 
@@ -71,19 +75,25 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         _follow_vllm_logs()
-        transfer = vllm_config.kv_transfer_config
-        # A block that did not arrive is computed: nothing fails because of the cache.
-        transfer.kv_load_failure_policy = "recompute"
-        settings = dict(transfer.kv_connector_extra_config)
-        named, starts_pool = settings.pop("pool", None), settings.pop("start_pool", False)
-        self._pool_path = Path(named).absolute() if named else default_socket()
+        self._refusal = ""
+        self._pool_path, self._block_tokens = default_socket(), 1
+        settings, starts_pool = dict[str, Any](), False
+        try:
+            transfer = vllm_config.kv_transfer_config
+            # A block that did not arrive is computed: nothing fails because of the cache.
+            transfer.kv_load_failure_policy = "recompute"
+            settings = dict(transfer.kv_connector_extra_config)
+            named, starts_pool = settings.pop("pool", None), settings.pop("start_pool", False)
+            self._pool_path = Path(named).absolute() if named else self._pool_path
+            self._block_tokens = int(vllm_config.cache_config.block_size)
+        except OTHERWISE as error:
+            self._refusal = _otherwise("its configuration", error)
         self._kv_cache_config = kv_cache_config
-        self._block_tokens = int(vllm_config.cache_config.block_size)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         if role is KVConnectorRole.SCHEDULER:
-            if starts_pool:
+            if starts_pool and not self._refusal:
                 start_in_background(self._pool_path, settings)
             size = self._block_tokens
             self._scheduler = SchedulerSide(self._pool_path, size, time.monotonic)
@@ -102,6 +112,8 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._kv_caches = kv_caches
+        if not isinstance(kv_caches, dict):
+            self._refusal = _otherwise("its KVCache", TypeError(f"a {type(kv_caches).__name__}"))
 
     def unregister_kv_caches(self) -> None:
         """vLLM is about to sleep (from 0.33 on): its KVCache's memory goes."""
@@ -111,27 +123,37 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_handshake_metadata(self) -> RankReady | None:
         """vLLM asks all ranks together, warmed up and before its first request: now the layout can
         be proven, and the pool joined."""
-        parallel = self._vllm_config.parallel_config
-        rank = int(parallel.rank)
-        num_ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
-        mover = open_mover()
+        rank, num_ranks = 0, 1
         try:
-            asleep = getattr(self._vllm_config.model_config, "enable_sleep_mode", False)
-            if asleep and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
-                raise LayoutRefused("sleep mode needs vLLM 0.33, which tells connectors of it")
-            worker = find_worker()
-            tensors = {  # a recurrent layer has several, and is refused with the layout
-                name: one for name, one in self._kv_caches.items() if isinstance(one, torch.Tensor)
-            }
-            on_host = all(one.device.type == "cpu" for one in tensors.values())
-            proof = mover if on_host else DeviceSliceMover(tensors)
-            layout = proven_layout(worker, self._kv_caches, self._kv_cache_config, proof)
-            kinds: list[BlockKind] = []
-            agreed(lambda: kinds.extend(kinds_of(layout)))
-            group = self._group_of(layout, attention_backends(worker), num_ranks)
+            parallel = self._vllm_config.parallel_config
+            rank = int(parallel.rank)
+            num_ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
+            return self._join(rank, num_ranks)
         except (LayoutRefused, UnknownModelError) as error:
-            log.error("vLLM serves without the KVCache pool: %s", error)
-            return RankReady(b"", rank, num_ranks, str(error))
+            refusal = str(error)
+        except Exception as error:  # vLLM can serve without the pool, whatever it was
+            refusal = _otherwise("its worker", error)
+        log.debug("rank %d uses no KVCache pool: %s", rank, refusal)  # the scheduler's side says it
+        return RankReady(b"", rank, num_ranks, refusal)
+
+    def _join(self, rank: int, num_ranks: int) -> RankReady:
+        """Proves the layout and joins the pool. Collective. Raises LayoutRefused, and others where
+        vLLM's objects are not as they were."""
+        if self._refusal:  # all ranks have it
+            raise LayoutRefused(self._refusal)
+        asleep = getattr(self._vllm_config.model_config, "enable_sleep_mode", False)
+        if asleep and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+            raise LayoutRefused("sleep mode needs vLLM 0.33, which tells connectors of it")
+        worker, mover = find_worker(), open_mover()
+        tensors = {  # a recurrent layer has several, and is refused with the layout
+            name: one for name, one in self._kv_caches.items() if isinstance(one, torch.Tensor)
+        }
+        on_host = all(one.device.type == "cpu" for one in tensors.values())
+        proof = mover if on_host else DeviceSliceMover(tensors)
+        layout = proven_layout(worker, self._kv_caches, self._kv_cache_config, proof)
+        kinds: list[BlockKind] = []
+        agreed(lambda: kinds.extend(kinds_of(layout)))
+        group = self._group_of(layout, attention_backends(worker), num_ranks)
         spaces = []
         for kind in kinds:
             attach = self._attach_of(layout, kind, group, rank * len(kinds), num_ranks * len(kinds))
@@ -224,19 +246,31 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._begin([metadata[rank] for rank in sorted(metadata)])
 
     def _begin(self, ready: list[RankReady]) -> None:
-        if self._scheduler is not None:
-            assert self._kv_cache_manager is not None
-            self._scheduler.begin(ready, self._kv_cache_manager.block_pool)
+        if self._scheduler is None:
+            return
+        manager = getattr(self, "_kv_cache_manager", None)
+        if self._refusal or manager is None or not all(isinstance(r, RankReady) for r in ready):
+            reason = self._refusal or "this vLLM tells its scheduler's connector otherwise"
+            log.error("vLLM serves without the KVCache pool: %s", reason)
+            return
+        self._scheduler.begin(ready, getattr(manager, "block_pool", None))
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.on_new_request(request)
+            try:
+                self._scheduler.on_new_request(request)
+            except OTHERWISE as error:
+                self._scheduler.leave_pool(_otherwise("a request", error))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         assert self._scheduler is not None
-        found = self._scheduler.matched_tokens(request, num_computed_tokens)
+        try:
+            found = self._scheduler.matched_tokens(request, num_computed_tokens)
+        except OTHERWISE as error:
+            self._scheduler.leave_pool(_otherwise("a request", error))
+            return 0, False
         return found, bool(found) and self._scheduler.loads_apart
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -279,11 +313,16 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool:
         if self._scheduler is not None:
-            self._scheduler.leave_pool()
+            self._scheduler.leave_pool("vLLM's caches were reset, so its weights may be others")
         return True
 
     def take_events(self) -> Iterable[Any]:
         return ()
+
+
+def _otherwise(what: str, error: Exception) -> str:
+    said = " ".join(str(error).split())[:200]
+    return f"this vLLM describes {what} otherwise: {type(error).__name__}: {said}"
 
 
 def _follow_vllm_logs() -> None:

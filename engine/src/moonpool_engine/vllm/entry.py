@@ -4,34 +4,51 @@ interface is not known. So a change in vLLM causes one line here, and no wrong a
 from __future__ import annotations
 
 import functools
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 from moonpool_engine.vllm.idle_connector import idle_connector
-from moonpool_engine.vllm.known_interface import TRIED, why_unknown
+from moonpool_engine.vllm.known_interface import TRIED_WITH, why_unknown
+
+BASES = ("KVConnectorBase_V1", "KVConnectorBase")
+"""What vLLM calls its class of connectors, the most special name first."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "MoonpoolConnector":
-        return _connector()
+        return connector_class()
     raise AttributeError(name)
 
 
 @functools.cache
-def _connector() -> Any:
-    """Raises ImportError, with one line, if this vLLM has no connectors of this kind at all."""
+def connector_class() -> Any:
+    """The class for this vLLM. Raises ImportError, in one line, if it has no connectors at all."""
     import vllm
 
+    version = str(getattr(vllm, "__version__", "of no version"))
     try:
         from vllm.distributed.kv_transfer.kv_connector.v1 import base
+        from vllm.v1.request import Request
 
-        reason = why_unknown(vllm.__version__, base.KVConnectorBase_V1)
-        if reason:
-            return idle_connector(base, reason)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"vLLM {vllm.__version__} has no connectors that moonpool knows ({error}): the"
-            f" connector was tried with {' and '.join(TRIED)}"
-        ) from None
-    from moonpool_engine.vllm.connector import MoonpoolConnector
+        reason = why_unknown(version, base.KVConnectorBase_V1, Request)
+        if not reason:
+            from moonpool_engine.vllm.connector import MoonpoolConnector
 
-    return MoonpoolConnector
+            return MoonpoolConnector
+    except (ImportError, AttributeError, TypeError) as error:
+        said = " ".join(str(error).split())[:300]
+        reason = f"vLLM {version} lacks what its connectors had ({said}): {TRIED_WITH}"
+    return idle_connector(_base_module(reason), reason)
+
+
+def _base_module(reason: str) -> Any:
+    """Where vLLM has its class of connectors now: it has loaded it before it loads ours. Raises
+    ImportError."""
+    for name in BASES:
+        for module_name, module in list(sys.modules.items()):
+            found = vars(module).get(name) if module_name.split(".")[0] == "vllm" else None
+            if isinstance(found, type):
+                own = vars(sys.modules.get(found.__module__, module))
+                return SimpleNamespace(**{**own, "KVConnectorBase_V1": found})
+    raise ImportError(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -9,16 +10,22 @@ from typing import Any
 def idle_connector(base: Any, reason: str) -> Any:
     """Returns the class. `base` is vLLM's module of connectors; `reason` is logged at start, once
     for each vLLM, by its scheduler's side."""
-    metadata = type("NoTransfers", (base.KVConnectorMetadata,), {})
+    metadata = type("NoTransfers", (getattr(base, "KVConnectorMetadata", object),), {})
     parents = [base.KVConnectorBase_V1]
     if hasattr(base, "SupportsHMA"):  # else vLLM refuses models with several kinds of KVCache
         parents.append(base.SupportsHMA)
 
     def start(
-        self: Any, vllm_config: Any, role: Any, kv_cache_config: Any = None, **more: Any
+        self: Any,
+        vllm_config: Any,
+        role: Any,
+        kv_cache_config: Any = None,
+        *more: Any,
+        **named: Any,
     ) -> None:
-        told = {"vllm_config": vllm_config, "role": role, "kv_cache_config": kv_cache_config}
-        base.KVConnectorBase_V1.__init__(self, **told, **more)
+        given = (vllm_config, role, kv_cache_config, *more)
+        begin = base.KVConnectorBase_V1.__init__
+        begin(self, *_taken(begin, (self, *given), named), **named)
         if getattr(role, "name", "") == "SCHEDULER":
             logging.getLogger("vllm.moonpool").error(
                 "vLLM serves without the KVCache pool: %s", reason
@@ -39,3 +46,15 @@ def idle_connector(base: Any, reason: str) -> Any:
         "request_finished_all_groups": lambda self, *_, **__: (False, None),
     }
     return type("MoonpoolConnector", tuple(parents), methods)
+
+
+def _taken(begin: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    """What vLLM's own class takes of what vLLM gives a connector: its first arguments."""
+    signature = inspect.signature(begin)
+    for count in range(len(given), 1, -1):
+        try:
+            signature.bind(*given[:count], **named)
+        except TypeError:
+            continue
+        return given[1:count]
+    return given[1:]

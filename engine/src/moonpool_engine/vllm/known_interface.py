@@ -8,6 +8,7 @@ from typing import Any
 TRIED = ("0.32", "0.33")
 """Versions of vLLM, without what follows the second number. `docs/compatibility.md` has the
 runs."""
+TRIED_WITH = f"the connector was tried with {' and '.join(TRIED)}"
 _SELF = "self"
 METHODS: dict[str, tuple[str, ...]] = {
     "__init__": (_SELF, "vllm_config", "role", "kv_cache_config"),
@@ -38,20 +39,27 @@ METHODS: dict[str, tuple[str, ...]] = {
 """What vLLM calls of this connector, with the names of the parameters."""
 
 
-def why_unknown(version: str, base: Any) -> str:
+REQUEST = frozenset({"cache_salt", "lora_request", "mm_features", "prompt_embeds"})
+"""What a request has, besides its tokens, that makes its KVCache another one."""
+
+
+def why_unknown(version: str, base: Any, request: Any) -> str:
     """Why this vLLM's interface is not known, in one line; empty if it is. `base` is its class of
-    connectors."""
+    connectors, `request` that of requests."""
     number = ".".join(version.split(".")[:2])
-    tried = f"the connector was tried with {' and '.join(TRIED)}"
     if number not in TRIED:
-        return f"vLLM {version} is not known: {tried}"
+        return f"vLLM {version} is not known: {TRIED_WITH}"
     for name, parameters in METHODS.items():
         found = _parameters(getattr(base, name, None))
         if found != parameters:
             has = f"{name}({', '.join(found)})" if found is not None else f"no {name}"
-            return f"vLLM {version} has {has} in its connectors, which is not known: {tried}"
+            text = "in its connectors, which is not known"
+            return f"vLLM {version} has {has} {text}: {TRIED_WITH}"
     for name in sorted(getattr(base, "__abstractmethods__", frozenset()) - METHODS.keys()):
-        return f"vLLM {version} asks its connectors for {name}, which is not known: {tried}"
+        text = f"asks its connectors for {name}, which is not known"
+        return f"vLLM {version} {text}: {TRIED_WITH}"
+    for name in sorted(REQUEST.difference(_parameters(getattr(request, "__init__", None)) or ())):
+        return f"vLLM {version} has requests without {name}, which is not known: {TRIED_WITH}"
     return ""
 
 

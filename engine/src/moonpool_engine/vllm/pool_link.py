@@ -1,7 +1,9 @@
-"""A process's connection to the pool of its host. It never makes its caller wait for a dead pool.
+"""A process's connection to the pool of its host. It never makes its caller wait for the pool.
 
 One thread keeps the connection: it connects, greets, reads, and begins again when the pool has
-gone. Sending takes microseconds; a pool whose socket is full for 50 ms counts as gone.
+gone. What the socket takes is sent at once. What it does not take, since the pool reads slowly, is
+sent by another thread; a pool that then takes nothing for a second counts as gone, and so does one
+that leaves too much.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ import contextlib
 import logging
 import mmap
 import os
+import select
 import socket
-import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -36,9 +39,10 @@ from moonpool.types import MALFORMED
 
 log = logging.getLogger("moonpool.vllm_connector")
 
-SEND_S = 0.05
+CONNECT_S = 1.0
+STALL_S = 1.0
+MAX_BACKLOG_BYTES = 8 << 20
 RETRIES = RetryDelays((0.1, 0.2, 0.5, 1.0, 2.0), steady_s=2.0)
-_TIMEVAL = struct.Struct("ll")
 
 
 class SpaceMemory:
@@ -71,10 +75,13 @@ class PoolLink:
         self._greeting = greeting
         self._on_message = on_message
         self._on_end = on_end
-        self._send_lock = threading.Lock()
-        self._sock: socket.socket | None = None
         self._stopping = threading.Event()
         self._said = ""
+        self._sending = threading.Condition()  # guards what follows
+        self._sock: socket.socket | None = None
+        self._backlog: deque[memoryview] = deque()
+        self._backlog_bytes = 0
+        self._backlog_thread: threading.Thread | None = None
         self.memory: SpaceMemory | None = None
         """The memory of an attached link, while it is connected."""
         self._thread = threading.Thread(target=self._run, name="moonpool-pool", daemon=True)
@@ -87,24 +94,86 @@ class PoolLink:
         return self._sock is not None
 
     def send(self, message: ClientMessage) -> bool:
-        """Returns False if there is no pool now. May be called from any thread."""
-        body = framed(message)
-        with self._send_lock:
+        """Returns False if there is no pool now. Never waits. May be called from any thread."""
+        body = memoryview(framed(message))
+        with self._sending:
             sock = self._sock
             if sock is None:
                 return False
-            try:
-                sock.sendall(body)
-            except OSError:
-                self._cut(sock)
+            sent = 0 if self._backlog else self._send_some(sock, body)
+            if sent is None:
                 return False
+            if sent < len(body):
+                return self._keep(sock, body[sent:])
         return True
+
+    def _send_some(self, sock: socket.socket, body: memoryview) -> int | None:
+        """Returns how many bytes the socket took at once; None if the pool has gone."""
+        try:
+            return sock.send(body, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self._cut(sock)
+            return None
+
+    def _keep(self, sock: socket.socket, rest: memoryview) -> bool:
+        """Leaves the rest of a message to the other thread. The caller holds `_sending`."""
+        if self._backlog_bytes + len(rest) > MAX_BACKLOG_BYTES:
+            self._cut(sock)
+            return False
+        self._backlog.append(rest)
+        self._backlog_bytes += len(rest)
+        if self._backlog_thread is None:
+            self._backlog_thread = threading.Thread(
+                target=self._send_backlog, name="moonpool-pool-send", daemon=True
+            )
+            self._backlog_thread.start()
+        self._sending.notify_all()
+        return True
+
+    def _send_backlog(self) -> None:
+        while not self._stopping.is_set():
+            with self._sending:
+                self._sending.wait_for(lambda: bool(self._backlog) or self._stopping.is_set())
+                sock = self._sock
+            if sock is not None and not self._stopping.is_set():
+                self._send_more(sock)
+
+    def _send_more(self, sock: socket.socket) -> None:
+        """Sends what the socket takes within `STALL_S`; one that takes nothing is cut."""
+        with contextlib.suppress(OSError, ValueError):  # it was closed
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            takes = bool(poll.poll(STALL_S * 1000))
+            with self._sending:
+                if sock is not self._sock:
+                    return
+                if not takes:
+                    self._cut(sock)
+                    self._forget_backlog()
+                while takes and self._backlog:
+                    sent = self._send_some(sock, self._backlog[0])
+                    if sent is None:
+                        self._forget_backlog()
+                        return
+                    self._backlog_bytes -= sent
+                    takes = sent == len(self._backlog[0])
+                    self._backlog[0] = self._backlog[0][sent:]
+                    if takes:
+                        self._backlog.popleft()
+
+    def _forget_backlog(self) -> None:
+        """The caller holds `_sending`."""
+        self._backlog.clear()
+        self._backlog_bytes = 0
 
     def close(self) -> None:
         self._stopping.set()
-        sock = self._sock
-        if sock is not None:
-            self._cut(sock)
+        with self._sending:
+            if self._sock is not None:
+                self._cut(self._sock)
+            self._sending.notify_all()
 
     def _cut(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -121,7 +190,7 @@ class PoolLink:
                 problem = str(error)
             except (OSError, ValueError, *MALFORMED) as error:
                 problem = str(getattr(error, "strerror", None) or error)
-            was_connected, self._sock, self.memory = self._sock is not None, None, None
+            was_connected = self._end_connection()
             if was_connected:
                 self._on_end()
             if self._stopping.is_set():
@@ -135,16 +204,21 @@ class PoolLink:
             num_failures = RETRIES.count(num_failures, lasted_s)
             self._stopping.wait(RETRIES.after(num_failures))
 
+    def _end_connection(self) -> bool:
+        """Returns whether there was one."""
+        with self._sending:
+            was_connected, self._sock, self.memory = self._sock is not None, None, None
+            self._forget_backlog()
+        return was_connected
+
     def _serve(self) -> None:
         """Serves one connection until it ends. Raises OSError, ValueError or _RefusedError."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(SEND_S * 20)
+            sock.settimeout(CONNECT_S)
             sock.connect(str(self.path))
             sock.settimeout(None)
             if not is_own_user(sock):
                 raise _RefusedError("its socket is another user's")
-            timeout = _TIMEVAL.pack(0, int(SEND_S * 1e6))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             reader = cast(BinaryIO, sock.makefile("rb", buffering=1 << 16))
             sock.sendall(framed(self._greeting))
             message = _read(reader)

@@ -36,27 +36,28 @@ class PromptKeys:
         self.is_known = getattr(request, "prompt_embeds", None) is None
         """Whether content follows from tokens and media. Embeddings as a prompt have no key."""
 
-    def extend(self, num_blocks: int) -> list[BlockKey]:
-        """Returns the keys of the first `num_blocks` blocks, as far as their tokens are known."""
-        size = self._block_tokens
-        if not self.is_known or len(self.keys) >= num_blocks:
-            return self.keys[:num_blocks]
-        tokens = self._request.all_token_ids
+    def extend(self, num_blocks: int, first: int = 0) -> list[BlockKey]:
+        """Returns the keys of blocks `first` to `num_blocks` - 1, as far as their tokens are
+        known."""
+        if self.is_known and len(self.keys) < num_blocks:
+            self._append(num_blocks)
+        return self.keys[first:num_blocks]
+
+    def _append(self, num_blocks: int) -> None:
+        size, tokens, start = self._block_tokens, self._request.all_token_ids, len(self.keys)
         num_full = min(num_blocks, len(tokens) // size)
         if not self._media:
-            start = len(self.keys)
             parent = self.keys[-1] if self.keys else self._root
             new: list[BlockKey] = []
             extend_keys(new, tokens[start * size : num_full * size], size, parent)
             self.keys += new
-            return self.keys[:num_blocks]
-        for index in range(len(self.keys), num_full):
+            return
+        for index in range(start, num_full):
             parent = self.keys[-1] if self.keys else self._root
             parent = self._with_media(parent, index * size, (index + 1) * size)
             extend_one: list[BlockKey] = []
             extend_keys(extend_one, tokens[index * size : (index + 1) * size], size, parent)
             self.keys += extend_one
-        return self.keys[:num_blocks]
 
     def _with_media(self, parent: BlockKey, start: int, end: int) -> BlockKey:
         """The parent of a block that contains parts of images."""

@@ -31,6 +31,7 @@ from moonpool_engine.vllm.held_blocks import HeldBlocks
 from moonpool_engine.vllm.model_identity import UnknownModelError, hash_folder
 from moonpool_engine.vllm.pool_link import PoolLink
 from moonpool_engine.vllm.prompt_keys import PromptKeys
+from moonpool_engine.vllm.step_waits import StepWaits
 from moonpool_engine.vllm.transfers import (
     BlockTable,
     LoadSpec,
@@ -54,7 +55,9 @@ SILENCE_S = 0.25
 """A pool that says nothing for so long is not asked again for `PAUSE_S`."""
 PAUSE_S = 2.0
 LOAD_S = 20.0
-"""The most time for which a request waits for the SSD."""
+"""The most time for which a request waits for the SSD, or for another vLLM."""
+LOAD_SILENCE_S = 1.0
+"""The same, if the pool says nothing more: it says ten times a second that it is at it."""
 
 
 @dataclass(slots=True)
@@ -98,7 +101,7 @@ class SchedulerSide:
         self._ends: dict[str, int] = {}  # ranks that have ended a transfer
         self._num_searches = 0
         self._paused_until_s = 0.0
-        self._waited_s = 0.0  # in this step
+        self.waits = StepWaits(ANSWERS_S, now)
         self.counts = {
             "looked_up": 0,
             "hits": 0,
@@ -128,9 +131,9 @@ class SchedulerSide:
             self._held = HeldBlocks(block_pool, self._windows)
         self._link.start()
 
-    def leave_pool(self) -> None:
-        """vLLM was told to forget all caches, as after an update of its weights. The pool's blocks
-        are of the weights that it started with, so none is found or stored any more."""
+    def leave_pool(self, reason: str) -> None:
+        """Uses the pool no more: nothing is found or stored until vLLM starts again. So after its
+        weights were updated: the pool's blocks are of the weights that it started with."""
         if not self._group:
             return
         for state in self._requests.values():
@@ -139,10 +142,7 @@ class SchedulerSide:
                 state.search = None
         self._group = b""
         self._link.close()
-        log.warning(
-            "vLLM's caches were reset, so its weights may be others: it serves without the KVCache"
-            " pool until it starts again"
-        )
+        log.warning("vLLM serves without the KVCache pool until it starts again: %s", reason)
 
     @property
     def loads_apart(self) -> bool:
@@ -193,14 +193,10 @@ class SchedulerSide:
 
     def _answer(self, search: _Search) -> Found | None:
         """The answer, for which it waits a moment."""
-        began_s = self._now()
         with self._has_news:
-            left_s = min(ANSWER_S, ANSWERS_S - self._waited_s)
-            if search.found is None and left_s > 0 and self._link.connected:
-                self._has_news.wait_for(lambda: search.found is not None, left_s)
-            found = search.found
-        self._waited_s += self._now() - began_s
-        return found
+            if self._link.connected:
+                self.waits.wait(self._has_news, lambda: search.found is not None, ANSWER_S)
+            return search.found
 
     def _search(self, state: _RequestState) -> None:
         """Sends a find, unless there is nothing to find or nobody to ask."""
@@ -246,7 +242,8 @@ class SchedulerSide:
                     search.found = message
                     self._has_news.notify_all()
                 else:
-                    search.until_s = search.asked_s + LOAD_S
+                    until_s = self._now() + LOAD_SILENCE_S
+                    search.until_s = min(search.asked_s + LOAD_S, until_s)
 
     def _on_end(self) -> None:
         """Notes that the pool has gone: nothing more is answered. Memory that was named stays
@@ -281,7 +278,7 @@ class SchedulerSide:
             search.owner,
             request.request_id,
             first,
-            tuple(state.keys.extend(usable)[first:]),
+            tuple(state.keys.extend(usable, first)),
             tuple(tuple(ids[first:usable]) for ids in table),
             found.num_blocks,
             found.ranks,
@@ -301,7 +298,7 @@ class SchedulerSide:
 
     def build(self, output: Any, table_of: TableOf) -> StepTransfers:
         """Returns the transfers of a step that vLLM has just planned."""
-        self._waited_s = 0.0
+        self.waits.begin_step()
         preempted = tuple(getattr(output, "preempted_req_ids", None) or ())
         if self._held is not None:
             for req_id in preempted:
@@ -340,7 +337,7 @@ class SchedulerSide:
         if num_full <= state.next_store or not self._group or not self._link.connected:
             return
         first = state.next_store
-        keys = state.keys.extend(num_full)[first:]
+        keys = state.keys.extend(num_full, first)
         if not keys:
             return
         found = table_of(request.request_id)

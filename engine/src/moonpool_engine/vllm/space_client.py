@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,25 @@ from moonpool_engine.vllm.cache_layout import CacheLayout
 from moonpool_engine.vllm.pool_link import PoolLink, SpaceMemory
 from moonpool_engine.vllm.transfers import LoadSpec
 
-RESERVE_S = 1.0
+RESERVE_S = 0.5
+"""How long a store waits for its places. vLLM keeps the blocks of requests that have ended until
+then, and computes meanwhile."""
+PAUSE_S = 2.0
+"""How long nothing is stored in a pool that did not answer, unless it answers before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Places of a store in the pool's memory: of each key its block there, or -1."""
+
+    number: int
+    rows: Places
+    memory: SpaceMemory
+
+    @property
+    def num_wanted(self) -> int:
+        """Blocks that the pool wants."""
+        return int(np.count_nonzero(self.rows >= 0))
 
 
 class SpaceClient:
@@ -44,7 +64,8 @@ class SpaceClient:
         self._memory: SpaceMemory | None = None  # of the last connection: stays readable
         self._lock = threading.Condition()  # guards what follows
         self._reserved: dict[int, Reserved | None] = {}
-        self._num_reservations = 0
+        self._paused_until_s = 0.0
+        self.num_reservations = 0
         self._link = PoolLink(pool_path, attach, self._on_message, self._on_end)
         self._link.start()
 
@@ -52,6 +73,11 @@ class SpaceClient:
     def is_connected(self) -> bool:
         """Whether the pool is there now."""
         return self._link.connected
+
+    @property
+    def takes_stores(self) -> bool:
+        """Whether the pool is there, and has answered when it was asked last."""
+        return self._link.connected and time.monotonic() >= self._paused_until_s
 
     def close(self) -> None:
         self._link.close()
@@ -93,50 +119,55 @@ class SpaceClient:
 
     # Stores
 
-    def store(self, keys: tuple[bytes, ...], ids: np.ndarray, first: int) -> tuple[int, int] | None:
-        """Stores blocks, `ids` for each group of the kind. Returns how many were copied, and how
-        many the pool did not want; None: there is no pool."""
+    def reserve(self, keys: tuple[bytes, ...], first: int) -> Reservation | None:
+        """Asks for places, the first key's at index `first` of its prompt. Waits `RESERVE_S` at
+        most, and reads no block of vLLM. Returns None if there is no pool. `fill` or `abandon` ends
+        it."""
         memory = self._link.memory
-        places = self._reserve(keys, first)
-        if memory is None or places is None:
+        if memory is None or not self.takes_stores:
             return None
-        number, rows = places
-        chosen = np.flatnonzero(rows >= 0)
-        sums = b""
-        try:
-            if len(chosen):
-                where = rows[chosen]
-                if where.max() >= memory.num_blocks:
-                    raise ValueError("the pool named a block outside its memory")
-                targets = memory.address + where * self.block_bytes
-                groups = [np.ascontiguousarray(row[chosen]) for row in ids]
-                sums = self.copier.store(groups, targets).astype("<u8").tobytes()
-        finally:
-            self._link.send(Commit(number=number, checksums=sums))
-        return len(chosen), len(keys) - len(chosen)
-
-    def _reserve(self, keys: tuple[bytes, ...], first: int) -> tuple[int, np.ndarray] | None:
-        """Returns the number of the reservation and the place of each key; None: no pool."""
         with self._lock:
-            self._num_reservations += 1
-            number = self._num_reservations
+            self.num_reservations += 1
+            number = self.num_reservations
             self._reserved[number] = None
         sent = self._link.send(Reserve(number=number, keys=keys, first_depth=first))
         with self._lock:
             if sent:
-                self._lock.wait_for(
+                ended = self._lock.wait_for(
                     lambda: self._reserved.get(number) is not None or number not in self._reserved,
                     RESERVE_S,
                 )
+                self._paused_until_s = 0.0 if ended else time.monotonic() + PAUSE_S
             answer = self._reserved.pop(number, None)
         if answer is None:
             return None
-        ids = np.frombuffer(answer.block_ids, "<i8")
-        return (number, ids) if len(ids) == len(keys) else None
+        found = Reservation(number, np.frombuffer(answer.block_ids, "<i8"), memory)
+        if len(found.rows) == len(keys) and found.rows.max(initial=-1) < memory.num_blocks:
+            return found
+        self.abandon(found)
+        raise ValueError("the pool named blocks outside its memory, or too few")
+
+    def fill(self, reservation: Reservation, ids: np.ndarray) -> None:
+        """Copies blocks, `ids` for each group of the kind, to their places."""
+        chosen = np.flatnonzero(reservation.rows >= 0)
+        sums = b""
+        try:
+            if len(chosen):
+                where = reservation.rows[chosen]
+                targets = reservation.memory.address + where * self.block_bytes
+                groups = [np.ascontiguousarray(row[chosen]) for row in ids]
+                sums = self.copier.store(groups, targets).astype("<u8").tobytes()
+        finally:
+            self._link.send(Commit(number=reservation.number, checksums=sums))
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Gives the places back."""
+        self._link.send(Commit(number=reservation.number, checksums=b""))
 
     def _on_message(self, message: PoolMessage) -> None:
         if isinstance(message, Reserved):
             with self._lock:
+                self._paused_until_s = 0.0
                 if message.number in self._reserved:
                     self._reserved[message.number] = message
                     self._lock.notify_all()

@@ -7,7 +7,8 @@ its newest tokens, vLLM can compute a single block again only with its whole req
 made apart from the step, and the request is computed by a later one.
 
 Stores copy in another thread, with the lowest priority. What does not fit into its queue is not
-stored. A preempted request's blocks are overwritten at once, so its stores end before.
+stored. A preempted request's blocks are overwritten at once, so what copies them ends before; that
+thread's talk with the pool is waited for by nobody.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 
 from moonpool_engine.vllm.block_kinds import Places
 from moonpool_engine.vllm.space_client import SpaceClient
+from moonpool_engine.vllm.step_waits import StepWaits
 from moonpool_engine.vllm.transfers import LoadSpec, StepTransfers, StoreSpec, TransfersEnded
 
 log = logging.getLogger("moonpool.vllm_connector")
@@ -33,7 +35,7 @@ MAX_QUEUED_BYTES = 256 << 20
 GROUP_BYTES = 8 << 20
 """The most bytes of a store that a preemption waits for."""
 STORE_NICE = 10
-IDLE_S = 0.05
+IDLE_S = 0.04
 """How long a step that computes nothing waits for stores, so that others find the blocks."""
 SAY_S = 60.0
 
@@ -67,7 +69,7 @@ class WorkerSide:
     """Lives in one of vLLM's workers. `spaces`: one for each kind of KVCache."""
 
     def __init__(self, spaces: Sequence[SpaceClient]) -> None:
-        self._spaces = spaces
+        self.spaces = spaces
         self._block_bytes = sum(space.block_bytes for space in spaces)
         self._names = [name for space in spaces for name in space.layers]
         self._space_of = {name: space for space in spaces for name in space.layers}
@@ -82,25 +84,37 @@ class WorkerSide:
         self._queue: deque[StoreSpec] = deque()
         self._queued_bytes = 0
         self._pending: dict[str, int] = {}
-        self._storing = ""  # the request whose blocks are being copied
-        self._preempted: set[str] = set()
+        self._storing: StoreSpec | None = None  # what the thread of stores has taken
+        self._is_copying = False  # whether it reads vLLM's blocks now
+        self._is_given_up = False  # whether it must not begin to, any more
         self._finished: set[str] = set()
         self._closing = False
         self.counts = {"stored": 0, "dropped": 0, "spared": 0, "loaded": 0, "wrong": 0}
         self._said = dict(self.counts)
         self._said_s = time.monotonic()
+        self.waits = StepWaits(IDLE_S)
         threading.Thread(target=self._store_all, name="moonpool-store", daemon=True).start()
 
     @property
     def is_connected(self) -> bool:
         """Whether the pool is there now."""
-        return all(space.is_connected for space in self._spaces)
+        return all(space.is_connected for space in self.spaces)
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether the thread of stores has taken one."""
+        return self._storing is not None
+
+    @property
+    def takes_stores(self) -> bool:
+        """Whether the pool is there and answers."""
+        return all(space.takes_stores for space in self.spaces)
 
     def close(self) -> None:
         with self._lock:
             self._closing = True
             self._lock.notify_all()
-        for space in self._spaces:
+        for space in self.spaces:
             space.close()
         self._loads.shutdown(wait=False)
 
@@ -108,7 +122,8 @@ class WorkerSide:
 
     def begin_step(self, transfers: StepTransfers) -> None:
         """Starts the loads of a step, and queues its stores."""
-        for space in self._spaces:
+        self.waits.begin_step()
+        for space in self.spaces:
             space.copier.mark()
         self._queue_stores(transfers)
         if not transfers.loads:
@@ -120,13 +135,15 @@ class WorkerSide:
 
     def wait_for_layer(self, name: str) -> None:
         if self._load is not None and name in self._space_of:
-            self._load.wait(name)
-            self._space_of[name].copier.wait(name)
+            with self.waits.copying():
+                self._load.wait(name)
+                self._space_of[name].copier.wait(name)
 
     def end_step(self) -> None:
         """Waits for the step's loads, which its layers have waited for."""
         if self._loading is not None:
-            self._loading.result()
+            with self.waits.copying():
+                self._loading.result()
             self._loading = None
             for name in self._names:  # of loads for later steps
                 self._space_of[name].copier.wait(name)
@@ -155,24 +172,27 @@ class WorkerSide:
     # Loads
 
     def _load_all(self, load: LayerLoads, specs: Sequence[LoadSpec]) -> None:
-        """Copies all layers. Never raises: what fails is computed."""
+        """Copies all layers. What fails is computed. Layers never wait for it longer than it
+        runs, and `end_step` raises what should not happen."""
         try:
-            wrong = self._copy_layers(load, specs)
-        except Exception as error:
-            said = " ".join(str(error).split())[:300]
-            log.warning("a load from the KVCache pool failed, its blocks are computed: %s", said)
-            wrong = [np.ones(len(spec.keys), bool) for spec in specs]
-        else:
-            self._tell_damaged(specs, wrong)
-        for spec, bad in zip(specs, wrong, strict=True):
-            self._end(spec, np.flatnonzero(bad))
-        load.end()
+            try:
+                wrong = self._copy_layers(load, specs)
+                self._tell_damaged(specs, wrong)
+            except Exception as error:
+                said = " ".join(str(error).split())[:300]
+                text = "a load from the KVCache pool failed, its blocks are computed: %s"
+                log.warning(text, said)
+                wrong = [np.ones(len(spec.keys), bool) for spec in specs]
+            for spec, bad in zip(specs, wrong, strict=True):
+                self._end(spec, np.flatnonzero(bad))
+        finally:
+            load.end()
 
     def _copy_layers(self, load: LayerLoads, specs: Sequence[LoadSpec]) -> list[np.ndarray]:
         """Returns which blocks of each load are wrong."""
         wrong = [np.zeros(len(spec.keys), bool) for spec in specs]
         number = 0
-        for space in self._spaces:
+        for space in self.spaces:
             parts = [space.parts(spec) for spec in specs]
             tables = [space.group_ids(spec.block_ids) for spec in specs]
             groups = enumerate(space.kind.groups)
@@ -193,7 +213,7 @@ class WorkerSide:
             keys = tuple(spec.keys[index] for index in np.flatnonzero(bad))
             if not keys:
                 continue
-            for space in self._spaces:
+            for space in self.spaces:
                 space.tell_damaged(keys)
             log.warning(
                 "%d blocks of the KVCache pool have changed since they were stored: computed again",
@@ -221,14 +241,15 @@ class WorkerSide:
             self._finished.update(transfers.finished)
             for spec in transfers.stores:
                 num_bytes = len(spec.keys) * self._block_bytes
-                if self._queued_bytes + num_bytes > MAX_QUEUED_BYTES or not self.is_connected:
+                if self._queued_bytes + num_bytes > MAX_QUEUED_BYTES or not self.takes_stores:
                     self.counts["dropped"] += len(spec.keys)
                     self._ended.stored[spec.number] = 1
                     continue
                 self._queue.append(spec)
                 self._queued_bytes += num_bytes
                 self._pending[spec.req_id] = self._pending.get(spec.req_id, 0) + 1
-            self._lock.notify_all()
+            if self._queue:
+                self._lock.notify_all()
 
     def preempt(self, req_ids: Sequence[str]) -> None:
         """Returns when no block of these requests, which lose their blocks, is read any more."""
@@ -240,23 +261,26 @@ class WorkerSide:
                 self._queue.remove(spec)
                 self._leave_queue(spec)
                 self.counts["dropped"] += len(spec.keys)
-            if self._storing in gone:
-                self._preempted.add(self._storing)
-                self._lock.wait_for(lambda: self._storing not in gone)
-                self._preempted -= gone
+            if self._storing is not None and self._storing.req_id in gone:
+                self._is_given_up = True
+                with self.waits.copying():  # a piece; what asks the pool is not waited for
+                    self._lock.wait_for(lambda: not self._is_copying)
 
     def end_stores(self) -> None:
         """Returns when no block of vLLM is read any more. What was not stored is dropped."""
         with self._lock:
-            reading = {spec.req_id for spec in self._queue} | {self._storing}
-        self.preempt(sorted(reading - {""}))
+            reading = {spec.req_id for spec in self._queue}
+            reading |= set() if self._storing is None else {self._storing.req_id}
+        self.preempt(sorted(reading))
 
     def take_finished(self, has_work: bool) -> set[str]:
         """Requests that have ended and whose stores have, too."""
         with self._lock:
-            if not has_work and self._finished:
-                self._lock.wait_for(
-                    lambda: not any(one in self._pending for one in self._finished), IDLE_S
+            if not has_work and self._finished and self.takes_stores:
+                self.waits.wait(
+                    self._lock,
+                    lambda: not any(one in self._pending for one in self._finished),
+                    IDLE_S,
                 )
             done = {one for one in self._finished if one not in self._pending}
             self._finished -= done
@@ -280,13 +304,13 @@ class WorkerSide:
                 if self._closing:
                     return
                 spec = self._queue.popleft()
-                self._storing = spec.req_id
+                self._storing, self._is_given_up = spec, False
             try:
                 self._store(spec)
             except Exception:
                 log.exception("a store to the KVCache pool failed")
             with self._lock:
-                self._storing = ""
+                self._storing = None
                 self._leave_queue(spec)
                 self._lock.notify_all()
 
@@ -294,15 +318,14 @@ class WorkerSide:
         """Stores in pieces, so that a preemption does not wait long."""
         step = max(1, GROUP_BYTES // self._block_bytes)
         for start in range(0, len(spec.keys), step):
-            for space in self._spaces:
-                if spec.req_id in self._preempted:
-                    return
+            for space in self.spaces:
                 if not self._store_piece(space, spec, start, start + step):
                     self.counts["dropped"] += len(spec.keys) - start
                     return
 
     def _store_piece(self, space: SpaceClient, spec: StoreSpec, start: int, end: int) -> bool:
-        """Stores some blocks in one space. Returns False if there is no pool."""
+        """Stores some blocks in one space. Returns False if the rest is dropped: there is no pool,
+        or the request was preempted."""
         ids = space.group_ids(spec.block_ids)[:, start:end]
         there = np.flatnonzero(ids.all(axis=0))
         # Blocks that follow one another are stored together: the pool counts their depth.
@@ -311,13 +334,31 @@ class WorkerSide:
                 continue
             first = start + int(run[0])
             keys = spec.keys[first : first + len(run)]
-            counts = space.store(keys, ids[:, run], spec.first + first)
-            if counts is None:
+            places = space.reserve(keys, spec.first + first)
+            if places is None:
                 return False
-            if space is self._spaces[0]:
-                self.counts["stored"] += counts[0]
-                self.counts["spared"] += counts[1]
+            if not self._begin_copy():
+                space.abandon(places)
+                return False
+            try:
+                space.fill(places, ids[:, run])
+            finally:
+                self._end_copy()
+            if space is self.spaces[0]:
+                self.counts["stored"] += places.num_wanted
+                self.counts["spared"] += len(keys) - places.num_wanted
         return True
+
+    def _begin_copy(self) -> bool:
+        """Returns False if the blocks may be another request's by now."""
+        with self._lock:
+            self._is_copying = not self._is_given_up
+            return self._is_copying
+
+    def _end_copy(self) -> None:
+        with self._lock:
+            self._is_copying = False
+            self._lock.notify_all()
 
     def _say(self) -> None:
         """Logs what was moved, now and then."""
@@ -325,4 +366,5 @@ class WorkerSide:
             return
         self._said, self._said_s = dict(self.counts), time.monotonic()
         parts = ", ".join(f"{count} {what}" for what, count in self.counts.items())
-        log.info("KVCache pool, blocks so far: %s", parts)
+        text = "KVCache pool, blocks so far: %s; longest wait of a step %.0f ms, for copies %.0f ms"
+        log.info(text, parts, 1e3 * self.waits.longest_s, 1e3 * self.waits.longest_copy_s)

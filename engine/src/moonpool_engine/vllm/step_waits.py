@@ -1,0 +1,57 @@
+"""How long vLLM's steps wait for the pool, and for copies.
+
+All waits of one step for the pool share `STEP_S`: a pool that is dead, stopped or late costs a step
+no more than that, with any number of requests. Waits for copies within this process do not depend
+on the pool, and have no bound but the bytes that are copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+STEP_S = 0.02
+
+
+class StepWaits:
+    """The waits of one process's steps. For the thread of the steps alone."""
+
+    def __init__(self, most_s: float = STEP_S, now: Callable[[], float] = time.monotonic) -> None:
+        """`most_s`: what a step waits for the pool at most."""
+        self.longest_s = 0.0
+        """The longest that a step has waited for the pool. A wait counts up to its bound: what
+        comes on top of that is a machine that is too busy to end it."""
+        self.longest_copy_s = 0.0
+        """The longest that a step has waited for copies, as the clock says."""
+        self._most_s = most_s
+        self._now = now
+        self._waited_s = self._copied_s = 0.0  # in this step
+
+    def begin_step(self) -> None:
+        self._waited_s = self._copied_s = 0.0
+
+    def wait(
+        self, condition: threading.Condition, is_done: Callable[[], bool], most_s: float
+    ) -> bool:
+        """Waits until `is_done`, at most for `most_s` and for what is left of the step's time.
+        Returns whether it is done. The caller holds `condition`."""
+        left_s = min(most_s, self._most_s - self._waited_s)
+        if is_done() or left_s <= 0.0:
+            return is_done()
+        began_s = self._now()
+        done = condition.wait_for(is_done, left_s)
+        self._waited_s += min(self._now() - began_s, left_s)
+        self.longest_s = max(self.longest_s, self._waited_s)
+        return done
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """What runs in it waits for copies of this process."""
+        began_s = self._now()
+        try:
+            yield
+        finally:
+            self._copied_s += self._now() - began_s
+            self.longest_copy_s = max(self.longest_copy_s, self._copied_s)
