@@ -10,11 +10,14 @@ own figures worse and reports it (`late_s`, `num_delayed`); it does not hide the
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from string import ascii_letters, digits, punctuation
 from time import monotonic
+from urllib.parse import quote
 
 import msgspec
 
@@ -34,6 +37,9 @@ TURNED_AWAY = (422, 429, 503)
 WORTH_RETRYING = (429, 503)
 UNSERVABLE_STATUSES = (401, 403, 404, 405)
 """Status codes that every other request would get, too."""
+MAX_NAME = 256
+"""Characters of a program's name in a header."""
+_IN_HEADERS = (ascii_letters + digits + punctuation).replace("%", "")
 
 
 class UnservableError(Exception):
@@ -283,8 +289,14 @@ class Player:
 
 
 def _program_header(row: TraceRow) -> bytes:
-    """The program of a call, as all servers that know programs read it."""
-    name = "".join(c if c.isascii() and c.isprintable() else "_" for c in row.session)[:256]
+    """The program of a call, as all servers that know programs read it. Names that no header can
+    have are percent-encoded, and long ones end in a digest, so that two names stay two."""
+    if not row.session:
+        return b""
+    name = quote(row.session, safe=_IN_HEADERS)
+    if len(name) > MAX_NAME:
+        digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        name = f"{name[: MAX_NAME - len(digest)]}{digest}"
     return b"X-Session-Id: %b\r\n" % name.encode()
 
 
