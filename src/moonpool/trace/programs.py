@@ -73,6 +73,8 @@ class CallOrder:
         self._all_have_sessions = has_programs
         self._sessions: dict[str, _Session] = {}
         self._named: dict[str, _Call] = {}
+        self.time = 0.0
+        """Of the row that was placed last, also if it was left out."""
         self.has_programs = False
         self.is_needed = False
         """Whether the lines alone do not tell each row's time, prompt and calls before it."""
@@ -83,10 +85,11 @@ class CallOrder:
         if not row.session and not row.call:
             if row.time == UNTIMED:
                 raise LineError("this row has neither a timestamp nor a session_id or request_id")
+            self.time = row.time
             return self._kept(row)
         session = self._sessions.get(row.session) if row.session else None
         after, delay_s = self._waits_for(row, session)
-        time = self._time(row, session, after)
+        self.time = time = self._time(row, session, after)
         if after:
             self.has_programs = True
         self.is_needed |= bool(after) or row.adds or row.time == UNTIMED

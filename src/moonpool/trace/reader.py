@@ -93,6 +93,36 @@ class _Index:
         self.numbers = np.frombuffer(numbers, dtype=np.int64)[order]
 
 
+class _Unsorted:
+    """Collects the index, and the span of the rows in it."""
+
+    def __init__(self) -> None:
+        self._times, self._offsets, self._numbers = array("d"), array("q"), array("q")
+        self._origin: float | None = None
+        self._first, self._last = float("inf"), float("-inf")
+
+    def add(self, time: float, offset: int, number: int, is_left_out: bool = False) -> None:
+        """Adds a line. One that is left out is read, as others may wait for it."""
+        if self._origin is None:
+            self._origin = time
+        elapsed = time - self._origin  # dated times are integers, too large for a float
+        self._times.append(elapsed)
+        self._offsets.append(offset)
+        self._numbers.append(number)
+        if not is_left_out:
+            self._first, self._last = min(self._first, elapsed), max(self._last, elapsed)
+
+    def finish(self, scan: _Scan) -> None:
+        """Gives the scan its index and times, if it has rows."""
+        if self._origin is None or not scan.num_rows:
+            return
+        scan.index = _Index(self._times, self._offsets, self._numbers)
+        exact = int if isinstance(self._origin, int) else float
+        scan.first_time = self._origin + exact(self._first)
+        scan.last_time = self._origin + exact(self._last)
+        scan.head_times = array("d", scan.index.times[:SAMPLE_ROWS].tolist())
+
+
 class _Scan:
     """The result of the first pass."""
 
@@ -227,19 +257,24 @@ def _head(lines: Iterator[tuple[int, int, bytes]]) -> list[bytes]:
 def _parse(
     parser: Parser | ProgramParser, order: CallOrder | None, path: Path, number: int, line: bytes
 ) -> Sequence[ParsedRow | None]:
-    """The rows of a line, in their places in the order of calls. Raises LaterCallError."""
+    """The rows of a line, in their places in the order of calls. Raises TraceError."""
     try:
-        if isinstance(parser, Parser):
-            found: Sequence[ParsedRow | None] = (parser.parse(line),)
-        else:
-            found = parser.parse_program(line) or (None,)
-        if order is None:
-            return found
-        return [row if row is None or row is OTHER_LINE else order.place(row) for row in found]
-    except LaterCallError:
-        raise
+        return _rows_of(parser, order, line)
     except LineError as problem:
-        raise error_at(path, number, f"{problem}{cut_off(line)}") from None
+        raise error_at(path, number, f"{problem}{cut_off(line)}") from problem
+
+
+def _rows_of(
+    parser: Parser | ProgramParser, order: CallOrder | None, line: bytes
+) -> Sequence[ParsedRow | None]:
+    """Raises LineError."""
+    if isinstance(parser, Parser):
+        found: Sequence[ParsedRow | None] = (parser.parse(line),)
+    else:
+        found = parser.parse_program(line) or (None,)
+    if order is None:
+        return found
+    return [row if row is None or row is OTHER_LINE else order.place(row) for row in found]
 
 
 def _places(path: Path, parser: Parser | ProgramParser) -> list[tuple[int, int]]:
@@ -282,7 +317,7 @@ def _scan(
     the lines, in the order to read them in; without, that of the file."""
     scan = _Scan()
     order = CallOrder(parser.units_per_s, parser.block_tokens)
-    times, offsets, numbers = array("d"), array("q"), array("q")
+    unsorted = _Unsorted()
     origin: float | None = None
     last = float("-inf")
     _begin_pass(parser)
@@ -293,11 +328,15 @@ def _scan(
                 continue
             try:
                 found = _parse(parser, order, path, number, line)
-            except LaterCallError:
-                return None
+            except TraceError as error:
+                if places is None and isinstance(error.__cause__, LaterCallError):
+                    return None
+                raise
             rows = [row for row in found if row is not None]
             if not rows:
                 scan.skipped_rows += 1
+                if places is not None:
+                    unsorted.add(order.time, offset, number, is_left_out=True)
                 continue
             row = rows[0]
             if row is OTHER_LINE:
@@ -306,13 +345,11 @@ def _scan(
                     raise error_at(path, number, _not_a_log(parser, scan))
                 continue
             scan.num_rows += len(rows)
+            if keep_index:
+                unsorted.add(row.time, offset, number)
+                continue
             if origin is None:
                 origin = row.time
-            if keep_index:
-                times.append(row.time - origin)
-                offsets.append(offset)
-                numbers.append(number)
-                continue
             if row.time < last:
                 return None
             last = row.time
@@ -320,18 +357,8 @@ def _scan(
                 scan.head_times.append(row.time - origin)
     scan.has_programs, scan.needs_order = order.has_programs, order.is_needed
     scan.first_time, scan.last_time = origin or 0.0, last
-    if keep_index and origin is not None:
-        _note_index(scan, origin, _Index(times, offsets, numbers))
+    unsorted.finish(scan)
     return scan
-
-
-def _note_index(scan: _Scan, origin: float, index: _Index) -> None:
-    scan.index = index
-    # Dated times are integers, too large for a float.
-    exact = int if isinstance(origin, int) else float
-    scan.first_time = origin + exact(index.times[0])
-    scan.last_time = origin + exact(index.times[-1])
-    scan.head_times = array("d", index.times[:SAMPLE_ROWS].tolist())
 
 
 def _not_a_log(parser: Parser | ProgramParser, scan: _Scan) -> str:

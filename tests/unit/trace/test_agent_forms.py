@@ -182,16 +182,21 @@ def test_calls_that_wait_in_a_circle_or_for_none_are_named(tmp_path: Path) -> No
         opened(tmp_path, {"request_id": "a", "wait_for": ["x"], **SHAPE}, circle[0] | {"t": 1})
 
 
-def test_calls_without_tokens_are_passed_over(tmp_path: Path) -> None:
-    trace = opened(
-        tmp_path,
-        {"request_id": "a", "timestamp": 0, **SHAPE},
+@pytest.mark.parametrize("step", [1, -1])
+def test_calls_without_tokens_are_passed_over(tmp_path: Path, step: int) -> None:
+    lines = [
+        {"request_id": "z", "timestamp": 5, "input_length": 0, "output_length": 4},
+        {"request_id": "a", "timestamp": 70, **SHAPE},
         {"request_id": "b", "wait_for": ["a"], "delay": 100, "input_length": 0, "output_length": 4},
         {"request_id": "c", "wait_for": ["b"], "delay": 20, "input_length": 9, "output_length": 0},
         {"request_id": "d", "wait_for": ["c"], "delay": 3, **SHAPE},
-    )
-    assert trace.info.skipped_rows == 2
+        {"request_id": "e", "wait_for": ["z"], "delay": 80, **SHAPE},
+    ]
+    trace = opened(tmp_path, *lines[::step])
+    assert (trace.info.skipped_rows, trace.info.duration_s) == (3, pytest.approx(0.015))
     rows = {row.call: row for row in trace}
+    assert rows["a"].arrived_s == 0.0 and rows["e"].arrived_s == pytest.approx(0.015)
+    assert rows["e"].after == ()
     assert rows["d"].after == ("a",) and rows["d"].delay_s == pytest.approx(0.123)
     assert rows["d"].session == rows["a"].session == "a"  # one program
 

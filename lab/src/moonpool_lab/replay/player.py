@@ -98,6 +98,8 @@ class Player:
         began_s = monotonic()
         for number, row in enumerate(rows):
             if row.call:
+                if self._calls.drops(row):
+                    continue
                 self.programs.read(row, monotonic())
                 if not self._calls.add(row):
                     self._numbers[row.call] = number
