@@ -28,6 +28,7 @@ def admission(
     requests: Annotated[int, "Requests of each workload."] = 1200,
     runs: Annotated[int, "Simulations of the search for the best schedule, at most."] = 30,
     processes: Annotated[int, "Simulations at a time."] = 2,
+    traces_only: Annotated[bool, "Leave the generated workloads out."] = False,
     json_file: str | None,
 ) -> None:
     """Simulate all admission policies on several workloads, clusters and loads.
@@ -38,7 +39,7 @@ def admission(
     """
     from benchmarks.suite.cluster.admission import GENERATED, compare_admissions, recorded
 
-    cases = [*(recorded(trace) for trace in traces), *GENERATED]
+    cases = [*map(recorded, traces), *(() if traces_only else GENERATED)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:

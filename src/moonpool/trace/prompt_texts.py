@@ -75,8 +75,9 @@ def answer_tokens(body: dict[str, Any]) -> float | None:
     """The limit of the answer that a body of a request has; None: it has none."""
     for name in _ANSWER:
         value = body.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and 0 < value <= MAX_LENGTH_TOKENS:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if 0 < value <= MAX_LENGTH_TOKENS:
             return float(value)
     return None
 
