@@ -184,7 +184,7 @@ class Player:
         headers = self._headers if slo_class is None else _slo_headers(slo_class.slo)
         if row.call:
             self.programs.begin(row, record.arrived_s)
-            headers += _program_header(row)
+            headers += program_header(row)
         for attempt in count(1):
             receiver = CompletionReceiver(record)
             status, reason = await self._request(receiver, body, headers)
@@ -290,7 +290,7 @@ class Player:
         return b'%b%b,"max_tokens":%d%b}' % (self._head, prompt, row.output_tokens, priority)
 
 
-def _program_header(row: TraceRow) -> bytes:
+def program_header(row: TraceRow) -> bytes:
     """The program of a call, as all servers that know programs read it. Names that no header can
     have are percent-encoded, and long ones end in a digest, so that two names stay two."""
     if not row.session:
