@@ -19,7 +19,7 @@ import msgspec
 
 from moonpool.trace.programs import SESSION_BLOCK_TOKENS, block_id
 from moonpool.trace.prompt_texts import (
-    Prompt,
+    KnownPrompt,
     answer_tokens,
     body_prompt,
     message_text,
@@ -117,7 +117,7 @@ class AgentParser:
         time = row.created_time if row.timestamp is None else row.timestamp
         return UNTIMED if time is None else self._milliseconds(time)
 
-    def _prompt(self, row: AgentLine) -> tuple[Prompt, bool]:
+    def _prompt(self, row: AgentLine) -> tuple[KnownPrompt, bool]:
         """The prompt, with its blocks as far as they are known, and whether it is only what the
         row adds to its session."""
         size, adds = self.block_tokens, row.request_id is None
@@ -125,8 +125,8 @@ class AgentParser:
         if length is not None:
             num_input = whole("input_length", length)
             if row.hash_ids:
-                return Prompt(num_input, self._checked(row.hash_ids, num_input)), False
-            return Prompt(num_input, _own_blocks(row, num_input, size)), adds
+                return KnownPrompt(num_input, self._checked(row.hash_ids, num_input)), False
+            return KnownPrompt(num_input, _own_blocks(row, num_input, size)), adds
         if row.hash_ids:
             raise LineError("this row has hash_ids, but no input_length")
         if row.text_input is not None:

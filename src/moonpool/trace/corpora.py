@@ -27,7 +27,7 @@ import msgspec
 from moonpool.trace.agent_rows import Milliseconds
 from moonpool.trace.programs import SESSION_BLOCK_TOKENS, block_id
 from moonpool.trace.prompt_texts import (
-    Prompt,
+    KnownPrompt,
     answer_tokens,
     body_prompt,
     content_text,
@@ -302,9 +302,9 @@ class TurnsParser:
             raise LineError(f"timestamp is {value!r:.40}; it must be milliseconds, or a date")
         return self._milliseconds(value)
 
-    def _prompt(self, turn: dict[str, Any], system: str) -> Prompt:
+    def _prompt(self, turn: dict[str, Any], system: str) -> KnownPrompt:
         if turn.get("input_length") is not None:
-            return Prompt(_count(turn, "input_length") + text_prompt(system).num_tokens, ())
+            return KnownPrompt(_count(turn, "input_length") + text_prompt(system).num_tokens, ())
         if isinstance(turn.get("payload"), dict):
             return body_prompt(turn["payload"])
         return text_prompt(system + _turn_text(turn))

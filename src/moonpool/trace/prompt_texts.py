@@ -22,18 +22,18 @@ _MEDIA = ("image", "video", "audio", "input_", "file")
 _ANSWER = ("max_completion_tokens", "max_tokens", "max_output_tokens", "output_length")
 
 
-class Prompt(NamedTuple):
+class KnownPrompt(NamedTuple):
     """The tokens of a prompt, and the ids of its blocks; the last one may be partial."""
 
     num_tokens: int
     block_ids: tuple[int, ...]
 
 
-def text_prompt(text: str, block_tokens: int = SESSION_BLOCK_TOKENS) -> Prompt:
+def text_prompt(text: str, block_tokens: int = SESSION_BLOCK_TOKENS) -> KnownPrompt:
     """The prompt of a plain text."""
     data, width = text.encode(), BYTES_PER_TOKEN * block_tokens
     parts = (data[start : start + width] for start in range(0, len(data), width))
-    return Prompt(-(-len(data) // BYTES_PER_TOKEN), tuple(_chained(parts)))
+    return KnownPrompt(-(-len(data) // BYTES_PER_TOKEN), tuple(_chained(parts)))
 
 
 def message_text(messages: Sequence[Any], tools: Any = None) -> str:
@@ -52,13 +52,13 @@ def message_text(messages: Sequence[Any], tools: Any = None) -> str:
     return "".join(parts)
 
 
-def body_prompt(body: dict[str, Any], block_tokens: int = SESSION_BLOCK_TOKENS) -> Prompt:
+def body_prompt(body: dict[str, Any], block_tokens: int = SESSION_BLOCK_TOKENS) -> KnownPrompt:
     """The prompt of a request as it is sent: a completion, a chat, a message or a response."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
         starts = range(0, len(prompt), block_tokens)
         parts = (repr(prompt[at : at + block_tokens]).encode() for at in starts)
-        return Prompt(len(prompt), tuple(_chained(parts)))
+        return KnownPrompt(len(prompt), tuple(_chained(parts)))
     if prompt is not None:
         return text_prompt(content_text(prompt), block_tokens)
     messages = body.get("messages", body.get("input"))
