@@ -382,15 +382,18 @@ SECTIONS = (
         "Admission, simulated",
         "Requests within both SLOs, by workload, cluster and speed of replay. No schedule exceeds"
         " the bound (`moonpool oracle`); `found` is the best schedule that a search by an admission"
-        " which knows the future finds. In brackets: the shares of both.",
+        " which knows the future finds. All policies are on equal terms: an admitted request waits"
+        " before its first token until the decode batch has room, and in brackets none waits. Last:"
+        " the shares of bound and found that `goodput` has.",
         ("admission",),
-        ("", "bound", "found", "none", "baseline", "early", "predictive", "goodput"),
+        ("", "bound", "found", "none", "baseline", "early", "predictive", "goodput", "shares"),
         admission_rows,
     ),
     Section(
         "Admission on drawn workloads, simulated",
         "Requests within both SLOs of 400, by workload, cluster, SLOs on TTFT and TBT, arrivals and"
-        " load. The load is that of the scarcest resource in the oracle's least work.",
+        " load. The load is that of the scarcest resource in the oracle's least work. All policies"
+        " wait for the decode batch; in brackets none does.",
         ("admission-workloads",),
         ("", "none", "baseline", "early", "predictive", "goodput"),
         admission_workload_rows,

@@ -37,8 +37,12 @@ def start_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
+_ADMISSIONS = ("none", "baseline", "early", "predictive", "goodput")
+_NO_WAIT = " (no wait)"
+
+
 def admission_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of simulated effective requests of each admission policy."""
+    """Rows of simulated effective requests of each admission policy, on equal terms."""
     for row in found["rows"]:
         effective, bound, best = row["effective"], row["bound"], row["best_schedule"]
         goodput = effective["goodput"]
@@ -46,21 +50,26 @@ def admission_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             f"{row['workload']}, {row['speed']:g} x",
             f"{bound:,} of {row['requests']:,}",
             f"{best:,}",
-            *(f"{effective[name]:,}" for name in ("none", "baseline", "early", "predictive")),
-            f"{goodput:,} ({goodput / max(bound, 1):.0%}, {goodput / max(best, 1):.0%})",
+            *_with_and_without_wait(effective),
+            f"{goodput / max(bound, 1):.0%}, {goodput / max(best, 1):.0%}",
         )
 
 
 def admission_workload_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Rows of simulated effective requests of each admission policy, and their sums."""
-    names = ("none", "baseline", "early", "predictive", "goodput")
     for row in found["rows"]:
         slos = f"{row['slo_ttft_s']:g} s, {row['slo_tbt_s']:g} s"
         yield (
             f"{row['workload']}, {row['cluster']}, {slos}, {row['arrivals']}, {row['load']:g}",
-            *(f"{row['effective'][name]:,}" for name in names),
+            *_with_and_without_wait(row["effective"]),
         )
-    yield ("sum", *(f"{found['summary']['sum'][name]:,}" for name in names))
+    yield ("sum", *_with_and_without_wait(found["summary"]["sum"]))
+
+
+def _with_and_without_wait(effective: dict[str, int]) -> Iterator[str]:
+    """Figures of all policies with the wait for a decode batch, and in brackets without it."""
+    for name in _ADMISSIONS:
+        yield f"{effective[name]:,} ({effective[name + _NO_WAIT]:,})"
 
 
 def colocated_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:

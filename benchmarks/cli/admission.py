@@ -11,6 +11,7 @@ import click
 from benchmarks.cli.annotated import Seed, options
 from moonpool.cli.options import json_option
 from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.config.tables import ADMISSIONS
 
 
 @click.command()
@@ -27,16 +28,18 @@ def admission(
     requests: Annotated[int, "Requests of each workload."] = 1200,
     runs: Annotated[int, "Simulations of the search for the best schedule, at most."] = 30,
     processes: Annotated[int, "Simulations at a time."] = 2,
+    traces_only: Annotated[bool, "Leave the generated workloads out."] = False,
     json_file: str | None,
 ) -> None:
     """Simulate all admission policies on several workloads, clusters and loads.
 
-    Each figure is the number of requests within both SLOs. The bound is what no schedule exceeds,
-    and the next figure the best schedule that a search finds by knowing the future.
+    All on equal terms: with the wait for a decode batch, and without it. Each figure is the number
+    of requests within both SLOs. The bound is what no schedule exceeds, and the next figure the
+    best schedule that a search finds by knowing the future.
     """
     from benchmarks.suite.cluster.admission import GENERATED, compare_admissions, recorded
 
-    cases = [*(recorded(trace) for trace in traces), *GENERATED]
+    cases = [*map(recorded, traces), *(() if traces_only else GENERATED)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -84,7 +87,8 @@ def admission_workloads(
     """Simulate all admission policies on workloads that chance draws.
 
     A workload is a kind of requests, a cluster, SLOs, a pattern of arrivals and a load from 0.3 to
-    4 times the capacity. Each figure is the number of requests within both SLOs.
+    4 times the capacity. Each figure is the number of requests within both SLOs, where all wait for
+    a decode batch; the last line has the sums without that wait.
     """
     from benchmarks.suite.cluster.admission_workloads import (
         AdmissionDraw,
@@ -111,7 +115,7 @@ def admission_workloads(
 def _print_draw(row: dict[str, Any], first: bool) -> None:
     from benchmarks.suite.cluster.admission_workloads import LOST, loss
 
-    policies = row["effective"]
+    policies = {name: row["effective"][name] for name in ADMISSIONS}
     if first:
         names = "".join(f" {name:>10s}" for name in policies)
         click.echo(f"{'':3s} {'workload, cluster, SLOs, arrivals, load':76s}{names} {'lost':>7s}")
@@ -126,8 +130,11 @@ def _print_draw(row: dict[str, Any], first: bool) -> None:
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
-    sums = "".join(f" {count:10,d}" for count in summary["sum"].values())
-    click.echo(f"{'':3s} {'sum':76s}{sums}")
+    from moonpool_lab.oracle.search import WITHOUT_WAIT
+
+    for what, mark in (("sum", ""), ("sum without the wait", WITHOUT_WAIT)):
+        sums = "".join(f" {summary['sum'][name + mark]:10,d}" for name in ADMISSIONS)
+        click.echo(f"{'':3s} {what:76s}{sums}")
     click.echo(
         f"goodput serves over 1 % less than the best other policy in {summary['lost_rows']} of"
         f" {summary['rows']} rows, at worst {summary['worst_loss']:.1%} less. The best others have"

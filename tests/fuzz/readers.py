@@ -132,6 +132,34 @@ TRACES = (
         b'"output_length": 4, "type": "text", "turn": 1, "hash_ids": [3]}\n'
     ),
 )
+AGENTS = (
+    (
+        b'{"session_id": "a", "text_input": "x y", "output_length": 5.0, "tenant": null}\n'
+        b'{"session_id": "a", "input_length": 70.0, "output_length": 5, "delay": 2.5}\n'
+        b'{"session_id": "b", "messages": [{"role": "user", "content": [{"text": "q"}]}]}\n'
+        b'{"session_id": "c", "payload": {"prompt": [1, 2], "max_tokens": 3}}\n'
+    ),
+    b'{"session_id": "a", "turns": [{"text": "x"}, {"texts": ["y"], "delay": 3}]}\n',
+    (
+        b'{"request_id": "b", "wait_for": ["a"], "input_length": 9, "output_length": 2}\n'
+        b'{"request_id": "a", "timestamp": 5, "input_length": 9, "output_length": 2}\n'
+    ),
+    (
+        b'{"schema": "dynamo.agentic_mooncake", "version": 2, "block_size": 16}\n'
+        b'{"request_id": "b", "play_id": "p", "session_id": "s", "input_tokens": 9, '
+        b'"output_tokens": 2, "hash_ids": [1], "not_before_ms": 1, "dependencies": '
+        b'[{"request_id": "a", "trigger": "dispatch", "delay_ms": 2}]}\n'
+        b'{"request_id": "a", "play_id": "p", "input_length": 9, "output_length": 2}\n'
+    ),
+    (
+        b'{"id": "w", "block_size": 4, "requests": [{"t": 0, "in": 5, "out": 2, "hash_ids": [1]}, '
+        b'{"type": "subagent", "requests": [{"t": 1, "in": 5, "out": 2}]}]}\n' * 2
+    ),
+    (
+        b'{"trace_id": "t", "spans": [{"start_time": "2026-01-01T00:00:00Z", "end_time": null, '
+        b'"attributes": {"gen_ai.usage.input_tokens": 9, "gen_ai.usage.output_tokens": "2"}}]}\n'
+    ),
+)
 LOGS = (
     (
         b'{"startTime": 1714564800.5, "endTime": 1714564805, "prompt_tokens": 30, '
@@ -508,7 +536,7 @@ READERS = (
     Reader("ssd-slot", _slot_samples, _read_slot, ()),
     Reader("ssd-index", _index_samples, _read_index, (FormatError,)),
     Reader("ssd-folder", _folder_samples, _read_folder, (StoreError,)),
-    Reader("trace", lambda: list(TRACES), _read_trace, (TraceError,)),
+    Reader("trace", lambda: [*TRACES, *AGENTS], _read_trace, (TraceError,)),
     Reader("trace-log", lambda: list(LOGS), _read_trace, (TraceError,)),
     Reader("trace-profile", _profiles, _read_profile, (TraceError,)),
     Reader("config", lambda: [CONFIG_TOML], _read_text(parse_config), (ConfigError,)),

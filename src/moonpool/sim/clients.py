@@ -61,6 +61,8 @@ class Clients:
         for arrival in self._arrivals:
             if not arrival.call:
                 break
+            if self._loop.drops(arrival):
+                continue
             self.figures.read(arrival, self._clock.now)
             if self._loop.add(arrival):
                 break

@@ -32,6 +32,20 @@ class _Program:
     keys: set[Any] = field(default_factory=set)  # blocks that were computed for it
     sessions: list[str] = field(default_factory=list)
 
+    def take(self, inner: _Program) -> None:
+        """Adds what was noted for a part of it, as long as that was held for a program."""
+        if inner.num_calls:
+            self.began_s = min(self.began_s, inner.began_s) if self.num_calls else inner.began_s
+        self.ended_s = max(self.ended_s, inner.ended_s)
+        self.lost_s += inner.lost_s
+        self.num_open += inner.num_open
+        self.num_calls += inner.num_calls
+        self.failed |= inner.failed
+        self.input_tokens += inner.input_tokens
+        self.recomputed_tokens += inner.recomputed_tokens
+        self.keys |= inner.keys
+        self.sessions += inner.sessions
+
 
 class ProgramFigures:
     """Figures of the programs that have ended; memory holds those under way."""
@@ -121,6 +135,11 @@ class ProgramFigures:
         if session not in self._roots:
             self._roots[session] = root
             program.sessions.append(session)
+            # Its sub-agents were read before it, which has a parent, too.
+            inner = self._programs.pop(session, None) if session != root else None
+            if inner is not None:
+                program.take(inner)
+                self._roots |= dict.fromkeys(inner.sessions, root)
         return program
 
     def _with_failed(self) -> dict[str, float]:

@@ -49,8 +49,17 @@ class ClosedLoop(Generic[T]):
 
     def __init__(self) -> None:
         self._open: dict[str, list[_Waiting[T]]] = {}  # by call: those that wait for it
+        self._failed: set[str] = set()
         self.num_dropped = 0  # calls of programs that were given up
         self.num_waiting = 0
+
+    def drops(self, call: T) -> bool:
+        """Whether a call that was read now never starts: one that it waits for has failed before.
+        It is not added then."""
+        if self._failed.isdisjoint(call.after):
+            return False
+        self._failed.add(call.call)
+        return True
 
     def add(self, call: T) -> bool:
         """Notes that a call was read. Whether it starts at its own time."""
@@ -79,7 +88,9 @@ class ClosedLoop(Generic[T]):
         """Notes that a call has failed for good, and so have all that wait for it."""
         failed = deque([call])
         while failed:
-            for waiting in self._open.pop(failed.popleft(), ()):
+            name = failed.popleft()
+            self._failed.add(name)
+            for waiting in self._open.pop(name, ()):
                 if waiting.num_missing > 0:
                     waiting.num_missing = -1  # never
                     self.num_waiting -= 1

@@ -5,14 +5,18 @@
   folder of them into one file. They have no times of their own: all begin at once, unless a run is
   told how many run at a time.
 * Sessions of OpenTelemetry spans, as llm-d's and LMCache's agentic traces are: the spans that have
-  tokens are calls, and a call waits for those that had ended when it began.
+  tokens are calls, and a call waits for those that had ended when it began. A session begins at the
+  time of its first call.
+* AIPerf's conversations, with the text of each of their `turns`.
 
 Blocks of one conversation are its own, but for the definitions of tools: Weka's conversations whose
-definitions are equally long share them.
+definitions are equally long share them. Weka's corpora whose `hash_id_scope` is "global" share all
+equal ids. Two lines with one name, as of two files, are two programs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from math import isfinite
@@ -20,7 +24,16 @@ from typing import Any
 
 import msgspec
 
-from moonpool.trace.programs import SESSION_BLOCK_TOKENS, block_id, text_blocks
+from moonpool.trace.agent_rows import Milliseconds
+from moonpool.trace.programs import SESSION_BLOCK_TOKENS, block_id
+from moonpool.trace.prompt_texts import (
+    KnownPrompt,
+    answer_tokens,
+    body_prompt,
+    content_text,
+    message_text,
+    text_prompt,
+)
 from moonpool.trace.row import MAX_LENGTH_TOKENS, UNTIMED, LineError, ParsedRow, damage
 from moonpool.types import MALFORMED
 
@@ -46,6 +59,23 @@ def is_spans(first: dict[str, Any]) -> bool:
     return isinstance(first.get("spans"), list)
 
 
+def is_turns(first: dict[str, Any]) -> bool:
+    """Whether a file's first object is one of AIPerf's conversations."""
+    return isinstance(first.get("turns"), list)
+
+
+class _Names:
+    """Gives the programs of a file names that no two of them share."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def take(self, name: str) -> str:
+        self._counts[name] += 1
+        count = self._counts[name]
+        return name if count == 1 else self.take(f"{name}~{count}")
+
+
 class WekaParser:
     """One conversation per line."""
 
@@ -59,6 +89,10 @@ class WekaParser:
         self.block_tokens = _count(first, "block_size")
         if not self.block_tokens:
             raise LineError("block_size is 0; it must be the number of tokens of a block")
+        self._names = _Names()
+
+    def begin(self) -> None:
+        self._names = _Names()
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""
@@ -68,8 +102,10 @@ class WekaParser:
                 f"block_size is {whole.get('block_size')!r:.40}, in the first line it is"
                 f" {self.block_tokens}"
             )
-        name = str(whole.get("id") or block_id(line))
+        name = self._names.take(str(whole.get("id") or block_id(line)))
         num_shared = _count(whole, "tool_tokens", 0) // self.block_tokens
+        if whole.get("hash_id_scope") == "global":
+            num_shared = MAX_LENGTH_TOKENS
         rows: list[ParsedRow] = []
         self._add(rows, _list(whole, "requests"), name, "", (), num_shared, 0)
         return rows
@@ -97,7 +133,7 @@ class WekaParser:
                 child = f"{session}/{request.get('agent_id') or number}.{number}"
                 begun = (last,) if last else after
                 ended = self._add(rows, inner, child, session, begun, num_shared, depth + 1)
-                if ended:
+                if ended and request.get("status") != "async_launched":
                     waits_for = (*waits_for, ended)
                 continue
             num_input, num_output = _count(request, "in"), _count(request, "out")
@@ -129,10 +165,12 @@ class WekaParser:
         self, request: dict[str, Any], num_tokens: int, session: str, num_shared: int
     ) -> tuple[int, ...]:
         """The ids of a prompt's blocks, in the whole corpus."""
-        ids = request.get("hash_ids")
+        ids = request.get("hash_ids") or []
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
             raise LineError(f"hash_ids of a request of {session} is not a list of integers")
         num_blocks = -(-num_tokens // self.block_tokens)
+        if not ids:  # then the prompts of its agent go on from one to the next
+            return tuple(block_id(f"{session}//{i}".encode()) for i in range(num_blocks))
         if len(ids) < num_tokens // self.block_tokens or len(ids) > num_blocks:
             raise LineError(
                 f"{len(ids)} hash_ids for {num_tokens} tokens in blocks of {self.block_tokens}"
@@ -146,7 +184,7 @@ class WekaParser:
 
 
 class SpansParser:
-    """One session of OpenTelemetry spans per line, or its `turns`."""
+    """One session of OpenTelemetry spans per line."""
 
     format = "spans"
     header_lines = 0
@@ -154,10 +192,17 @@ class SpansParser:
     block_tokens = SESSION_BLOCK_TOKENS
     ignored: tuple[str, ...] = ()
 
+    def __init__(self) -> None:
+        self._names = _Names()
+
+    def begin(self) -> None:
+        self._names = _Names()
+
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""
         whole = _object(line)
-        name = str(whole.get("trace_id") or whole.get("session_id") or block_id(line))
+        named = whole.get("trace_id") or whole.get("session_id") or block_id(line)
+        name = self._names.take(str(named))
         calls = sorted(_calls(_list(whole, "spans")), key=lambda call: call[:2])
         rows: list[ParsedRow] = []
         ends: list[float] = []
@@ -169,7 +214,7 @@ class SpansParser:
             num_input, num_output = _tokens(attributes, _INPUT), _tokens(attributes, _OUTPUT)
             rows.append(
                 ParsedRow(
-                    UNTIMED,
+                    UNTIMED if waits_for else calls[0][0],  # its program's
                     num_input,
                     num_output,
                     self._blocks(name, attributes, num_input),
@@ -191,7 +236,7 @@ class SpansParser:
         if found is None:
             return tuple(block_id(f"{name}/{i}".encode()) for i in range(num_blocks))
         text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
-        ids = text_blocks(text)[0] or (block_id(name.encode()),)
+        ids = text_prompt(text).block_ids or (block_id(name.encode()),)
         # The text is as long as the tokens say, whatever a token has of it.
         per_block = len(ids) / num_blocks
         return tuple(
@@ -200,6 +245,84 @@ class SpansParser:
             else block_id(f"{name}/{i}".encode())
             for i in range(num_blocks)
         )
+
+
+class TurnsParser:
+    """One conversation of AIPerf's per line. A turn adds its text to the prompt and the answer
+    before it, and starts `delay` milliseconds after that answer; without one, as long after it as
+    their timestamps are apart."""
+
+    format = "turns"
+    header_lines = 0
+    units_per_s = 1000.0
+    block_tokens = SESSION_BLOCK_TOKENS
+    ignored: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._milliseconds = Milliseconds()
+
+    def begin(self) -> None:
+        """Nothing: a conversation may go on in another line."""
+
+    def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
+        """Raises LineError."""
+        whole = _object(line)
+        name = str(whole.get("session_id") or whole.get("trace_id") or block_id(line))
+        rows: list[ParsedRow] = []
+        system, last = "", UNTIMED
+        for number, turn in enumerate(_list(whole, "turns")):
+            if not isinstance(turn, dict):
+                raise LineError(f"turn {number + 1} of {name} is no object")
+            if turn.get("role") == "system" and not rows:
+                system += _turn_text(turn)
+                continue
+            delay_ms, time = _seconds(turn, "delay"), self._time(turn.get("timestamp"))
+            if delay_ms is None and UNTIMED not in (last, time):
+                delay_ms = max(time - last, 0.0)
+            last = time
+            prompt, system = self._prompt(turn, system), ""
+            rows.append(
+                ParsedRow(
+                    UNTIMED if rows else time,
+                    prompt.num_tokens,
+                    self._answer(turn),
+                    prompt.block_ids,
+                    name,
+                    delay_s=None if delay_ms is None else delay_ms / 1000.0,
+                    adds="payload" not in turn,
+                )
+            )
+        return rows
+
+    def _time(self, value: Any) -> float:
+        if value is None:
+            return UNTIMED
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not isinstance(value, str) and not (is_number and 0 <= value < float("inf")):
+            raise LineError(f"timestamp is {value!r:.40}; it must be milliseconds, or a date")
+        return self._milliseconds(value)
+
+    def _prompt(self, turn: dict[str, Any], system: str) -> KnownPrompt:
+        if turn.get("input_length") is not None:
+            return KnownPrompt(_count(turn, "input_length") + text_prompt(system).num_tokens, ())
+        if isinstance(turn.get("payload"), dict):
+            return body_prompt(turn["payload"])
+        return text_prompt(system + _turn_text(turn))
+
+    def _answer(self, turn: dict[str, Any]) -> int:
+        if turn.get("output_length") is not None:
+            return _count(turn, "output_length")
+        inner = turn.get("extra") or turn.get("payload")
+        found = answer_tokens(turn) or answer_tokens(inner if isinstance(inner, dict) else {})
+        return int(found or 1)
+
+
+def _turn_text(turn: dict[str, Any]) -> str:
+    """The text of a turn: `text`, `texts`, or messages as in a chat."""
+    if isinstance(turn.get("messages"), list):
+        return message_text(turn["messages"], turn.get("tools"))
+    parts = turn.get("text", turn.get("texts", turn.get("content")))
+    return content_text(parts)
 
 
 def _is_waited_for(rows: list[ParsedRow], place: int, among: list[int]) -> bool:
@@ -222,7 +345,10 @@ def _calls(spans: list[Any]) -> Iterator[tuple[float, float, dict[str, Any], dic
         attributes = {**span, **attributes}
         if not _tokens(attributes, _INPUT) or not _tokens(attributes, _OUTPUT):
             continue
-        begin_s, end_s = _instant(span, _BEGIN), _instant(span, _END)
+        begin_s = _instant(span, _BEGIN)
+        # One that never ended was waited for by none; those after it follow its beginning.
+        has_end = any(span.get(name) not in (None, "", 0, "0") for name in _END)
+        end_s = _instant(span, _END) if has_end else begin_s
         yield begin_s, max(end_s, begin_s), span, attributes
 
 
@@ -234,8 +360,10 @@ def _plain(value: Any) -> Any:
 def _tokens(attributes: dict[str, Any], names: Sequence[str]) -> int:
     value = next((attributes[name] for name in names if attributes.get(name) is not None), 0)
     try:
-        number = int(value)
-    except (TypeError, ValueError):
+        if isinstance(value, bool) or not float(value).is_integer():
+            raise ValueError
+        number = int(float(value))
+    except (TypeError, ValueError, OverflowError):
         raise LineError(f"{names[0]} is {value!r:.40}; it must be an integer") from None
     if not 0 <= number <= MAX_LENGTH_TOKENS:
         raise LineError(f"{names[0]} is {number}; it must be between 0 and {MAX_LENGTH_TOKENS}")
@@ -289,6 +417,6 @@ def _seconds(fields: dict[str, Any], name: str) -> float | None:
     value = fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
-        raise LineError(f"{name} is {value!r:.40}; it must be seconds, 0 or more")
-    return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e12:
+        raise LineError(f"{name} is {value!r:.40}; it must be seconds")
+    return max(float(value), 0.0)  # clocks that were set back leave negative durations

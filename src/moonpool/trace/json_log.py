@@ -206,6 +206,11 @@ def json_object(line: bytes) -> dict[str, Any] | None:
         return None
 
 
+def is_request(fields: dict[str, Any]) -> bool:
+    """Whether a line of a log says when a request came and how many tokens it had."""
+    return _place_of(_objects(fields)) is not None
+
+
 def _objects(fields: dict[str, Any]) -> Objects:
     """The object and those in it, breadth first."""
     found: Objects = [((), fields)]

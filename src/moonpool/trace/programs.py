@@ -2,7 +2,8 @@
 
 A row of a program has no time of its own: it starts when the rows that it waits for have ended and
 its tools have run. Rows are read in the order in which their programs begin, so that a row is known
-before those are over that it waits for; `CallOrder.place` gives it the time of its program.
+before those are over that it waits for; `CallOrder.place` gives it the time of its program. A row
+without a prompt or an answer is left out, and what waits for it waits for what it waited for.
 
 A file may name the calls (`wait_for`), or only the session: then each row waits for the one before
 it. Where a file tells when answers ended, as logs do, tools ran for the time from the end of one
@@ -17,7 +18,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from moonpool.trace.row import MAX_LENGTH_TOKENS, UNTIMED, LineError, ParsedRow, TraceRow
+from moonpool.trace.row import (
+    MAX_LENGTH_TOKENS,
+    UNTIMED,
+    LaterCallError,
+    LineError,
+    ParsedRow,
+    TraceRow,
+)
 
 SESSION_BLOCK_TOKENS = 64
 """Block size of sessions whose file names no blocks."""
@@ -28,55 +36,110 @@ class _Session:
     """What is known of an agent: its last call, and its context as far as a file gives parts."""
 
     time: float
+    parent: str = ""
     call: str = ""
     ended: float | None = None
     num_calls: int = 0
     num_tokens: int = 0  # prompt and answer of its last call
+    pause_s: float = 0.0  # before calls that were left out since its last one
     blocks: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that the file itself names. What waits for one that is left out waits for those in
+    `after` instead, and `delay_s` longer."""
+
+    time: float
+    session: str
+    after: tuple[str, ...]
+    delay_s: float
+    is_left_out: bool
+
+
 class CallOrder:
-    """Reads the rows of a file in the file's order, or in that of `time`, once."""
+    """Reads the rows of a file in an order in which none waits for a later one, once."""
 
-    def __init__(self, units_per_s: float) -> None:
+    def __init__(
+        self,
+        units_per_s: float,
+        block_tokens: int = SESSION_BLOCK_TOKENS,
+        has_programs: bool = False,
+    ) -> None:
+        """`has_programs`: as a former pass has found. A call without a session is then the first of
+        a session of its own."""
         self._units_per_s = units_per_s
+        self._block_tokens = block_tokens or SESSION_BLOCK_TOKENS
+        self._all_have_sessions = has_programs
         self._sessions: dict[str, _Session] = {}
-        self._named: dict[str, float] = {}  # calls that the file itself names, and their times
+        self._named: dict[str, _Call] = {}
+        self.time = 0.0
+        """Of the row that was placed last, also if it was left out."""
         self.has_programs = False
+        self.is_needed = False
+        """Whether the lines alone do not tell each row's time, prompt and calls before it."""
 
-    def place(self, row: ParsedRow) -> ParsedRow:
+    def place(self, row: ParsedRow) -> ParsedRow | None:
         """The row with its time, its call, what it waits for, its delay, and with its whole prompt
-        if it only gave a part of it. Raises LineError."""
+        if it only gave a part of it. None: it has no prompt or no answer. Raises LineError."""
         if not row.session and not row.call:
             if row.time == UNTIMED:
                 raise LineError("this row has neither a timestamp nor a session_id or request_id")
-            return row
+            self.time = row.time
+            return self._kept(row)
         session = self._sessions.get(row.session) if row.session else None
         after, delay_s = self._waits_for(row, session)
-        times = [self._named[call] for call in row.after]
-        if session is not None and after:
-            times.append(session.time)
-        time = max(times, default=row.time if row.time != UNTIMED else 0.0)
+        self.time = time = self._time(row, session, after)
         if after:
             self.has_programs = True
-        elif row.time != UNTIMED:
-            time = row.time
+        self.is_needed |= bool(after) or row.adds or row.time == UNTIMED
         return self._note(row, session, time, after, delay_s)
+
+    def _kept(self, row: ParsedRow) -> ParsedRow | None:
+        if row.input_tokens and row.output_tokens:
+            return row
+        self.is_needed = True
+        return None
 
     def _waits_for(self, row: ParsedRow, session: _Session | None) -> tuple[tuple[str, ...], float]:
         """The calls that the row waits for, and how long its tools run then."""
-        for call in row.after:
-            if call not in self._named:
-                raise LineError(f"it waits for the call {call!r:.60}, which no line before it has")
-        if row.after:
-            return row.after, row.delay_s or 0.0
+        if row.after or row.alongside:
+            return self._named_by(row)
         if session is None or not session.call:
             return (), 0.0
-        if row.delay_s is not None or row.time == UNTIMED:
-            return (session.call,), row.delay_s or 0.0
+        # A row with a name of its own says what it waits for.
+        if row.delay_s is not None or (row.time == UNTIMED and not row.call):
+            return (session.call,), (row.delay_s or 0.0) + session.pause_s
         if session.ended is None or row.time < session.ended:
             return (), 0.0
         return (session.call,), (row.time - session.ended) / self._units_per_s
+
+    def _named_by(self, row: ParsedRow) -> tuple[tuple[str, ...], float]:
+        """The calls that a row names. One that starts alongside others waits for what they waited
+        for, and so does one that waits for a call that is left out."""
+        found: dict[str, None] = {}
+        earlier_s = 0.0
+        for name in row.after or row.alongside:
+            call = self._named.get(name)
+            if call is None:
+                raise LaterCallError(f"it waits for the call {name!r:.60}, which no line has")
+            if row.after and not call.is_left_out:
+                found[name] = None
+                continue
+            found |= dict.fromkeys(call.after)
+            earlier_s = max(earlier_s, call.delay_s)
+        return tuple(found), (row.delay_s or 0.0) + earlier_s
+
+    def _time(self, row: ParsedRow, session: _Session | None, after: tuple[str, ...]) -> float:
+        """When the row's program begins; of one that waits for nothing, when it starts itself."""
+        if row.time != UNTIMED and not after:
+            return row.time
+        times = [self._named[name].time for name in (*row.after, *row.alongside)]
+        if session is not None and after:
+            times.append(session.time)
+        if not times:
+            return row.time if row.time != UNTIMED else 0.0
+        return max(times) + (0.0 if after else (row.delay_s or 0.0) * self._units_per_s)
 
     def _note(
         self,
@@ -85,65 +148,76 @@ class CallOrder:
         time: float,
         after: tuple[str, ...],
         delay_s: float,
-    ) -> ParsedRow:
+    ) -> ParsedRow | None:
         """Notes the row as the last one of its session, and returns it as it is placed."""
+        name = self._session_of(row)
         if session is None:
-            session = _Session(time)
+            session = _Session(time, row.parent or self._parent_of(row, name))
             if row.session:
                 self._sessions[row.session] = session
-        session.num_calls += 1
-        session.time, session.ended = time, row.ended
-        session.call = call = row.call or f"{row.session}#{session.num_calls}"
-        if row.call:
-            if row.call in self._named:
-                raise LineError(f"another row has the request_id {row.call!r:.60}")
-            self._named[call] = time
         num_tokens = row.input_tokens
-        if row.adds and after:
+        if row.adds:
             num_tokens += session.num_tokens
         if num_tokens > MAX_LENGTH_TOKENS:
             raise LineError(f"the prompts of its session add up to {num_tokens:,} tokens")
-        session.num_tokens = num_tokens + row.output_tokens
+        is_left_out = not num_tokens or not row.output_tokens
+        if row.call:
+            if row.call in self._named:
+                raise LineError(
+                    f"another row has the request_id {row.call!r:.60}; if the file was put together"
+                    " of several, give the ids of each a prefix of their own"
+                )
+            self._named[row.call] = _Call(time, name, after, delay_s, is_left_out)
+        if row.adds:
+            session.num_tokens = num_tokens + (0 if is_left_out else row.output_tokens)
         ids = row.hash_ids
         if row.adds and row.session:
-            ids = _blocks(session, row, num_tokens)
+            ids = self._blocks(session, row, num_tokens)
+        if is_left_out:
+            session.pause_s = delay_s if after else 0.0
+            self.is_needed = True
+            return None
+        session.num_calls += 1
+        session.time, session.ended, session.pause_s = time, row.ended, 0.0
+        session.call = call = row.call or f"{row.session}#{session.num_calls}"
         return row._replace(
             time=time,
             input_tokens=num_tokens,
             hash_ids=ids,
+            session=name if row.session or after or self._all_have_sessions else "",
             call=call,
             after=after,
             delay_s=delay_s,
+            parent=row.parent or session.parent,
         )
 
+    def _session_of(self, row: ParsedRow) -> str:
+        """A call without a session belongs to that of the first call that it names."""
+        return row.session or self._session_before(row) or row.call
 
-def _blocks(session: _Session, row: ParsedRow, num_tokens: int) -> tuple[int, ...]:
-    """Ids of a prompt that goes on after the last one of its session. Its `hash_ids` are those of
-    the text that it begins with, as far as that is known."""
-    blocks, num_blocks = session.blocks, -(-num_tokens // SESSION_BLOCK_TOKENS)
-    if not blocks:
-        blocks.extend(row.hash_ids[: row.input_tokens // SESSION_BLOCK_TOKENS])
-    for number in range(len(blocks), num_blocks):
-        blocks.append(block_id(f"{row.session}/{number}".encode()))
-    return tuple(blocks[:num_blocks])
+    def _parent_of(self, row: ParsedRow, session: str) -> str:
+        """An agent that begins after a call of another one is a sub-agent of that one."""
+        before = self._session_before(row)
+        return "" if before == session else before
+
+    def _session_before(self, row: ParsedRow) -> str:
+        names = row.after or row.alongside
+        return self._named[names[0]].session if names else ""
+
+    def _blocks(self, session: _Session, row: ParsedRow, num_tokens: int) -> tuple[int, ...]:
+        """Ids of a prompt that goes on after the last one of its session. Its `hash_ids` are those
+        of the text that it begins with, as far as that is known."""
+        blocks, num_blocks = session.blocks, -(-num_tokens // self._block_tokens)
+        if not blocks:
+            blocks.extend(row.hash_ids[: row.input_tokens // self._block_tokens])
+        for number in range(len(blocks), num_blocks):
+            blocks.append(block_id(f"{row.session}/{number}".encode()))
+        return tuple(blocks[:num_blocks])
 
 
 def block_id(name: bytes) -> int:
     """The id of a block by a name that no other block has."""
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
-
-
-def text_blocks(text: str) -> tuple[tuple[int, ...], int]:
-    """Ids of a text's blocks, and its tokens: one for four bytes, as no tokenizer is known. Equal
-    beginnings have equal ids."""
-    data = text.encode()
-    num_tokens = -(-len(data) // 4)
-    width, digest = 4 * SESSION_BLOCK_TOKENS, b""
-    ids = []
-    for start in range(0, len(data), width):
-        digest = hashlib.blake2b(digest + data[start : start + width], digest_size=16).digest()
-        ids.append(block_id(digest))
-    return tuple(ids), num_tokens
 
 
 def in_program_order(rows: Iterable[TraceRow]) -> list[TraceRow]:

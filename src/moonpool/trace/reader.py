@@ -3,7 +3,8 @@
 The reader passes over a file twice. The first pass checks every row, so that no run of an hour ends
 at a bad line, and finds what needs the whole file: its start, its ticks, whether it is sorted. The
 second pass yields the rows. Memory does not grow with a sorted file; of an unsorted one an index
-(time, byte offset, line number) is kept, 24 bytes per row.
+(time, byte offset, line number) is kept, 24 bytes per row. If rows of agents wait for later lines,
+a third pass finds an order first (`later_calls`).
 
 Ticks: some publishers round times. Mooncake's conversation trace is rounded to 3 s; replayed as it
 is, it would measure bursts of ten. Rows of one tick are therefore spread evenly over it.
@@ -23,13 +24,17 @@ from typing import BinaryIO, Literal, get_args
 
 from moonpool.config.tables import is_own_policy
 from moonpool.plugins.objects import installed_names, own_name
+from moonpool.trace.agent_graphs import GraphParser
+from moonpool.trace.agent_rows import AgentParser
 from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.jsonl import jsonl_parser
+from moonpool.trace.later_calls import CallGraph, RowError
 from moonpool.trace.own_format import KEY as OWN_FORMAT
 from moonpool.trace.own_format import OwnParser
 from moonpool.trace.programs import CallOrder
 from moonpool.trace.row import (
     OTHER_LINE,
+    LaterCallError,
     LineError,
     ParsedRow,
     Parser,
@@ -43,11 +48,16 @@ from moonpool.trace.vllm_log import VllmLogParser, is_vllm_log
 
 TraceFormat = Literal["auto", "mooncake", "bailian", "azure", "burstgpt", "vidur", "log", "vllm"]
 LOG_PARSERS = (JsonLogParser, VllmLogParser)
+NAMING_PARSERS = (AgentParser, GraphParser, OwnParser)
+"""Their rows may name later ones."""
 _JSONL = ("mooncake", "bailian")
 _HEAD_ROWS = 100  # rows that decide between seconds and milliseconds
+_HEAD_BYTES = 32 << 20  # fewer rows decide if they are long
 
 MAX_LINE_BYTES = 8 << 20
 """Longer than any row: a million block ids of seven digits each."""
+MAX_PROGRAM_BYTES = 256 << 20
+"""Longer than any line with a whole program: a thousand calls with a million tokens each."""
 MAX_OTHER_LINES, OTHER_LINES_PER_ROW = 10_000, 100
 """A log with more lines that are no requests is another kind of file."""
 SAMPLE_ROWS = 8192
@@ -83,6 +93,36 @@ class _Index:
         self.numbers = np.frombuffer(numbers, dtype=np.int64)[order]
 
 
+class _Unsorted:
+    """Collects the index, and the span of the rows in it."""
+
+    def __init__(self) -> None:
+        self._times, self._offsets, self._numbers = array("d"), array("q"), array("q")
+        self._origin: float | None = None
+        self._first, self._last = float("inf"), float("-inf")
+
+    def add(self, time: float, offset: int, number: int, is_left_out: bool = False) -> None:
+        """Adds a line. One that is left out is read, as others may wait for it."""
+        if self._origin is None:
+            self._origin = time
+        elapsed = time - self._origin  # dated times are integers, too large for a float
+        self._times.append(elapsed)
+        self._offsets.append(offset)
+        self._numbers.append(number)
+        if not is_left_out:
+            self._first, self._last = min(self._first, elapsed), max(self._last, elapsed)
+
+    def finish(self, scan: _Scan) -> None:
+        """Gives the scan its index and times, if it has rows."""
+        if self._origin is None or not scan.num_rows:
+            return
+        scan.index = _Index(self._times, self._offsets, self._numbers)
+        exact = int if isinstance(self._origin, int) else float
+        scan.first_time = self._origin + exact(self._first)
+        scan.last_time = self._origin + exact(self._last)
+        scan.head_times = array("d", scan.index.times[:SAMPLE_ROWS].tolist())
+
+
 class _Scan:
     """The result of the first pass."""
 
@@ -95,6 +135,7 @@ class _Scan:
         self.index: _Index | None = None
         self.head_times = array("d")
         self.has_programs = False
+        self.needs_order = False  # the lines alone do not tell times and prompts
 
 
 def open_trace(
@@ -119,7 +160,10 @@ def open_trace(
     if limit is not None and limit < 1:
         raise TraceError(f"a limit of {limit} rows leaves none; use 1 or more")
     parser: Parser | ProgramParser = own_parser(format) or _parser_for(path, format)
-    scan = _scan(path, parser, keep_index=False) or _scan(path, parser, keep_index=True)
+    scan = _scan(path, parser, keep_index=False)
+    if scan is None:
+        places = _places(path, parser) if isinstance(parser, NAMING_PARSERS) else None
+        scan = _scan(path, parser, keep_index=True, places=places)
     assert scan is not None
     if scan.num_rows == 0:
         skipped = f"; {scan.skipped_rows} rows have no prompt or no answer and were skipped"
@@ -169,7 +213,7 @@ def _parser_for(path: Path, format: str) -> Parser | ProgramParser:
         if not head:
             raise TraceError(f"{path} is empty; a trace needs at least one request")
         number, _, first = head[0]
-        rows = [line for _, _, line in islice(lines, _HEAD_ROWS)]
+        rows = _head(lines)
         if format == "vllm" or (format == "auto" and is_vllm_log([first, *rows])):
             return VllmLogParser()
         has_objects = any(line.lstrip().startswith(b"{") for line in (first, *rows))
@@ -199,36 +243,100 @@ def _parser_for(path: Path, format: str) -> Parser | ProgramParser:
             raise error_at(path, number, f"{problem}{cut_off(first)}") from None
 
 
+def _head(lines: Iterator[tuple[int, int, bytes]]) -> list[bytes]:
+    rows: list[bytes] = []
+    num_bytes = 0
+    for _, _, line in islice(lines, _HEAD_ROWS):
+        rows.append(line)
+        num_bytes += len(line)
+        if num_bytes > _HEAD_BYTES:
+            break
+    return rows
+
+
 def _parse(
     parser: Parser | ProgramParser, order: CallOrder | None, path: Path, number: int, line: bytes
 ) -> Sequence[ParsedRow | None]:
-    """The rows of a line, in their places in the order of calls."""
+    """The rows of a line, in their places in the order of calls. Raises TraceError."""
     try:
-        if isinstance(parser, Parser):
-            found: Sequence[ParsedRow | None] = (parser.parse(line),)
-        else:
-            found = parser.parse_program(line) or (None,)
-        if order is None:
-            return found
-        return [row if row is None or row is OTHER_LINE else order.place(row) for row in found]
+        return _rows_of(parser, order, line)
     except LineError as problem:
-        raise error_at(path, number, f"{problem}{cut_off(line)}") from None
+        raise error_at(path, number, f"{problem}{cut_off(line)}") from problem
 
 
-def _scan(path: Path, parser: Parser | ProgramParser, keep_index: bool) -> _Scan | None:
-    """The first pass. None: the file is not sorted, and the pass must keep an index."""
-    scan = _Scan()
-    order = CallOrder(parser.units_per_s)
-    times, offsets, numbers = array("d"), array("q"), array("q")
-    origin: float | None = None
-    last = float("-inf")
+def _rows_of(
+    parser: Parser | ProgramParser, order: CallOrder | None, line: bytes
+) -> Sequence[ParsedRow | None]:
+    """Raises LineError."""
+    if isinstance(parser, Parser):
+        found: Sequence[ParsedRow | None] = (parser.parse(line),)
+    else:
+        found = parser.parse_program(line) or (None,)
+    if order is None:
+        return found
+    return [row if row is None or row is OTHER_LINE else order.place(row) for row in found]
+
+
+def _places(path: Path, parser: Parser | ProgramParser) -> list[tuple[int, int]]:
+    """Offsets and numbers of the lines, in an order in which no row waits for a later one."""
+    graph, places = CallGraph(), list[tuple[int, int]]()
     with open_file(path) as file:
         for number, offset, line in numbered_lines(file, path):
             if number <= parser.header_lines:
                 continue
-            rows = [row for row in _parse(parser, order, path, number, line) if row is not None]
+            for row in _parse(parser, None, path, number, line):
+                if row is not None and row is not OTHER_LINE:
+                    graph.add(row)
+                    places.append((offset, number))
+    try:
+        return [places[one] for one in graph.order()]
+    except RowError as problem:
+        raise error_at(path, places[problem.number][1], str(problem.error)) from None
+
+
+def _lines_at(
+    file: BinaryIO, path: Path, places: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int, bytes]]:
+    for offset, number in places:
+        file.seek(offset)
+        yield number, offset, read_line(file, path, number)
+
+
+def _begin_pass(parser: Parser | ProgramParser) -> None:
+    if not isinstance(parser, Parser):
+        parser.begin()
+
+
+def _scan(
+    path: Path,
+    parser: Parser | ProgramParser,
+    keep_index: bool,
+    places: Sequence[tuple[int, int]] | None = None,
+) -> _Scan | None:
+    """The first pass. None: the file is not sorted, and the pass must keep an index. `places`: of
+    the lines, in the order to read them in; without, that of the file."""
+    scan = _Scan()
+    order = CallOrder(parser.units_per_s, parser.block_tokens)
+    unsorted = _Unsorted()
+    origin: float | None = None
+    last = float("-inf")
+    _begin_pass(parser)
+    with open_file(path) as file:
+        lines = numbered_lines(file, path) if places is None else _lines_at(file, path, places)
+        for number, offset, line in lines:
+            if number <= parser.header_lines:
+                continue
+            try:
+                found = _parse(parser, order, path, number, line)
+            except TraceError as error:
+                if places is None and isinstance(error.__cause__, LaterCallError):
+                    return None
+                raise
+            rows = [row for row in found if row is not None]
             if not rows:
                 scan.skipped_rows += 1
+                if places is not None:
+                    unsorted.add(order.time, offset, number, is_left_out=True)
                 continue
             row = rows[0]
             if row is OTHER_LINE:
@@ -237,27 +345,19 @@ def _scan(path: Path, parser: Parser | ProgramParser, keep_index: bool) -> _Scan
                     raise error_at(path, number, _not_a_log(parser, scan))
                 continue
             scan.num_rows += len(rows)
+            if keep_index:
+                unsorted.add(row.time, offset, number)
+                continue
             if origin is None:
                 origin = row.time
-            if keep_index:
-                times.append(row.time - origin)
-                offsets.append(offset)
-                numbers.append(number)
-                continue
             if row.time < last:
                 return None
             last = row.time
             if scan.num_rows <= SAMPLE_ROWS:
                 scan.head_times.append(row.time - origin)
-    scan.has_programs = order.has_programs
+    scan.has_programs, scan.needs_order = order.has_programs, order.is_needed
     scan.first_time, scan.last_time = origin or 0.0, last
-    if keep_index and origin is not None:
-        scan.index = _Index(times, offsets, numbers)
-        # Dated times are integers, too large for a float.
-        exact = int if isinstance(origin, int) else float
-        scan.first_time = origin + exact(scan.index.times[0])
-        scan.last_time = origin + exact(scan.index.times[-1])
-        scan.head_times = array("d", scan.index.times[:SAMPLE_ROWS].tolist())
+    unsorted.finish(scan)
     return scan
 
 
@@ -269,7 +369,10 @@ def _not_a_log(parser: Parser | ProgramParser, scan: _Scan) -> str:
 
 def _parsed_rows(path: Path, parser: Parser | ProgramParser, scan: _Scan) -> Iterator[ParsedRow]:
     index = scan.index
-    order = CallOrder(parser.units_per_s) if scan.has_programs else None
+    order = None
+    if scan.needs_order:
+        order = CallOrder(parser.units_per_s, parser.block_tokens, scan.has_programs)
+    _begin_pass(parser)
     with open_file(path) as file:
         if index is None:
             for number, _, line in numbered_lines(file, path):
@@ -278,10 +381,9 @@ def _parsed_rows(path: Path, parser: Parser | ProgramParser, scan: _Scan) -> Ite
                         if row is not None and row is not OTHER_LINE:
                             yield row
             return
-        for offset, number in zip(index.offsets, index.numbers, strict=True):
-            file.seek(offset)
-            line = read_line(file, path, int(number))
-            for row in _parse(parser, order, path, int(number), line):
+        places = zip(map(int, index.offsets), map(int, index.numbers), strict=True)
+        for number, _, line in _lines_at(file, path, places):
+            for row in _parse(parser, order, path, number, line):
                 if row is not None:
                     yield row
 
@@ -340,9 +442,13 @@ def open_file(path: Path) -> BinaryIO:
 def read_line(file: BinaryIO, path: Path, number: int) -> bytes:
     """The next line with its newline; empty at the end of the file. Raises TraceError."""
     line = file.readline(MAX_LINE_BYTES + 1)
-    if len(line) > MAX_LINE_BYTES:
+    limit = MAX_LINE_BYTES
+    if len(line) > limit and line.lstrip().startswith(b"{") and b"\0" not in line:
+        limit = MAX_PROGRAM_BYTES
+        line += file.readline(limit + 1 - len(line))
+    if len(line) > limit:
         raise error_at(
-            path, number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB; this is not a trace"
+            path, number, f"the line is longer than {limit >> 20} MiB; this is not a trace"
         )
     return line
 

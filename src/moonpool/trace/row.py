@@ -90,6 +90,7 @@ class ParsedRow(NamedTuple):
     its `session`; None: at its time. `ended`: when its answer ended, in the units of `time`: the
     row after it of its session then starts so long after its end as it did in the file. `adds`: its
     prompt is `input_tokens` longer than the prompt and the answer before it in its session.
+    `alongside`: it starts `delay_s` after these began, if it waits for none to end.
     """
 
     time: float
@@ -107,6 +108,7 @@ class ParsedRow(NamedTuple):
     ended: float | None = None
     adds: bool = False
     slo_class: str = ""
+    alongside: tuple[str, ...] = ()
 
 
 OTHER_LINE = ParsedRow(-1.0, 0, 0)
@@ -115,6 +117,10 @@ OTHER_LINE = ParsedRow(-1.0, 0, 0)
 
 class LineError(ValueError):
     """A line cannot be used. The reader adds the file name and the line number."""
+
+
+class LaterCallError(LineError):
+    """A row waits for a call that no line before it has."""
 
 
 @runtime_checkable
@@ -145,6 +151,10 @@ class ProgramParser(Protocol):
 
     @property
     def units_per_s(self) -> float: ...
+
+    def begin(self) -> None:
+        """Is told that a pass over the file begins."""
+        ...
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """The calls of the line's program, each after those that it waits for; none: it is left

@@ -12,6 +12,7 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.request_record import RequestRecord
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
+from moonpool.sim.programs import ProgramFigures
 from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
@@ -52,6 +53,21 @@ def run(
     simulation.run(make_arrivals(rows, BLOCK, BLOCK, 8192), records.append)
     simulation.conductor.validate()
     return summarise(simulation, 0.0), records
+
+
+def test_a_program_whose_first_call_is_hopeless_fails_once() -> None:
+    figures, records = run(program(1, 3, 1.0), slo={"ttft_s": 1e-6})
+    found = figures["programs"]
+    assert (found["count"], found["failed"], found["unfinished"]) == (1, 1, 0)
+    assert len(records) == 1
+
+
+def test_agents_that_are_read_before_their_parents_are_one_program() -> None:
+    figures = ProgramFigures(BLOCK)
+    for session, parent in (("inner", "child"), ("child", "root"), ("root", "")):
+        row = TraceRow(0.0, 9, 9, session=session, call=session, parent=parent)
+        figures.read(row, 0.0)
+    assert figures.num_under_way == 1
 
 
 def test_a_call_starts_when_its_tool_has_run() -> None:

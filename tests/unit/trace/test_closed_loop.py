@@ -44,6 +44,14 @@ def test_every_call_starts_once_or_is_given_up(calls, rng, failing) -> None:
     assert loop.num_waiting == 0
 
 
+def test_what_waits_for_a_call_that_failed_before_it_was_read_never_starts() -> None:
+    loop: ClosedLoop[TraceRow] = ClosedLoop()
+    assert loop.add(call(0, ())) and not loop.drops(call(0, ()))
+    loop.give_up("0")
+    assert loop.drops(call(1, (0,))) and loop.drops(call(2, (1,)))
+    assert not loop.drops(call(3, ()))
+
+
 def test_clients_follow_retry_after_and_give_up_at_last() -> None:
     assert retry_after_s(429, 1, 7.5) == 7.5
     assert retry_after_s(429, 1, 500.0) == 60.0

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from moonpool_lab.oracle.search import Chosen, Runner, Schedule
 
 _FLAGS = ConfigFlags(*CLUSTER_KEYS, "conductor.seed")
-WITHOUT_WAIT = " (no wait)"
-"""Marks an admission whose requests do not wait for a decode batch (`conductor.decode_wait`)."""
 
 
 @click.command(
@@ -157,6 +155,8 @@ def _read_arrivals(
 def _run_policies(runner: Runner, config: Config) -> dict[str, Chosen]:
     """The effective requests with each built-in admission, and with the configured one; with and
     without the wait for a decode batch."""
+    from moonpool_lab.oracle.search import WITHOUT_WAIT
+
     names = dict.fromkeys([*ADMISSIONS, config.conductor.admission])
     found: dict[str, Chosen] = {}
     for name in names:

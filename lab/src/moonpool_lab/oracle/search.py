@@ -40,6 +40,8 @@ SPREAD = 0.2
 """How far the order of candidates is shuffled, as a share of the differences in promise."""
 
 Chosen = frozenset[int]
+WITHOUT_WAIT = " (no wait)"
+"""Marks an admission whose requests do not wait for a decode batch (`conductor.decode_wait`)."""
 
 
 class EffectiveCollector(Collector):

@@ -10,11 +10,14 @@ own figures worse and reports it (`late_s`, `num_delayed`); it does not hide the
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from string import ascii_letters, digits, punctuation
 from time import monotonic
+from urllib.parse import quote
 
 import msgspec
 
@@ -34,6 +37,9 @@ TURNED_AWAY = (422, 429, 503)
 WORTH_RETRYING = (429, 503)
 UNSERVABLE_STATUSES = (401, 403, 404, 405)
 """Status codes that every other request would get, too."""
+MAX_NAME = 256
+"""Characters of a program's name in a header."""
+_IN_HEADERS = (ascii_letters + digits + punctuation).replace("%", "")
 
 
 class UnservableError(Exception):
@@ -92,6 +98,8 @@ class Player:
         began_s = monotonic()
         for number, row in enumerate(rows):
             if row.call:
+                if self._calls.drops(row):
+                    continue
                 self.programs.read(row, monotonic())
                 if not self._calls.add(row):
                     self._numbers[row.call] = number
@@ -176,7 +184,7 @@ class Player:
         headers = self._headers if slo_class is None else _slo_headers(slo_class.slo)
         if row.call:
             self.programs.begin(row, record.arrived_s)
-            headers += _program_header(row)
+            headers += program_header(row)
         for attempt in count(1):
             receiver = CompletionReceiver(record)
             status, reason = await self._request(receiver, body, headers)
@@ -282,9 +290,15 @@ class Player:
         return b'%b%b,"max_tokens":%d%b}' % (self._head, prompt, row.output_tokens, priority)
 
 
-def _program_header(row: TraceRow) -> bytes:
-    """The program of a call, as all servers that know programs read it."""
-    name = "".join(c if c.isascii() and c.isprintable() else "_" for c in row.session)[:256]
+def program_header(row: TraceRow) -> bytes:
+    """The program of a call, as all servers that know programs read it. Names that no header can
+    have are percent-encoded, and long ones end in a digest, so that two names stay two."""
+    if not row.session:
+        return b""
+    name = quote(row.session, safe=_IN_HEADERS)
+    if len(name) > MAX_NAME:
+        digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        name = f"{name[: MAX_NAME - len(digest)]}{digest}"
     return b"X-Session-Id: %b\r\n" % name.encode()
 
 

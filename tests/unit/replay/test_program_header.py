@@ -1,0 +1,28 @@
+"""The name of a program in a header: what no header can have is encoded, and two names stay two."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.trace.row import TraceRow
+from moonpool_lab.replay.player import MAX_NAME, program_header
+
+
+def header(session: str) -> bytes:
+    return program_header(TraceRow(0.0, 1, 1, session=session, call="c"))
+
+
+@given(st.text(min_size=1, max_size=300), st.text(min_size=1, max_size=300))
+def test_names_stay_apart_in_one_line(one: str, other: str) -> None:
+    for name in (one, other):
+        field, value = header(name)[:-2].split(b": ", 1)
+        assert header(name).endswith(b"\r\n") and field == b"X-Session-Id"
+        assert 0 < len(value) <= MAX_NAME and all(32 < byte < 127 for byte in value)
+    assert (header(one) == header(other)) == (one == other)
+
+
+def test_plain_names_stay_as_they_are() -> None:
+    assert header("run-7/a.b:c") == b"X-Session-Id: run-7/a.b:c\r\n"
+    assert header("日本") != header("中国")
+    assert program_header(TraceRow(0.0, 1, 1)) == b""
