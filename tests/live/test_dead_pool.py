@@ -19,7 +19,8 @@ from moonpool.host_pool.messages import PROTOCOL, Find, Found, JoinPool, PoolMes
 from moonpool_engine.vllm import space_client, worker_side
 from moonpool_engine.vllm.pool_link import MAX_BACKLOG_BYTES, PoolLink
 from moonpool_engine.vllm.scheduler_side import ANSWERS_S
-from tests.live.host_pool import GROUP, Engine, Pool, wait_for
+from tests.live.host_pool import GROUP, Engine, Pool
+from tests.live.waiting import wait_until
 
 LONG_S = 300.0
 """For an answer of the pool. Who waits for one, is found out on the busiest machine."""
@@ -152,12 +153,12 @@ def test_a_preemption_waits_for_no_answer(pool: Pool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(space_client, "RESERVE_S", LONG_S)
     with stopped(pool):
         engine.worker.begin_step(step)
-        wait_for(lambda: engine.worker.is_storing)
+        wait_until(lambda: engine.worker.is_storing)
         engine.worker.preempt([request.request_id])
         assert engine.worker.is_storing  # it still asks the pool for places
         for name in engine.names:  # what the blocks have next, is another request's
             engine.caches[name].zero_()
-    wait_for(lambda: not engine.worker.is_storing)
+    wait_until(lambda: not engine.worker.is_storing)
     assert engine.worker.counts["dropped"] == 4
     assert engine.worker.counts["stored"] == 0
     assert engine.look_up([*tokens, 1]) == 0
@@ -182,11 +183,11 @@ def test_a_silent_pool_keeps_no_blocks(pool: Pool, monkeypatch: pytest.MonkeyPat
             done.update(engine.worker.take_finished(has_work=True))
             return len(done) == len(requests)
 
-        wait_for(all_done)
+        wait_until(all_done)
         (space,) = engine.worker.spaces
         assert space.num_reservations == 1  # the others did not ask
         assert not engine.worker.takes_stores
-    wait_for(lambda: engine.worker.takes_stores)  # its late answer ends the pause
+    wait_until(lambda: engine.worker.takes_stores)  # its late answer ends the pause
     engine.close()
 
 
@@ -200,7 +201,7 @@ class Heard:
             pool.socket, JoinPool(protocol=PROTOCOL), self.messages.append, self.end
         )
         self.link.start()
-        wait_for(lambda: self.link.connected)
+        wait_until(lambda: self.link.connected)
 
     def end(self) -> None:
         self.num_ends += 1
@@ -217,7 +218,7 @@ def test_what_the_pool_does_not_read_is_sent_later(
     heard = Heard(pool)
     with stopped(pool):
         assert all(heard.find(number) for number in range(200))  # 3.6 MB: no socket takes that
-    wait_for(lambda: len(heard.messages) == 200)
+    wait_until(lambda: len(heard.messages) == 200)
     answered = [one.owner for one in heard.messages if isinstance(one, Found)]
     assert answered == [str(number) for number in range(200)]
     assert heard.num_ends == 0
@@ -228,12 +229,12 @@ def test_a_pool_that_reads_nothing_is_left(pool: Pool, monkeypatch: pytest.Monke
     heard = Heard(pool)
     with stopped(pool):
         assert any(not heard.find(number) for number in range(MAX_BACKLOG_BYTES // 16_000 + 100))
-        wait_for(lambda: heard.num_ends == 1)
+        wait_until(lambda: heard.num_ends == 1)
         assert not heard.find(0)
-    wait_for(lambda: heard.link.connected)
+    wait_until(lambda: heard.link.connected)
     heard.messages.clear()
     assert heard.find(7)
-    wait_for(lambda: bool(heard.messages))
+    wait_until(lambda: bool(heard.messages))
     heard.link.close()
 
 
@@ -241,7 +242,7 @@ def test_a_find_that_waits_hears_so_again_and_again(pool: Pool) -> None:
     engine, heard = Engine(pool, seed=1), Heard(pool)
     find = Find(owner="late", group=GROUP, keys=(bytes(16),), wait_s=60.0)
     assert heard.link.send(find)
-    wait_for(lambda: sum(isinstance(one, Waiting) for one in heard.messages) >= 3)
+    wait_until(lambda: sum(isinstance(one, Waiting) for one in heard.messages) >= 3)
     assert not any(isinstance(one, Found) for one in heard.messages)
     heard.link.close()
     engine.close()

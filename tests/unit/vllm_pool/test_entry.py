@@ -152,7 +152,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
             lambda m, name=name: m[REQUESTS].update(Request=request_class(REQUEST - {name})),
             name,
         )
-        for name in REQUEST
+        for name in sorted(REQUEST)
     },
 }
 
