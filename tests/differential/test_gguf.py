@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moonpool.installation import install_command
+from moonpool.installation import small_model_command
 from moonpool.text.model_error import ModelError
 from moonpool_engine.engine.builtin import open_model, open_tokenizer
 from moonpool_engine.engine.gguf.files import PACKAGED, gguf_file
@@ -182,7 +182,7 @@ def test_sentencepiece_merges_follow_from_scores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "pattern"),
-    [("no/such.gguf", "does not exist"), ("smollm2", re.escape(install_command("smollm2")))],
+    [("no/such.gguf", "does not exist"), ("smollm2", re.escape(small_model_command()))],
 )
 def test_names_of_absent_files(name: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKAGED, "smollm2", ("no_such_module", "x.gguf"))

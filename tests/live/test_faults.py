@@ -34,7 +34,9 @@ def wait_until_gone(pids: list[int], wait_s: float = WAIT_S) -> list[int]:
 
 
 def shared_memory_names() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir() if not p.name.startswith("tmp")}
+    """All but what other processes of this machine put there by libraries of their own."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    return {name for name in names if not name.startswith(("tmp", "sem.mp-"))}
 
 
 def test_killed_workers_cost_no_answer_and_ctrl_c_leaves_nothing() -> None:
@@ -52,7 +54,7 @@ def test_killed_workers_cost_no_answer_and_ctrl_c_leaves_nothing() -> None:
         status = server.stop(signal.SIGINT)
         assert status == 0
         assert wait_until_gone(pids) == []
-    assert shared_memory_names() == before
+    assert shared_memory_names() <= before
 
 
 def answer_while_killing(

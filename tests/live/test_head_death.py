@@ -162,7 +162,7 @@ def test_a_head_that_is_killed_costs_no_answer(arrangement: list[str]) -> None:
         all_pids += [*children_of(server.pid), server.pid]
         assert server.stop() == 0
     assert wait_until_gone(all_pids) == []
-    assert shared_memory_names() == before
+    assert shared_memory_names() <= before
 
 
 def test_calls_that_arrive_and_embeddings_outlive_a_head() -> None:

@@ -156,7 +156,7 @@ def test_an_upgrade_replaces_every_process_and_costs_no_answer(
         pids = [server.pid, *children_of(server.pid)]
         assert server.stop() == 0
     assert wait_until_gone(pids) == []
-    assert shared_memory_names() == before
+    assert shared_memory_names() <= before
 
 
 @pytest.mark.long

@@ -275,9 +275,8 @@ def _is_unheard(campaign: Campaign, reply: Reply) -> bool:
 
 def _trouble(campaign: Campaign, reply: Reply) -> str:
     """How the call ended, how far it had come, and the last fault before its end."""
-    path = campaign.load.path_of(reply)
     ended_s = reply.ended_s or reply.sent_s
-    text = f"{reply.outcome}: {reply.detail} ({path}, status {reply.status or 'none'}, "
+    text = f"{reply.outcome}: {reply.detail} ({reply.path}, status {reply.status or 'none'}, "
     text += f"{len(reply.arrivals)} pieces in {ended_s - reply.sent_s:.2f} s"
     before = [fault for fault in campaign.faults if fault.at_s < ended_s]
     if before:

@@ -35,6 +35,7 @@ class Reply:
         self.ended_s: float | None = None
         self.outcome = ""
         self.detail = ""
+        self.path = ""
         self.status = 0
         self.data = bytearray()
 
@@ -72,9 +73,6 @@ class Load:
         self.expected: list[Texts] = []
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-
-    def path_of(self, reply: Reply) -> str:
-        return self._calls[reply.number][0]
 
     def learn(self) -> None:
         """Asks for the undisturbed answers, one after the other. Raises ResponseError."""
@@ -119,6 +117,7 @@ class Load:
     async def _ask(self, number: int, seen: list[Reply] | None = None) -> Reply:
         path, body = self._calls[number]
         reply = Reply(number, bool(body.get("stream")))
+        reply.path = path
         if seen is not None:
             seen.append(reply)
         client = HttpClient(self._url)  # a connection that answered before may end with its head
