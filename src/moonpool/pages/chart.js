@@ -41,7 +41,7 @@ function chart(title, binS, lines, text, limit, least) {
     svg.append(shape("path", { d: `M${LEFT} ${y(share * top)}H${W - RIGHT}`, class: share ? "grid" : "base" }));
     svg.append(shape("text", { x: LEFT - 6, y: y(share * top) + 4, "text-anchor": "end" }, share ? text(share * top).replace(/\.0+(?= |$)/, "") : "0"));
   }
-  const every = spanMin > 40 ? 15 : spanMin > 20 ? 10 : 5;
+  const every = spanMin > 40 ? 15 : spanMin > 20 ? 10 : spanMin > 8 ? 5 : spanMin > 3 ? 2 : 1;
   for (let minute = 0; minute <= spanMin + 1e-9; minute += every) {
     const at = x(n - minute * 60 / binS);
     svg.append(shape("text", { x: at, y: H - 6, "text-anchor": minute ? "middle" : "end" }, minute ? "-" + minute + " min" : "now"));

@@ -96,7 +96,7 @@ function showFlow(f) {
 }
 function showCharts(f) {
   const every = f.history.columns, each = f.history.bin_s, known = every.answered.filter(v => v != null).length;
-  const bins = Math.min(Math.max(known, 60), every.answered.length);
+  const bins = Math.min(Math.max(known, 12), every.answered.length);  // two minutes at least
   const c = Object.fromEntries(Object.entries(every).map(([name, v]) => [name, v.slice(-bins)])), per = name => c[name].map(v => v == null ? null : v / each);
   if ($("charts").matches(":hover")) return;  // a value is being read
   $("charts").replaceChildren(
