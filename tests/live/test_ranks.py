@@ -16,6 +16,8 @@ from tests.live.conftest import MODEL, SMALL, children_of
 from tests.live.test_drain import wait_until
 from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
 
+STREAMED = ("--no-inline-prefill", "--no-inline-chunks")
+"""A slow machine's decode instance would compute these prompts itself."""
 PROMPTS = [[(i * j) % 251 for j in range(1, 40 + 90 * i)] for i in range(1, 6)]
 
 
@@ -43,7 +45,17 @@ def instances_that_received(client: httpx.Client) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def reverse() -> Iterator[LocalServer]:
     """One rank prefills and two decode; another such instance goes on if that one ends."""
-    args = [MODEL, "--prefill", "1", "--decode", "2", "--decode-tensor-parallel-size", "2", *SMALL]
+    args = [
+        MODEL,
+        "--prefill",
+        "1",
+        "--decode",
+        "2",
+        "--decode-tensor-parallel-size",
+        "2",
+        *SMALL,
+        *STREAMED,
+    ]
     with LocalServer(args) as server:
         yield server
 
@@ -51,7 +63,17 @@ def reverse() -> Iterator[LocalServer]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
     """Two ranks prefill and one decodes."""
-    args = [MODEL, "--prefill", "1", "--decode", "1", "--tensor-parallel-size", "2", *SMALL]
+    args = [
+        MODEL,
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--tensor-parallel-size",
+        "2",
+        *SMALL,
+        *STREAMED,
+    ]
     with LocalServer(args) as server:
         yield server
 
