@@ -10,8 +10,6 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from msgspec.structs import replace
-
 from moonpool.discovery.dns_query import ANSWER_S, DnsSettings, ask_srv, system_settings
 from moonpool.discovery.endpoint import (
     Endpoint,
@@ -19,10 +17,9 @@ from moonpool.discovery.endpoint import (
     Listing,
     Notice,
     SourceError,
-    endpoint_at,
 )
 from moonpool.discovery.looks import follow_looks
-from moonpool.discovery.source_text import DnsSource
+from moonpool.discovery.source_text import DnsSource, server_of
 from moonpool.log_limit import limited_logger
 
 log = limited_logger("moonpool.discovery")
@@ -71,12 +68,7 @@ class DnsName:
         """Raises EndpointError."""
         source = self._source
         name = f"{source.role.value}-{host.replace(':', '-')}-{port}"
-        return replace(
-            endpoint_at(name, host, port, source.role),
-            events_port=source.events,
-            replay_port=source.replay,
-            num_ranks=source.ranks,
-        )
+        return server_of(source, name, host, port)
 
 
 def _pause_s(num_found: int) -> float:

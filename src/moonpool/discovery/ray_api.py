@@ -5,15 +5,18 @@ It is asked over HTTP, so that a front needs no Ray. It proves who it is as Ray'
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
-import httpx
 import msgspec
 
 from moonpool.discovery.endpoint import SourceError
+from moonpool.http_client.client import ConnectionFailedError, HttpClient, header_lines
+from moonpool.http_client.response import TooLargeError
 from moonpool.types import MALFORMED
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
@@ -61,26 +64,29 @@ class RayApi:
 
     async def _get(self, path: str, asked: Sequence[tuple[str, str]] = ()) -> bytes:
         """Raises SourceError."""
+        headers, target = self._headers(), f"{path}?{urlencode(asked)}" if asked else path
         try:
-            async with (
-                httpx.AsyncClient(base_url=self.url, timeout=ANSWER_S, trust_env=False) as http,
-                http.stream("GET", path, params=list(asked), headers=self._headers()) as response,
-            ):
-                body = b""
-                async for chunk in response.aiter_bytes():
-                    body += chunk
-                    if len(body) > MAX_BYTES:
-                        raise SourceError(f"it sent more than {MAX_BYTES >> 20} MiB")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise SourceError(_line(str(error)) or type(error).__name__) from None
-        if response.status_code != 200:
-            raise SourceError(_refusal(response.status_code, body))
+            http = HttpClient(self.url, connect_s=ANSWER_S)
+            try:
+                async with (
+                    asyncio.timeout(ANSWER_S),
+                    http.stream("GET", target, b"", headers) as found,
+                ):
+                    status, body = found.status, await found.read(MAX_BYTES)
+            finally:
+                http.close()
+        except (ConnectionFailedError, TooLargeError, ValueError) as error:
+            raise SourceError(_line(str(error))) from None
+        except TimeoutError:
+            raise SourceError(f"it did not answer within {ANSWER_S:g} s") from None
+        if status != 200:
+            raise SourceError(_refusal(status, body))
         return body
 
-    def _headers(self) -> dict[str, str]:
+    def _headers(self) -> bytes:
         """The token is read for each call, because it may be replaced. Raises SourceError."""
         if self._environment.get(MODE_VARIABLE, "").lower() == "disabled":
-            return {}
+            return b""
         token = self._environment.get(TOKEN_VARIABLE, "")
         named = self._environment.get(TOKEN_FILE_VARIABLE, "")
         file = Path(named) if named else Path.home() / ".ray" / "auth_token"
@@ -89,9 +95,10 @@ class RayApi:
                 token = file.read_text().strip()
             except (OSError, UnicodeDecodeError) as error:
                 raise SourceError(f"cannot read the token of Ray in {file}: {error}") from None
-        if not token.isascii() or not token.isprintable():
-            raise SourceError("the token of Ray has characters that no header can have")
-        return {"authorization": f"Bearer {token}"} if token else {}
+        try:
+            return header_lines({"Authorization": f"Bearer {token}"}) if token else b""
+        except ValueError:
+            raise SourceError("the token of Ray has characters that no header can have") from None
 
 
 def read_object(data: bytes) -> Row:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from msgspec.structs import replace
-
 from moonpool.discovery.endpoint import (
     Endpoint,
     EndpointError,
     Listing,
     Notice,
     SourceError,
-    endpoint_at,
 )
 from moonpool.discovery.looks import follow_looks
 from moonpool.discovery.ray_api import RayApi, Row
-from moonpool.discovery.source_text import RayActorSource, RayServeSource
+from moonpool.discovery.source_text import RayActorSource, RayServeSource, server_of
 from moonpool.log_limit import limited_logger
 
 log = limited_logger("moonpool.discovery")
@@ -128,16 +125,11 @@ def servers_at(
         try:
             if port == "":
                 raise EndpointError(f"{name}: give ?port=, or end its name with :PORT")
-            server = endpoint_at(name, host, port, source.role)
+            server = server_of(source, name, host, port)
             if name in found:
                 raise EndpointError(f"a second {name!r}")
         except EndpointError as error:
             problems.append(f"{error}; it is left out")
-            continue
-        found[name] = replace(
-            server,
-            events_port=source.events,
-            replay_port=source.replay,
-            num_ranks=source.ranks,
-        )
+        else:
+            found[name] = server
     return frozenset(found.values()), sorted(problems)

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from moonpool.discovery.endpoint import ROLES, EndpointError, SourceError, read_ranks
+from msgspec.structs import replace
+
+from moonpool.discovery.endpoint import (
+    ROLES,
+    Endpoint,
+    EndpointError,
+    SourceError,
+    endpoint_at,
+    read_ranks,
+)
 from moonpool.types import Role
 
 _LABELS = re.compile(r"[A-Za-z0-9._/-]+=[A-Za-z0-9._-]*(,[A-Za-z0-9._/-]+=[A-Za-z0-9._-]*)*")
@@ -76,6 +85,18 @@ class RayServeSource:
     replay: int = 0
     ranks: int = 1
     api: str = ""
+
+
+def server_of(
+    source: DnsSource | RayActorSource | RayServeSource, name: str, host: str, port: object
+) -> Endpoint:
+    """One of a source's servers. Raises EndpointError as `endpoint_at`."""
+    return replace(
+        endpoint_at(name, host, port, source.role),
+        events_port=source.events,
+        replay_port=source.replay,
+        num_ranks=source.ranks,
+    )
 
 
 Source = FileSource | DnsSource | PodSource | RayActorSource | RayServeSource

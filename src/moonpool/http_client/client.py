@@ -23,13 +23,15 @@ from urllib.parse import unquote, urlsplit
 
 import httptools
 
-from moonpool.http_client.response import HttpResponse
+from moonpool.http_client.response import HttpResponse, TooLargeError
 from moonpool.http_client.trust import trusting_context
 
 _TARGET = re.compile(r"[!-~]+")
 _HEADER = re.compile(r"[!-9;-~]+: [\t -~\x80-\xff]*")
 
 MAX_HEAD_BYTES = 1 << 20
+MAX_BODY_BYTES = 256 << 20
+"""Of an answer that is read whole where the caller has no bound of its own."""
 
 
 class ConnectionFailedError(Exception):
@@ -198,9 +200,13 @@ class HttpClient:
         self._idle: deque[_Connection] = deque()
 
     async def get(self, path: str, headers: bytes = b"") -> tuple[int, bytes]:
-        """Returns status and body of a GET. Raises ConnectionFailedError."""
+        """Returns status and body of a GET, of `MAX_BODY_BYTES` at most. Raises
+        ConnectionFailedError."""
         async with self.stream("GET", path, headers=headers) as response:
-            return response.status, await response.read(math.inf)
+            try:
+                return response.status, await response.read(MAX_BODY_BYTES)
+            except TooLargeError as error:
+                raise ConnectionFailedError(str(error)) from None
 
     async def post(self, path: str, body: bytes, receiver: Receiver, headers: bytes = b"") -> None:
         """Sends a POST of JSON; `receiver` gets the answer. `headers` are as those of

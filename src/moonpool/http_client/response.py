@@ -68,7 +68,7 @@ class HttpResponse:
             if data:
                 yield data
 
-    async def read(self, most_bytes: float) -> bytes:
+    async def read(self, most_bytes: int) -> bytes:
         """Returns the whole body. Raises TooLargeError and ConnectionFailedError."""
         body = bytearray()
         async for part in self.parts():

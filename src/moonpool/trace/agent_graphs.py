@@ -89,11 +89,12 @@ class GraphParser:
         # Other agents are sub-agents of those that they depend on.
         is_root = not ended and not begun
         first = self._first_agents.setdefault(program, agent) if is_root else agent
+        num_input = self._length("input_length", row.input_length, row.input_tokens)
         return ParsedRow(
             row.not_before_ms if is_root else UNTIMED,
-            self._length("input_length", row.input_length, row.input_tokens),
+            num_input,
             self._length("output_length", row.output_length, row.output_tokens),
-            self._blocks(row, program),
+            self._blocks(row, num_input, program),
             agent,
             call=row.request_id,
             after=tuple(one.request_id for one in ended),
@@ -108,8 +109,7 @@ class GraphParser:
             raise LineError(f"this row has no {name}")
         return whole(name, found)
 
-    def _blocks(self, row: _GraphLine, program: str) -> tuple[int, ...]:
-        num_input = self._length("input_length", row.input_length, row.input_tokens)
+    def _blocks(self, row: _GraphLine, num_input: int, program: str) -> tuple[int, ...]:
         num_blocks = -(-num_input // self.block_tokens)
         if row.hash_ids is None:
             return tuple(

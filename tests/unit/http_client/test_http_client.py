@@ -167,6 +167,19 @@ def test_what_breaks_off_is_no_answer(said: bytes, why: str) -> None:
     run(serve, use)
 
 
+def test_a_body_that_is_read_whole_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.http_client.client.MAX_BODY_BYTES", 3)
+
+    async def serve(exchange: Exchange) -> None:
+        await exchange.send(WHOLE)
+
+    async def use(url: str) -> None:
+        with pytest.raises(ConnectionFailedError, match="more than 3 bytes"):
+            await HttpClient(url).get("/")
+
+    run(serve, use)
+
+
 def test_a_body_without_a_length_ends_with_its_connection() -> None:
     async def serve(exchange: Exchange) -> None:
         await exchange.send(b"HTTP/1.0 200 OK\r\n\r\nbody")
