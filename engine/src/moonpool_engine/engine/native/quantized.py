@@ -220,6 +220,8 @@ def _words(numbers: Tensor, bits: int) -> Tensor:
         return numbers.contiguous().view(torch.int32)
     low, high = numbers.chunk(2, dim=1)
     words = [((low & 15) | (high << 4)).contiguous().view(torch.int32)]
+    if bits == 4:
+        return words[0]
     first = (numbers >> 4)[:, _FIRST].int()
     second = (numbers >> 4)[:, [number + 2 for number in _FIRST]].int()
     pairs = first | (second << 16)  # [n, 16]
