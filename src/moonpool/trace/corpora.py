@@ -17,7 +17,7 @@ equal ids. Two lines with one name, as of two files, are two programs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from math import isfinite
 from typing import Any
@@ -37,6 +37,8 @@ from moonpool.trace.prompt_texts import (
 from moonpool.trace.row import MAX_LENGTH_TOKENS, UNTIMED, LineError, ParsedRow, damage
 from moonpool.types import MALFORMED
 
+CallSpan = tuple[float, float, dict[str, Any], dict[str, Any]]
+"""Begin, end, span and attributes of a call."""
 MAX_NESTED = 8
 """Sub-agents within sub-agents."""
 _INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
@@ -64,7 +66,7 @@ def is_turns(first: dict[str, Any]) -> bool:
     return isinstance(first.get("turns"), list)
 
 
-class _Names:
+class ProgramNames:
     """Gives the programs of a file names that no two of them share."""
 
     def __init__(self) -> None:
@@ -89,14 +91,14 @@ class WekaParser:
         self.block_tokens = _count(first, "block_size")
         if not self.block_tokens:
             raise LineError("block_size is 0; it must be the number of tokens of a block")
-        self._names = _Names()
+        self._names = ProgramNames()
 
     def begin(self) -> None:
-        self._names = _Names()
+        self._names = ProgramNames()
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""
-        whole = _object(line)
+        whole = line_object(line)
         if whole.get("block_size") != self.block_tokens:
             raise LineError(
                 f"block_size is {whole.get('block_size')!r:.40}, in the first line it is"
@@ -193,58 +195,65 @@ class SpansParser:
     ignored: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self._names = _Names()
+        self._names = ProgramNames()
 
     def begin(self) -> None:
-        self._names = _Names()
+        self._names = ProgramNames()
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""
-        whole = _object(line)
+        whole = line_object(line)
         named = whole.get("trace_id") or whole.get("session_id") or block_id(line)
         name = self._names.take(str(named))
-        calls = sorted(_calls(_list(whole, "spans")), key=lambda call: call[:2])
-        rows: list[ParsedRow] = []
-        ends: list[float] = []
-        for number, (begin_s, end_s, span, attributes) in enumerate(calls):
-            before = [place for place, other_s in enumerate(ends) if other_s <= begin_s]
-            # Takes only those that nothing else waited for: the others ended before them.
-            latest = max((ends[place] for place in before), default=begin_s)
-            waits_for = [place for place in before if not _is_waited_for(rows, place, before)]
-            num_input, num_output = _tokens(attributes, _INPUT), _tokens(attributes, _OUTPUT)
-            rows.append(
-                ParsedRow(
-                    UNTIMED if waits_for else calls[0][0],  # its program's
-                    num_input,
-                    num_output,
-                    self._blocks(name, attributes, num_input),
-                    name,
-                    call=f"{name}#{number}",
-                    after=tuple(f"{name}#{place}" for place in waits_for),
-                    delay_s=begin_s - latest,
-                    tool=str(span.get("tool", "")),
-                )
-            )
-            ends.append(end_s)
-        return rows
+        return session_rows(name, calls_of(_list(whole, "spans")))
 
-    def _blocks(self, name: str, attributes: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
-        """By the text of the prompt if the span has it; else each prompt goes on after the one
-        before it."""
-        num_blocks = -(-num_tokens // SESSION_BLOCK_TOKENS)
-        found = next((attributes[key] for key in _TEXTS if key in attributes), None)
-        if found is None:
-            return tuple(block_id(f"{name}/{i}".encode()) for i in range(num_blocks))
-        text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
-        ids = text_prompt(text).block_ids or (block_id(name.encode()),)
-        # The text is as long as the tokens say, whatever a token has of it.
-        per_block = len(ids) / num_blocks
-        return tuple(
-            block_id(b"%d/%d" % (ids[min(int((i + 1) * per_block), len(ids)) - 1], i))
-            if (i + 1) * per_block >= 1
-            else block_id(f"{name}/{i}".encode())
-            for i in range(num_blocks)
+
+def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> list[ParsedRow]:
+    """The calls of a session by their times: each waits for those that had ended when it began. One
+    that waits for none begins with the first one, or if `exact` at its own time."""
+    calls = sorted(found, key=lambda call: call[:2])
+    rows: list[ParsedRow] = []
+    ends: list[float] = []
+    for number, (begin_s, end_s, span, attributes) in enumerate(calls):
+        before = [place for place, other_s in enumerate(ends) if other_s <= begin_s]
+        # Takes only those that nothing else waited for: the others ended before them.
+        latest = max((ends[place] for place in before), default=begin_s)
+        waits_for = [place for place in before if not _is_waited_for(rows, place, before)]
+        num_input, num_output = _tokens(attributes, _INPUT), _tokens(attributes, _OUTPUT)
+        rows.append(
+            ParsedRow(
+                UNTIMED if waits_for else (begin_s if exact else calls[0][0]),
+                num_input,
+                num_output,
+                _span_blocks(name, attributes, num_input),
+                name,
+                call=f"{name}#{number}",
+                after=tuple(f"{name}#{place}" for place in waits_for),
+                delay_s=begin_s - latest if waits_for else None,
+                tool=str(span.get("tool", "")),
+            )
         )
+        ends.append(end_s)
+    return rows
+
+
+def _span_blocks(name: str, attributes: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
+    """By the text of the prompt if the span has it; else each prompt goes on after the one
+    before it."""
+    num_blocks = -(-num_tokens // SESSION_BLOCK_TOKENS)
+    found = next((attributes[key] for key in _TEXTS if key in attributes), None)
+    if found is None:
+        return tuple(block_id(f"{name}/{i}".encode()) for i in range(num_blocks))
+    text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
+    ids = text_prompt(text).block_ids or (block_id(name.encode()),)
+    # The text is as long as the tokens say, whatever a token has of it.
+    per_block = len(ids) / num_blocks
+    return tuple(
+        block_id(b"%d/%d" % (ids[min(int((i + 1) * per_block), len(ids)) - 1], i))
+        if (i + 1) * per_block >= 1
+        else block_id(f"{name}/{i}".encode())
+        for i in range(num_blocks)
+    )
 
 
 class TurnsParser:
@@ -266,7 +275,7 @@ class TurnsParser:
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""
-        whole = _object(line)
+        whole = line_object(line)
         name = str(whole.get("session_id") or whole.get("trace_id") or block_id(line))
         rows: list[ParsedRow] = []
         system, last = "", UNTIMED
@@ -330,7 +339,7 @@ def _is_waited_for(rows: list[ParsedRow], place: int, among: list[int]) -> bool:
     return any(call in rows[other].after for other in among if other != place)
 
 
-def _calls(spans: list[Any]) -> Iterator[tuple[float, float, dict[str, Any], dict[str, Any]]]:
+def calls_of(spans: list[Any]) -> Iterator[CallSpan]:
     """Begin, end, span and attributes of the spans that have tokens."""
     for span in spans:
         if not isinstance(span, dict):
@@ -387,7 +396,7 @@ def _instant(span: dict[str, Any], names: Sequence[str]) -> float:
     return number
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def line_object(line: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except MALFORMED as error:

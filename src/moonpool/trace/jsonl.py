@@ -38,7 +38,12 @@ from moonpool.trace.corpora import (
     is_turns,
     is_weka,
 )
+from moonpool.trace.gathered.request_traces import RequestTrace, is_request_trace
+from moonpool.trace.gathered.rows import Gatherer
+from moonpool.trace.gathered.session_graphs import SessionGraph, is_session_graph
+from moonpool.trace.gathered.span_exports import SpanExport, is_span_export
 from moonpool.trace.json_log import JsonLogParser, is_request, json_object
+from moonpool.trace.plain_prompts import PromptParser, ShareGptParser, is_prompt, is_sharegpt
 from moonpool.trace.row import (
     MAX_LENGTH_TOKENS,
     LineError,
@@ -191,7 +196,7 @@ def _whole(field: str, value: float) -> int:
     return value if type(value) is int else whole(field, value)
 
 
-def jsonl_parser(first_lines: list[bytes], name: str) -> Parser | ProgramParser:
+def jsonl_parser(first_lines: list[bytes], name: str) -> Parser | ProgramParser | Gatherer:
     """The parser for a file with these first lines. `name` is "mooncake", "bailian", "log" or
     "auto"."""
     rows = [json_object(line) or {} for line in first_lines]
@@ -214,8 +219,18 @@ def jsonl_parser(first_lines: list[bytes], name: str) -> Parser | ProgramParser:
     return JsonlParser(block_tokens, units_per_s, _ignored(_MooncakeLine, rows[0]))
 
 
-def _parser_of_programs(first: dict[str, Any]) -> Parser | ProgramParser | None:
+def _parser_of_programs(first: dict[str, Any]) -> Parser | ProgramParser | Gatherer | None:
     """The parser of a form that its first object alone tells."""
+    if is_request_trace(first):
+        return RequestTrace()
+    if is_span_export(first):
+        return SpanExport()
+    if is_session_graph(first):
+        return SessionGraph()
+    if is_sharegpt(first):
+        return ShareGptParser()
+    if is_prompt(first):
+        return PromptParser()
     if is_graph(first):
         return GraphParser(first)
     if is_weka(first):

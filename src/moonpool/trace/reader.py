@@ -26,6 +26,7 @@ from moonpool.config.tables import is_own_policy
 from moonpool.plugins.objects import installed_names, own_name
 from moonpool.trace.agent_graphs import GraphParser
 from moonpool.trace.agent_rows import AgentParser
+from moonpool.trace.gathered.rows import GatheredRows, Gatherer
 from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.jsonl import jsonl_parser
 from moonpool.trace.later_calls import CallGraph, RowError
@@ -159,7 +160,9 @@ def open_trace(
         raise TraceError(f"speed {speed} is not a positive number; use for example 2")
     if limit is not None and limit < 1:
         raise TraceError(f"a limit of {limit} rows leaves none; use 1 or more")
-    parser: Parser | ProgramParser = own_parser(format) or _parser_for(path, format)
+    parser = own_parser(format) or _parser_for(path, format)
+    if isinstance(parser, Gatherer):
+        return _gathered(path, parser, spread_ticks, limit, speed)
     scan = _scan(path, parser, keep_index=False)
     if scan is None:
         places = _places(path, parser) if isinstance(parser, NAMING_PARSERS) else None
@@ -191,6 +194,40 @@ def open_trace(
     return Trace(info, rows if limit is None else islice(rows, limit))
 
 
+def _gathered(
+    path: Path, gatherer: Gatherer, spread_ticks: bool, limit: int | None, speed: float
+) -> Trace:
+    """A trace of which all rows are in memory. Raises TraceError."""
+    with open_file(path) as file:
+        for number, _, line in numbered_lines(file, path):
+            try:
+                gatherer.add(line)
+            except LineError as problem:
+                raise error_at(path, number, f"{problem}{cut_off(line)}") from problem
+    try:
+        found = GatheredRows(gatherer)
+    except LineError as problem:
+        raise TraceError(f"{path}: {problem}") from problem
+    rows, units_per_s = found.rows, gatherer.units_per_s
+    if not rows:
+        raise TraceError(f"{path} has no requests: no call in it has both a prompt and an answer")
+    tick = 0.0 if found.has_programs else find_tick(found.head_times(SAMPLE_ROWS))
+    info = TraceInfo(
+        path=str(path),
+        format=gatherer.format,
+        block_tokens=gatherer.block_tokens,
+        num_rows=len(rows),
+        skipped_rows=found.skipped_rows,
+        duration_s=(rows[-1].time - rows[0].time) / units_per_s,
+        tick_s=tick / units_per_s,
+        is_sorted=found.is_sorted,
+        other_lines=gatherer.other_lines,
+        has_programs=found.has_programs,
+    )
+    parsed = spread(rows, tick) if spread_ticks and tick > 0 else iter(rows)
+    return Trace(info, islice(_rows(parsed, rows[0].time, units_per_s * speed), limit))
+
+
 def _left_out(scan: _Scan) -> int:
     return scan.skipped_rows + scan.other_lines
 
@@ -206,7 +243,7 @@ def own_parser(format: str) -> Parser | None:
     return OwnParser(name)
 
 
-def _parser_for(path: Path, format: str) -> Parser | ProgramParser:
+def _parser_for(path: Path, format: str) -> Parser | ProgramParser | Gatherer:
     with open_file(path) as file:
         lines = numbered_lines(file, path)
         head = list(islice(lines, 1))

@@ -1,0 +1,62 @@
+"""Forms of which no line by itself tells what a call waits for: their rows are kept in memory.
+
+* AIPerf's `dag_jsonl`: sessions that fork and spawn others, which stand in other lines.
+* Dynamo's own request traces (`dynamo.request.trace.v1`): a line for each answer, at its end.
+* Exports of OpenTelemetry (`resourceSpans`): a line for each batch of spans, of any programs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable
+from itertools import pairwise
+
+from moonpool.trace.programs import CallOrder
+from moonpool.trace.row import LineError, ParsedRow
+
+MAX_GATHERED = 2_000_000
+"""Rows of a file that is kept in memory."""
+
+
+class Gatherer(ABC):
+    """Is told all lines, and then gives the rows."""
+
+    format: str
+    block_tokens: int  # 0: no hashes; known when all lines are
+    units_per_s: float
+    other_lines: int
+    """Lines that are no requests."""
+
+    @abstractmethod
+    def add(self, line: bytes) -> None:
+        """Takes the next line. Raises LineError."""
+
+    @abstractmethod
+    def rows(self) -> Iterable[ParsedRow]:
+        """The rows, each after those that it waits for. Raises LineError."""
+
+
+class GatheredRows:
+    """All rows of a file, in order of the times at which their programs begin."""
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        """Raises LineError."""
+        order = CallOrder(gatherer.units_per_s, gatherer.block_tokens)
+        self.skipped_rows = 0
+        found: list[ParsedRow] = []
+        for row in gatherer.rows():
+            placed = order.place(row)
+            if placed is None:
+                self.skipped_rows += 1
+                continue
+            found.append(placed)
+            if len(found) > MAX_GATHERED:
+                raise LineError(f"more than {MAX_GATHERED:,} calls: split the file")
+        self.rows = sorted(found, key=lambda row: row.time)
+        self.has_programs = order.has_programs
+        self.is_sorted = all(one.time <= other.time for one, other in pairwise(found))
+
+    def head_times(self, number: int) -> array[float]:
+        """The first times, from the first one on."""
+        return array("d", (row.time - self.rows[0].time for row in self.rows[:number]))
