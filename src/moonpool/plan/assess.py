@@ -14,7 +14,7 @@ import msgspec
 
 from moonpool.config.tables import Config, ConfigError
 from moonpool.plan.candidate import Candidate, Priced
-from moonpool.plan.confidence import Interval, sample_interval
+from moonpool.plan.confidence import Interval, most_sample_low, sample_interval
 from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.plan.time_left import TimeLeft
 from moonpool.plan.trial import Outcome, StopRequestedError, Trial
@@ -22,6 +22,8 @@ from moonpool.sim.hardware.prices import Prices
 from moonpool.types import Struct
 
 FRESH_SEEDS_FROM = 1001
+ROUNDING = 1e-6
+"""Below the goal by less than this, an interval may still reach it."""
 
 
 class StoppedError(RuntimeError):
@@ -159,17 +161,26 @@ class Assessor:
         """Assesses the candidate on these draws; None if it does not keep the SLOs at the wanted
         confidence.
 
-        A draw that misses shows it, and ends the simulations. Raises as `look`.
+        A draw that misses shows it, and so do draws that no others can make up for: both end the
+        simulations. Raises as `look`.
         """
         outcomes = self.look([candidate])
         for pair in (seeds[at : at + 2] for at in range(0, len(seeds), 2)):
-            if min(outcome.share for outcome in outcomes) < self.goal.wanted:
+            if not self._may_be_sure(outcomes, 1 + len(seeds)):
                 return None
             trials = [self._trial(candidate, seed, self.goal.wanted) for seed in pair]
             outcomes += self._run(trials)
         assessment = self._assessed(candidate, tuple(outcomes))
         assert assessment.interval is not None
         return assessment if assessment.interval.low >= self.goal.wanted else None
+
+    def _may_be_sure(self, outcomes: Sequence[Outcome], num_runs: int) -> bool:
+        """Whether further draws can bring the interval of all runs above the goal."""
+        wanted = self.goal.wanted
+        if min(outcome.share for outcome in outcomes) < wanted:
+            return False
+        runs = [outcome.attainment for outcome in outcomes]
+        return most_sample_low(runs, num_runs, wanted, self.goal.confidence) >= wanted - ROUNDING
 
     def _assessed(self, candidate: Candidate, outcomes: tuple[Outcome, ...]) -> Assessment:
         found = sample_interval([one.attainment for one in outcomes], self.goal.confidence)

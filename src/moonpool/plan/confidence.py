@@ -94,3 +94,33 @@ def sample_interval(runs: Sequence[Attainment], confidence: float) -> Interval:
         )
         low, high = min(low, mean - half), max(high, mean + half)
     return Interval(max(low, 0.0), mean, min(high, 1.0))
+
+
+def most_sample_low(
+    runs: Sequence[Attainment], num_runs: int, least: float, confidence: float
+) -> float:
+    """Returns the highest `low` that `sample_interval` can have once there are `num_runs`, of which
+    these are the first and no other has a share below `least`.
+
+    Mean less a multiple of the deviation is concave, so the others are alike where it is highest.
+    """
+    from scipy import stats
+
+    assert len(runs) < num_runs and num_runs > 1
+    shares = [run.share for run in runs]
+    others = num_runs - len(runs)
+    factor = float(stats.t.ppf((1 + confidence) / 2, num_runs - 1)) * sqrt(1 + 1 / num_runs)
+
+    def low(other: float) -> float:
+        mean = (fsum(shares) + others * other) / num_runs
+        squares = fsum((share - mean) ** 2 for share in shares) + others * (other - mean) ** 2
+        return mean - factor * sqrt(squares / (num_runs - 1))
+
+    begin, end = least, 1.0
+    while end - begin > 1e-9:
+        third = (end - begin) / 3
+        if low(begin + third) < low(end - third):
+            begin += third
+        else:
+            end -= third
+    return low((begin + end) / 2)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from moonpool.plan.confidence import Attainment, Verdict, interval, sample_interval
+from moonpool.plan.confidence import (
+    Attainment,
+    Verdict,
+    interval,
+    most_sample_low,
+    sample_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +79,26 @@ def test_few_requests_say_little_of_another_sample() -> None:
     one = sample_interval([Attainment(1, 1)] * 7, 0.95)
     assert one.low < 0.3 and one.high == 1.0
     assert sample_interval([Attainment(160, 160)] * 7, 0.95).low == pytest.approx(0.977, abs=1e-3)
+
+
+def test_no_further_runs_lift_the_interval_above_what_was_said() -> None:
+    draw, number = Random(5), 10**6
+    for _ in range(60):
+        known = [Attainment(number, draw.randint(900_000, number)) for _ in range(3)]
+        most = most_sample_low(known, 7, 0.9, 0.95)
+        for _ in range(40):
+            begin = draw.randint(900_000, number)  # alike or not
+            others = [Attainment(number, draw.randint(begin, number)) for _ in range(4)]
+            assert sample_interval([*known, *others], 0.95).low <= most + 1e-9
+
+
+def test_what_was_said_of_further_runs_is_reached() -> None:
+    number = 10**6
+    known = [Attainment(number, 940_000), Attainment(number, 904_200), Attainment(number, 915_000)]
+    reached = max(
+        sample_interval([*known, *[Attainment(number, at)] * 4], 0.95).low
+        for at in range(900_000, number, 500)
+    )
+    most = most_sample_low(known, 7, 0.9, 0.95)
+    assert most == pytest.approx(reached, abs=1e-5)
+    assert most < 0.9  # so these are not sure, although each run keeps the goal
