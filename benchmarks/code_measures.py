@@ -158,6 +158,8 @@ def main() -> None:
         )
         return
     place = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    if not (place / "src" / "moonpool").is_dir():
+        sys.exit(f"{place} is no checkout of moonpool; {__doc__.splitlines()[0]}")
     sys.stdout.write(json.dumps(measure(place), indent=2) + "\n")
 
 

@@ -89,9 +89,12 @@ class PoolTrial:
         return TrialLoad(shape, calls, maker.foreign_to, self._args.seed)
 
     async def _under_kills(self, cluster: TrialCluster, load: TrialLoad) -> None:
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(load.run(cluster.urls))
-            group.create_task(self._disturb(cluster, load, running))
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(load.run(cluster.urls))
+                group.create_task(self._disturb(cluster, load, running))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
 
     async def _disturb(
         self, cluster: TrialCluster, load: TrialLoad, running: asyncio.Task[None]
@@ -108,6 +111,8 @@ class PoolTrial:
             )
             if not await _until(load, (number + 1) * step, running):
                 return
+            if number == 0:
+                cluster.check_that_pool_is_used()
             await asyncio.to_thread(self._kill, cluster, kind)
             say(f"{load.num_done} answers; killed: {kind}")
 

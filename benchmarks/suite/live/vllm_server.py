@@ -67,7 +67,11 @@ class VllmServer(LocalServer):
 
     def last_words(self, num_lines: int = 5) -> str:
         """Returns the first error: vLLM's last lines only say that something failed."""
+        causes = [line for line in self.said("Error: ") if " WARNING " not in line]
+        return causes[0] if causes else super().last_words(num_lines)
+
+    def said(self, text: str) -> list[str]:
+        """The lines of its log that contain `text`."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
-        causes = [line.strip() for line in lines if "Error: " in line and " WARNING " not in line]
-        return causes[0] if causes else super().last_words(num_lines)
+        return [line.strip() for line in lines if text in line]

@@ -21,7 +21,7 @@ from benchmarks.suite.pool_in_vllm.fleet import GroupedVllm
 from benchmarks.suite.pool_in_vllm.play import CacheCounts, cache_counts
 from benchmarks.suite.pool_in_vllm.pools import MoonpoolPool, PoolPlace
 from moonpool.types import Struct
-from moonpool_lab.demo.local_server import LocalServer
+from moonpool_lab.demo.local_server import LocalServer, ServerError
 
 DAMAGE_STEP_BYTES = 16 << 10
 EASY = ("--admission", "none", "--slo-ttft", "600")
@@ -129,6 +129,13 @@ class TrialCluster:
             model: vllm.url if self.front is None else self.front.url
             for model, vllm in self.vllms.items()
         }
+
+    def check_that_pool_is_used(self) -> None:
+        """A trial of a vLLM that has refused the pool would say nothing of it. Raises
+        ServerError."""
+        for model, vllm in self.vllms.items():
+            for line in vllm.said("serves without the KVCache pool"):
+                raise ServerError(f"the vLLM of {model} says: {line[line.index('vLLM serves') :]}")
 
     def kill_pool(self, rng: random.Random, damage_share: float) -> int:
         """`kill -9`, damage to what it left, and its start. Returns the places damaged."""

@@ -6,7 +6,7 @@ The first of these that is there decides; they are never mixed:
 2. `agent_hint` of the body: `session_id`, `parent_session_id`, `blocking`;
 3. `x-claude-code-session-id`, `x-claude-code-agent-id` and `x-claude-code-parent-agent-id`;
 4. `session-id` and `thread-id`, as Codex and OpenCode send them;
-5. `x-session-id`;
+5. `x-session-id`, and `x-parent-session-id` as OpenCode sends it;
 6. `prompt_cache_key` of the body.
 
 A session without the name of an agent is its lead program, and each agent of it a sub-agent: of the
@@ -51,11 +51,16 @@ def program_of(
             b"x-claude-code-parent-agent-id",
         ),
         (b"session-id", b"thread-id", b""),
-        (b"x-session-id", b"", b""),
     ):
         task = _header(headers, session)
         if task:
             return _of_task(task, _header(headers, agent), _header(headers, parent), ends)
+    session_id = _header(headers, b"x-session-id")
+    if session_id:
+        parent_id = _header(headers, b"x-parent-session-id")
+        return ProgramContext(
+            program_id=session_id, parent_id="" if parent_id == session_id else parent_id, ends=ends
+        )
     if isinstance(prompt_cache_key, str) and 0 < len(prompt_cache_key) <= MAX_NAME:
         return ProgramContext(program_id=prompt_cache_key, ends=ends)
     return None

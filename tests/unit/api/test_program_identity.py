@@ -8,6 +8,7 @@ import pytest
 
 from moonpool.api.errors import ApiError
 from moonpool.api.program_identity import program_of
+from moonpool.types import ProgramContext
 
 
 def ids(*given: Any, **headers: str) -> tuple[str, str]:
@@ -85,3 +86,10 @@ def test_wrong_contexts_are_refused_by_field(context: Any) -> None:
 def test_long_headers_are_refused() -> None:
     with pytest.raises(ApiError, match="longer than 256"):
         program_of({b"x-session-id": b"u" * 300})
+
+
+def test_sessions_of_opencode_name_their_parent() -> None:
+    found = program_of({b"x-session-id": b"ses_b", b"x-parent-session-id": b"ses_a"})
+    assert found == ProgramContext(program_id="ses_b", parent_id="ses_a")
+    lead = program_of({b"x-session-id": b"ses_a", b"x-parent-session-id": b"ses_a"})
+    assert lead == ProgramContext(program_id="ses_a")

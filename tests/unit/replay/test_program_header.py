@@ -5,12 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool.api.program_identity import program_of
 from moonpool.trace.row import TraceRow
-from moonpool_lab.replay.player import MAX_NAME, program_header
+from moonpool.types import ProgramContext
+from moonpool_lab.replay.player import MAX_NAME, program_headers
 
 
 def header(session: str) -> bytes:
-    return program_header(TraceRow(0.0, 1, 1, session=session, call="c"))
+    return program_headers(TraceRow(0.0, 1, 1, session=session, call="c"))
 
 
 @given(st.text(min_size=1, max_size=300), st.text(min_size=1, max_size=300))
@@ -25,4 +27,11 @@ def test_names_stay_apart_in_one_line(one: str, other: str) -> None:
 def test_plain_names_stay_as_they_are() -> None:
     assert header("run-7/a.b:c") == b"X-Session-Id: run-7/a.b:c\r\n"
     assert header("日本") != header("中国")
-    assert program_header(TraceRow(0.0, 1, 1)) == b""
+    assert program_headers(TraceRow(0.0, 1, 1)) == b""
+
+
+def test_the_server_reads_the_program_and_its_parent() -> None:
+    sent = program_headers(TraceRow(0.0, 1, 1, session="agent 2", parent="lead", call="c"))
+    fields = dict(line.split(b": ", 1) for line in sent.splitlines())
+    read = program_of({name.lower(): value for name, value in fields.items()})
+    assert read == ProgramContext(program_id="agent%202", parent_id="lead")

@@ -184,7 +184,7 @@ class Player:
         headers = self._headers if slo_class is None else _slo_headers(slo_class.slo)
         if row.call:
             self.programs.begin(row, record.arrived_s)
-            headers += program_header(row)
+            headers += program_headers(row)
         for attempt in count(1):
             receiver = CompletionReceiver(record)
             status, reason = await self._request(receiver, body, headers)
@@ -290,16 +290,25 @@ class Player:
         return b'%b%b,"max_tokens":%d%b}' % (self._head, prompt, row.output_tokens, priority)
 
 
-def program_header(row: TraceRow) -> bytes:
-    """The program of a call, as all servers that know programs read it. Names that no header can
-    have are percent-encoded, and long ones end in a digest, so that two names stay two."""
+def program_headers(row: TraceRow) -> bytes:
+    """The program of a call and the one that waits for it, in OpenCode's headers, which servers
+    that know no programs ignore."""
     if not row.session:
         return b""
-    name = quote(row.session, safe=_IN_HEADERS)
+    headers = b"X-Session-Id: %b\r\n" % _header_name(row.session)
+    if row.parent:
+        headers += b"X-Parent-Session-Id: %b\r\n" % _header_name(row.parent)
+    return headers
+
+
+def _header_name(program: str) -> bytes:
+    """What no header can have is percent-encoded, and long names end in a digest, so that two
+    names stay two."""
+    name = quote(program, safe=_IN_HEADERS)
     if len(name) > MAX_NAME:
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         name = f"{name[: MAX_NAME - len(digest)]}{digest}"
-    return b"X-Session-Id: %b\r\n" % name.encode()
+    return name.encode()
 
 
 def _body_head(model: str) -> bytes:
