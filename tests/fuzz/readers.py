@@ -159,6 +159,30 @@ AGENTS = (
         b'{"trace_id": "t", "spans": [{"start_time": "2026-01-01T00:00:00Z", "end_time": null, '
         b'"attributes": {"gen_ai.usage.input_tokens": 9, "gen_ai.usage.output_tokens": "2"}}]}\n'
     ),
+    (
+        b'{"session_id": "r", "turns": [{"messages": [], "spawns": ["c"]}, {"messages": ["x"], '
+        b'"delay": 3, "max_tokens": 4, "forks": [{"child": "f"}]}]}\n'
+        b'{"session_id": "c", "turns": [{"messages": [{"content": "q"}]}]}\n'
+        b'{"session_id": "f", "turns": [{"messages": [{"content": "q"}]}]}\n'
+    ),
+    (
+        b'{"schema": "dynamo.request.trace.v1", "event_type": "request_end", '
+        b'"event_time_unix_ms": 9, "agent_context": {"session_id": "s"}, '
+        b'"request": {"request_received_ms": 5, '
+        b'"output_tokens": 2, "replay": {"trace_block_size": 4, "input_length": 5, '
+        b'"input_sequence_hashes": [1, 2]}}}\n'
+    ),
+    (
+        b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "t", "spanId": "a", '
+        b'"parentSpanId": "b", "startTimeUnixNano": "1", "endTimeUnixNano": "2", "attributes": '
+        b'[{"key": "gen_ai.usage.input_tokens", "value": {"intValue": "9"}}, '
+        b'{"key": "gen_ai.usage.output_tokens", "value": {"intValue": "2"}}]}]}]}]}\n'
+    ),
+    b'{"texts": ["a b", "c"], "timestamp": 3, "output_length": 4}\n{"text": "d"}\n',
+    (
+        b'{"id": 1, "conversations": [{"from": "human", "value": "a"}, '
+        b'{"from": "gpt", "value": "b"}]}\n'
+    ),
 )
 LOGS = (
     (

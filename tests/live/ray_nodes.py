@@ -29,8 +29,7 @@ SETTINGS = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_gcs_storage": "rocksdb",  # its state outlives it, as in a cluster that shall last
     "RAY_DEDUP_LOGS": "0",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the machine may be busy, here and below
-    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the machine may be busy
 }
 NODE = {"object_store_memory": 80_000_000, "include_dashboard": False}
 
@@ -162,7 +161,7 @@ class AutoscalingNodes:
             f"import ray; ray.init({self.address!r}, log_to_driver=False, logging_level='ERROR');"
             "print(sum(node['Alive'] for node in ray.nodes()))"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=WAIT_S)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
         words = done.stdout.split()
         return int(words[-1]) if done.returncode == 0 and words else 0
 

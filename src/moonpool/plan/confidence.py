@@ -88,12 +88,24 @@ def sample_interval(runs: Sequence[Attainment], confidence: float) -> Interval:
     wilson = requests.proportion_ci(confidence, method="wilson")
     low, high = float(wilson.low), float(wilson.high)
     if number > 1:
-        squares = fsum((run.share - mean) ** 2 for run in runs)
-        half = float(stats.t.ppf((1 + confidence) / 2, number - 1)) * sqrt(
-            squares / (number - 1) * (1 + 1 / number)
-        )
+        half = _quantile(confidence, number) * _deviation([run.share for run in runs])
         low, high = min(low, mean - half), max(high, mean + half)
     return Interval(max(low, 0.0), mean, min(high, 1.0))
+
+
+def _quantile(confidence: float, number: int) -> float:
+    """Student's, two-sided, of so many samples."""
+    from scipy import stats
+
+    return float(stats.t.ppf((1 + confidence) / 2, number - 1))
+
+
+def _deviation(shares: Sequence[float]) -> float:
+    """By how much one more sample differs from the mean of these."""
+    number = len(shares)
+    mean = fsum(shares) / number
+    squares = fsum((share - mean) ** 2 for share in shares)
+    return sqrt(squares / (number - 1) * (1 + 1 / number))
 
 
 def most_sample_low(
@@ -104,17 +116,14 @@ def most_sample_low(
 
     Mean less a multiple of the deviation is concave, so the others are alike where it is highest.
     """
-    from scipy import stats
-
     assert len(runs) < num_runs and num_runs > 1
-    shares = [run.share for run in runs]
+    known = [run.share for run in runs]
     others = num_runs - len(runs)
-    factor = float(stats.t.ppf((1 + confidence) / 2, num_runs - 1)) * sqrt(1 + 1 / num_runs)
+    quantile = _quantile(confidence, num_runs)
 
     def low(other: float) -> float:
-        mean = (fsum(shares) + others * other) / num_runs
-        squares = fsum((share - mean) ** 2 for share in shares) + others * (other - mean) ** 2
-        return mean - factor * sqrt(squares / (num_runs - 1))
+        shares = known + [other] * others
+        return fsum(shares) / num_runs - quantile * _deviation(shares)
 
     begin, end = least, 1.0
     while end - begin > 1e-9:

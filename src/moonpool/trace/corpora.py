@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from heapq import heappop, heappush
 from math import isfinite
 from typing import Any
 
@@ -78,23 +79,33 @@ class ProgramNames:
         return name if count == 1 else self.take(f"{name}~{count}")
 
 
-class WekaParser:
-    """One conversation per line."""
+class ProgramLines:
+    """What parsers of files with one program per line share."""
 
-    format = "weka"
     header_lines = 0
     units_per_s = 1.0
+    block_tokens = SESSION_BLOCK_TOKENS
     ignored: tuple[str, ...] = ()
 
-    def __init__(self, first: dict[str, Any]) -> None:
-        """Raises LineError for an invalid block size."""
-        self.block_tokens = _count(first, "block_size")
-        if not self.block_tokens:
-            raise LineError("block_size is 0; it must be the number of tokens of a block")
+    def __init__(self) -> None:
         self._names = ProgramNames()
 
     def begin(self) -> None:
+        """A pass over the file begins: names are free again."""
         self._names = ProgramNames()
+
+
+class WekaParser(ProgramLines):
+    """One conversation per line."""
+
+    format = "weka"
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        """Raises LineError for an invalid block size."""
+        super().__init__()
+        self.block_tokens = whole_length(first, "block_size")
+        if not self.block_tokens:
+            raise LineError("block_size is 0; it must be the number of tokens of a block")
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""
@@ -105,7 +116,7 @@ class WekaParser:
                 f" {self.block_tokens}"
             )
         name = self._names.take(str(whole.get("id") or block_id(line)))
-        num_shared = _count(whole, "tool_tokens", 0) // self.block_tokens
+        num_shared = whole_length(whole, "tool_tokens", 0) // self.block_tokens
         if whole.get("hash_id_scope") == "global":
             num_shared = MAX_LENGTH_TOKENS
         rows: list[ParsedRow] = []
@@ -138,11 +149,11 @@ class WekaParser:
                 if ended and request.get("status") != "async_launched":
                     waits_for = (*waits_for, ended)
                 continue
-            num_input, num_output = _count(request, "in"), _count(request, "out")
-            begin_s = _seconds(request, "t") or 0.0
+            num_input, num_output = whole_length(request, "in"), whole_length(request, "out")
+            begin_s = duration(request, "t") or 0.0
             if not num_input or not num_output:
                 continue
-            think_s = _seconds(request, "think_time")
+            think_s = duration(request, "think_time")
             if think_s is None:
                 think_s = max(begin_s - last_end_s, 0.0) if last else 0.0
             call = f"{session}#{number}"
@@ -160,7 +171,7 @@ class WekaParser:
                 )
             )
             last, waits_for = call, (call,)
-            last_end_s = begin_s + (_seconds(request, "api_time") or 0.0)
+            last_end_s = begin_s + (duration(request, "api_time") or 0.0)
         return last
 
     def _blocks(
@@ -185,20 +196,10 @@ class WekaParser:
         return tuple(found)
 
 
-class SpansParser:
+class SpansParser(ProgramLines):
     """One session of OpenTelemetry spans per line."""
 
     format = "spans"
-    header_lines = 0
-    units_per_s = 1.0
-    block_tokens = SESSION_BLOCK_TOKENS
-    ignored: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        self._names = ProgramNames()
-
-    def begin(self) -> None:
-        self._names = ProgramNames()
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""
@@ -213,12 +214,17 @@ def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> l
     that waits for none begins with the first one, or if `exact` at its own time."""
     calls = sorted(found, key=lambda call: call[:2])
     rows: list[ParsedRow] = []
-    ends: list[float] = []
+    under_way: list[tuple[float, int]] = []  # a heap of ends, with the places of their calls
+    # Of those that have ended, only those that no other of them waited for: the rest are implied.
+    last: dict[str, int] = {}
+    latest = 0.0
     for number, (begin_s, end_s, span, attributes) in enumerate(calls):
-        before = [place for place, other_s in enumerate(ends) if other_s <= begin_s]
-        # Takes only those that nothing else waited for: the others ended before them.
-        latest = max((ends[place] for place in before), default=begin_s)
-        waits_for = [place for place in before if not _is_waited_for(rows, place, before)]
+        while under_way and under_way[0][0] <= begin_s:
+            latest, place = heappop(under_way)
+            for call in rows[place].after:
+                last.pop(call, None)
+            last[rows[place].call] = place
+        waits_for = tuple(sorted(last, key=last.__getitem__))
         num_input, num_output = _tokens(attributes, _INPUT), _tokens(attributes, _OUTPUT)
         rows.append(
             ParsedRow(
@@ -228,12 +234,12 @@ def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> l
                 _span_blocks(name, attributes, num_input),
                 name,
                 call=f"{name}#{number}",
-                after=tuple(f"{name}#{place}" for place in waits_for),
+                after=waits_for,
                 delay_s=begin_s - latest if waits_for else None,
                 tool=str(span.get("tool", "")),
             )
         )
-        ends.append(end_s)
+        heappush(under_way, (end_s, number))
     return rows
 
 
@@ -285,7 +291,9 @@ class TurnsParser:
             if turn.get("role") == "system" and not rows:
                 system += _turn_text(turn)
                 continue
-            delay_ms, time = _seconds(turn, "delay"), self._time(turn.get("timestamp"))
+            stamp = turn.get("timestamp")
+            time = UNTIMED if stamp is None else milliseconds_of(stamp, self._milliseconds)
+            delay_ms = duration(turn, "delay", "ms")
             if delay_ms is None and UNTIMED not in (last, time):
                 delay_ms = max(time - last, 0.0)
             last = time
@@ -303,24 +311,18 @@ class TurnsParser:
             )
         return rows
 
-    def _time(self, value: Any) -> float:
-        if value is None:
-            return UNTIMED
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not isinstance(value, str) and not (is_number and 0 <= value < float("inf")):
-            raise LineError(f"timestamp is {value!r:.40}; it must be milliseconds, or a date")
-        return self._milliseconds(value)
-
     def _prompt(self, turn: dict[str, Any], system: str) -> KnownPrompt:
         if turn.get("input_length") is not None:
-            return KnownPrompt(_count(turn, "input_length") + text_prompt(system).num_tokens, ())
+            return KnownPrompt(
+                whole_length(turn, "input_length") + text_prompt(system).num_tokens, ()
+            )
         if isinstance(turn.get("payload"), dict):
             return body_prompt(turn["payload"])
         return text_prompt(system + _turn_text(turn))
 
     def _answer(self, turn: dict[str, Any]) -> int:
         if turn.get("output_length") is not None:
-            return _count(turn, "output_length")
+            return whole_length(turn, "output_length")
         inner = turn.get("extra") or turn.get("payload")
         found = answer_tokens(turn) or answer_tokens(inner if isinstance(inner, dict) else {})
         return int(found or 1)
@@ -332,11 +334,6 @@ def _turn_text(turn: dict[str, Any]) -> str:
         return message_text(turn["messages"], turn.get("tools"))
     parts = turn.get("text", turn.get("texts", turn.get("content")))
     return content_text(parts)
-
-
-def _is_waited_for(rows: list[ParsedRow], place: int, among: list[int]) -> bool:
-    call = rows[place].call
-    return any(call in rows[other].after for other in among if other != place)
 
 
 def calls_of(spans: list[Any]) -> Iterator[CallSpan]:
@@ -413,7 +410,8 @@ def _list(fields: dict[str, Any], name: str) -> list[Any]:
     return value
 
 
-def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+def whole_length(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    """Raises LineError."""
     value = fields.get(name, default)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -422,10 +420,19 @@ def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int
     return value
 
 
-def _seconds(fields: dict[str, Any], name: str) -> float | None:
+def milliseconds_of(value: Any, read: Milliseconds) -> float:
+    """The time of a row. Raises LineError."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, str) and not (is_number and 0 <= value < float("inf")):
+        raise LineError(f"timestamp is {value!r:.40}; it must be milliseconds, or a date")
+    return read(value)
+
+
+def duration(fields: dict[str, Any], name: str, unit: str = "seconds") -> float | None:
+    """None: the field is not there. Raises LineError."""
     value = fields.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e12:
-        raise LineError(f"{name} is {value!r:.40}; it must be seconds")
+        raise LineError(f"{name} is {value!r:.40}; it must be {unit}")
     return max(float(value), 0.0)  # clocks that were set back leave negative durations

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonpool.trace.agent_rows import Milliseconds
-from moonpool.trace.corpora import ProgramNames, line_object
+from moonpool.trace.corpora import ProgramLines, line_object, milliseconds_of, whole_length
 from moonpool.trace.programs import SESSION_BLOCK_TOKENS
 from moonpool.trace.prompt_texts import answer_tokens, content_text, message_text, text_prompt
-from moonpool.trace.row import MAX_LENGTH_TOKENS, UNTIMED, LineError, ParsedRow
+from moonpool.trace.row import UNTIMED, LineError, ParsedRow
 
 _PROMPTS = ("prompt", "text", "texts")
 _LENGTHS = ("output_tokens", "output_length", "max_tokens", "expected_output_len")
@@ -59,42 +59,22 @@ class PromptParser:
         num_output = self._answer(fields)
         if not prompt.num_tokens or not num_output:
             return None
-        return ParsedRow(self._time(fields), prompt.num_tokens, num_output, prompt.block_ids)
-
-    def _time(self, fields: dict[str, Any]) -> float:
-        value = fields.get("timestamp", fields.get("delay"))
-        if value is None:
-            return 0.0
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not isinstance(value, str) and not (is_number and 0 <= value < float("inf")):
-            raise LineError(f"timestamp is {value!r:.40}; it must be milliseconds, or a date")
-        return self._milliseconds(value)
+        stamp = fields.get("timestamp", fields.get("delay"))
+        time = milliseconds_of(0.0 if stamp is None else stamp, self._milliseconds)
+        return ParsedRow(time, prompt.num_tokens, num_output, prompt.block_ids)
 
     def _answer(self, fields: dict[str, Any]) -> int:
-        value = next((fields[name] for name in _LENGTHS if fields.get(name) is not None), None)
-        if value is None:
-            extra = fields.get("extra")
-            return int(answer_tokens(extra if isinstance(extra, dict) else {}) or 1)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= MAX_LENGTH_TOKENS or value != int(value):
-            raise LineError(f"the length of the answer is {value!r:.40}; it must be an integer")
-        return int(value)
+        name = next((name for name in _LENGTHS if fields.get(name) is not None), None)
+        if name is not None:
+            return whole_length(fields, name)
+        extra = fields.get("extra")
+        return int(answer_tokens(extra if isinstance(extra, dict) else {}) or 1)
 
 
-class ShareGptParser:
+class ShareGptParser(ProgramLines):
     """One conversation on each line."""
 
     format = "sharegpt"
-    header_lines = 0
-    units_per_s = 1.0
-    block_tokens = SESSION_BLOCK_TOKENS
-    ignored: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        self._names = ProgramNames()
-
-    def begin(self) -> None:
-        self._names = ProgramNames()
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""

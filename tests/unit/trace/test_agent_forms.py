@@ -325,6 +325,18 @@ def test_sessions_of_spans_begin_at_their_times(tmp_path: Path) -> None:
     assert rows["d#1"].after == ("d#0",) and rows["d#1"].delay_s == pytest.approx(10.0)
 
 
+def test_spans_side_by_side_begin_together(tmp_path: Path) -> None:
+    rows = read(tmp_path, {"trace_id": "t", "spans": [span(1, 5), span(2, 3), span(6, 7)]})
+    assert (rows["t#0"].after, rows["t#1"].after, rows["t#2"].after) == ((), (), ("t#0", "t#1"))
+    assert rows["t#0"].arrived_s == rows["t#1"].arrived_s == 0.0 and rows["t#2"].delay_s == 1.0
+
+
+def test_sessions_of_many_spans_are_read(tmp_path: Path) -> None:
+    spans = [span(number, number + 0.5) for number in range(20_000)]
+    rows = read(tmp_path, {"trace_id": "t", "spans": spans})
+    assert rows["t#19999"].after == ("t#19998",)
+
+
 @pytest.mark.parametrize("value", [700.5, True, "many", -1, "1e400"])
 def test_wrong_tokens_of_a_span_are_named(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TraceError, match=r":1: gen_ai\.usage\.input_tokens is"):

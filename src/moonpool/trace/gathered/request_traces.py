@@ -114,6 +114,7 @@ class RequestTrace(Gatherer):
                 call=request.request_id or f"{name}#{number}",
                 tool=_tool(request),
             )
+        self.keep()
         self._answers.append(_Answer(row, max(ended, begun)))
 
     def _decoded(self, line: bytes) -> _TraceLine:

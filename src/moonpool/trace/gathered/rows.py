@@ -16,12 +16,13 @@ from moonpool.trace.programs import CallOrder
 from moonpool.trace.row import LineError, ParsedRow
 
 MAX_GATHERED = 2_000_000
-"""Rows of a file that is kept in memory."""
+"""Calls, sessions and other spans of a file that is kept in memory."""
 
 
 class Gatherer(ABC):
     """Is told all lines, and then gives the rows."""
 
+    _num_kept = 0
     format: str
     block_tokens: int  # 0: no hashes; known when all lines are
     units_per_s: float
@@ -31,6 +32,12 @@ class Gatherer(ABC):
     @abstractmethod
     def add(self, line: bytes) -> None:
         """Takes the next line. Raises LineError."""
+
+    def keep(self) -> None:
+        """Counts one more thing that is kept in memory. Raises LineError."""
+        self._num_kept += 1
+        if self._num_kept > MAX_GATHERED:
+            raise LineError(f"more than {MAX_GATHERED:,} calls: split the file")
 
     @abstractmethod
     def rows(self) -> Iterable[ParsedRow]:
@@ -51,8 +58,6 @@ class GatheredRows:
                 self.skipped_rows += 1
                 continue
             found.append(placed)
-            if len(found) > MAX_GATHERED:
-                raise LineError(f"more than {MAX_GATHERED:,} calls: split the file")
         self.rows = sorted(found, key=lambda row: row.time)
         self.has_programs = order.has_programs
         self.is_sorted = all(one.time <= other.time for one, other in pairwise(found))

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonpool.trace.corpora import MAX_NESTED, ProgramNames, line_object
-from moonpool.trace.gathered.rows import MAX_GATHERED, Gatherer
+from moonpool.trace.corpora import MAX_NESTED, ProgramNames, duration, line_object
+from moonpool.trace.gathered.rows import Gatherer
 from moonpool.trace.programs import SESSION_BLOCK_TOKENS, block_id
 from moonpool.trace.prompt_texts import answer_tokens, message_text, text_prompt
 from moonpool.trace.row import UNTIMED, LineError, ParsedRow
@@ -68,7 +68,6 @@ class SessionGraph(Gatherer):
         self._sessions: dict[str, dict[str, Any]] = {}
         self._named: set[str] = set()
         self._names = ProgramNames()
-        self._num_rows = 0
 
     def add(self, line: bytes) -> None:
         """Raises LineError."""
@@ -83,6 +82,7 @@ class SessionGraph(Gatherer):
         turns = whole.get("turns", [] if whole.get("orchestrator") else None)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise LineError(f"turns of {name!r:.60} is no list of objects")
+        self.keep()
         self._sessions[name] = whole
         for number, turn in enumerate(turns):
             for key in ("forks", "spawns"):
@@ -114,6 +114,7 @@ class SessionGraph(Gatherer):
             raise LineError(f"a turn forks or spawns the session {name!r:.60}, which no line has")
         if depth > MAX_NESTED:
             raise LineError(f"sessions fork and spawn deeper than {MAX_NESTED}; {name!r:.60} does")
+        self.keep()
         session = self._names.take(name)
         waits_for, ended = after, tuple[str, ...]()
         joins: dict[int, tuple[str, ...]] = {}
@@ -145,15 +146,10 @@ class SessionGraph(Gatherer):
         after: tuple[str, ...],
         context: _Context,
     ) -> ParsedRow:
-        self._num_rows += 1
-        if self._num_rows > MAX_GATHERED:
-            raise LineError(f"its sessions make more than {MAX_GATHERED:,} calls")
-        messages, delay_ms = turn.get("messages"), turn.get("delay") or 0.0
+        self.keep()
+        messages, delay_ms = turn.get("messages"), duration(turn, "delay", "ms") or 0.0
         if not isinstance(messages, list):
             raise LineError(f"messages of a turn of {session:.60} is {messages!r:.40}, no list")
-        is_number = isinstance(delay_ms, int | float) and not isinstance(delay_ms, bool)
-        if not is_number or not 0 <= delay_ms < 1e12:
-            raise LineError(f"delay of a turn of {session:.60} is {delay_ms!r:.40}; it must be ms")
         tools = None if context.num_tokens else turn.get("tools")
         num_input, ids = context.grow(message_text(messages, tools), session)
         extra = turn.get("extra")
@@ -161,7 +157,7 @@ class SessionGraph(Gatherer):
         num_output = int(length or 1)
         context.num_tokens += num_output
         return ParsedRow(
-            UNTIMED if after else float(delay_ms),
+            UNTIMED if after else delay_ms,
             num_input,
             num_output,
             ids,

@@ -10,12 +10,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from moonpool.trace.corpora import CallSpan, calls_of, line_object, session_rows
-from moonpool.trace.gathered.rows import MAX_GATHERED, Gatherer
+from moonpool.trace.gathered.rows import Gatherer
 from moonpool.trace.programs import SESSION_BLOCK_TOKENS
 from moonpool.trace.row import LineError, ParsedRow
 
 _PROGRAM = ("gen_ai.conversation.id", "session.id", "traceId", "trace_id")
 _ID, _PARENT = ("spanId", "span_id"), ("parentSpanId", "parent_span_id")
+_KEPT = (
+    "gen_ai.usage.",
+    "llm.token_count.",
+    "gen_ai.input.",
+    "gen_ai.prompt",
+    "input.",
+    "llm.input_",
+)
 _AROUND = ("invoke_agent", "create_agent", "invoke_workflow", "execute_tool")
 
 
@@ -46,11 +54,10 @@ class SpanExport(Gatherer):
                 raise LineError(f"a line of OpenTelemetry needs resourceSpans; found are {names}")
             return
         for span in _spans(whole):
+            self.keep()
             name, parent = _first(span, _ID), _first(span, _PARENT)
             if name and parent:
                 self._parents[name] = parent
-            if len(self._parents) > 4 * MAX_GATHERED:
-                raise LineError("too many spans: split the file")
             for begin_s, end_s, _, attributes in calls_of([span]):
                 if attributes.get("gen_ai.operation.name") in _AROUND:
                     continue
@@ -100,9 +107,4 @@ def _first(fields: dict[str, Any], names: tuple[str, ...]) -> str:
 
 def _kept(attributes: dict[str, Any]) -> dict[str, Any]:
     """What the rows are made of: a file's spans are kept, but for the rest of them."""
-    prefixes = ("gen_ai.usage.", "llm.token_count.", "gen_ai.input.", "gen_ai.prompt", "input.")
-    return {
-        name: value
-        for name, value in attributes.items()
-        if name.startswith((*prefixes, "llm.input_messages"))
-    }
+    return {name: value for name, value in attributes.items() if name.startswith(_KEPT)}
