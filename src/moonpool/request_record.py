@@ -80,6 +80,7 @@ class RequestRecord:
     projection: dict[str, float] | None = None  # the numbers behind a rejection
     tenant: str = ""
     program: str = ""  # that it is a call of
+    parent_program: str = ""  # of which that one is a sub-agent
     max_tokens: int = 0
     kept_tbt_top10_mean_s: float | None = None
     trace: TraceContext | None = None

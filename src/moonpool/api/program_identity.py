@@ -16,7 +16,6 @@ parent that is named, else of the lead. `X-Program-Ends: true` says that no call
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
 from moonpool.api.errors import ApiError
@@ -61,8 +60,9 @@ def program_of(
         return ProgramContext(
             program_id=session_id, parent_id="" if parent_id == session_id else parent_id, ends=ends
         )
-    if isinstance(prompt_cache_key, str) and 0 < len(prompt_cache_key) <= MAX_NAME:
-        return ProgramContext(program_id=prompt_cache_key, ends=ends)
+    key = prompt_cache_key
+    if isinstance(key, str) and 0 < len(key) <= MAX_NAME and _is_plain(key):
+        return ProgramContext(program_id=key, ends=ends)
     return None
 
 
@@ -129,6 +129,11 @@ def _object(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
+def _is_plain(name: str) -> bool:
+    """Whether a name can stand in a log's line and on a terminal."""
+    return not any(ord(one) < 32 or 127 <= ord(one) < 160 for one in name)
+
+
 def _wrong(name: str, what: str, where: str = _WHERE) -> ApiError:
     return ApiError(f"{where}.{name} {what}", param=f"{where}.{name}", code="invalid_value")
 
@@ -143,6 +148,8 @@ def _name(fields: Mapping[str, Any], *names: str, where: str = _WHERE) -> str:
             raise _wrong(name, "must be a text", where)
         if len(str(value)) > MAX_NAME:
             raise _wrong(name, f"is longer than {MAX_NAME} characters", where)
+        if not _is_plain(str(value)):
+            raise _wrong(name, "has a control character", where)
         return str(value)
     return ""
 
@@ -164,8 +171,8 @@ def _number(fields: Mapping[str, Any], most: float, *names: str) -> float | None
         if value is None:
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not isfinite(value) or not 0 <= value <= most:
-            raise _wrong(name, f"must be a number from 0 to {most:g}")
+        if not is_number or not 0 <= value <= most:  # also of NaN, and of integers of any length
+            raise _wrong(name, f"must be a number from 0 to {most:,.0f}")
         return float(value)
     return None
 

@@ -72,6 +72,7 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
         "request_id": record.request_id,
         "tenant": record.tenant,
         "program": record.program or None,
+        "parent_program": record.parent_program or None,
         "slo_class": record.slo.class_name or None,
         "outcome": record.outcome or "running",
         "attempts": record.attempts,

@@ -8,6 +8,7 @@ than memory. The same seed gives the same run, event for event.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import inf
 from random import Random
 
 from moonpool.conductor.actions import (
@@ -48,6 +49,8 @@ from moonpool.sim.transfers import NodeLinks, SimMessenger
 from moonpool.sim.workload import Arrival
 from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams
 
+IDLE_S = 600.0
+"""After so long without a request, ticks are two apart, after twice as long three."""
 TICK_S = 1.0
 DRAIN_S = 60.0
 MAX_REPEATS = 256
@@ -107,7 +110,7 @@ class Simulation:
         self._links: dict[InstanceId, NodeLinks] = {}
         self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
         self._num_prompt_tokens: dict[str, int] = {}
-        self._ticking = False
+        self._tick_s, self._busy_s = inf, 0.0
         self.clients = self._clients()
         self._add_nodes()
         self._check_names([*settings.slow, *settings.drain, *settings.restart])
@@ -406,18 +409,25 @@ class Simulation:
         return clients.has_more or clients.in_pause or bool(self._num_output_tokens)
 
     def _keep_ticking(self) -> None:
-        """Ticks only while requests or drains are pending: a trace may pause for years."""
-        if self._ticking:
-            return
+        """Ticks only while requests or drains are pending: a trace may pause for years. While all
+        programs pause, ticks come the more seldom the longer that lasts, until a call comes."""
+        now = self.clock.now
         drains = any(state.drain for state in self.conductor.instances.values())
         scales = self.config.conductor.autoscale and self.clients.has_more
-        if self._num_output_tokens or self.clients.in_pause or drains or scales:
-            self._ticking = True
-            next_s = (self.clock.now // TICK_S + 1.0) * TICK_S
+        if self._num_output_tokens or drains or scales:
+            self._busy_s = now
+        elif not self.clients.in_pause:
+            return
+        num_ticks = max((now - self._busy_s) // IDLE_S, 1.0)
+        next_s = (now // TICK_S + num_ticks) * TICK_S
+        if next_s < self._tick_s:
+            self._tick_s = next_s
             self.clock.at(next_s, Priority.TICK, self._tick)
 
     def _tick(self) -> None:
-        self._ticking = False
+        if self.clock.now != self._tick_s:
+            return  # an earlier one took its place
+        self._tick_s = inf
         self._post(Tick())
         self._keep_ticking()
 

@@ -30,12 +30,14 @@ from moonpool.trace.programs import SESSION_BLOCK_TOKENS, block_id
 from moonpool.trace.prompt_texts import (
     KnownPrompt,
     answer_tokens,
+    as_json,
     body_prompt,
     content_text,
     message_text,
     text_prompt,
 )
 from moonpool.trace.row import MAX_LENGTH_TOKENS, UNTIMED, LineError, ParsedRow, damage
+from moonpool.trace.table import EPOCH_S
 from moonpool.types import MALFORMED
 
 CallSpan = tuple[float, float, dict[str, Any], dict[str, Any]]
@@ -49,6 +51,7 @@ _OUTPUT = (
 )
 _BEGIN = ("start_time", "startTimeUnixNano", "start_time_unix_nano", "start")
 _END = ("end_time", "endTimeUnixNano", "end_time_unix_nano", "end")
+_BEFORE_TEXTS = ("gen_ai.tool.definitions", "gen_ai.system_instructions")
 _TEXTS = ("gen_ai.input.messages", "gen_ai.prompt", "input.value", "llm.input_messages")
 
 
@@ -151,7 +154,8 @@ class WekaParser(ProgramLines):
                 continue
             num_input, num_output = whole_length(request, "in"), whole_length(request, "out")
             begin_s = duration(request, "t") or 0.0
-            if not num_input or not num_output:
+            if not num_input or not num_output:  # it is counted, and nothing waits for it
+                rows.append(ParsedRow(UNTIMED, 0, 0, session=session, after=waits_for))
                 continue
             think_s = duration(request, "think_time")
             if think_s is None:
@@ -200,19 +204,31 @@ class SpansParser(ProgramLines):
     """One session of OpenTelemetry spans per line."""
 
     format = "spans"
+    _from_1970: bool | None = None
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""
         whole = line_object(line)
         named = whole.get("trace_id") or whole.get("session_id") or block_id(line)
         name = self._names.take(str(named))
-        return session_rows(name, calls_of(_list(whole, "spans")))
+        calls = list(calls_of(_list(whole, "spans")))
+        for begin_s, *_ in calls:
+            from_1970 = begin_s >= EPOCH_S
+            if self._from_1970 not in (None, from_1970):
+                raise LineError(
+                    "the times of this file count partly from 1970 and partly from its start; split"
+                    " it"
+                )
+            self._from_1970 = from_1970
+        return session_rows(name, calls)
 
 
 def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> list[ParsedRow]:
     """The calls of a session by their times: each waits for those that had ended when it began. One
-    that waits for none begins with the first one, or if `exact` at its own time."""
-    calls = sorted(found, key=lambda call: call[:2])
+    that waits for none begins with the first one, or if `exact` at its own time. Those without a
+    prompt or an answer are pauses, and stand behind the others."""
+    by_time = sorted(found, key=lambda call: call[:2])
+    calls = [one for one in by_time if _tokens(one[3], _INPUT) and _tokens(one[3], _OUTPUT)]
     rows: list[ParsedRow] = []
     under_way: list[tuple[float, int]] = []  # a heap of ends, with the places of their calls
     # Of those that have ended, only those that no other of them waited for: the rest are implied.
@@ -240,6 +256,7 @@ def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> l
             )
         )
         heappush(under_way, (end_s, number))
+    rows += [ParsedRow(UNTIMED, 0, 0, session=name)] * (len(by_time) - len(calls))
     return rows
 
 
@@ -250,7 +267,9 @@ def _span_blocks(name: str, attributes: dict[str, Any], num_tokens: int) -> tupl
     found = next((attributes[key] for key in _TEXTS if key in attributes), None)
     if found is None:
         return tuple(block_id(f"{name}/{i}".encode()) for i in range(num_blocks))
-    text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
+    before = [attributes[key] for key in _BEFORE_TEXTS if attributes.get(key)]
+    parts = (one if isinstance(one, str) else as_json(one) for one in (*before, found))
+    text = "".join(parts)
     ids = text_prompt(text).block_ids or (block_id(name.encode()),)
     # The text is as long as the tokens say, whatever a token has of it.
     per_block = len(ids) / num_blocks
@@ -337,7 +356,7 @@ def _turn_text(turn: dict[str, Any]) -> str:
 
 
 def calls_of(spans: list[Any]) -> Iterator[CallSpan]:
-    """Begin, end, span and attributes of the spans that have tokens."""
+    """Begin, end, span and attributes of the spans that have tokens of a prompt or an answer."""
     for span in spans:
         if not isinstance(span, dict):
             raise LineError("a span is no object")
@@ -349,7 +368,7 @@ def calls_of(spans: list[Any]) -> Iterator[CallSpan]:
                 if isinstance(one, dict)
             }
         attributes = {**span, **attributes}
-        if not _tokens(attributes, _INPUT) or not _tokens(attributes, _OUTPUT):
+        if not _tokens(attributes, _INPUT) and not _tokens(attributes, _OUTPUT):
             continue
         begin_s = _instant(span, _BEGIN)
         # One that never ended was waited for by none; those after it follow its beginning.

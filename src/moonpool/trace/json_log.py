@@ -142,7 +142,8 @@ class JsonLogParser:
             return ParsedRow(*shape, slo_class=slo_class)
         # A call of a program in our own log: the next one waits for its end.
         ended = time + round(total_s * AZURE_UNITS_PER_S)
-        return ParsedRow(*shape, ended=ended, slo_class=slo_class)._replace(session=program)
+        row = ParsedRow(*shape, ended=ended, slo_class=slo_class)
+        return row._replace(session=program, parent=_text(fields, "parent_program"))
 
     def _time(self, value: Any, place: _Place) -> int:
         """Returns units of 100 ns. Raises LineError."""
@@ -204,6 +205,11 @@ def json_object(line: bytes) -> dict[str, Any] | None:
         return msgspec.json.decode(line, type=dict[str, Any])
     except MALFORMED:
         return None
+
+
+def has_arrival(fields: dict[str, Any]) -> bool:
+    """Whether a line, or an object in it, says when a request came."""
+    return any(_named(inner, ARRIVAL) for _, inner in _objects(fields))
 
 
 def is_request(fields: dict[str, Any]) -> bool:

@@ -230,7 +230,7 @@ def _parser_of_programs(first: dict[str, Any]) -> Parser | ProgramParser | Gathe
     if is_sharegpt(first):
         return ShareGptParser()
     if is_prompt(first):
-        return PromptParser()
+        return PromptParser(first)
     if is_graph(first):
         return GraphParser(first)
     if is_weka(first):

@@ -15,6 +15,7 @@ from typing import Any
 
 from moonpool.trace.agent_rows import Milliseconds
 from moonpool.trace.corpora import ProgramLines, line_object, milliseconds_of, whole_length
+from moonpool.trace.json_log import has_arrival
 from moonpool.trace.programs import SESSION_BLOCK_TOKENS
 from moonpool.trace.prompt_texts import answer_tokens, content_text, message_text, text_prompt
 from moonpool.trace.row import UNTIMED, LineError, ParsedRow
@@ -27,8 +28,11 @@ _HUMANS, _MODELS = ("human", "user"), ("gpt", "chatgpt", "bing", "bard", "assist
 
 
 def is_prompt(first: dict[str, Any]) -> bool:
-    """Whether a file's first object is a prompt and what belongs to it, and nothing else."""
-    return any(name in first for name in _PROMPTS) and first.keys() <= _KNOWN
+    """Whether a file's first object is a prompt and what belongs to it."""
+    if first.keys() <= _KNOWN:
+        return any(name in first for name in _PROMPTS)
+    # vLLM's custom files may have columns of their own; a log would tell when a request came.
+    return isinstance(first.get("prompt"), str) and not has_arrival(first)
 
 
 def is_sharegpt(first: dict[str, Any]) -> bool:
@@ -43,9 +47,9 @@ class PromptParser:
     header_lines = 0
     units_per_s = 1000.0
     block_tokens = SESSION_BLOCK_TOKENS
-    ignored: tuple[str, ...] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, first: dict[str, Any]) -> None:
+        self.ignored = tuple(name for name in first if name not in _KNOWN)
         self._milliseconds = Milliseconds()
 
     def parse(self, line: bytes) -> ParsedRow | None:
@@ -66,7 +70,9 @@ class PromptParser:
     def _answer(self, fields: dict[str, Any]) -> int:
         name = next((name for name in _LENGTHS if fields.get(name) is not None), None)
         if name is not None:
-            return whole_length(fields, name)
+            value = fields[name]
+            is_digits = isinstance(value, str) and value.isascii() and value.isdigit()
+            return whole_length({name: int(value[:20])} if is_digits else fields, name)
         extra = fields.get("extra")
         return int(answer_tokens(extra if isinstance(extra, dict) else {}) or 1)
 

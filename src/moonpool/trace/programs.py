@@ -135,8 +135,8 @@ class CallOrder:
         if row.time != UNTIMED and not after:
             return row.time
         times = [self._named[name].time for name in (*row.after, *row.alongside)]
-        if session is not None and after:
-            times.append(session.time)
+        if session is not None and (after or not (times or session.call)):
+            times.append(session.time)  # without a call: the first ones were left out
         if not times:
             return row.time if row.time != UNTIMED else 0.0
         return max(times) + (0.0 if after else (row.delay_s or 0.0) * self._units_per_s)

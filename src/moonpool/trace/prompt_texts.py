@@ -39,7 +39,7 @@ def text_prompt(text: str, block_tokens: int = SESSION_BLOCK_TOKENS) -> KnownPro
 def message_text(messages: Sequence[Any], tools: Any = None) -> str:
     """The text of chat messages, and of the tools before them, in an order that only grows when
     messages are added."""
-    parts = [_as_json(tools)] if tools else []
+    parts = [as_json(tools)] if tools else []
     for message in messages:
         if isinstance(message, str):
             parts.append(message)
@@ -48,7 +48,7 @@ def message_text(messages: Sequence[Any], tools: Any = None) -> str:
             raise LineError(f"a message is {message!r:.40}; it must be an object with a role")
         calls = message.get("tool_calls")
         parts += [f"\n{message.get('role', '')}\n", content_text(message.get("content"))]
-        parts += [_as_json(calls)] if calls else []
+        parts += [as_json(calls)] if calls else []
     return "".join(parts)
 
 
@@ -96,10 +96,11 @@ def content_text(content: Any, depth: int = 0) -> str:
         if name in content:
             return content_text(content[name], depth + 1)
     kind = str(content.get("type", ""))
-    return f"[{kind}]" if kind.startswith(_MEDIA) else _as_json(content)
+    return f"[{kind}]" if kind.startswith(_MEDIA) else as_json(content)
 
 
-def _as_json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """Raises LineError."""
     try:
         return msgspec.json.encode(value).decode()
     except RecursionError:

@@ -370,8 +370,8 @@ def _scan(
                     return None
                 raise
             rows = [row for row in found if row is not None]
+            scan.skipped_rows += len(found) - len(rows)
             if not rows:
-                scan.skipped_rows += 1
                 if places is not None:
                     unsorted.add(order.time, offset, number, is_left_out=True)
                 continue

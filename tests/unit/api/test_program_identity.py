@@ -24,6 +24,7 @@ def as_headers(headers: dict[str, str]) -> dict[bytes, bytes]:
 def test_a_call_without_a_name_is_no_program() -> None:
     assert program_of({}) is None
     assert program_of({}, {"other": 1}, None, {"odd": 1}) is None
+    assert program_of({}, None, None, "a\0key") is None
 
 
 def test_headers_of_agents() -> None:
@@ -73,6 +74,9 @@ def test_a_header_ends_a_program() -> None:
         {"program_id": "p", "parent_program_id": "p"},
         {"program_id": "p", "expected_output_tokens": -1},
         {"program_id": "p", "blocks_parent": "yes"},
+        {"program_id": "p\n2026-01-01 forged line"},
+        {"program_id": "p", "expected_output_tokens": 10**400},
+        {"program_id": "p", "kv_retention_ttl_seconds": float("nan")},
         {str(n): n for n in range(100)},
     ],
 )

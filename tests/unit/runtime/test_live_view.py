@@ -79,3 +79,10 @@ def test_a_frame_lists_a_bounded_number_of_requests() -> None:
     assert len(listed) == NUM_LISTED
     assert listed[0]["id"] == "r0"
     assert sum(listed[0]["stages_s"].values()) == listed[0]["seconds"] == 2.0
+
+
+def test_programs_are_shown_with_their_parents() -> None:
+    sub = record("a", NOW - 1, program="sub", parent_program="lead", tenant="sales")
+    found = frame([sub, record("b", NOW - 1, program="lead", tenant="sales")])
+    assert {group["name"] for group in found["programs"]} == {"sales: sub (of lead)", "sales: lead"}
+    assert {one["parent_program"] for one in found["requests"]} == {"lead", ""}

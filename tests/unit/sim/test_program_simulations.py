@@ -116,3 +116,12 @@ def test_whole_programs_wait_where_all_together_would_compute_twice() -> None:
         assert figures["programs"]["count"] == 24 and not figures["programs"]["failed"]
         twice[rules] = figures["programs"]["recomputed_tokens"]
     assert twice["named"] < twice["off"] / 2
+
+
+def test_a_tool_may_run_for_days() -> None:
+    rows = program(1, 2, 10_000_000.0)
+    figures, records = run([*rows, *program(2, 3, 900.5)])
+    assert figures["programs"]["count"] == 2 and len(records) == 5
+    assert figures["programs"]["makespan_s"]["p90"] == pytest.approx(1e7, rel=1e-3)
+    assert all(record.ttft_s is not None and record.ttft_s < 1.0 for record in records)
+    assert figures["events"] < 20_000

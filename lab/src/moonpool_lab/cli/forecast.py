@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moonpool.cli.help_screen import ScreenHelp
+from moonpool.cli.inputs import read_rows
 from moonpool.cli.options import (
     POSITIVE,
     json_option,
@@ -118,23 +119,14 @@ def forecast(
     their SLOs stand in the table before the first of them is replayed. Without SLOs of the server
     or of flags, they are 10 times the P90 of TTFT and 5 times that of TBT without load.
     """
-    from moonpool.studies.trace_rows import named_trace, read_trace
-    from moonpool.trace.row import TraceError
+    from moonpool.studies.trace_rows import TraceRows, named_trace
     from moonpool_lab.forecast.run import ForecastPlan
 
     check_folders(json_file, str(table_file))
-    try:
-        rows = read_trace(
-            trace_file,
-            requests=requests,
-            scale_tokens=scale,
-            trace_format=trace_format,
-        )
-    except TraceError as error:
-        fail(str(error))
+    rows, block_tokens = read_rows(trace_file, requests, scale, trace_format=trace_format)
     plan = ForecastPlan(
         url=server.url,
-        trace=rows,
+        trace=TraceRows(rows, block_tokens, Path(trace_file).name),
         table=table_file,
         loads=tuple(sorted(loads)),
         vocab_size=vocab,

@@ -14,7 +14,7 @@ import uvloop
 
 from moonpool.cli.figures import replay_lines
 from moonpool.cli.help_screen import ScreenHelp
-from moonpool.cli.inputs import read_text
+from moonpool.cli.inputs import read_text, report_skipped
 from moonpool.cli.options import (
     COUNT,
     POSITIVE,
@@ -190,7 +190,7 @@ def _run(plan: ReplayPlan) -> dict[str, Any]:
             loop.add_signal_handler(signal.SIGINT, stop)
 
         with progress("replaying") as show:
-            return await run_replay(plan, on_ready, show)
+            return await run_replay(plan, on_ready, show, report_skipped)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

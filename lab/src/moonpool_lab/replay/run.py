@@ -21,7 +21,7 @@ from moonpool.http_client.client import HttpClient
 from moonpool.protocol.frames import HEARTBEAT_S
 from moonpool.sim.outcome import request_figures
 from moonpool.trace.reader import open_trace
-from moonpool.trace.row import TraceRow
+from moonpool.trace.row import TraceInfo, TraceRow
 from moonpool.trace.transform import scale_trace
 from moonpool.types import Slo
 from moonpool_lab.replay.player import Player, PlayOptions
@@ -65,14 +65,16 @@ async def run_replay(
     plan: ReplayPlan,
     on_ready: Callable[[Callable[[], None]], None] = ignore,
     show: Callable[[int, int], None] = ignore,
+    opened: Callable[[TraceInfo], None] = ignore,
 ) -> dict[str, Any]:
     """Runs a replay and returns its figures.
 
     `on_ready` is called with a function that ends the run early; `show` with the number of ended
-    requests and of all. Raises ServerUnfitError, HopelessError, TraceError, ValueError.
+    requests and of all; `opened` with what is known of the trace's file. Raises ServerUnfitError,
+    HopelessError, TraceError, ValueError.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
-    rows, total, block_tokens = _rows(plan)
+    rows, total, block_tokens = _rows(plan, opened)
     facts = await query_server(client, plan.model)
     slo = _slo(plan, facts)
     vocab_size = plan.vocab_size or min(facts.vocab_size or ASSUMED_VOCAB, 1 << 31)
@@ -102,13 +104,16 @@ async def run_replay(
     return figures | {"slo": msgspec.to_builtins(slo), "url": plan.url}
 
 
-def _rows(plan: ReplayPlan) -> tuple[Iterable[TraceRow], int, int]:
+def _rows(
+    plan: ReplayPlan, opened: Callable[[TraceInfo], None]
+) -> tuple[Iterable[TraceRow], int, int]:
     """Returns the rows, their number, and the tokens of their blocks."""
     if not plan.trace_file:
         return plan.rows, len(plan.rows), plan.block_tokens
     trace = open_trace(
         plan.trace_file, format=plan.trace_format, limit=plan.requests, speed=plan.speed
     )
+    opened(trace.info)
     total = min(trace.info.num_rows, plan.requests or trace.info.num_rows)
     scaled = scale_trace(trace, plan.scale)
     return scaled, total, scaled.info.block_tokens

@@ -52,6 +52,11 @@ class ProgramKeeper(ClusterObserver):
             return
         tracked.program = program
         tracked.record.program = program.program_id
+        named = tracked.request.program
+        if program.parent is not None:
+            tracked.record.parent_program = program.parent.program_id
+        elif named is not None:  # no call of its parent came
+            tracked.record.parent_program = named.parent_id
         tracked.explanation.add(_describe(program, now))
         if program.parked:
             program.parked = False

@@ -159,6 +159,7 @@ def _describe(record: RequestRecord, seconds: float) -> dict[str, Any]:
         "id": request_id.removeprefix(f"{tenant}/") if tenant else request_id,
         "tenant": tenant,
         "program": record.program,
+        "parent_program": record.parent_program,
         "prefill": record.prefill_instance,
         "decode": record.decode_instance,
         "seconds": round(seconds, 4),
@@ -207,9 +208,12 @@ def _totals(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def _program_of(viewer: str | None, record: RequestRecord) -> str:
-    """The name of the request's program; a viewer who sees all tenants sees its tenant too."""
+    """The name of the request's program, and of its parent; a viewer who sees all tenants sees its
+    tenant too."""
     payer = payer_of(record.tenant) if viewer is None else ""
-    return f"{payer}: {record.program}" if payer and record.program else record.program
+    parent = record.parent_program
+    name = f"{record.program} (of {parent})" if parent else record.program
+    return f"{payer}: {name}" if payer and name else name
 
 
 def _describe_groups(

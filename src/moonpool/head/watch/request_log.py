@@ -43,6 +43,8 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
         fields["tenant"] = record.tenant
     if record.program:
         fields["program"] = record.program
+    if record.parent_program:
+        fields["parent_program"] = record.parent_program
     if record.slo.class_name:
         fields["slo_class"] = record.slo.class_name
     if record.finished_s is not None:

@@ -233,6 +233,7 @@ def _request_attributes(record: RequestRecord) -> dict[str, Any]:
         "moonpool.tenant": record.tenant or None,
         "gen_ai.conversation.id": record.program or None,
         "moonpool.program": record.program or None,
+        "moonpool.parent_program": record.parent_program or None,
     }
     return {name: value for name, value in found.items() if value is not None}
 

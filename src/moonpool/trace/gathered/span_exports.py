@@ -21,6 +21,8 @@ _KEPT = (
     "llm.token_count.",
     "gen_ai.input.",
     "gen_ai.prompt",
+    "gen_ai.system_instructions",
+    "gen_ai.tool.definitions",
     "input.",
     "llm.input_",
 )
