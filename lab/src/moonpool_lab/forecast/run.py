@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from moonpool.http_client.client import HttpClient
+from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool.studies.trace_rows import TraceRows
 from moonpool.trace.row import TraceError
 from moonpool.types import Slo, Struct
@@ -29,7 +29,7 @@ from moonpool_lab.forecast.simulated_loads import (
     forecast_figures,
 )
 from moonpool_lab.replay.run import ReplayPlan, run_replay
-from moonpool_lab.replay.server import ASSUMED_VOCAB, ServerFacts, query_server
+from moonpool_lab.replay.server import ASSUMED_VOCAB, ServerFacts, ServerUnfitError, query_server
 
 LOADS = (0.5, 0.8, 1.0, 1.5)
 QUIET_S = 2.0
@@ -103,7 +103,14 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
     outcomes = []
     for number, forecast in enumerate(loads):
         await asyncio.sleep(QUIET_S)
-        outcomes.append(await _try(plan, facts, vocab_size, slo, forecast, forecast_hash, number))
+        try:
+            came = await _try(plan, facts, vocab_size, slo, forecast, forecast_hash, number)
+        except (ServerUnfitError, ConnectionFailedError) as error:
+            raise ForecastError(
+                f"load {forecast.load.share:g} could not be tried: {error}. The forecast stays in"
+                f" {plan.table}, with the outcomes of {number} loads"
+            ) from error
+        outcomes.append(came)
         add_entry(plan.table, outcomes[-1])
         tell(f"load {forecast.load.share:g}: {len(forecast.load.rows)} requests tried")
     return {"forecast": entry | {"hash": forecast_hash}, "outcomes": outcomes}
