@@ -179,7 +179,7 @@ def _url_of(server: LocalServer) -> Iterator[str]:
 
 
 def _cache_counts(engines: Sequence[RunningEngine]) -> tuple[float, float]:
-    """Prompt tokens looked up and found, of both."""
+    """The prompt tokens that both vLLMs looked up, and those that they found."""
     texts = [httpx.get(f"{engine.url}/metrics", timeout=30).text for engine in engines]
     asked, hit = (
         sum(float(n) for text in texts for n in re.findall(_COUNTER.format(name), text, re.M))

@@ -68,8 +68,9 @@ async def run_replay(
 ) -> dict[str, Any]:
     """Runs a replay and returns its figures.
 
-    `on_ready` is called with a function that ends the run early; `show` with the number of ended
-    requests and of all. Raises ServerUnfitError, HopelessError, TraceError, ValueError.
+    `on_ready` is called with a function that ends the run early. `show` is called with the
+    numbers of ended requests and of all requests. Raises
+    ServerUnfitError, HopelessError, TraceError, ValueError.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     rows, total, block_tokens = _rows(plan)

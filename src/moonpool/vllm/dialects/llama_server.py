@@ -298,7 +298,7 @@ class _Reader:
             return (stand_in * missing)[:missing]
         token_ids = await self._server.tokenize(found.content)
         if token_ids and token_ids[-1] == found.tokens[-1]:
-            token_ids = token_ids[-missing - 1 :]  # one more: a space that some begin a text with
+            token_ids = token_ids[-missing - 1 :]  # and one: some begin a text with a space
         return token_ids or found.tokens
 
     def _tokens(self, token_ids: Sequence[int], drawn: Sequence[_Drawn]) -> tuple[Token, ...]:
