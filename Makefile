@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+BUILD_KERNELS := $(BIN)/python engine/src/moonpool_engine/engine/native/build.py
 SOURCES := $(wildcard engine/src/moonpool_engine/engine/native/*.cpp engine/src/moonpool_engine/engine/native/*.h)
 
 .PHONY: setup-demo setup setup-dev demo test lint types check long docs docs-version changelog lock wheel release swarm soak bench bench-guard house notebook peer-tests clean
@@ -35,11 +36,14 @@ $(VENV)/.installed-dev: $(SERVES) requirements-lab.lock requirements-dev.lock
 demo: setup-demo
 	$(BIN)/moonpool demo
 
+# Without kernels for this CPU, tests of the engine take ten times as long, and many fail.
 test: setup-dev
+	@$(BUILD_KERNELS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
 # Tests that take long: sweeps, second kinds of a fault, the wheel. CI runs them too.
 long: setup-dev
+	@$(BUILD_KERNELS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 lint: setup-dev

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.suite.live.idle import cpu_s
-from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS
+from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, cpu_sizes
 from benchmarks.suite.pool_in_vllm.fleet import GroupedVllm
 from benchmarks.suite.pool_in_vllm.play import PATH, TimedReceiver
 from benchmarks.suite.pool_in_vllm.pools import MoonpoolPool, PoolPlace
@@ -279,12 +279,7 @@ def plain_read(path: Path, num_bytes: int) -> float:
 def misses(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Both vLLMs are up; they are asked in turns, each prompt once. Raises ServerError."""
     context, core = args.prompt_tokens + 64, str(min(os.sched_getaffinity(0)))
-    options: dict[str, object] = {
-        "--block-size": CPU_BLOCK_TOKENS,
-        "--max-model-len": context,
-        "--max-num-batched-tokens": 512,
-        "--num-gpu-blocks-override": 8 * context // CPU_BLOCK_TOKENS,
-    }
+    options = cpu_sizes(8 * context, context, 512)
     seconds: dict[str, list[float]] = {"without": [], "pool": []}
     ttfts: dict[str, list[float]] = {"without": [], "pool": []}
     with ExitStack() as stack:

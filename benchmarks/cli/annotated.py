@@ -21,6 +21,12 @@ Seed = Annotated[int, "Seed of all random choices.", click.INT]
 PeerPython = Annotated[str, "Python of a vLLM installation."]
 Rounds = Annotated[int, "Measure each case this often, in turn."]
 Repeats = Annotated[int, "Measure each case this often."]
+KeptFile = Annotated[
+    str | None,
+    "Keep all figures in this file; a later command adds to it.",
+    "--json",
+    click.Path(dir_okay=False),
+]
 
 _CLICK_TYPES: dict[Any, Any] = {int: COUNT, float: POSITIVE, str: click.STRING}
 

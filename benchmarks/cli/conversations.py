@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from benchmarks.cli.annotated import PeerPython, Seed, options
+from benchmarks.cli.annotated import KeptFile, PeerPython, Seed, options
 from benchmarks.cli.live import NUMBERS
 from benchmarks.cli.output import measure
 from moonpool.cli.output import check_folders, origin
@@ -51,12 +51,7 @@ def conversations(
     kv_tokens: Annotated[int, "Tokens of KVCache of all instances together."] = 65_536,
     seed: Seed = 1,
     again: Annotated[bool, "Repeat runs that the file has already."] = False,
-    json_file: Annotated[
-        str | None,
-        "Keep all runs in this file; a later command adds to it.",
-        "--json",
-        click.Path(dir_okay=False),
-    ] = None,
+    json_file: KeptFile = None,
 ) -> None:
     """Compare arrangements of moonpool and vLLM on live conversations in closed loops.
 

@@ -36,6 +36,8 @@ class _Shares(ParamType[tuple[float, ...]]):
 
 
 NUMBERS = _Shares()
+WHAT_RUNS = ("--model", "--trace", "--seconds", "--scale-tokens", "--kv-tokens", "--threads")
+SCREEN = (*WHAT_RUNS, "--seed", "--json")
 COLOCATED_S = 20.0
 """Seconds of each of the dozen live runs that `bench colocated` makes by default."""
 
@@ -94,14 +96,7 @@ def cluster_and_workload(flags: dict[str, Any], **changes: Any) -> tuple[Any, An
 @click.command(
     cls=ScreenHelp,
     screen=(
-        "--model",
-        "--trace",
-        "--seconds",
-        "--scale-tokens",
-        "--kv-tokens",
-        "--threads",
-        "--seed",
-        "--json",
+        *SCREEN,
         "--prefill",
         "--decode",
         "--mixed",
@@ -156,14 +151,7 @@ def agreement(
 @click.command(
     cls=ScreenHelp,
     screen=(
-        "--model",
-        "--trace",
-        "--seconds",
-        "--scale-tokens",
-        "--kv-tokens",
-        "--threads",
-        "--seed",
-        "--json",
+        *SCREEN,
         "--prefill",
         "--decode",
         "--loads",
@@ -227,14 +215,7 @@ def overload(
     "peers-live",
     cls=ScreenHelp,
     screen=(
-        "--model",
-        "--trace",
-        "--seconds",
-        "--scale-tokens",
-        "--kv-tokens",
-        "--threads",
-        "--seed",
-        "--json",
+        *SCREEN,
         "--peer-url",
         "--peer-python",
         "--client",

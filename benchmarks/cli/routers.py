@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import click
 
-from benchmarks.cli.annotated import Rounds, Seed, options
+from benchmarks.cli.annotated import KeptFile, Rounds, Seed, options
 from benchmarks.cli.live import NUMBERS
 from benchmarks.cli.output import measure
 from benchmarks.suite.routers.engines import STUB_MODEL, EngineFleet
@@ -57,12 +57,7 @@ def routers(
     rounds: Rounds = 5,
     seed: Seed = 1,
     again: Annotated[bool, "Repeat runs that the file has already."] = False,
-    json_file: Annotated[
-        str | None,
-        "Keep all runs in this file; a later command adds to it.",
-        "--json",
-        click.Path(dir_okay=False),
-    ] = None,
+    json_file: KeptFile = None,
 ) -> None:
     """Compare routers before the same vLLMs, or stubs of them, from light load to overload."""
     from benchmarks.suite.routers.bench import RouterPlan, RouterRuns, bench_routers

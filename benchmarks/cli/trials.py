@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import click
 
-from benchmarks.cli.annotated import PeerPython, options
+from benchmarks.cli.annotated import KeptFile, PeerPython, options
 from benchmarks.cli.output import measure
 from moonpool.cli.output import check_folders, fail
 
@@ -38,12 +38,7 @@ def trials(
     timeout_s: Annotated[float, "Of one answer.", "--timeout"] = 60.0,
     seed: Annotated[int, "Seed of the prompts.", click.INT] = 0,
     model: Path,
-    json_file: Annotated[
-        str | None,
-        "Keep all figures in this file; a later command adds other systems.",
-        "--json",
-        click.Path(dir_okay=False),
-    ] = None,
+    json_file: KeptFile = None,
 ) -> None:
     """Try moonpool, vLLM with and without stores, and llama.cpp for wrong answers. MODEL is a
     checkpoint's folder."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -80,12 +79,6 @@ class Framing:
             if len(body) == length:
                 return body
         raise EOFError("the other side has ended the connection")
-
-    def read_all(self, read: Callable[[int], bytes]) -> Iterator[bytes]:
-        """Yields bodies as `read` does, until the end. Raises FrameTooLongError."""
-        with suppress(EOFError):
-            while True:
-                yield self.read(read)
 
     async def read_from(self, reader: StreamReader) -> bytes:
         """Reads the next body. Raises FrameTooLongError, and what the reader raises."""

@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import msgspec
 
+from tests.http_server import QuietHandler
 from tests.live.vllm_stub import MODEL, Body, tokens_after
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -71,12 +72,9 @@ class ServerStub:
         return [body for where, body in self.calls if where == path and body.get("model") == model]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     served: ServerStub
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
     def handle(self) -> None:
         with suppress(OSError):  # the client has left
@@ -85,23 +83,23 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         found = self.served.look(self.path)
         data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
-        self._whole(404 if found is None else 200, data)
+        self.answer(data, 404 if found is None else 200)
 
     def do_POST(self) -> None:
         stub = self.served
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.read_json()
         if self.path not in stub.paths:
-            self._whole(404, b"{}")
+            self.answer(b"{}", 404)
             return
         if not body:
-            self._whole(400, b'{"error": {"message": "empty"}}')
+            self.answer(b'{"error": {"message": "empty"}}', 400)
             return
         stub.calls.append((self.path, body))
         if stub.is_dead:
             self.close_connection = True
             return
         if not body.get("stream"):
-            self._whole(200, json.dumps(stub.whole(self.path, body)).encode())
+            self.answer(json.dumps(stub.whole(self.path, body)).encode())
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
@@ -113,13 +111,6 @@ class _Handler(BaseHTTPRequestHandler):
         if stub.needs_done:
             self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
-
-    def _whole(self, status: int, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
 
 class OllamaStub(ServerStub):

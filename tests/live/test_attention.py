@@ -23,6 +23,7 @@ from tests.live.test_faults import wait_until_gone
 from tests.live.waiting import WAIT_S, wait_until, wait_until_idle
 
 LONG = {"prompt": [9, 8] * 300, "max_tokens": 700, "temperature": 1, "seed": 5, "ignore_eos": True}
+MEDIUM = LONG | {"max_tokens": 200}
 SHORT = {"prompt": [7] * 40, "max_tokens": 200, "temperature": 1, "seed": 6, "ignore_eos": True}
 
 
@@ -46,12 +47,21 @@ def ask_together(client: httpx.Client, bodies: list[dict[str, Any]]) -> list[str
     return answers
 
 
+def without_workers(*bodies: dict[str, Any]) -> list[str]:
+    with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        return [ask(client, body) for body in bodies]
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
     """Long and short answers of a cluster without attention workers."""
-    with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
-        client = httpx.Client(base_url=server.url, timeout=60)
-        return [ask(client, LONG), ask(client, SHORT)]
+    return without_workers(LONG, SHORT)
+
+
+@pytest.fixture(scope="module")
+def medium() -> list[str]:
+    return without_workers(MEDIUM, SHORT)
 
 
 def attention_pids(server: LocalServer) -> dict[str, int]:
@@ -69,15 +79,15 @@ def counters_of(client: httpx.Client, name: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     "count", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
 )
-def test_answers_are_those_without_attention_workers(count: int, expected: list[str]) -> None:
+def test_answers_are_those_without_attention_workers(count: int, medium: list[str]) -> None:
     command = [MODEL, "--prefill", "1", "--decode", "1", "--attention", str(count), *SMALL]
     with LocalServer(command) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
-        bodies = [LONG, SHORT, LONG | {"prompt": [3] * 200}, SHORT]
-        assert ask(client, LONG) == expected[0]
-        assert ask(client, LONG) == expected[0]  # from cached blocks
+        bodies = [MEDIUM, SHORT, MEDIUM | {"prompt": [3] * 200}, SHORT]
+        assert ask(client, MEDIUM) == medium[0]
+        assert ask(client, MEDIUM) == medium[0]  # from cached blocks
         together = ask_together(client, bodies)
-        assert [together[i] for i in (0, 1, 3)] == [expected[0], expected[1], expected[1]]
+        assert [together[i] for i in (0, 1, 3)] == [medium[0], medium[1], medium[1]]
         assert len(attention_pids(server)) == count
         pids = [server.pid, *server.worker_pids(), *attention_pids(server).values()]
         assert server.stop(signal.SIGINT) == 0

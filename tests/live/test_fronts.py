@@ -100,7 +100,7 @@ def kill_while(streams: Streams, asked: list[Any], victim: Any) -> int:
     return num_kills
 
 
-@pytest.mark.parametrize("whose", ["front", "head"])
+@pytest.mark.parametrize("whose", [pytest.param("front", marks=pytest.mark.long), "head"])
 def test_a_process_that_is_killed_costs_no_answer(whose: str) -> None:
     line = [MODEL, "--prefill", "1", "--decode", "1", *SMALL, "--admission", "none", *FRONTS]
     with LocalServer(line) as server:

@@ -62,8 +62,8 @@ def ask(client: httpx.Client, name: str, got: dict[str, Any]) -> threading.Threa
 
 
 def decode_on_all(client: httpx.Client, victims: set[str], got: dict[str, Any]) -> list[Any]:
-    """More and more answers at once, until each of the victims decodes one of the last: who is
-    believed to be a little slower gets its first when the others are busy."""
+    """Begins more and more answers, until each of the victims decodes one of the last burst. An
+    instance that is believed to be slower gets answers only when the others are busy."""
     threads: list[threading.Thread] = []
     chosen: set[str] = set()
     for burst in range(6):

@@ -44,7 +44,8 @@ def instances_that_received(client: httpx.Client) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def reverse() -> Iterator[LocalServer]:
-    """One rank prefills and two decode; another such instance goes on if that one ends."""
+    """A prefill instance of one rank, and two decode instances of two ranks: one goes on if the
+    other ends."""
     args = [
         MODEL,
         "--prefill",

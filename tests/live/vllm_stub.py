@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from tests.http_server import QuietHandler
 
 MODEL = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -129,12 +131,9 @@ def _measures(body: Body) -> bool:
     return len(body.get("cache_salt") or "") == 64 or (isinstance(given, list) and len(given) > 15)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     served: VllmStub
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
     def handle(self) -> None:
         with suppress(OSError):  # the client has left
@@ -156,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         if stub.sources is not None:
             answers["/kv_event_sources"] = lambda: json.dumps(stub.sources).encode()
         make = answers.get(self.path)
-        self._whole(404 if make is None else 200, b"" if make is None else make())
+        self.answer(b"" if make is None else make(), 404 if make is None else 200)
 
     def do_POST(self) -> None:
         stub = self.served
@@ -172,14 +171,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if own and stub.refuses is not None:
             status, text = stub.refuses
-            self._whole(status, json.dumps({"error": {"message": text, "code": status}}).encode())
+            self.answer(json.dumps({"error": {"message": text, "code": status}}).encode(), status)
             return
         if self.path not in stub.paths or body.get("model") not in (*stub.names, *stub.adapters):
-            self._whole(404, json.dumps({"error": {"message": "no such model"}}).encode())
+            self.answer(json.dumps({"error": {"message": "no such model"}}).encode(), 404)
             return
         if body.get("tools") and "tools" not in stub.parses:
             text = '"auto" tool choice requires --enable-auto-tool-choice'
-            self._whole(400, json.dumps({"error": {"message": text, "code": 400}}).encode())
+            self.answer(json.dumps({"error": {"message": text, "code": 400}}).encode(), 400)
             return
         time.sleep(stub.first_token_s + stub.prompt_token_s * len(body.get("prompt", ())))
         stub.may_speak.wait(SILENT_S)
@@ -187,9 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         if body.get("stream"):
             self._stream(events, stub.dies_after if own else None)
         else:
-            self._whole(
-                200, json.dumps(_together(self.path, body, events, stub.connector)).encode()
-            )
+            self.answer(json.dumps(_together(self.path, body, events, stub.connector)).encode())
 
     def _body(self) -> bytes:
         length = self.headers["content-length"]
@@ -201,13 +198,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         self.rfile.readline()
         return b"".join(parts)
-
-    def _whole(self, status: int, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
     def _stream(self, events: list[Body], dies_after: int | None) -> None:
         self.send_response(200)

@@ -8,7 +8,6 @@ steady rate. The prompts are texts and pass the chat template.
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import msgspec
 
 from benchmarks.suite.conversations.basis import SessionBasis
 from benchmarks.suite.conversations.sessions import SessionShape
+from benchmarks.suite.live.vllm_client import run_client
 from moonpool_lab.demo.local_server import ServerError
 
 RESULT = "profile_export_aiperf.json"
@@ -51,19 +51,7 @@ def run_aiperf(
         # AIPerf takes a local folder for an id of the hub where these are set.
         unset = ("PYTHONPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
         environment = {name: text for name, text in os.environ.items() if name not in unset}
-        try:
-            done = subprocess.run(
-                [aiperf_command(python), "profile", *words],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise ServerError(f"aiperf did not end in {LIMIT_S:.0f} s") from None
-        if done.returncode:
-            raise ServerError(f"aiperf failed: {_reason(done.stdout + done.stderr)}")
+        run_client("aiperf", [aiperf_command(python), "profile", *words], environment, LIMIT_S)
         found = next(iter(Path(place).rglob(RESULT)), None)
         if found is None:
             raise ServerError(f"aiperf left no {RESULT}")
@@ -71,12 +59,6 @@ def run_aiperf(
             return aiperf_figures(msgspec.json.decode(found.read_bytes()), seconds)
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise ServerError(f"aiperf's {RESULT} is not as expected: {error!r}") from None
-
-
-def _reason(output: bytes) -> str:
-    """The first line that it logged as an error, or its last one."""
-    lines = output.decode(errors="replace").strip().splitlines()
-    return next((line for line in lines if " ERROR " in line), (lines or ["it said nothing"])[-1])
 
 
 def arguments(

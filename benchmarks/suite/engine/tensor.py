@@ -1,8 +1,8 @@
 """What ranks gain, and what adding up costs them: one process, one process that computes all shards
 (as instances of degree 1 do beside others), and one process per shard.
 
-Prompts alone, and batches of decodes; each engine in turns, the best time of each. The sums' share
-is what the first rank spends in them, waiting for the others included.
+The engines take turns with prompts alone and with batches of decodes, and the best time of each
+counts. The sums' share is the time that the first rank spends adding up and waiting for the others.
 """
 
 from __future__ import annotations

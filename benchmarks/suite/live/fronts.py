@@ -10,25 +10,24 @@ the vLLMs report.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import httpx
 
 from benchmarks.suite.live.vllm_router import RouterServer
-from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer
+from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS
 from benchmarks.suite.live.vllm_shapes import FrontServer, reset_prefix_cache
+from benchmarks.suite.routers.engines import EngineFleet, RunningEngine, start_engines
 from moonpool.distributions.quantiles import nearest_rank
 from moonpool.types import Struct
 from moonpool_lab.demo.client import CompletionClient
-from moonpool_lab.demo.local_server import LocalServer, ServerError, free_port
+from moonpool_lab.demo.local_server import LocalServer, ServerError
 
 LEAST_BUSY = "least busy"
 OPENING_TOKENS = 256
@@ -63,8 +62,10 @@ def bench_fronts(
     """Rows by front, each the median of its rounds. `router_python`: of an installation of
     vllm-router; "" leaves it out. Raises ServerError, httpx.HTTPError."""
     found: dict[str, list[dict[str, float]]] = {}
-    with _engines(python, talk) as (engines, places):
-        fronts = _fronts(python, router_python, talk, engines, places)
+    sizes = talk.kv_tokens, talk.chunk_tokens, talk.longest_tokens
+    fleet = EngineFleet(talk.model, python, (1.0, 1.0), *sizes)
+    with start_engines(fleet) as engines:
+        fronts = _fronts(python, router_python, talk, engines)
         for number in range(rounds):
             for place, (name, start) in enumerate(fronts.items()):
                 for engine in engines:
@@ -127,45 +128,13 @@ async def _user(
     return ttfts_s
 
 
-@contextmanager
-def _engines(python: str, talk: FrontWorkload) -> Iterator[tuple[list[LocalServer], list[str]]]:
-    """Two, and how `serve --vllm` names them."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise ServerError("two vLLMs need two cores")
-    with ExitStack() as stack:
-        engines: list[LocalServer] = []
-        places: list[str] = []
-        for core in cores[:2]:
-            events, replay = free_port(), free_port()
-            told = {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": f"tcp://*:{events}",  # other than to a wildcard, it connects
-                "replay_endpoint": f"tcp://127.0.0.1:{replay}",
-            }
-            options = {
-                "--block-size": CPU_BLOCK_TOKENS,
-                "--max-model-len": talk.longest_tokens,
-                "--max-num-batched-tokens": talk.chunk_tokens,
-                "--num-gpu-blocks-override": talk.kv_tokens // CPU_BLOCK_TOKENS,
-            }
-            flags = ("--kv-events-config", json.dumps(told))
-            environment = {"VLLM_SERVER_DEV_MODE": "1"}  # has the reset
-            server = VllmServer(python, talk.model, str(core), options, flags, environment)
-            engines.append(stack.enter_context(server))
-            places.append(f"{server.url},tcp://127.0.0.1:{events},tcp://127.0.0.1:{replay}")
-        yield engines, places
-
-
 def _fronts(
     python: str,
     router_python: str,
     talk: FrontWorkload,
-    engines: list[LocalServer],
-    places: list[str],
+    engines: Sequence[RunningEngine],
 ) -> dict[str, Start]:
-    urls = [engine.url for engine in engines]
+    urls, places = [engine.url for engine in engines], [engine.place for engine in engines]
 
     def ours(known: list[str]) -> Start:
         words = [word for place in known for word in ("--vllm", place)]
@@ -209,8 +178,8 @@ def _url_of(server: LocalServer) -> Iterator[str]:
         yield server.url
 
 
-def _cache_counts(engines: Sequence[LocalServer]) -> tuple[float, float]:
-    """Prompt tokens looked up and found, of both."""
+def _cache_counts(engines: Sequence[RunningEngine]) -> tuple[float, float]:
+    """The prompt tokens that both vLLMs looked up, and those that they found."""
     texts = [httpx.get(f"{engine.url}/metrics", timeout=30).text for engine in engines]
     asked, hit = (
         sum(float(n) for text in texts for n in re.findall(_COUNTER.format(name), text, re.M))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,28 +62,37 @@ def run_vllm_client(
         # It seeds a block's tokens by `hash`: so all servers get the same tokens, and each seed
         # gives others.
         environment = vllm_environment(python) | {"PYTHONHASHSEED": str(seed)}
-        _run([vllm_command(python), "bench", "serve", *words], environment)
+        command = [vllm_command(python), "bench", "serve", *words]
+        run_client("vllm bench serve", command, environment, LIMIT_S)
         try:
             return client_figures(msgspec.json.decode(result.read_bytes()), len(rows))
         except (OSError, msgspec.DecodeError, KeyError) as error:
             raise ServerError(f"vllm bench serve left no result as expected: {error}") from None
 
 
-def _run(command: list[str], environment: dict[str, str]) -> None:
+def run_client(
+    name: str, command: Sequence[str], environment: Mapping[str, str], limit_s: float
+) -> None:
+    """Runs a load generator from outside to its end. Raises ServerError."""
     try:
         done = subprocess.run(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ServerError(f"vllm bench serve did not end in {LIMIT_S:.0f} s") from None
+        raise ServerError(f"{name} did not end in {limit_s:.0f} s") from None
     if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise ServerError(f"vllm bench serve failed: {' '.join(last)}")
+        raise ServerError(f"{name} failed: {_reason(done.stdout + done.stderr)}")
+
+
+def _reason(output: bytes) -> str:
+    """The first line that it logged as an error, or its last one."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    return next((line for line in lines if " ERROR " in line), (lines or ["it said nothing"])[-1])
 
 
 def client_figures(result: dict[str, Any], num_requests: int) -> dict[str, Any]:

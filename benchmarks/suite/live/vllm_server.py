@@ -36,6 +36,16 @@ def vllm_environment(python: str) -> dict[str, str]:
     return environment | {"PATH": f"{Path(python).parent}:{environment.get('PATH', '')}"}
 
 
+def cpu_sizes(kv_tokens: int, context_tokens: int, step_tokens: int) -> dict[str, object]:
+    """The options of a vLLM on a CPU with room for so many tokens."""
+    return {
+        "--block-size": CPU_BLOCK_TOKENS,
+        "--max-model-len": context_tokens,
+        "--max-num-batched-tokens": step_tokens,
+        "--num-gpu-blocks-override": kv_tokens // CPU_BLOCK_TOKENS,
+    }
+
+
 class VllmServer(LocalServer):
     def __init__(
         self,

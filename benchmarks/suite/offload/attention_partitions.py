@@ -28,7 +28,7 @@ from moonpool_lab.profiling.attention_group import (
 
 class PartitionCost(Struct, frozen=True):
     """`local_s`: the instance's own attention on one thread, measured in turns with the others.
-    `busiest_s`: what the attention worker with most of the contexts was busy."""
+    `busiest_s`: how long the attention worker with the most contexts was busy."""
 
     partition: AttentionPartition
     batch: int

@@ -1,11 +1,15 @@
 """Whether the SSD tier stalls decoding: time between tokens with and without heavy traffic to disk.
 
 One real instance in this process: engine, state machine, arena and SSD store, driven as a worker
-drives them. It decodes a few long answers all the time, while short phases take turns, many times:
-quiet, before each of the others; *arrivals* (prompts arrive as if streamed from a prefill instance,
-at a set pace, and push others out of DRAM, while the SSD tier is off); *demotion* (the same, and
-what is pushed out goes to the SSD); *promotion* (peers ask for what is on the SSD only, at the same
-pace). What arrives is computed nowhere and what is asked for goes to nobody: the phases differ by
+drives them. It decodes a few long answers all the time, while short phases take turns, many times.
+A quiet phase comes before each of these:
+
+- arrivals: at a set pace, prompts arrive as if streamed from a prefill instance, and push others
+  out of DRAM. The SSD tier is off.
+- demotion: the same, and what is pushed out goes to the SSD.
+- promotion: at the same pace, peers ask for what is on the SSD only.
+
+What arrives is computed nowhere and what is asked for goes to nobody: the phases differ by
 the instance's own work alone. Each is compared with the quiet time just before it.
 Drawing the rounds again (bootstrap) shows how sure the difference is.
 """

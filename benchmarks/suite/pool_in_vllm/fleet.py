@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
-from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, END_S, VllmServer
+from benchmarks.suite.live.vllm_server import END_S, VllmServer, cpu_sizes
 from benchmarks.suite.pool_in_vllm.pools import Pool
 from moonpool.types import Struct
 from moonpool_lab.demo.local_server import ServerError
@@ -58,6 +58,19 @@ class GroupedVllm(VllmServer):
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def pooled_vllm(python: str, shape: VllmShape, core: int, pool: Pool | None) -> GroupedVllm:
+    """A vLLM on this core above the pool, if there is one. Raises ServerError."""
+    flags = ["--enforce-eager"]
+    if not shape.caches:
+        flags.append("--no-enable-prefix-caching")
+    connector = None if pool is None else pool.connector()
+    if connector is not None:
+        flags += ["--kv-transfer-config", json.dumps(connector)]
+    options = cpu_sizes(shape.kv_tokens, shape.context_tokens, shape.chunk_tokens)
+    environment = {} if pool is None else pool.environment()
+    return GroupedVllm(python, shape.model, str(core), options, flags, environment)
 
 
 class Fleet:
@@ -110,7 +123,8 @@ class Fleet:
 
     def _start(self, numbers: Sequence[int]) -> None:
         """All at once. Those that started are kept where another did not."""
-        fresh = {number: self._vllm(number) for number in numbers}
+        made = self._python, self._shape
+        fresh = {n: pooled_vllm(*made, self._cores[n], self.pool) for n in numbers}
         with ThreadPoolExecutor(len(fresh)) as threads:
             starts = {number: threads.submit(vllm.__enter__) for number, vllm in fresh.items()}
         for number, start in starts.items():
@@ -125,21 +139,3 @@ class Fleet:
             for vllm in self._vllms.values():
                 stack.callback(end, vllm)
             self._vllms.clear()
-
-    def _vllm(self, number: int) -> GroupedVllm:
-        shape = self._shape
-        options: dict[str, object] = {
-            "--block-size": CPU_BLOCK_TOKENS,
-            "--max-model-len": shape.context_tokens,
-            "--max-num-batched-tokens": shape.chunk_tokens,
-            "--num-gpu-blocks-override": shape.kv_tokens // CPU_BLOCK_TOKENS,
-        }
-        flags = ["--enforce-eager"]
-        if not shape.caches:
-            flags.append("--no-enable-prefix-caching")
-        connector = self.pool.connector()
-        if connector is not None:
-            flags += ["--kv-transfer-config", json.dumps(connector)]
-        core = str(self._cores[number])
-        environment = self.pool.environment()
-        return GroupedVllm(self._python, shape.model, core, options, flags, environment)

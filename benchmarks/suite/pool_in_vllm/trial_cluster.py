@@ -3,7 +3,6 @@ and whose stored bytes are changed."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -11,13 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from itertools import cycle
 from pathlib import Path
 
 import httpx
 
 from benchmarks.suite.live.kills.processes import victims
-from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS
-from benchmarks.suite.pool_in_vllm.fleet import GroupedVllm
+from benchmarks.suite.pool_in_vllm.fleet import GroupedVllm, VllmShape, pooled_vllm
 from benchmarks.suite.pool_in_vllm.play import CacheCounts, cache_counts
 from benchmarks.suite.pool_in_vllm.pools import MoonpoolPool, PoolPlace
 from moonpool.types import Struct
@@ -94,9 +93,10 @@ class TrialCluster:
         """Without a pool: each vLLM alone, without any cache, and without a head."""
         self._shape, self.pool = shape, pool
         cores = sorted(os.sched_getaffinity(0))
+        sizes = shape.kv_tokens, shape.context_tokens, shape.chunk_tokens, pool is not None
         self.vllms = {
-            model: self._vllm(model, str(cores[number % len(cores)]))
-            for number, model in enumerate(shape.models)
+            model: pooled_vllm(shape.python, VllmShape(model, *sizes), core, pool)
+            for model, core in zip(shape.models, cycle(cores), strict=False)
         }
         self.front: LocalServer | None = None
         self._hits = Counter[str]()
@@ -175,20 +175,3 @@ class TrialCluster:
                 value, before = getattr(counts, name), self._hits[f"{model} {name}"]
                 self._hits[name] += int(value - before if value >= before else value)
                 self._hits[f"{model} {name}"] = int(value)
-
-    def _vllm(self, model: str, core: str) -> GroupedVllm:
-        shape = self._shape
-        options: dict[str, object] = {
-            "--block-size": CPU_BLOCK_TOKENS,
-            "--max-model-len": shape.context_tokens,
-            "--max-num-batched-tokens": shape.chunk_tokens,
-            "--num-gpu-blocks-override": shape.kv_tokens // CPU_BLOCK_TOKENS,
-        }
-        flags = ["--enforce-eager"]
-        environment: dict[str, str] = {}
-        if self.pool is None:
-            flags.append("--no-enable-prefix-caching")
-        else:
-            flags += ["--kv-transfer-config", json.dumps(self.pool.connector())]
-            environment = self.pool.environment()
-        return GroupedVllm(shape.python, model, core, options, flags, environment)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 
 from benchmarks.checkout import ROOT
-from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer
+from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, VllmServer, cpu_sizes
 from moonpool.types import Struct
 from moonpool_lab.demo.local_server import LocalServer, ServerError, free_port
 
@@ -99,12 +99,7 @@ def _vllm(fleet: EngineFleet, core: str, events: int, replay: int) -> VllmServer
         "endpoint": f"tcp://*:{events}",  # other than to a wildcard, it connects
         "replay_endpoint": f"tcp://127.0.0.1:{replay}",
     }
-    options = {
-        "--block-size": CPU_BLOCK_TOKENS,
-        "--max-model-len": fleet.longest_tokens,
-        "--max-num-batched-tokens": fleet.step_tokens,
-        "--num-gpu-blocks-override": fleet.kv_tokens // CPU_BLOCK_TOKENS,
-    }
+    options = cpu_sizes(fleet.kv_tokens, fleet.longest_tokens, fleet.step_tokens)
     flags = ("--kv-events-config", json.dumps(told))
     environment = {"VLLM_SERVER_DEV_MODE": "1"}  # has the reset
     return VllmServer(fleet.vllm_python, fleet.model, core, options, flags, environment)

@@ -12,13 +12,12 @@ import msgspec
 import numpy as np
 
 from moonpool.api.bodies import EmbeddingsBody
-from moonpool.api.body_pool import BodyReader
 from moonpool.api.call_headers import TimeLimits, limits_of, tenant_of
 from moonpool.api.connection.kept_stream import KeptStream
 from moonpool.api.connection.work_mark import marked
-from moonpool.api.http_context import ActiveCalls, HttpContext
-from moonpool.api.rate_limits import RateLimits
-from moonpool.api.serving_backend import ApiOptions, ModelBackend, RequestRefused
+from moonpool.api.http_context import HttpContext
+from moonpool.api.models.endpoint import ModelEndpoint
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams
 
 MAX_RUNNING = 32
@@ -43,27 +42,8 @@ class _Found:
     cached_tokens: int
 
 
-class Embedder:
-    """Serves the endpoint through one frontend."""
-
-    def __init__(
-        self,
-        backend: ModelBackend,
-        options: ApiOptions,
-        bodies: BodyReader,
-        active: ActiveCalls,
-        rates: RateLimits,
-    ):
-        self._backend = backend
-        self._options = options
-        self._bodies = bodies
-        self._rates = rates
-        self._active = active
-
-    @property
-    def _name(self) -> str:
-        """The model's own name, which may change when its first vLLM server joins."""
-        return self._options.names(self._backend.card)[0]
+class Embedder(ModelEndpoint):
+    """Serves `/v1/embeddings`."""
 
     async def embed(self, context: HttpContext) -> None:
         limits = limits_of(context, self._backend)

@@ -19,7 +19,6 @@ import msgspec
 from msgspec import structs
 
 from moonpool.api import messages
-from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.call_headers import (
     TimeLimits,
@@ -32,14 +31,14 @@ from moonpool.api.choice import Choice, Delta, Take, run_choices
 from moonpool.api.connection.kept_stream import Delivered, StreamFacts
 from moonpool.api.connection.silence import Silence, comment_at
 from moonpool.api.errors import ApiError, ClientGoneError, Headers, from_refused, internal_error
-from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.http_context import HttpContext
+from moonpool.api.models.endpoint import ModelEndpoint
 from moonpool.api.output_text.grammar import is_json
 from moonpool.api.output_text.model_output import ModelOutput
 from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.api.output_text.source import OutputReader
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.program_identity import program_of
-from moonpool.api.rate_limits import RateLimits
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.resume.event_ids import (
     EventPosition,
@@ -55,7 +54,7 @@ from moonpool.api.resume.resumed_events import (
     resume_tokens,
 )
 from moonpool.api.sampling import Ending, ending_of, max_tokens_of, num_logprobs, sampling_of
-from moonpool.api.serving_backend import ApiOptions, ModelBackend, RequestRefused
+from moonpool.api.serving_backend import RequestRefused
 from moonpool.api.shapes import (
     AnswerFormat,
     ChatShape,
@@ -103,29 +102,8 @@ class _Call:
     resumption: _Resumption
 
 
-class Generator:
-    """Serves the generating endpoints through one frontend."""
-
-    def __init__(
-        self,
-        backend: ModelBackend,
-        options: ApiOptions,
-        bodies: BodyReader,
-        active: ActiveCalls,
-        rates: RateLimits,
-    ):
-        self._backend = backend
-        self._options = options
-        self._bodies = bodies
-        self._rates = rates
-        self._chat_shape = ChatShape(backend.tokenizer)
-        self._completion_shape = CompletionShape(backend.tokenizer)
-        self._active = active
-
-    @property
-    def _name(self) -> str:
-        """The model's own name, which may change when its first vLLM server joins."""
-        return self._options.names(self._backend.card)[0]
+class Generator(ModelEndpoint):
+    """Serves the generating endpoints."""
 
     @cached_property
     def _model_output(self) -> ModelOutput:
@@ -135,10 +113,12 @@ class Generator:
         )
 
     async def chat(self, context: HttpContext) -> None:
-        await self._answer(await self._call("chat", context), self._chat_shape)
+        shape = ChatShape(self._backend.tokenizer)
+        await self._answer(await self._call("chat", context), shape)
 
     async def complete(self, context: HttpContext) -> None:
-        await self._answer(await self._call("completion", context), self._completion_shape)
+        shape = CompletionShape(self._backend.tokenizer)
+        await self._answer(await self._call("completion", context), shape)
 
     async def respond(self, context: HttpContext) -> None:
         call = await self._call("responses", context)

@@ -36,7 +36,7 @@ class Keeper:
         self.name = name
         self.process: ChildProcess | None = None
         self.is_started = False
-        """Whether the cluster is up, so that the process is not given up."""
+        """Whether the cluster is up. From then on the process is always started again."""
         self.is_ending = False
         """Whether the cluster ends, so that no further process is started."""
         self.returns = False

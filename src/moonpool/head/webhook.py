@@ -1,4 +1,4 @@
-"""Tells a webhook how many instances are wanted: a POST of JSON, the newest numbers only."""
+"""Posts to a webhook how many instances are wanted. Older numbers are not sent any more."""
 
 from __future__ import annotations
 

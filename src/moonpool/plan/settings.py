@@ -54,7 +54,7 @@ def with_any_chunk(
     simulated next if none keeps them.
     """
     others = _other_chunks(one, steps)
-    # Where most requests miss on split instances, another cluster is simulated next.
+    # If most requests miss on split instances, no chunk size helps: another cluster comes next.
     outcome = look([one], [*others, *ahead] if one.mixed else [*ahead, *others])[0]
     best = one, outcome
     first = -1 if decode_share(outcome.misses) > 0.5 else 1

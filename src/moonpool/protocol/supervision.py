@@ -240,9 +240,9 @@ class HeadEnding(Packet, frozen=True, tag=True):
 
 
 class HeldState(Struct, frozen=True):
-    """What is held for one process that answers calls. Numbers of file descriptors are
-    `connections`, and those in `answers` and `cut_answers`. `ended`: by answer, heads that its call
-    has ended, and that were killed with it."""
+    """What is held for one process that answers calls. `connections`, `answers` and `cut_answers`
+    have numbers of file descriptors. `ended`: for each answer, how many heads its call has ended,
+    and how many were killed with it."""
 
     answers: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
     cut_answers: dict[int, int] = msgspec.field(default_factory=dict)

@@ -67,7 +67,7 @@ class Fields:
         return ModelError(f"{self.where} lacks {self.prefix + name!r}")
 
     def within(self, name: str) -> Fields:
-        """An object; without fields if it is missing."""
+        """The fields of the object `name`; none if it is missing."""
         value = self._values.get(name)
         if value is None:
             value = {}

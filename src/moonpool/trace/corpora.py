@@ -371,7 +371,7 @@ def calls_of(spans: list[Any]) -> Iterator[CallSpan]:
         if not _tokens(attributes, _INPUT) and not _tokens(attributes, _OUTPUT):
             continue
         begin_s = _instant(span, _BEGIN)
-        # One that never ended was waited for by none; those after it follow its beginning.
+        # No call waited for one that never ended: the next calls follow its beginning.
         has_end = any(span.get(name) not in (None, "", 0, "0") for name in _END)
         end_s = _instant(span, _END) if has_end else begin_s
         yield begin_s, max(end_s, begin_s), span, attributes

@@ -13,10 +13,7 @@ answer to the next call. A call that began before the one before it had ended di
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import msgspec
 
 from moonpool.trace.row import (
     MAX_LENGTH_TOKENS,
@@ -24,7 +21,6 @@ from moonpool.trace.row import (
     LaterCallError,
     LineError,
     ParsedRow,
-    TraceRow,
 )
 
 SESSION_BLOCK_TOKENS = 64
@@ -218,16 +214,3 @@ class CallOrder:
 def block_id(name: bytes) -> int:
     """The id of a block by a name that no other block has."""
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
-
-
-def in_program_order(rows: Iterable[TraceRow]) -> list[TraceRow]:
-    """Rows by the begin of their programs, as the reader yields them: those of a program in their
-    own order, with its time."""
-    began_s: dict[str, float] = {}
-    placed = []
-    for row in rows:
-        time_s = max((began_s[call] for call in row.after), default=row.arrived_s)
-        if row.call:
-            began_s[row.call] = time_s
-        placed.append(msgspec.structs.replace(row, arrived_s=time_s))
-    return sorted(placed, key=lambda row: row.arrived_s)

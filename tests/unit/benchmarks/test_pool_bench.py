@@ -6,11 +6,9 @@ import asyncio
 import itertools
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from benchmarks.suite.pool_in_vllm.workload import SHAPES, PoolWorkload, prefixe
 from moonpool_lab.demo.local_server import ServerError, free_port, is_alive
 from moonpool_lab.trial.answer import Answer
 from moonpool_lab.trial.tally import Phase, counts_of
+from tests.http_server import QuietHandler, serving
 from tests.processes import children
 
 AGENTS = SHAPES["agents"]
@@ -104,40 +103,23 @@ def _servers(number: int) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
     """Their URLs, and what was asked: (server, prompt)."""
     asked: list[tuple[int, str]] = []
 
-    def handler(place: int) -> type[BaseHTTPRequestHandler]:
-        class Handler(BaseHTTPRequestHandler):
+    def handler(place: int) -> type[QuietHandler]:
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 assert self.headers["connection"] == "close"
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                asked.append((place, body["prompt"]))
-                self._answer(SSE, "text/event-stream")
+                asked.append((place, self.read_json()["prompt"]))
+                self.answer(SSE, kind="text/event-stream")
 
             def do_GET(self) -> None:
-                self._answer(METRICS, "text/plain")
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-            def _answer(self, body: bytes, kind: str) -> None:
-                self.send_response(200)
-                self.send_header("content-type", kind)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                self.answer(METRICS, kind="text/plain")
 
         return Handler
 
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler(place)) for place in range(number)]
-    threads = [threading.Thread(target=server.serve_forever) for server in servers]
-    for thread in threads:
-        thread.start()
-    try:
-        yield [f"http://127.0.0.1:{server.server_port}" for server in servers], asked
-    finally:
-        for server, thread in zip(servers, threads, strict=True):
-            server.shutdown()
-            server.server_close()
-            thread.join()
+    with ExitStack() as stack:
+        yield (
+            [f"http://{stack.enter_context(serving(handler(place)))}" for place in range(number)],
+            asked,
+        )
 
 
 def test_each_turn_goes_to_its_vllm_after_the_one_before() -> None:

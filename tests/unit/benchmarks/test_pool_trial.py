@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,39 +14,29 @@ import pytest
 from benchmarks.pool_trial import kinds_of_kills, verdict
 from benchmarks.suite.pool_in_vllm.judge import TokenAnswer, counts_of, judge
 from benchmarks.suite.pool_in_vllm.trial_cluster import DAMAGE_STEP_BYTES, damage_file
+from tests.http_server import QuietHandler, serving
 
 TIE_NATS = 0.5
 
 
-class Judge(BaseHTTPRequestHandler):
+class Judge(QuietHandler):
     """Answers as vLLM does: after each token, the next higher one is the likeliest, the one after
     that nearly as likely, and all others are not."""
 
     def do_POST(self) -> None:
-        body = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = body["prompt"]
+        prompt = self.read_json()["prompt"]
         places: list[Any] = [None]
         for before, token in pairwise(prompt):
             place = {str(before + 1): {"logprob": -0.1}}
             place.setdefault(str(token), {"logprob": -0.3 if token == before + 2 else -9.0})
             places.append(place)
-        data = msgspec.json.encode({"choices": [{"prompt_logprobs": places}]})
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.answer(msgspec.json.encode({"choices": [{"prompt_logprobs": places}]}))
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(Judge) as place:
+        yield f"http://{place}"
 
 
 def answer(*tokens: int, foreign: tuple[str, ...] = ()) -> TokenAnswer:

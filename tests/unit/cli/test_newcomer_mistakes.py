@@ -6,9 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import click
@@ -21,26 +19,20 @@ from moonpool.cli.main import SuggestingGroup, cli, main
 from moonpool.cli.watch.cluster_events import time_text
 from moonpool.cli.watch.status import status_lines
 from moonpool.plugins import engines, plots
+from tests.http_server import QuietHandler, serving
 
 ROOT = Path(__file__).parents[3]
 KEYS = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
 
 
-class Refusing(BaseHTTPRequestHandler):
+class Refusing(QuietHandler):
     """Keeps path and key of each request, and refuses it."""
 
     seen: list[tuple[str, str]]
 
     def do_GET(self) -> None:
         self.seen.append((self.path, self.headers.get("authorization", "")))
-        body = b'{"error": {"message": "this key is refused"}}'
-        self.send_response(401)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+        self.answer(b'{"error": {"message": "this key is refused"}}', 401)
 
 
 @pytest.fixture
@@ -48,10 +40,8 @@ def server() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """A server's HOST:PORT, and what it was asked."""
     seen: list[tuple[str, str]] = []
     handler = type("Handler", (Refusing,), {"seen": seen})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
-        Thread(target=made.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{made.server_port}", seen
-        made.shutdown()
+    with serving(handler) as place:
+        yield place, seen
 
 
 @pytest.mark.parametrize(

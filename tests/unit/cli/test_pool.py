@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import threading
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from moonpool.protocol.block_layout import BlockLayout
 from moonpool.types import BlockId, BlockKey
 from moonpool_engine.storage.store import open_store
 from moonpool_engine.transfer.arena import Arena
+from tests.http_server import QuietHandler, serving
 
 LAYOUT = BlockLayout(
     model_fingerprint="m",
@@ -113,21 +113,13 @@ def test_a_folder_that_is_not_there_is_named() -> None:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             body = json.dumps(CLUSTER if self.path == "/cluster" else {}).encode()
-            self.send_response(200 if self.path.endswith("/cluster") else 404)
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(body, 200 if self.path.endswith("/cluster") else 404)
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as place:
+        yield f"http://{place}"
 
 
 def test_stat_and_audit_show_every_tier(url: str) -> None:

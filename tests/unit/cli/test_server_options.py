@@ -7,7 +7,7 @@ import shutil
 import ssl
 import subprocess
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from test_options import COMMANDS
 from moonpool.cli.main import cli
 from moonpool.cli.output import without_keys
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, OWN_KEYS, full_url, is_address
+from tests.http_server import QuietHandler
 
 ROOT = Path(__file__).parents[3]
 OPENSSL = shutil.which("openssl")
@@ -76,19 +77,12 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
     ca, cert, key = certificate(tmp_path_factory.mktemp("certificates"))
     seen: list[tuple[str, str]] = []
 
-    class Refusing(BaseHTTPRequestHandler):
+    class Refusing(QuietHandler):
         def do_GET(self) -> None:
             seen.append((self.path, self.headers.get("authorization", "")))
-            body = b'{"error": {"message": "this key is refused"}}'
-            self.send_response(401)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(b'{"error": {"message": "this key is refused"}}', 401)
 
         do_POST = do_GET
-
-        def log_message(self, *arguments: object) -> None:
-            pass
 
     class Quiet(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:

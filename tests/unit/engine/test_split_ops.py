@@ -38,14 +38,28 @@ def native_ops() -> SplitOps:
     return NativeSplitOps()
 
 
-@pytest.fixture(params=["native", "reference"])
-def ops(request: pytest.FixtureRequest) -> SplitOps:
-    return native_ops() if request.param == "native" else ReferenceSplitOps()
+@pytest.fixture(
+    params=[
+        ("native", "float32"),
+        ("native", "bfloat16"),
+        ("reference", "float32"),
+        pytest.param(("reference", "bfloat16"), marks=pytest.mark.long),  # slow
+    ],
+    ids="-".join,
+)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    found: tuple[str, str] = request.param
+    return found
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def ops(kind: tuple[str, str]) -> SplitOps:
+    return native_ops() if kind[0] == "native" else ReferenceSplitOps()
+
+
+@pytest.fixture
+def dtype(kind: tuple[str, str]) -> str:
+    return kind[1]
 
 
 def layout(dtype: str) -> BlockLayout:

@@ -16,7 +16,14 @@ from moonpool.protocol.messages import Abort, AttemptId
 from moonpool.scheduler.actions import DraftTask, RunStep, StepEntry, StepFailed
 from moonpool.scheduler.speculation.draft_model import DraftModelPlace
 from moonpool.types import FinishReason, Slo
-from tests.unit.scheduler.test_speculation import CHEAP_ROWS, EOS, SIZE, DraftBench, words
+from tests.unit.scheduler.test_speculation import (
+    CHEAP_ROWS,
+    EOS,
+    SIZE,
+    DraftBench,
+    check_any_answers,
+    words,
+)
 
 BY_MODEL = SpeculativeConfig(
     method="draft_model", model="small", prompt_lookup_min=32, prompt_lookup_max=32
@@ -269,14 +276,4 @@ def test_any_answers_under_any_pressure_are_whole(share: float, seed: int) -> No
         ),
         prefix_caching=rng.random() < 0.7,
     )
-    expected: dict[str, list[int]] = {}
-    for number in range(5):
-        prompt = [rng.randrange(2, 5) for _ in range(rng.randrange(1, 50))]
-        answer = [rng.randrange(2, 9) for _ in range(rng.randrange(1, 60))]
-        most = rng.randrange(1, 70)
-        bench.start(str(number), prompt, [*answer, EOS], max_tokens=most)
-        expected[str(number)] = [*answer, EOS][:most]
-        bench.run(rng.randrange(20))
-    bench.run()
-    assert bench.got == expected
-    assert not bench.instance.requests and not bench.instance.pool.num_held
+    check_any_answers(bench, rng, 9)

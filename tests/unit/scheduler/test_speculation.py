@@ -297,6 +297,21 @@ def test_aborts_and_failed_steps_leave_nothing() -> None:
     assert not bench.instance.requests and not bench.instance.pool.num_held
 
 
+def check_any_answers(bench: DraftBench, rng: random.Random, most_words: int) -> None:
+    """Random requests come while others run. Their answers are whole, and nothing is held."""
+    expected: dict[str, list[int]] = {}
+    for number in range(5):
+        prompt = [rng.randrange(2, 5) for _ in range(rng.randrange(1, 50))]
+        answer = [rng.randrange(2, most_words) for _ in range(rng.randrange(1, 60))]
+        most = rng.randrange(1, 70)
+        bench.start(str(number), prompt, [*answer, EOS], max_tokens=most)
+        expected[str(number)] = [*answer, EOS][:most]
+        bench.run(rng.randrange(20))
+    bench.run()
+    assert bench.got == expected
+    assert not bench.instance.requests and not bench.instance.pool.num_held
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_any_answers_under_any_pressure_are_whole(seed: int) -> None:
@@ -310,14 +325,4 @@ def test_any_answers_under_any_pressure_are_whole(seed: int) -> None:
         ),
         prefix_caching=rng.random() < 0.7,
     )
-    expected: dict[str, list[int]] = {}
-    for number in range(5):
-        prompt = [rng.randrange(2, 5) for _ in range(rng.randrange(1, 50))]
-        answer = [rng.randrange(2, 5) for _ in range(rng.randrange(1, 60))]
-        most = rng.randrange(1, 70)
-        bench.start(str(number), prompt, [*answer, EOS], max_tokens=most)
-        expected[str(number)] = [*answer, EOS][:most]
-        bench.run(rng.randrange(20))
-    bench.run()
-    assert bench.got == expected
-    assert not bench.instance.requests and not bench.instance.pool.num_held
+    check_any_answers(bench, rng, 5)

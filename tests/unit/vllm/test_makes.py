@@ -6,8 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any, TypeVar
 
 import pytest
@@ -19,6 +17,7 @@ from moonpool.vllm.client import VllmClient
 from moonpool.vllm.dialect import DialectError
 from moonpool.vllm.dialects.find import find_dialect
 from moonpool.vllm.dialects.llama_server import compute_fields
+from tests.http_server import QuietHandler, serving
 
 _T = TypeVar("_T")
 Answers = dict[str, Any]
@@ -33,12 +32,12 @@ def listed(*ids: str, owner: str = "", **more: Any) -> Answers:
 def server(answers: Answers, calls: list[tuple[str, Any]]) -> Iterator[str]:
     """Answers these paths; a list is a stream of events. Paths with messages refuse `{}`."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self._say(answers.get(self.path))
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = self.read_json()
             calls.append((self.path, body))
             found = answers.get(self.path)
             if not body and found is not None:
@@ -47,7 +46,6 @@ def server(answers: Answers, calls: list[tuple[str, Any]]) -> Iterator[str]:
                 self._say(found)
 
         def _say(self, found: Any, status: int = 200) -> None:
-            self.send_response(404 if found is None else status)
             kind = "text/event-stream" if isinstance(found, list) else "application/json"
             data = json.dumps(found).encode()
             if isinstance(found, list):
@@ -55,21 +53,10 @@ def server(answers: Answers, calls: list[tuple[str, Any]]) -> Iterator[str]:
                 data += b"data: [DONE]\n\n"
             if isinstance(found, str):
                 data = found.encode()
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.answer(data, 404 if found is None else status, kind)
 
-        def log_message(self, *_: Any) -> None:
-            """Quiet."""
-
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=made.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{made.server_port}"
-    finally:
-        made.shutdown()
-        made.server_close()
+    with serving(Handler) as place:
+        yield f"http://{place}"
 
 
 def ask(url: str, what: Callable[[VllmClient], Coroutine[Any, Any, _T]]) -> _T:

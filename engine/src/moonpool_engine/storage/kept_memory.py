@@ -3,9 +3,9 @@
     arena     the blocks, as `transfer.arena` lays them out
     ledger    which block holds which key, and the checksums of its slices (`storage.block_ledger`)
 
-The files are either memfds of the process that starts the workers, which a worker opens by their
-paths in /proc and which end with that process; or files in a tmpfs or hugetlbfs folder that the
-user names, which end with the machine. KVCache contains what users wrote, so only the owner can
+The files are memfds of the process that starts the workers, or lie in a tmpfs or hugetlbfs folder
+that the user names. A worker opens memfds by their paths in /proc, and they end with that process.
+Files in a folder end with the machine. KVCache contains what users wrote, so only the owner can
 access the files (0600).
 
 One instance uses them at a time. The lock belongs to the open arena file, and the processes of an

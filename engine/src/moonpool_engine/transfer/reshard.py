@@ -59,7 +59,7 @@ class ReshardPlan:
 
 
 def compatible(theirs: ShardView | None, ours: ShardView | None) -> bool:
-    """Whether slices can be copied between arenas with these views. None: whole slices."""
+    """Whether slices can be copied between arenas with these views. None means whole slices."""
     return theirs is None or ours is None or theirs == ours
 
 

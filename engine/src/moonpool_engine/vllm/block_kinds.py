@@ -1,8 +1,8 @@
 """The kinds of KVCache of a worker. Groups of layers that need the same blocks for a hit are one
 kind, and the pool has a space for each kind.
 
-A block of a kind is what all its groups have of one block of tokens. vLLM gives each group a block
-id of its own for it.
+A block of a kind holds the KVCache that all groups of the kind have for one block of tokens. vLLM
+has a block id for each group.
 """
 
 from __future__ import annotations

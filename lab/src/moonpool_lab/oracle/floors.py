@@ -1,7 +1,7 @@
 """The least time that a step can take, in a form that adds up over requests.
 
-A bound on what a cluster can serve needs costs from below that are linear: so much for a prompt,
-for a token of it, for a pair of tokens that attend to each other, for a decode, for a token of its
+A bound on what a cluster can serve needs linear lower bounds of all costs: one for each prompt,
+each token of it, each pair of tokens that attend to each other, each decode, and each token of its
 context. `floor_of` derives them from the cost model that the simulation runs on. For every step,
 
     time >= prompt_s * long prompts that begin + token_s * chunk tokens + pair_s * pairs

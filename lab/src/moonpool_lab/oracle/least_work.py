@@ -181,8 +181,8 @@ class _Tree:
         self._node: dict[BlockKey, int] = {}
 
     def count(self, arrivals: Sequence[Arrival]) -> None:
-        """Counts the prompts with each block. A block after two different ones, which only a
-        damaged trace has, counts as nobody's work."""
+        """Counts the prompts with each block. Only a damaged trace has a block that follows two
+        different ones. Such a block counts as nobody's work."""
         users, before = self._users, dict[BlockKey, BlockKey]()
         odd: set[BlockKey] = set()
         for arrival in arrivals:

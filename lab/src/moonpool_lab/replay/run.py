@@ -69,9 +69,9 @@ async def run_replay(
 ) -> dict[str, Any]:
     """Runs a replay and returns its figures.
 
-    `on_ready` is called with a function that ends the run early; `show` with the number of ended
-    requests and of all; `opened` with what is known of the trace's file. Raises ServerUnfitError,
-    HopelessError, TraceError, ValueError.
+    `on_ready` is called with a function that ends the run early. `show` is called with the
+    numbers of ended requests and of all requests, and `opened` with what is known of the trace's
+    file. Raises ServerUnfitError, HopelessError, TraceError, ValueError.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     rows, total, block_tokens = _rows(plan, opened)

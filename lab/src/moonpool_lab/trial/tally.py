@@ -40,7 +40,7 @@ class Phase(msgspec.Struct):
     doubled_tokens: int = 0
     foreign: int = 0
     facts: int = 0
-    """Answers whose reference names the planted code, unless a near-tie explains the difference."""
+    """Answers that should name the planted code, as their reference does; near-ties left out."""
     facts_lost: int = 0
     failed: Counter[str] = msgspec.field(default_factory=Counter)
     """Requests without a whole answer: refused, error, cut, hung; and those a restart took."""

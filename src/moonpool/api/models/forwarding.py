@@ -21,24 +21,23 @@ import msgspec
 from msgspec import structs
 
 from moonpool.api.bodies import CompletionBody, decode_body
-from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_process import Kind
 from moonpool.api.call_headers import TimeLimits, limits_of, read_traceparent, tenant_of
 from moonpool.api.choice import REPLAYED_PER_TURN
 from moonpool.api.connection.kept_stream import Delivered
 from moonpool.api.connection.silence import Silence, comment_at
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
-from moonpool.api.http_context import ActiveCalls, HttpContext
+from moonpool.api.http_context import HttpContext
 from moonpool.api.messages import error_payload
+from moonpool.api.models.endpoint import ModelEndpoint
 from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody, may_hold_media
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.program_identity import program_of
-from moonpool.api.rate_limits import RateLimits
 from moonpool.api.resume.event_ids import HEADER as EVENT_ID
 from moonpool.api.resume.resumed_events import HEADER as NUM_TOKENS
 from moonpool.api.resume.resumed_events import resume_tokens
 from moonpool.api.sampling import check_range
-from moonpool.api.serving_backend import ApiOptions, ModelBackend, Output, RequestRefused
+from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import COMPLETIONS, MEDIA_PATHS
 from moonpool.types import (
@@ -99,22 +98,8 @@ class _Call:
         return path
 
 
-class Forwarder:
+class Forwarder(ModelEndpoint):
     """Forwards calls of one model."""
-
-    def __init__(
-        self,
-        backend: ModelBackend,
-        options: ApiOptions,
-        bodies: BodyReader,
-        active: ActiveCalls,
-        rates: RateLimits,
-    ) -> None:
-        self._backend = backend
-        self._options = options
-        self._bodies = bodies
-        self._rates = rates
-        self._active = active
 
     async def pool(self, context: HttpContext) -> None:
         """Answers a call of an endpoint for models that generate nothing. Raises ApiError (404) if

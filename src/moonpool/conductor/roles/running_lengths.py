@@ -37,7 +37,8 @@ class LengthRange(NamedTuple):
 
 
 UNKNOWN = LengthRange(0.5 * FIRST_GUESS_TOKENS, FIRST_GUESS_TOKENS, 2.0 * FIRST_GUESS_TOKENS)
-"""Where all requests are refused nothing is ever learned, so it must not prevent every advice."""
+"""The guess until answers have ended. If all requests are refused, none ever ends: the guess must
+not prevent all advice."""
 
 
 def kind_of(num_prompt_tokens: int, cached_tokens: int) -> int:

@@ -32,7 +32,7 @@ LEAST_LONGER = 4
 UPDATE_EVERY_S = 0.5
 """The ends are predicted again after this time: overload asks for them at each arrival."""
 MOST_LOOKED_AT = 32
-"""Instances, of those with the most room."""
+"""Most instances that a forecast looks at: those with the most room."""
 
 
 class RecentLengths:

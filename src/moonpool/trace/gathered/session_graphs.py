@@ -20,7 +20,7 @@ from moonpool.trace.row import UNTIMED, LineError, ParsedRow
 
 
 def is_session_graph(first: dict[str, Any]) -> bool:
-    """Whether a file's first object is a session of such a file."""
+    """Whether this first object of a file is a session, so that the file has session graphs."""
     turns = first.get("turns")
     if not isinstance(first.get("session_id"), str) or not isinstance(turns, list):
         return False

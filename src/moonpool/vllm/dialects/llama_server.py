@@ -15,13 +15,13 @@ import msgspec
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.protocol.model_offer import COMPLETIONS, ModelOffer, OfferedAdapter
 from moonpool.types import MALFORMED, FinishReason, SamplingParams, Token, TokenLogprobs
-from moonpool.vllm.actions import EngineOutput, SubmitRequest
+from moonpool.vllm.actions import EngineOutput
 from moonpool.vllm.client import VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError, structured_outputs
 from moonpool.vllm.dialects.endpoints import offered_paths
-from moonpool.vllm.dialects.server_dialect import SlotUse
+from moonpool.vllm.dialects.server_dialect import Asked, ServerDialect, SlotUse
 from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.forwarded import forwarded_body, forwarded_outputs
+from moonpool.vllm.forwarded import forwarded_body
 from moonpool.vllm.known_cache import PrefixCounts
 
 BLOCK_TOKENS = 16
@@ -113,11 +113,11 @@ def is_props(found: bytes) -> bool:
     return True
 
 
-class LlamaDialect:
+class LlamaDialect(ServerDialect):
     make = "llama-server"
 
     def __init__(self, client: VllmClient) -> None:
-        self.client = client
+        super().__init__(client)
         self.loras: tuple[Lora, ...] = ()
         self._queries = self._hits = 0
 
@@ -151,22 +151,10 @@ class LlamaDialect:
             num_slots=slots,
         )
 
-    async def outputs(
-        self,
-        submit: SubmitRequest,
-        facts: VllmFacts,
-        layout_fingerprint: bytes,
-        use: SlotUse | None = None,
-    ) -> AsyncGenerator[EngineOutput]:
-        work = submit.attempt
-        own = self._own_fields(work, use)
-        if work.call is not None:
-            body = forwarded_body(work, facts.model_id, layout_fingerprint, False, own)
-            async with contextlib.aclosing(forwarded_outputs(self.client, work, body)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
-        body = msgspec.json.encode(compute_fields(work, facts.offer.max_model_tokens) | own)
+    async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
+        work, use = asked.work, asked.use
+        fields = compute_fields(work, asked.facts.offer.max_model_tokens)
+        body = msgspec.json.encode(fields | self._own_fields(work, use))
         reader = _Reader(self, work, use)
         events = self.client.answer(
             body, streamed=True, traceparent=work.traceparent, path=COMPUTE, is_done=_is_last
@@ -176,6 +164,10 @@ class LlamaDialect:
                 yield await reader.read(event)
                 if reader.is_cut:
                     return  # which ends the request at the server
+
+    def call_body(self, asked: Asked) -> bytes:
+        own, model = self._own_fields(asked.work, asked.use), asked.facts.model_id
+        return forwarded_body(asked.work, model, asked.fingerprint, False, own)
 
     async def counts(self) -> PrefixCounts | None:
         """Counts of the answers to us: the server counts no hits itself."""
@@ -306,7 +298,7 @@ class _Reader:
             return (stand_in * missing)[:missing]
         token_ids = await self._server.tokenize(found.content)
         if token_ids and token_ids[-1] == found.tokens[-1]:
-            token_ids = token_ids[-missing - 1 :]  # one more: a space that some begin a text with
+            token_ids = token_ids[-missing - 1 :]  # and one: some begin a text with a space
         return token_ids or found.tokens
 
     def _tokens(self, token_ids: Sequence[int], drawn: Sequence[_Drawn]) -> tuple[Token, ...]:

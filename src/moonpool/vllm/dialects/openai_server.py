@@ -14,14 +14,13 @@ import msgspec
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.protocol.model_offer import COMPLETIONS, ModelOffer
 from moonpool.types import MALFORMED, FinishReason, Token
-from moonpool.vllm.actions import EngineOutput, SubmitRequest
+from moonpool.vllm.actions import EngineOutput
 from moonpool.vllm.client import VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError
 from moonpool.vllm.dialects.endpoints import offered_paths, takes_body
-from moonpool.vllm.dialects.server_dialect import SlotUse
+from moonpool.vllm.dialects.server_dialect import Asked, ServerDialect
 from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.forwarded import forwarded_body, forwarded_outputs
-from moonpool.vllm.known_cache import PrefixCounts
+from moonpool.vllm.forwarded import forwarded_body
 
 BLOCK_TOKENS = 16
 ASSUMED_CONTEXT = 32_768
@@ -97,14 +96,14 @@ def read_listed(models: bytes) -> list[Listed]:
         ) from None
 
 
-class OpenAiDialect:
+class OpenAiDialect(ServerDialect):
     """`make`: what it was found to be. `takes_salt`: it keeps prompts with another `cache_salt`
     apart."""
 
     def __init__(
         self, client: VllmClient, make: str = "OpenAI-like server", takes_salt: bool = False
     ) -> None:
-        self.client = client
+        super().__init__(client)
         self.make = make
         self._takes_salt = takes_salt
 
@@ -150,26 +149,13 @@ class OpenAiDialect:
                     return value
         return 0
 
-    async def outputs(
-        self,
-        submit: SubmitRequest,
-        facts: VllmFacts,
-        layout_fingerprint: bytes,
-        use: SlotUse | None = None,
-    ) -> AsyncGenerator[EngineOutput]:
-        work = submit.attempt
-        if work.call is None:
-            async with contextlib.aclosing(self._measured(work, facts)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
-        body = forwarded_body(work, facts.model_id, layout_fingerprint, self._takes_salt)
-        async with contextlib.aclosing(forwarded_outputs(self.client, work, body)) as outputs:
-            async for output in outputs:
-                yield output
+    def call_body(self, asked: Asked) -> bytes:
+        model, salted = asked.facts.model_id, self._takes_salt
+        return forwarded_body(asked.work, model, asked.fingerprint, salted)
 
-    async def _measured(self, work: AttemptSpec, facts: VllmFacts) -> AsyncGenerator[EngineOutput]:
+    async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
         """A prompt of about as many tokens as the attempt has; only the times count."""
+        work, facts = asked.work, asked.facts
         text = " ".join(f"{token:x}" for token in work.token_ids[: -(-len(work.token_ids) // 2)])
         is_chat = CHAT in facts.offer.paths
         path = CHAT if is_chat else COMPLETIONS
@@ -185,9 +171,6 @@ class OpenAiDialect:
         async with contextlib.aclosing(events):
             async for event in events:
                 yield _measured_output(work, event)
-
-    async def counts(self) -> PrefixCounts | None:
-        return None
 
 
 def _measured_output(work: AttemptSpec, event: bytes) -> EngineOutput:

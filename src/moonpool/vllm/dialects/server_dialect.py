@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Protocol
 
+from moonpool.protocol.messages import AttemptSpec
 from moonpool.vllm.actions import EngineOutput, SubmitRequest
 from moonpool.vllm.client import VllmClient
 from moonpool.vllm.facts import VllmFacts
+from moonpool.vllm.forwarded import forwarded_outputs
 from moonpool.vllm.known_cache import PrefixCounts
 
 
@@ -22,20 +24,29 @@ class SlotUse:
     found_tokens: int | None = None
 
 
-class ServerDialect(Protocol):
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a server is asked to answer."""
+
+    submit: SubmitRequest
+    work: AttemptSpec
+    facts: VllmFacts
+    fingerprint: bytes  # of the layout
+    use: SlotUse | None
+
+
+class ServerDialect(ABC):
     """How servers of one make are asked. All methods raise VllmError if the server fails, and
-    DialectError if it does not answer as it should."""
+    DialectError if it does not answer as it should. `make`: its name, for words."""
 
-    client: VllmClient
+    make: str
 
-    @property
-    def make(self) -> str:
-        """Its name, for words: "vLLM"."""
-        ...
+    def __init__(self, client: VllmClient) -> None:
+        self.client = client
 
+    @abstractmethod
     async def facts(self) -> VllmFacts:
         """What a healthy server tells of itself."""
-        ...
 
     def outputs(
         self,
@@ -44,9 +55,20 @@ class ServerDialect(Protocol):
         layout_fingerprint: bytes,
         use: SlotUse | None = None,
     ) -> AsyncGenerator[EngineOutput]:
-        """Has a request computed. `use`: of a server with slots."""
-        ...
+        """Has a request computed, or a call of a client answered. `use`: of a server with slots."""
+        asked = Asked(submit, submit.attempt, facts, layout_fingerprint, use)
+        if asked.work.call is None:
+            return self.computed(asked)
+        return forwarded_outputs(self.client, asked.work, self.call_body(asked))
+
+    @abstractmethod
+    def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
+        """Has the token ids of a request continued."""
+
+    @abstractmethod
+    def call_body(self, asked: Asked) -> bytes:
+        """The body of a forwarded call, as this make takes it."""
 
     async def counts(self) -> PrefixCounts | None:
         """The hits of its prefix cache; None: it does not tell."""
-        ...
+        return None

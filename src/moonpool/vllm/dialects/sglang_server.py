@@ -16,15 +16,14 @@ import msgspec
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.protocol.model_offer import COMPLETIONS, ModelOffer, OfferedAdapter
 from moonpool.types import MALFORMED, FinishReason, Token, TokenLogprobs
-from moonpool.vllm.actions import EngineOutput, SubmitRequest
+from moonpool.vllm.actions import EngineOutput
 from moonpool.vllm.block_names import salt_of
-from moonpool.vllm.client import VllmClient
 from moonpool.vllm.dialect import DialectError, structured_outputs
 from moonpool.vllm.dialects.endpoints import offered_paths
 from moonpool.vllm.dialects.openai_server import read_listed
-from moonpool.vllm.dialects.server_dialect import SlotUse
+from moonpool.vllm.dialects.server_dialect import Asked, ServerDialect
 from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.forwarded import forwarded_body, forwarded_outputs
+from moonpool.vllm.forwarded import forwarded_body
 from moonpool.vllm.known_cache import PrefixCounts
 
 COMPUTE = "/generate"
@@ -79,11 +78,8 @@ def read_info(found: bytes) -> Info | None:
         return None
 
 
-class SglangDialect:
+class SglangDialect(ServerDialect):
     make = "SGLang"
-
-    def __init__(self, client: VllmClient) -> None:
-        self.client = client
 
     async def facts(self) -> VllmFacts:
         found = None
@@ -116,26 +112,16 @@ class SglangDialect:
         caches = not found.disable_radix_cache
         return VllmFacts(offer, block_tokens, blocks, caches, self.make, " and ".join(assumed))
 
-    async def outputs(
-        self,
-        submit: SubmitRequest,
-        facts: VllmFacts,
-        layout_fingerprint: bytes,
-        use: SlotUse | None = None,
-    ) -> AsyncGenerator[EngineOutput]:
-        work = submit.attempt
-        if work.call is not None:
-            body = forwarded_body(work, facts.model_id, layout_fingerprint)
-            async with contextlib.aclosing(forwarded_outputs(self.client, work, body)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
-        body = msgspec.json.encode(generate_fields(work, layout_fingerprint))
-        reader = _Reader(work)
-        events = self.client.answer(body, True, work.traceparent, COMPUTE)
+    async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
+        body = msgspec.json.encode(generate_fields(asked.work, asked.fingerprint))
+        reader = _Reader(asked.work)
+        events = self.client.answer(body, True, asked.work.traceparent, COMPUTE)
         async with contextlib.aclosing(events):
             async for event in events:
                 yield reader.read(event)
+
+    def call_body(self, asked: Asked) -> bytes:
+        return forwarded_body(asked.work, asked.facts.model_id, asked.fingerprint)
 
     async def counts(self) -> PrefixCounts | None:
         """None where it was started without `--enable-metrics`."""
