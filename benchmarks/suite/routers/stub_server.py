@@ -222,7 +222,7 @@ class EventPublisher:
         self._number = 0
 
     async def publish(self, news: list[BlockNews], block_tokens: int) -> None:
-        events = [_block_event(one, block_tokens) for one in news]
+        events = [block_event(one, block_tokens) for one in news]
         payload = msgspec.msgpack.encode([asyncio.get_running_loop().time(), events, 0])
         number, self._number = self._number, self._number + 1
         self._sent = [*self._sent[-KEPT_BATCHES:], (number, payload)]
@@ -239,7 +239,7 @@ class EventPublisher:
             await self._again.send_multipart([client, b"", b"", b"\xff" * 8, b""])
 
 
-def _block_event(one: BlockNews, block_tokens: int) -> dict[str, Any]:
+def block_event(one: BlockNews, block_tokens: int) -> dict[str, Any]:
     """As vLLM 0.32 has it: by names."""
     common = {"block_hashes": [_number(one.key)], "medium": "GPU", "group_idx": 0}
     if one.token_ids is None:

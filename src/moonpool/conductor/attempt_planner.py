@@ -17,6 +17,7 @@ from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction
 from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.output_predictor import OutputPredictor
 from moonpool.conductor.placement.choice import (
+    BATCH_FULL,
     LONG_QUEUE,
     NO_ROOM,
     Placement,
@@ -112,7 +113,7 @@ class AttemptPlanner:
         """States what the request needs. A request that waits for room, or for the prompts before
         it, must be placed early enough for its prefill."""
         least_s = 0.0
-        if rejection.reason in (NO_ROOM, LONG_QUEUE):
+        if rejection.reason in (NO_ROOM, LONG_QUEUE, BATCH_FULL):
             table, held = self._table, np.minimum(match.hits, footprint.usable_blocks)
             prefill_s = table.prefill_s(footprint.num_tokens, held * float(footprint.block_tokens))
             least_s = float(prefill_s[table.prefills].min(initial=np.inf))
@@ -183,7 +184,10 @@ class AttemptPlanner:
         """Applies both policies, without side effects on the bookings."""
         policy = self._policies.placement
         try:
-            decision = place(footprint, self._table, match, self._config, now, avoid, policy)
+            limit_s = self._admission.step_limit_s(tracked)
+            decision = place(
+                footprint, self._table, match, self._config, now, avoid, policy, limit_s
+            )
             if isinstance(decision, Rejection):
                 return decision
             return self._admission.check(tracked, footprint, decision, now)

@@ -124,7 +124,7 @@ class Conductor:
         self.roles = RoleSwitching(config, state, default_slo)
         self.drains = Draining(state)
         self.cost_estimator = CostEstimator(state, config.learning, self.forecast.error)
-        self.goodput = GoodputModel(config.learning, config.decode_wait)
+        self.goodput = GoodputModel(self.instance_table, config.learning, config.decode_wait)
         self.output_predictor = (LengthPredictor if by_length else OutputPredictor)(state)
         self.replication = Replication(state) if config.replicate else None
         options: tuple[ClusterObserver | None, ...] = (

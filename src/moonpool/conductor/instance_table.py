@@ -70,6 +70,8 @@ class InstanceTable:
         self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
         self.prefill_factor: Floats = np.zeros(0)  # by which the profile's prefills are multiplied
         self.tile_tokens: Floats = np.zeros(0)  # a step of one more takes as long as a whole tile
+        # What prompts add to the longest gaps of the answers beside them, as learned; 0: unknown.
+        self.prompt_stall_s: Floats = np.zeros(0)
         self.latency_s: Floats = np.zeros(0)  # of a fetch
         self.s_per_shm_byte: Floats = np.zeros(0)
         self.s_per_net_byte: Floats = np.zeros(0)
@@ -80,6 +82,8 @@ class InstanceTable:
         self.least_capacity_tokens = 0.0
         self.infinite: Floats = np.zeros(0)  # a template to copy
         self.mixed: Bools | None = None  # instances of both roles; None: there are none
+        # Those of them that fill their steps with prompts, whatever the TBT SLO; None: none.
+        self.fills_steps: Bools | None = None
         self.decodes_alike = True  # all decode instances have equal decode coefficients
         # Rows without the role to decode that had decodes when a role last changed.
         self.remainders: list[int] = []
@@ -315,6 +319,10 @@ class InstanceTable:
         )
         return seconds + self.shared_chunk_s.item(row) if self.num_chunked[row] else seconds
 
+    def fills(self, row: int) -> bool:
+        """Whether an instance fills its steps with prompts."""
+        return self.fills_steps is not None and bool(self.fills_steps.item(row))
+
     def tbt_tail_of(self, row: int) -> float:
         """`tbt_tail` for a decode instance, and 1 for a mixed one, whose longest gaps follow from
         the chunks of its prompts."""
@@ -393,6 +401,7 @@ class InstanceTable:
     def _clear(self, row: int) -> None:
         self.waiting_ns[row] = self.room_tokens[row] = self.num_serving[row] = 0
         self.num_chunked[row] = 0
+        self.prompt_stall_s[row] = 0.0
         self.booked_batch[row] = self.booked_context[row] = 0
         self.decoding_batch[row] = self.decoding_context[row] = 0
         self.busy_until_s[row] = self.last_placed_s[row] = NEVER_S
@@ -412,6 +421,8 @@ class InstanceTable:
         self._compare_decodes()
         both = self.prefills & self.decodes
         self.mixed = both if both.any() else None
+        fills = both & (self.chunk_tokens == 0)
+        self.fills_steps = fills if fills.any() else None
         self.remainders = (~self.decodes & (self.booked_batch > 0)).nonzero()[0].tolist()
         self.beside_decodes = (both & self._sizes_chunks).nonzero()[0]
         self.most_decode_tokens = int(self.capacity_tokens[self.decodes].max(initial=0))

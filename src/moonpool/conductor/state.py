@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +24,10 @@ class AttemptPhase(Enum):
     PREFILL = "prefill"
     HANDOVER = "handover"  # the first token is drawn, the decode instance has not accepted yet
     DECODE = "decode"
+
+
+MAX_STALLS = 64
+"""The recent answers from which the time that prompts add to gaps is learned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +133,7 @@ class InstanceState:
     prefill_factor: LearnedFactor = field(default_factory=LearnedFactor)
     decode_factor: LearnedFactor = field(default_factory=LearnedFactor)
     transfer_factor: LearnedFactor = field(default_factory=LearnedFactor)
+    stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_STALLS))
 
     @property
     def drained(self) -> bool:

@@ -80,7 +80,7 @@ def expected(num_others: int) -> ExpectedGoodput:
     for name in NAMES:
         cluster_state.join(info(name, num_blocks=100_000))
     table, config = cluster_state.instance_table, ConductorConfig(admission="goodput")
-    model, none = GoodputModel(), np.zeros(len(NAMES))
+    model, none = GoodputModel(table), np.zeros(len(NAMES))
     budget, found = SloBudget(Slo(ttft_s=3.0, tbt_s=0.1), 0.0), None
     doubtful = msgspec.structs.replace(SHORT, num_tokens=3025, expected_tokens=3100)
     for number, footprint in enumerate((*[COMMON] * num_others, doubtful)):
@@ -112,7 +112,7 @@ def decided(num_tokens: int, num_others: int = 0, queue_s: float = 0.0) -> Rejec
     table, config = cluster_state.instance_table, ConductorConfig(admission="goodput")
     table.set_cost(0, scaled(COST, 2.0, 1.0), 2.0)
     table.waiting_ns[0] = queue_s * 1e9
-    model, none = GoodputModel(), np.zeros(len(NAMES))
+    model, none = GoodputModel(table), np.zeros(len(NAMES))
     budget, context = SloBudget(Slo(ttft_s=3.0, tbt_s=0.1), 0.0), None
     own = msgspec.structs.replace(SHORT, num_tokens=num_tokens, expected_tokens=num_tokens + 100)
     for number, footprint in enumerate((*[COMMON] * num_others, own)):
@@ -142,7 +142,7 @@ def test_a_prompt_that_waits_for_itself_does_not_make_the_pools_look_full() -> N
     for name in NAMES:
         cluster_state.join(info(name, num_blocks=100_000))
     table, config = cluster_state.instance_table, ConductorConfig(admission="goodput")
-    model, none = GoodputModel(), np.zeros(len(NAMES))
+    model, none = GoodputModel(table), np.zeros(len(NAMES))
     model.prices = prices = SeenPrices()
     waits_s = []
     for footprint in (*[SHORT] * 20, LONG):

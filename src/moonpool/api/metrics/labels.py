@@ -22,6 +22,7 @@ CHOICES = (1, 2, 5, 10, 20)
 
 _OF_LOAD = (
     "admission_policy",
+    "batch_full",
     "decode_load",
     "decode_load_predicted",
     "fair_share",

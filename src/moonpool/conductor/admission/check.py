@@ -6,13 +6,20 @@ from __future__ import annotations
 from math import inf
 
 import msgspec
+import numpy as np
 
 from moonpool.conductor.admission.context import AdmissionContext, SloBudget
 from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction, admit
 from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.cost_estimator import CostEstimator
-from moonpool.conductor.placement.choice import LONG_QUEUE, Placement, Rejection
+from moonpool.conductor.placement.choice import (
+    BATCH_FULL,
+    BATCH_SHARE,
+    LONG_QUEUE,
+    Placement,
+    Rejection,
+)
 from moonpool.conductor.placement.policies import RequestFootprint
 from moonpool.conductor.state import TrackedRequest
 from moonpool.config.tables import ConductorConfig
@@ -49,10 +56,13 @@ class AdmissionCheck:
         budget = SloBudget(slo, max(now - request.arrived_s, 0.0), request.slo)
         table, forecast = cluster_state.instance_table, cluster_state.forecast
         context = AdmissionContext(footprint, placement, budget, table, forecast, self._config, now)
-        context = self._with_decode_wait(tracked, context)
+        context, is_full = self._with_decode_wait(tracked, context)
         placement = context.placement
         tracked.num_decisions += 1
         rejection = admit(context, self._policy) or _long_queue(context)
+        if rejection is None and is_full and self._holds_back(budget):
+            text = f"one more answer would make those of {placement.prefill} late"
+            rejection = Rejection(429, BATCH_FULL, text, 0.0)
         if rejection is None:
             if context.expected is not None:
                 self._goodput.note_placed(context)
@@ -66,12 +76,13 @@ class AdmissionCheck:
 
     def _with_decode_wait(
         self, tracked: TrackedRequest, context: AdmissionContext
-    ) -> AdmissionContext:
+    ) -> tuple[AdmissionContext, bool]:
         """The context with what `goodput` expects, and a placement with the wait for room in the
-        decode batch. A request that goes on never waits."""
+        decode batch; and whether the request should wait before it is placed. One that goes on
+        never waits."""
         by_goodput = self._config.admission == "goodput"
         if context.budget.slo is UNLIMITED or not (by_goodput or self._config.decode_wait):
-            return context
+            return context, False
         load = self._goodput.decode.load(context)
         expected = None
         if by_goodput:
@@ -83,7 +94,27 @@ class AdmissionCheck:
             decode_wait_s=load.wait_s,
             max_step_s=load.max_step_s,
         )
-        return msgspec.structs.replace(context, placement=placement, expected=expected)
+        context = msgspec.structs.replace(context, placement=placement, expected=expected)
+        return context, load.is_full
+
+    def step_limit_s(self, tracked: TrackedRequest) -> float:
+        """How long the longest gaps may be where prompts fill the steps; infinite if there is no
+        such instance, or the request does not wait for a batch."""
+        table, fills = self._cluster_state.instance_table, None
+        if self._config.decode_wait and not goes_on(tracked):
+            fills = table.fills_steps
+        if fills is None:
+            return inf
+        row = int(np.where(fills, table.decode_base_s, inf).argmin())
+        return self._goodput.decode.limit_step_s(table, row, tracked.request.slo.limits.tbt_s)
+
+    def _holds_back(self, budget: SloBudget) -> bool:
+        """Whether a request still waits for a batch with room. Without admission control it is
+        never refused: it waits as long as its first token can be in time."""
+        return (
+            self._config.admission != "none"
+            or budget.waited_s < BATCH_SHARE * budget.yardstick.ttft_s
+        )
 
     def _may_probe(self, context: AdmissionContext) -> bool:
         """As `CostEstimator.may_probe`; never against an operator's own policy."""

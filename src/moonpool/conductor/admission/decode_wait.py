@@ -8,7 +8,10 @@ SLO, and a batch is full without making the answers in it late. The rule is sepa
 the TTFT that the policy judges.
 
 Only decode instances hold a first token back. A mixed instance has no handover at which to wait. A
-vLLM server has a batch of its own, so the instance in front of it passes the first token on.
+server such as vLLM has a batch of its own, and fills its steps with prompts whatever the TBT SLO
+(`InstanceTable.fills`). So a request waits at the Conductor until such a batch has room, and its
+prompt is computed after that. What prompts add to the longest gaps there is learned
+(`CostEstimator`).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class DecodeLoad(msgspec.Struct, frozen=True):
     wait_s: float  # from the end of the prefill until then
     max_step_s: float | None  # the step time to wait for; None: it joins at once
     lasts: bool = False  # the instance remains as full as that
+    is_full: bool = False  # it should get no prompt before an answer ends (`InstanceTable.fills`)
 
 
 class DecodeWait:
@@ -59,7 +63,7 @@ class DecodeWait:
 
     def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
         """The step time beyond which a decode instance serves fewer effective requests."""
-        base_s = table.decode_base_s.item(row)
+        base_s = table.decode_base_s.item(row) + table.prompt_stall_s.item(row)
         return self.chances(table, row).best_step_s(base_s, slo_tbt_s)
 
     def load(self, context: AdmissionContext) -> DecodeLoad:
@@ -69,6 +73,8 @@ class DecodeWait:
         if not context.footprint.decodes:
             return DecodeLoad(0.0, 0.0, 0.0, 0.0, None)  # a step of 0 s meets any SLO
         own_s = added_step_s(table, row, context.footprint.expected_tokens)
+        if table.fills(row):
+            return self._filled(table, row, own_s, slo_s)
         ready_s = context.now + context.placement.ttft_s
         batch, tokens = context.forecast.project(ready_s, context.now)
         context.forecast.note_projection(ready_s, batch)
@@ -94,6 +100,28 @@ class DecodeWait:
         # Without a wait, the load grows after the answer has begun, so it says nothing about steps
         # as long as the limit.
         return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
+
+    def _filled(self, table: InstanceTable, row: int, own_s: float, slo_s: float) -> DecodeLoad:
+        """The load of an instance that fills its steps with prompts: what is booked there now, for
+        the prompt is computed at once."""
+        others = table.booked_batch.item(row)
+        stall_s = table.prompt_stall_s.item(row)
+        without_s = table.tbt_s(row, others, table.booked_context.item(row)) + stall_s
+        with_s = without_s + own_s
+        if not self._waits:
+            return DecodeLoad(others, without_s, with_s, 0.0, None)
+        limit_s = self.limit_step_s(table, row, slo_s)
+        # A request is placed only when there is room, so it harms nobody.
+        is_full = others > 0 and with_s > limit_s
+        return DecodeLoad(0.0, without_s, min(with_s, max(limit_s, own_s)), 0.0, None, is_full=is_full)
+
+
+def full_step_s(table: InstanceTable, row: int) -> float:
+    """How long the longest gaps should be where prompts fill the steps, with the answers that
+    decode now; 0: nothing is known of the prompts yet."""
+    stall_s = table.prompt_stall_s.item(row)
+    batch, context = table.decoding_batch.item(row), table.decoding_context.item(row)
+    return table.tbt_s(row, batch, context) + stall_s if stall_s else 0.0
 
 
 def until_room_s(context: AdmissionContext, limit_s: float, own_s: float, ttft_s: float) -> float:

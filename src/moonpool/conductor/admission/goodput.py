@@ -10,6 +10,8 @@ of its TBT, given the decode load at the end of its prefill and through its answ
 
 Where the rule `decode_wait` is on, the load of a decode instance follows from it: nobody is slowed
 down, and the wait counts in the TTFT. Where it is off, one more answer harms the others there too.
+The same holds for a server that fills its steps with prompts, where the wait comes before the
+prefill.
 
 The chances are learned from the answers that have ended (`slo_chances`). Nothing here books load.
 """
@@ -24,6 +26,7 @@ from moonpool.conductor.admission.decode_wait import (
     DecodeLoad,
     DecodeWait,
     added_step_s,
+    full_step_s,
     is_mixed,
     until_room_s,
 )
@@ -39,6 +42,7 @@ from moonpool.conductor.admission.resource_prices import (
 )
 from moonpool.conductor.admission.sharing_forecast import SharingForecast
 from moonpool.conductor.admission.slo_chances import TtftChances
+from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS, RunningMean, length_bucket
 from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import Rejection
@@ -76,8 +80,8 @@ class GoodputModel(ClusterObserver):
     """What the Conductor has learned for this admission. One per Conductor. With `learning` off,
     the first guesses of the chances remain in use; the prices follow the arrivals in any case."""
 
-    def __init__(self, learning: bool = True, waits: bool = True) -> None:
-        self._learning = learning
+    def __init__(self, table: InstanceTable, learning: bool = True, waits: bool = True) -> None:
+        self._table, self._learning = table, learning
         self.ttft = TtftChances()
         self.decode = DecodeWait(waits)
         self.prices = ResourcePrices()
@@ -94,7 +98,10 @@ class GoodputModel(ClusterObserver):
         if not self._learning or record.attempts != 1 or tracked.request.is_embedding:
             return
         mixed = decoder is not None and decoder.role is not Role.DECODE
-        self.decode.note_answer(record, tracked.predicted_step_s, mixed)
+        step_s = tracked.predicted_step_s
+        if decoder is not None and self._table.fills(decoder.row):
+            step_s = full_step_s(self._table, decoder.row)
+        self.decode.note_answer(record, step_s, mixed)
         self.lengths.note_answer(record.num_prompt_tokens, record.num_generated_tokens)
 
     def first_token(self, tracked: TrackedRequest, now: float) -> None:

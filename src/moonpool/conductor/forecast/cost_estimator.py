@@ -28,8 +28,9 @@ from moonpool.conductor.placement.choice import Placement
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.cost.derived import scaled
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.online import MAX_FACTOR, LearnedFactor
+from moonpool.cost.online import MAX_FACTOR, MIN_CHANGE, LearnedFactor
 from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
+from moonpool.distributions.quantiles import rank_above
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StepTokens
 from moonpool.types import InstanceId, Role
 
@@ -38,6 +39,12 @@ PROBE_EVERY_S = 5.0
 TBT_SHARE = 0.7
 """Share of the requests at the limit that should meet the TBT SLO with their longest gaps. A higher
 share would reject requests that meet it."""
+STALL_TOKENS = 10
+"""Shorter answers say nothing about the longest tenth of the gaps."""
+STALL_SHARE = 0.85
+"""Share of the answers whose longest gaps prompts should lengthen by no more. A mean would follow
+the load: few prompts fill a step below the capacity."""
+MIN_STALLS = 8
 TTFT_SHARE = 0.9
 """The same share, for TTFT. A higher share costs nothing here: the next request in the queue takes
 the place of a rejected one."""
@@ -182,6 +189,22 @@ class CostEstimator(ClusterObserver):
             changed = self.tbt_tail.observe(longest_s, tpot_s)
             if changed and self._learning:
                 self._table.tbt_tail = self.tbt_tail.value
+        if decoder is not None and longest_s is not None and self._table.fills(decoder.row):
+            self._learn_stall(decoder, record.num_generated_tokens, longest_s)
+
+    def _learn_stall(self, state: InstanceState, num_tokens: int, longest_s: float) -> None:
+        """Learns what prompts add to the longest gaps: how many of their tokens such a server puts
+        into one step is unknown."""
+        table, row, stalls_s = self._table, state.row, state.stalls_s
+        if num_tokens < STALL_TOKENS:
+            return
+        batch, context = table.decoding_batch.item(row), table.decoding_context.item(row)
+        stalls_s.append(max(longest_s - table.tbt_s(row, batch, context), 0.0))
+        if not self._learning or len(stalls_s) < MIN_STALLS:
+            return
+        stall_s = sorted(stalls_s)[rank_above(STALL_SHARE, len(stalls_s))]
+        if abs(stall_s - table.prompt_stall_s.item(row)) > MIN_CHANGE * stall_s:
+            table.prompt_stall_s[row] = stall_s
 
     def take_profile(self, state: InstanceState, cost: FittedCost) -> None:
         """The instance has measured its times, and joined with assumed ones. What was learned is

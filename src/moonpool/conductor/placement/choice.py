@@ -14,6 +14,7 @@ A short prompt may be computed within a decode batch (`InlinePrefill`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -146,6 +147,13 @@ LONG_QUEUE = "long_queue"
 """The reason of a rejection because the prompts before a request take long."""
 
 
+BATCH_FULL = "batch_full"
+"""The reason of a rejection because one more answer in the batch would make the others late."""
+BATCH_SHARE = 0.7
+"""The part of its SLO of TTFT that a request may wait for that: how long its prompt takes afterwards
+is less certain on a server that fills its steps."""
+
+
 PROGRAMS_WAIT = "programs_wait"
 """The reason of a rejection because programs that began before a new one go first."""
 
@@ -170,9 +178,12 @@ def place(
     now: float,
     avoid: Sequence[int] = (),
     policy: PlacementFunction | None = None,
+    step_limit_s: float = inf,
 ) -> Placement | Rejection:
     """Chooses prefill and decode instance, leaving out the rows in `avoid`. SLOs are checked by
-    `admission`. `policy`: None for the built-in one that the config names.
+    `admission`. `policy`: None for the built-in one that the config names. `step_limit_s`: where
+    prompts fill the steps (`InstanceTable.fills`), an instance whose longest gaps would exceed this
+    is chosen only if there is no other.
 
     Raises PolicyError if a policy from outside the package fails.
     """
@@ -197,6 +208,8 @@ def place(
     if avoid:
         possible = possible.copy()
         possible[list(avoid)] = able[list(avoid)] = False
+    if step_limit_s < inf:
+        possible = _spares_full_batches(table, possible, footprint.expected_tokens, step_limit_s)
     # Counting is numpy's fastest test for so few elements.
     num_possible = np.count_nonzero(possible)
     if not num_possible or (footprint.decodes and not np.count_nonzero(able)):
@@ -229,6 +242,14 @@ def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
     rows = np.array(table.remainders)
     free: Bools = possible.copy()
     free[rows] &= (table.booked_batch[rows] == 0) | table.chunk_fits(rows)
+    return free if np.count_nonzero(free) else possible
+
+
+def _spares_full_batches(
+    table: InstanceTable, possible: Bools, num_tokens: int, limit_s: float
+) -> Bools:
+    longest_s = table.booked_tbt_s(num_tokens) + table.prompt_stall_s
+    free: Bools = possible & ((longest_s <= limit_s) | (table.booked_batch == 0.0))
     return free if np.count_nonzero(free) else possible
 
 

@@ -23,7 +23,14 @@ import msgspec
 
 from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.conductor.placement.choice import LONG_QUEUE, NO_ROOM, PROGRAMS_WAIT, Rejection
+from moonpool.conductor.placement.choice import (
+    BATCH_FULL,
+    BATCH_SHARE,
+    LONG_QUEUE,
+    NO_ROOM,
+    PROGRAMS_WAIT,
+    Rejection,
+)
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.fair_share import PATIENT_SHARE, FairShare
 from moonpool.conductor.waiting.queue import WaitingRequests, WaitNeed
@@ -35,7 +42,9 @@ UNSERVABLE_STATUS = 422
 """Status of a rejection that an idle cluster would make, too."""
 FAIR_SHARE = "fair_share"
 """The reason of a rejection in favour of other tenants' waiting requests."""
-TIME_HELPS = frozenset({NO_ROOM, LONG_QUEUE, FAIR_SHARE, PROGRAMS_WAIT})
+TIMED_REASONS = (NO_ROOM, LONG_QUEUE, BATCH_FULL)
+"""Reasons for which it is predicted how long a request would wait."""
+TIME_HELPS = frozenset({NO_ROOM, LONG_QUEUE, BATCH_FULL, FAIR_SHARE, PROGRAMS_WAIT})
 """Reasons that go away while a request waits, without making it late."""
 POLICY = "admission_policy"
 """The reason of a rejection by the operator's own admission policy, which time alone does not
@@ -108,8 +117,13 @@ class WaitRules:
     ) -> Rejection:
         """States how long the request would wait for room, or for the prompts before it.
         `answer_s`: how long an answer lasts in the mean."""
-        if rejection.status == UNSERVABLE_STATUS or rejection.reason not in (NO_ROOM, LONG_QUEUE):
+        if rejection.status == UNSERVABLE_STATUS or rejection.reason not in TIMED_REASONS:
             return rejection
+        if rejection.reason == BATCH_FULL:
+            # An answer that ends makes place for one request.
+            num_ahead = len(self.waiting) + 1
+            wait_s = num_ahead * answer_s / max(self._table.total_decoding, 1)
+            return msgspec.structs.replace(rejection, retry_after_s=wait_s)
         ahead = self.waiting.ahead(tracked, now)
         if rejection.reason == NO_ROOM:
             decodes = tracked.request.sampling.max_tokens - len(tracked.generated) > 1
@@ -137,7 +151,9 @@ class WaitRules:
             return False
         elif self._is_in_time(tracked, rejection, answer_s, now):
             is_owed = self.shares.may_wait(payer_of(request.tenant), now)
-            if request.slo.ttft_stated:
+            if self._is_placed_late(rejection):
+                latest_s = request.arrived_s + BATCH_SHARE * request.slo.ttft_s
+            elif request.slo.ttft_stated:
                 latest_s = _latest_s(request, rejection, answer_s)
         elif self._is_owed(tracked, now):
             is_owed, latest_s = True, request.arrived_s + request.slo.ttft_s / 2
@@ -183,11 +199,17 @@ class WaitRules:
             request.slo.ttft_stated and rejection.reason not in TIME_HELPS
         ):
             return False
+        if self._is_placed_late(rejection):
+            return True
         latest_s = _latest_s(request, rejection, answer_s)
         waits = request.request_id in self.waiting
         if waits and not request.slo.ttft_stated:
             return True
         return now < latest_s and (waits or now + rejection.retry_after_s <= latest_s)
+
+    def _is_placed_late(self, rejection: Rejection) -> bool:
+        """Whether the request is placed after its wait, and not refused (`AdmissionCheck`)."""
+        return rejection.reason == BATCH_FULL and not self._refuses_for_slo
 
     def _is_owed(self, tracked: TrackedRequest, now: float) -> bool:
         """Whether a new request waits because its tenant had less than its share."""
@@ -202,5 +224,6 @@ def _latest_s(request: Request, rejection: Rejection, answer_s: float) -> float:
     """When the request must be placed, so that its first token comes in time; where nobody has
     stated what that is, its last one."""
     if request.slo.ttft_stated:
-        return request.arrived_s + request.slo.ttft_s - rejection.prefill_s
+        share = BATCH_SHARE if rejection.reason == BATCH_FULL else 1.0
+        return request.arrived_s + share * request.slo.ttft_s - rejection.prefill_s
     return request.deadline_s - rejection.prefill_s - answer_s

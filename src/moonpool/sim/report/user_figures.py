@@ -27,6 +27,7 @@ REASONS = {
     "ttft_slo_late": "no decode batch had room within the TTFT SLO",
     "goodput_prefill": "others needed less prefill time",
     "goodput_decode": "others needed less decode time",
+    "batch_full": "no batch had room within the TTFT SLO",
     "decode_load": "the decode load exceeded its limit when it arrived",
     "decode_load_predicted": "the decode load would have exceeded its limit after its prefill",
     "tbt_slo_late": "after its prefill, the decode instance could not take it within the TBT SLO",

@@ -1,0 +1,257 @@
+"""vLLMs of a known speed behind a Conductor, in virtual time: the state machines of the live cluster,
+and the model of a vLLM's time that `moonpool bench routers` serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import msgspec
+
+from benchmarks.suite.conversations.sessions import Session, SessionTurn
+from benchmarks.suite.routers.stub_server import block_event
+from benchmarks.suite.routers.timed_engine import (
+    EngineSize,
+    EngineSpeed,
+    TimedEngine,
+    TimedRequest,
+)
+from moonpool.conductor.actions import (
+    Deliver,
+    InstanceJoined,
+    Refuse,
+    Reported,
+    RequestArrived,
+    Send,
+    Tick,
+)
+from moonpool.conductor.conductor import Conductor
+from moonpool.config.tables import ConductorConfig
+from moonpool.cost.fitted import FittedCost
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.messages import AttemptId, InstanceInfo, StartPrefill
+from moonpool.protocol.transfer_events import PeerAddress
+from moonpool.request_record import RequestRecord
+from moonpool.scheduler.actions import SendReport
+from moonpool.sim.clock import Clock, Priority
+from moonpool.types import (
+    FinishReason,
+    InstanceId,
+    Request,
+    RequestId,
+    Role,
+    SamplingParams,
+    Slo,
+    Token,
+)
+from moonpool.vllm.actions import (
+    CacheEventsReceived,
+    CancelRequest,
+    EngineOutput,
+    EngineStepEnded,
+    FlushStep,
+    SubmitRequest,
+    VllmAction,
+    VllmEvent,
+)
+from moonpool.vllm.events import read_batch
+from moonpool.vllm.instance import VllmInstance
+from moonpool.vllm.worker import STEP_S
+
+LAYOUT = BlockLayout("m", "float32", EngineSize().block_tokens, 1, 1, 64)
+TICK_S = 0.1
+HOP_S = 0.001
+"""Of a message, in either direction."""
+
+
+class _Vllm:
+    """One server, and the instance in front of it."""
+
+    def __init__(self, fleet: TimedVllms, name: str, size: EngineSize, speed: EngineSpeed) -> None:
+        self.fleet, self.clock = fleet, fleet.clock
+        self.name = InstanceId(name)
+        self.engine = TimedEngine(size, speed)
+        self.layout = fleet.layout
+        self.instance = VllmInstance(self.layout, size.num_blocks, Role.MIXED, True)
+        self.busy = False
+        self.speed = speed
+
+    def info(self, number: int) -> InstanceInfo:
+        s, f = self.speed, self.speed.factor
+        cost = FittedCost(
+            prefill=(f * (s.step_s + s.answer_s), f * s.prompt_token_s, 0.0, 0.0),
+            decode=(f * s.step_s, f * s.answer_s, f * s.context_token_s),
+        )
+        return InstanceInfo(
+            instance_id=self.name,
+            role=Role.MIXED,
+            incarnation=1,
+            address=PeerAddress(self.name, "", "", "127.0.0.1", 1000 + number),
+            layout=self.layout,
+            num_blocks=self.engine.size.num_blocks,
+            cost=cost,
+            pid=number + 1,
+            host="here",
+        )
+
+    def post(self, event: VllmEvent) -> None:
+        for action in self.instance.handle(event, self.clock.now):
+            self.perform(action)
+
+    def perform(self, action: VllmAction) -> None:
+        match action:
+            case SendReport():
+                self.fleet.report(self.name, action.report)
+            case SubmitRequest():
+                attempt = action.attempt
+                tokens = list(attempt.token_ids)
+                request = TimedRequest(
+                    attempt.attempt_id, tokens, len(tokens), attempt.sampling.max_tokens
+                )
+                self.engine.submit(request)
+                self._begin()
+            case CancelRequest():
+                self.engine.cancel(action.attempt_id)
+            case FlushStep():
+                self.clock.after(STEP_S, Priority.MESSAGE, self.post, EngineStepEnded())
+
+    def _begin(self) -> None:
+        if self.busy:
+            return
+        took_s = self.engine.begin_step()
+        if took_s:
+            self.busy = True
+            self.clock.after(took_s, Priority.STEP_END, self._end)
+
+    def _end(self) -> None:
+        self.busy = False
+        tokens = self.engine.end_step()
+        news, self.engine.news = self.engine.news, []
+        if news:
+            events = [block_event(one, self.engine.size.block_tokens) for one in news]
+            payload = msgspec.msgpack.encode([self.clock.now, events, 0])
+            self.clock.after(
+                HOP_S, Priority.MESSAGE, self.post, CacheEventsReceived(read_batch(payload))
+            )
+        for token in tokens:
+            finish = FinishReason.LENGTH if token.is_last else None
+            output = EngineOutput(AttemptId(token.name), (Token(token.token),), finish)
+            self.clock.after(HOP_S, Priority.MESSAGE, self.post, output)
+        self._begin()
+
+
+@dataclass(slots=True)
+class _Client:
+    session: Session
+    number: int = 0
+    said: list[int] = field(default_factory=list)
+
+
+class TimedVllms:
+    """Plays sessions to a Conductor with servers of these speeds. `records` are the clients' own."""
+
+    def __init__(
+        self,
+        config: ConductorConfig,
+        slo: Slo,
+        speeds: Sequence[float] = (1.0, 1.0, 1.0),
+        size: EngineSize | None = None,
+    ) -> None:
+        self.clock, self.slo = Clock(), slo
+        self.layout = LAYOUT
+        self.conductor = Conductor(config, default_slo=slo)
+        size = size or EngineSize()
+        self.servers = {
+            f"vllm-{n}": _Vllm(self, f"vllm-{n}", size, EngineSpeed(factor=f))
+            for n, f in enumerate(speeds)
+        }
+        self.records: list[RequestRecord] = []
+        self.refused: list[str] = []
+        self._under_way: dict[RequestId, tuple[_Client, RequestRecord, list[int], SessionTurn]] = {}
+        self._until_s = inf
+        self.longest_wait_s = 0.0  # of a placement, since `forget`
+        for n, server in enumerate(self.servers.values()):
+            self._post(InstanceJoined(server.info(n)))
+
+    @property
+    def num_effective(self) -> int:
+        return sum(record.effective for record in self.records)
+
+    def forget(self) -> None:
+        """Begins new figures; what the Conductor has learned remains."""
+        self.records.clear()
+        self.refused.clear()
+        self.longest_wait_s = 0.0
+
+    def play(self, sessions: Sequence[Session], seconds: float) -> None:
+        start = self.clock.now
+        self._until_s = start + seconds
+        for session in sessions:
+            self.clock.at(start + session.started_s, Priority.ARRIVAL, self._turn, _Client(session))
+        self.clock.after(TICK_S, Priority.TICK, self._tick)
+        self.clock.run()
+
+    def report(self, name: InstanceId, report: object) -> None:
+        self.clock.after(HOP_S, Priority.MESSAGE, self._post, Reported(name, report))
+
+    def _tick(self) -> None:
+        self._post(Tick())
+        if self._under_way or self.clock.now < self._until_s:
+            self.clock.after(TICK_S, Priority.TICK, self._tick)
+
+    def _turn(self, client: _Client) -> None:
+        if self.clock.now > self._until_s:
+            return
+        turn = client.session.turns[client.number]
+        client.said += turn.new_tokens
+        now = self.clock.now
+        name = RequestId(f"r{len(self.records)}")
+        record = RequestRecord(name, len(client.said), self.slo, now)
+        self.records.append(record)
+        self._under_way[name] = client, record, [], turn
+        request = Request(
+            request_id=name,
+            token_ids=tuple(client.said),
+            sampling=SamplingParams(max_tokens=turn.answer_tokens, temperature=0, ignore_eos=True),
+            slo=self.slo,
+            arrived_s=now,
+            deadline_s=now + 300.0,
+        )
+        self._post(RequestArrived(request))
+
+    def _note_wait(self, command: StartPrefill) -> None:
+        name = RequestId(command.attempt.attempt_id.partition("/")[0])
+        waited_s = self.clock.now - self._under_way[name][1].arrived_s
+        self.longest_wait_s = max(self.longest_wait_s, waited_s)
+
+    def _next(self, client: _Client) -> None:
+        client.number += 1
+        if client.number < len(client.session.turns):
+            wait_s = client.session.turns[client.number].think_s
+            self.clock.after(wait_s, Priority.ARRIVAL, self._turn, client)
+
+    def _post(self, event: object) -> None:
+        for action in self.conductor.handle(event, self.clock.now):
+            match action:
+                case Send():
+                    server = self.servers[action.instance_id]
+                    self.clock.after(HOP_S, Priority.MESSAGE, server.post, action.command)
+                    if isinstance(action.command, StartPrefill):
+                        self._note_wait(action.command)
+                case Deliver():
+                    client, record, tokens, _ = self._under_way[action.request_id]
+                    tokens += [token.token_id for token in action.tokens]
+                    if action.tokens:
+                        record.note_tokens(len(action.tokens), self.clock.now)
+                    if action.finish is not None:
+                        record.outcome = action.finish
+                        record.finished_s = self.clock.now
+                        del self._under_way[action.request_id]
+                        client.said += tokens
+                        self._next(client)
+                case Refuse():
+                    client, record, _, _ = self._under_way.pop(action.request_id)
+                    record.outcome = action.refusal.reason
+                    self.refused.append(action.refusal.reason)
+                    self._next(client)
