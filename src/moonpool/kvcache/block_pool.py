@@ -280,17 +280,17 @@ class BlockPool:
         if len(keys) == 1:
             self.cache_block(block_ids[0], keys[0], depth)
             return
-        if len(set(keys)) < len(keys) or not self._block_of.keys().isdisjoint(keys):
-            for block_id, key in zip(block_ids, keys, strict=True):
-                self.cache_block(block_id, key, depth)
-                depth += 1
-            return
         holds, key_of, twins = self._num_holds, self._key_of, self._twin_key
         for block_id in block_ids:
             assert holds[block_id] > 0 and key_of[block_id] is None
-            if twins:
+        depths: Sequence[int] = range(depth, depth + len(keys))
+        if len(set(keys)) < len(keys) or not self._block_of.keys().isdisjoint(keys):
+            block_ids, keys, depths = self._without_twins(block_ids, keys, depths)
+        if twins:
+            for block_id in block_ids:
                 twins.pop(block_id, None)
-        self._set_keys(block_ids, keys, range(depth, depth + len(keys)))
+        if block_ids:
+            self._set_keys(block_ids, keys, depths)
 
     def uncache(self, block_ids: Iterable[BlockId]) -> None:
         """Takes the keys of blocks whose content is void; held blocks stay held. Blocks
@@ -466,6 +466,19 @@ class BlockPool:
                 assert key is not None
                 self._evictable.store((block_id,), (key,), (self._depth_of[block_id],))
 
+    def _without_twins(
+        self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
+    ) -> tuple[list[BlockId], list[BlockKey], list[int]]:
+        """Leaves out blocks whose key another block has, which is noted."""
+        block_of, twins = self._block_of, self._twin_key
+        new: dict[BlockKey, tuple[BlockId, int]] = {}
+        for block_id, key, depth in zip(block_ids, keys, depths, strict=True):
+            if key in block_of or key in new:
+                twins[block_id] = key
+            else:
+                new[key] = block_id, depth
+        return [one for one, _ in new.values()], list(new), [depth for _, depth in new.values()]
+
     def _set_keys(
         self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
     ) -> None:
@@ -475,7 +488,7 @@ class BlockPool:
             key_of[block_id] = key
             depth_of[block_id] = depth
             num_uses[block_id] = 0
-            block_of[key] = block_id
+        block_of.update(zip(keys, block_ids, strict=True))
         if not removed or removed.keys().isdisjoint(keys):
             stored.update(dict.fromkeys(keys))
         else:

@@ -14,6 +14,7 @@ from random import Random
 from moonpool.conductor.actions import (
     Announce,
     ConductorEvent,
+    Deliver,
     DrainRequested,
     InstanceJoined,
     InstanceLost,
@@ -368,6 +369,8 @@ class Simulation:
     def _post(self, event: ConductorEvent) -> None:
         for action in self.conductor.handle(event, self.clock.now):
             match action:
+                case Deliver():
+                    pass  # the tokens of a simulated answer have no reader
                 case Send():
                     self.clock.after(
                         self._latency_s,

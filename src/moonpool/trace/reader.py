@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
+from typing import BinaryIO, Literal, cast, get_args
 
 from moonpool.config.tables import is_own_policy
 from moonpool.plugins.objects import installed_names, own_name
@@ -305,10 +305,13 @@ def _rows_of(
     parser: Parser | ProgramParser, order: CallOrder | None, line: bytes
 ) -> Sequence[ParsedRow | None]:
     """Raises LineError."""
-    if isinstance(parser, Parser):
-        found: Sequence[ParsedRow | None] = (parser.parse(line),)
+    # A test with the protocol would take longer than the line.
+    parse_program = getattr(parser, "parse_program", None)
+    found: Sequence[ParsedRow | None]
+    if parse_program is None:
+        found = (cast("Parser", parser).parse(line),)
     else:
-        found = parser.parse_program(line) or (None,)
+        found = parse_program(line) or (None,)
     if order is None:
         return found
     return [row if row is None or row is OTHER_LINE else order.place(row) for row in found]

@@ -89,7 +89,10 @@ class CacheShareEviction(WrappedEviction):
         self._policy.remove(block_ids)
 
     def evict(self, block_id: BlockId) -> bool:
-        return super().evict(block_id) if self._part_of else self._policy.evict(block_id)
+        gone = self._policy.evict(block_id)
+        if gone and self._part_of:
+            self._end(block_id)
+        return gone
 
     def pop(self, num_blocks: int) -> list[BlockId]:
         """Blocks above a share go first, then those that the wrapped policy chooses. Raises

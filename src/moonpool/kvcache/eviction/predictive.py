@@ -196,9 +196,10 @@ class PredictiveEviction:
         return self._size
 
     def __contains__(self, block_id: object) -> bool:
-        if not isinstance(block_id, int):
-            return False
-        return block_id < len(self._segment_of) and self._segment_of[block_id] is not None
+        try:
+            return self._segment_of[block_id] is not None  # type: ignore[call-overload]
+        except (IndexError, TypeError):
+            return False  # no block, or one that was never used
 
     # Segments
 

@@ -83,8 +83,9 @@ class ReplicaAwareEviction(WrappedEviction):
     def store(
         self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
     ) -> None:
-        num_known, num_used = len(self._lives), max(block_ids, default=-1) + 1
-        if num_known < num_used:
+        num_known = len(self._lives)
+        if block_ids and (highest := max(block_ids)) >= num_known:
+            num_used = highest + 1
             missing = num_used - num_known
             self._lives.extend(range(num_known, num_used))
             self._parent.extend([NO_LIFE] * missing)
@@ -93,7 +94,8 @@ class ReplicaAwareEviction(WrappedEviction):
         lives = self._lives
         for block_id in block_ids:
             lives[block_id] += LIFE
-        self._spare.difference_update(block_ids)
+        if self._spare:
+            self._spare.difference_update(block_ids)
         self._policy.store(block_ids, keys, depths)
 
     def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:

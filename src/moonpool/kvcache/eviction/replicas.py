@@ -115,18 +115,22 @@ class ReplicaTracker:
             taken = dict.fromkeys(islice(changed, num_keys))
             for key in taken:
                 del changed[key]
+        # Most blocks have the holders of the one before, and then its owner: what follows is equal.
+        here_before = notified_before = -1
+        spare_at = 0
+        told: list[list[BlockKey]] = []  # the lists of the block before
         for key in taken:
             here = holders.get(key, 0)
             if demoted:
                 here &= ~demoted.get(key, 0)
             notified = notified_of.pop(key, 0)
-            spare_at = here & ~owners.of(key, here) if here & (here - 1) else 0
+            if here != here_before or notified != notified_before:
+                here_before, notified_before = here, notified
+                spare_at = here & ~owners.of(key, here) if here & (here - 1) else 0
+                told = [spare[bit] for bit in bits_of(spare_at & ~notified)]
+                told += [last[bit] for bit in bits_of(notified & here & ~spare_at)]
             if spare_at:
                 notified_of[key] = spare_at
-            if new := spare_at & ~notified:
-                for bit in bits_of(new):
-                    spare[bit].append(key)
-            if old := notified & here & ~spare_at:
-                for bit in bits_of(old):
-                    last[bit].append(key)
+            for keys in told:
+                keys.append(key)
         return {bit: ReplicaChanges(spare[bit], last[bit]) for bit in {*spare, *last}}
