@@ -151,7 +151,7 @@ def test_the_page_asks_for_a_key_chats_and_explains(tools: Path, tmp_path: Path)
         assert "i" not in seen["markdown"]["tags"] and "<i>j</i>" in seen["markdown"]["text"]
         assert seen["markdown"]["tags"].count("a") == 1, "no link but to the web"
     assert tenant["state"] == "serving, requests of one" and operator["state"] == "serving"
-    assert not tenant["events"] and "joined prefill-0 joined as prefill" in operator["events"]
+    assert not tenant["events"] and "joined prefill-0 as prefill" in operator["events"]
     assert not tenant["payers"]
     assert others_request not in tenant["rows"] and tenant["others"] == 404
     assert others_request in operator["rows"]

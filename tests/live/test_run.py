@@ -54,7 +54,10 @@ def test_a_prompt_by_a_pipe_is_answered_once_and_kept_on_disk(
 def test_what_cannot_start_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     done = once(environment, str(tmp_path / "none.gguf"), "--prompt", "x", "--port", "0")
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"moonpool: .*none\.gguf does not exist\n", done.stderr)
+    missing = r"moonpool: .*none\.gguf does not exist: give a GGUF file, .*\n"
+    assert re.fullmatch(missing, done.stderr)
+    done = once(environment, "none.gguf", stdin="")
+    assert re.fullmatch(missing, done.stderr), "before the prompt, which is missing too"
     done = once(environment, *MODEL, stdin=" \n")
     assert done.returncode == 1 and "the prompt on stdin is empty" in done.stderr
 

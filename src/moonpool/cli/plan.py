@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +52,7 @@ from moonpool.studies.result_table import ResultTable
 if TYPE_CHECKING:
     from fractions import Fraction
 
+    from moonpool.plan.advice import InstanceLossEffect
     from moonpool.plan.assess import Assessor, PlanGoal, Report
     from moonpool.plan.search import ClusterPlan
     from moonpool.plan.simulation_pool import SimulationPool
@@ -145,7 +146,7 @@ _FLAGS = ConfigFlags(
     type=click.FloatRange(min=0, min_open=True),
     default=float("inf"),
     metavar="SECONDS",
-    help="Most seconds of the search; the best until then is printed.",
+    help="Most seconds of the search, and again of the page's runs; the best until then counts.",
 )
 @first_seed_option
 @requests_option
@@ -294,6 +295,7 @@ class _Job:
         self._priced = priced
         self._pool_of_runs = pool_of_runs
         self._found: ClusterPlan | None = None
+        self._fewer: Sequence[InstanceLossEffect] = ()
 
     def plan(self, plot: str | None) -> dict[str, Any]:
         """Searches, prints, draws; returns the figures. Raises ConfigError."""
@@ -314,7 +316,7 @@ class _Job:
                 fewer = broken_by_fewer(around, assessor.in_full)
             except (StoppedError, KeyboardInterrupt):
                 fewer = []
-        self._found = found
+        self._found, self._fewer = found, fewer
         words = answer(found, fewer, goal, prepared, self._priced)
         print_plan(found, words, wanted, costs_of(found.choice, prepared, self._priced))
         if plot is not None:
@@ -361,20 +363,22 @@ class _Job:
 
     def write_runs(self, figures: dict[str, Any], page: str | None, table: str | None) -> None:
         """Runs the clusters of the page at several loads, and writes page and table."""
+        from moonpool.plan.answer import answer
         from moonpool.plan.page import render_plan
-        from moonpool.plan.stored_runs import COLUMNS, run_rows, stored_runs
+        from moonpool.plan.stored_runs import COLUMNS, run_rows, stored_runs, with_room
 
         assert self._found is not None
-        goal = msgspec.structs.replace(self._goal, time_limit_s=float("inf"))
+        goal, prepared = self._goal, self._prepared
         with _progress(goal.max_runs) as tell:
-            stored = stored_runs(self._found, self._assessor(goal, tell), self._prepared.steps)
+            stored = stored_runs(self._found, self._assessor(goal, tell), prepared.steps)
+        plan = with_room(self._found, stored, goal.wanted)
+        words = answer(plan, self._fewer, goal, prepared, self._priced)
+        figures = figures | words.figures()
         command = " ".join(["moonpool", *sys.argv[1:]])
         where = page or ""
         try:
             if page is not None:
-                text = render_plan(
-                    self._found, stored, figures, self._prepared, self._priced, command
-                )
+                text = render_plan(plan, stored, figures, prepared, self._priced, command)
                 Path(page).write_text(text, encoding="utf-8")
             if table is not None:
                 where = table

@@ -49,6 +49,11 @@ class PlanAnswer(Struct, frozen=True):
         begin = f"{first} {bought}" if first else bought
         return " ".join([begin, *(f"{label}: {text}" for label, text in others)])
 
+    def figures(self) -> dict[str, Any]:
+        """The answer as `--json` has it."""
+        parts = [{"label": label, "text": text} for label, text in self.parts]
+        return {"advice": self.text, "answer": parts}
+
     def lines(self) -> Iterator[str]:
         """Yields the answer for a terminal: the labels in a column of their own."""
         for label, text in self.parts:

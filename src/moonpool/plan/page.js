@@ -95,9 +95,9 @@ function tell() {
   of("share").textContent = percent(kept.value);
   of("late").textContent = seconds(late.value);
   of("usd").textContent = round(usd, 4);
-  of("month").textContent = `${round(usd * 730, 5)} a month`;
+  of("month").textContent = `${round(usd * 730, 4)} a month`;
   of("million").textContent = round(usd / (rate * 3600 * data.tokens_per_request) * 1e6);
-  of("most").textContent = most.load ? `${round(most.load, 2)} ×` : `< ${round(cluster.runs[0].load)} ×`;
+  of("most").textContent = most.load ? `${round(most.load)} ×` : `< ${round(cluster.runs[0].load)} ×`;
   of("most-rate").textContent = most.broke ? `${round(most.load * data.rate)} requests/s` : "no more was simulated";
   of("breaks").textContent = most.broke ? `Breaks first, at ${round(most.broke.load)} × the load: ${most.broke.lacked || "the SLOs chosen here are shorter than its usual times"}.` : "";
   const own = data.multiples.indexOf(1), notes = [];

@@ -131,7 +131,8 @@ def attainment_by_price(plan: ClusterPlan, wanted: float) -> ReportFigure:
     shown = [one for one in plan.assessed if not one.gave_up]
     if not shown:
         return ReportFigure(title, how, note="No run went to its end.")
-    plot = Plot(count_axis(max(one.usd_per_h for one in shown), "USD per hour"), share_axis(""))
+    prices = count_axis(max(one.usd_per_h for one in shown), "USD per hour")
+    plot = Plot(prices, share_axis(""), HALF)
     plot.limit_y(wanted, f"wanted, {percent(wanted)}")
     plot.line([(one.usd_per_h, one.share) for one in plan.front()], "c5")
     for one in shown:

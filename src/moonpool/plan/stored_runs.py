@@ -13,6 +13,7 @@ import msgspec
 
 from moonpool.plan.assess import Assessor, StoppedError
 from moonpool.plan.candidate import Candidate, Priced, Steps
+from moonpool.plan.room import Room
 from moonpool.plan.search import ClusterPlan
 from moonpool.plan.time_left import TimeLeft
 from moonpool.plan.trial import Outcome, main_cause
@@ -52,6 +53,24 @@ def stored_runs(plan: ClusterPlan, assessor: Assessor, steps: Steps) -> list[Sto
     except (StoppedError, KeyboardInterrupt):
         pass
     return sorted(found, key=lambda run: (clusters.index(run.candidate), run.speed))
+
+
+def with_room(plan: ClusterPlan, stored: Sequence[StoredRun], wanted: float) -> ClusterPlan:
+    """The plan with the room of its choice by the stored runs, where the search did not look."""
+    if plan.choice is None or plan.rooms:
+        return plan
+    chosen = plan.choice.candidate
+    own = sorted(
+        (run for run in stored if run.candidate == chosen and run.speed > 1.0),
+        key=lambda run: run.speed,
+    )
+    kept = 1.0
+    for run in own:
+        if run.outcome.share < wanted:
+            room = Room(chosen, kept, run.speed, main_cause(run.outcome.misses))
+            return msgspec.structs.replace(plan, rooms=(room,))
+        kept = run.speed
+    return msgspec.structs.replace(plan, rooms=(Room(chosen, kept, None),)) if own else plan
 
 
 def page_clusters(plan: ClusterPlan, steps: Steps) -> list[Candidate]:

@@ -182,8 +182,7 @@ def figures_of(
     }
     devices = {name: priced.prices.devices[name] for name in sorted(names)}
     return {
-        "advice": found.text,
-        "answer": [{"label": label, "text": text} for label, text in found.parts],
+        **found.figures(),
         "choice": None if choice is None else _assessment(choice, goal.wanted),
         "sure": None if plan.sure is None else _assessment(plan.sure, goal.wanted),
         "binds": "" if choice is None else binding(choice, fewer),

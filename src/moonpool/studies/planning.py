@@ -135,6 +135,7 @@ def plan_cluster(
     from moonpool.plan.answer import answer
     from moonpool.plan.assess import PlanGoal
     from moonpool.plan.simulation_pool import SimulationPool
+    from moonpool.plan.stored_runs import with_room
     from moonpool.plan.tables import figures_of
 
     trace = as_trace(trace)
@@ -151,7 +152,8 @@ def plan_cluster(
     with SimulationPool(workload, processes) as pool_of_runs, ProgressLine(progress) as line:
         search = _Search(pool_of_runs, workload, prepared, goal, priced, line)
         done, fewer = search.run(what_if)
-    words = answer(done.found, fewer, goal, prepared, priced)
+    plan = with_room(done.found, done.stored, attainment)
+    words = answer(plan, fewer, goal, prepared, priced)
     figures = figures_of(done.found, fewer, words, prepared, goal, priced)
     run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
     return PlanResult(figures | {"run": named_trace(trace) | run}, done)

@@ -7,11 +7,15 @@ import hashlib
 import json
 import re
 
+import msgspec
+
 import moonpool
 from moonpool.plan.latency_table import MULTIPLES, ClassOutcome, LatencyTable
-from moonpool.plan.stored_runs import SPEEDS
+from moonpool.plan.stored_runs import SPEEDS, with_room
 from moonpool.plan.time_left import TimeLeft, time_words
 from moonpool.request_record import RequestRecord
+from moonpool.sim.report.page import environment
+from moonpool.sim.report.plots import ReportFigure, Table
 from moonpool.types import RequestId, Slo
 
 ROWS = [moonpool.TraceRow(0.5 * i, 6144, 30) for i in range(40)]
@@ -67,6 +71,39 @@ def test_the_page_answers_from_runs_at_each_load() -> None:
     assert len(scripts) == 1 and f"script-src 'sha256-{digest}'" in page
     loads = {row["load"] for row in plan.runs}
     assert loads == set(SPEEDS)
+
+
+def test_the_answer_names_the_load_at_which_a_stored_run_breaks_first() -> None:
+    plan = moonpool.plan_cluster(
+        moonpool.TraceRows(ROWS), slo_ttft_s=6, slo_tbt_s=0.1, layout="colocated", seeds=2,
+        what_if=True,
+    )  # fmt: skip
+    search = plan._search
+    found, wanted = msgspec.structs.replace(search.found, rooms=()), 0.9
+    (room,) = with_room(found, search.stored, wanted).rooms
+    own = {
+        run.speed: run.outcome.share
+        for run in search.stored
+        if run.candidate == found.choice.candidate and run.speed >= 1.0
+    }
+    assert all(share >= wanted for speed, share in own.items() if speed <= room.kept)
+    if room.missed is None:
+        assert room.kept == max(own)
+    else:
+        assert own[room.missed] < wanted
+    assert with_room(found, (), wanted) is found
+    assert with_room(search.found, search.stored, 2.0).rooms, "the search's own stay"
+
+
+def test_tables_and_figures_of_a_page_can_be_scrolled_by_keyboard() -> None:
+    table = Table(("", "price", "share"), [("a", "1", "2")])
+    figure = ReportFigure("Title", "How.", table=table, wide=True)
+    template = environment("moonpool.plan").from_string(
+        '{% from "macros.html.jinja" import figure_of %}{{ figure_of(figure) }}'
+    )
+    html = template.render(figure=figure)
+    assert html.count('tabindex="0"') == 2 and 'aria-label="Table of price, share"' in html
+    assert "<td></td>" in html and '<th scope="col"></th>' not in html
 
 
 def test_time_left_falls_stage_by_stage() -> None:

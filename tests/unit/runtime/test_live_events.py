@@ -46,7 +46,7 @@ def test_instances_come_drain_change_and_go() -> None:
     lost, role, left, _ = events.describe(3.0)[:4]
     assert lost["fault"] and lost["s_ago"] == 0.0 and not left["fault"]
     assert role["text"] == "prefill-0 was prefill and is decode now"
-    assert left["text"] == "decode-0 has left: a client requested it"
+    assert left["text"] == "decode-0: a client requested it"
 
 
 def test_damage_and_disks_are_told_once() -> None:

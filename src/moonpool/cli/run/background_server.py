@@ -18,6 +18,7 @@ from moonpool.children.start import moonpool_line
 HOST = "127.0.0.1"
 LINES_KEPT = 200
 LOOK_S = 0.1
+VERBOSE = "`moonpool run --verbose` shows the log"
 END_S = 20.0
 """How long the server may take for an orderly end."""
 
@@ -107,7 +108,7 @@ class BackgroundServer:
     def _last_words(self) -> str:
         own = [line.removeprefix("moonpool: ") for line in self._lines if "moonpool: " in line[:10]]
         shown = own or [*self._lines][-5:] or ["its log is empty"]
-        return " | ".join(shown)
+        return " | ".join(shown).replace("see the log above", VERBOSE)
 
 
 def choose_port(wanted: int) -> int:

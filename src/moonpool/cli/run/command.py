@@ -78,6 +78,8 @@ def run(
     MODEL is a GGUF file, a folder, or a Hugging Face id. Any OpenAI or Anthropic client can use the
     server meanwhile. All commands and settings of a cluster: `moonpool serve`.
     """
+    if model is not None and _is_missing(model):
+        fail(f"{model} does not exist: give a GGUF file, a folder or a Hugging Face id")
     if prompt is None and not open_page and not sys.stdin.isatty():
         prompt = sys.stdin.read()
         if not prompt.strip():
@@ -95,7 +97,7 @@ def run(
     wanted = {key: settings[key] for key in ("max_tokens", "temperature")}
     parameters = {key: value for key, value in wanted.items() if value is not None}
     _end_in_order()
-    progress = _Progress(verbose, shown=prompt is None)
+    progress = _Progress(verbose)
     try:
         with BackgroundServer(arguments, chosen, progress.take) as server:
             server.wait_until_ready()
@@ -121,9 +123,9 @@ def run(
 class _Progress:
     """Shows one line of the server's log at a time until it is ready, or all of them."""
 
-    def __init__(self, verbose: bool, shown: bool) -> None:
+    def __init__(self, verbose: bool) -> None:
         self._verbose = verbose
-        self._shown = shown and sys.stderr.isatty() and not verbose
+        self._shown = sys.stderr.isatty() and not verbose
         self._is_up = False
 
     def take(self, line: str) -> None:
@@ -149,6 +151,13 @@ def _served_name(model: str) -> str:
     if path.suffix == ".gguf" or path.exists():
         return path.resolve().name.removesuffix(".gguf")
     return model
+
+
+def _is_missing(model: str) -> bool:
+    """Whether the name can only be that of a file or folder, and there is none."""
+    path = Path(model)
+    is_path = model.startswith(("/", "./", "../", "~")) or path.suffix == ".gguf"
+    return is_path and ":" not in model and not path.expanduser().exists()
 
 
 def _disk_folder(name: str) -> Path:

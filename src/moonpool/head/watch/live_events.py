@@ -30,6 +30,7 @@ class LiveEvent:
     at_s: float
     kind: str
     text: str
+    """What the page writes behind the kind, so it does not repeat it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +110,18 @@ class LiveEvents:
         for name, then in self._seen.items():
             if name not in present:
                 if then.draining:
-                    self.note("left", f"{name} has left: {then.draining}", now)
+                    self.note("left", f"{name}: {then.draining}", now)
                 else:
-                    self.note("lost", f"{name} was lost; its requests go on elsewhere", now)
+                    self.note("lost", f"{name}; its requests go on elsewhere", now)
         for name, seen in present.items():
             before = self._seen.get(name)
             if before is None:
-                self.note("joined", f"{name} joined as {seen.role}", now)
+                self.note("joined", f"{name} as {seen.role}", now)
                 continue
             if seen.role != before.role:
                 self.note("role", f"{name} was {before.role} and is {seen.role} now", now)
             if seen.draining and not before.draining:
-                self.note("draining", f"{name} drains: {seen.draining}", now)
+                self.note("draining", f"{name}: {seen.draining}", now)
             if seen.damaged > before.damaged:
                 number = seen.damaged - before.damaged
                 text = f"{number} damaged slices were found at {name}, and are computed again"
