@@ -19,7 +19,7 @@ from moonpool.types import MALFORMED, FinishReason, Token, TokenLogprobs
 from moonpool.vllm.actions import EngineOutput, SubmitRequest
 from moonpool.vllm.block_names import salt_of
 from moonpool.vllm.client import VllmClient
-from moonpool.vllm.dialect import DialectError, structured_outputs
+from moonpool.vllm.dialect import DialectError, most_new_tokens, structured_outputs
 from moonpool.vllm.dialects.endpoints import offered_paths
 from moonpool.vllm.dialects.openai_server import read_listed
 from moonpool.vllm.dialects.server_dialect import SlotUse
@@ -130,7 +130,7 @@ class SglangDialect:
                 async for output in outputs:
                     yield output
             return
-        body = msgspec.json.encode(generate_fields(work, layout_fingerprint))
+        body = msgspec.json.encode(generate_fields(work, facts, layout_fingerprint))
         reader = _Reader(work)
         events = self.client.answer(body, True, work.traceparent, COMPUTE)
         async with contextlib.aclosing(events):
@@ -152,7 +152,9 @@ class SglangDialect:
             return None
 
 
-def generate_fields(work: AttemptSpec, layout_fingerprint: bytes) -> dict[str, Any]:
+def generate_fields(
+    work: AttemptSpec, facts: VllmFacts, layout_fingerprint: bytes
+) -> dict[str, Any]:
     """The body for one attempt. Raises DialectError for what SGLang cannot do."""
     sampling = work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
@@ -166,9 +168,10 @@ def generate_fields(work: AttemptSpec, layout_fingerprint: bytes) -> dict[str, A
         raise DialectError(f"moonpool has no {lacking} from SGLang", refused=True)
     if sampling.grammar and num_done:
         raise DialectError("structured output cannot continue after a fault; send it again")
+    most = most_new_tokens(work, facts.offer.max_model_tokens)
     params: dict[str, Any] = {
-        "max_new_tokens": max(sampling.max_tokens - num_done, 1),
-        "min_new_tokens": max(sampling.min_tokens - num_done, 0),
+        "max_new_tokens": most,
+        "min_new_tokens": min(max(sampling.min_tokens - num_done, 0), most),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else -1,

@@ -42,7 +42,9 @@ class VllmDialect:
                 async for output in outputs:
                     yield output
             return
-        body = completion_body(submit, facts.model_id, layout_fingerprint)
+        body = completion_body(
+            submit, facts.model_id, facts.offer.max_model_tokens, layout_fingerprint
+        )
         answer = self.client.answer(body, is_streamed(submit), work.traceparent)
         async with contextlib.aclosing(answer):
             async for event in answer:
