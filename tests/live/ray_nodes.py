@@ -343,8 +343,10 @@ class OnRay:
 
 
 def is_raylet(pid: int) -> bool:
+    """Whether it is one that runs: Ray learns late that one has ended."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        return name.endswith("(raylet") and not rest.startswith(" Z")
     return False
 
 
