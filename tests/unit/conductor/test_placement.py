@@ -446,7 +446,7 @@ def test_a_decode_instance_is_long_enough_for_the_answer_and_a_prefill_one_for_t
 
 
 def test_a_prompt_that_fits_no_context_is_told_the_longest() -> None:
-    wanted = demand(num_tokens=4096, expected_tokens=4097, context_tokens=4097)
+    wanted = demand(num_tokens=4097, expected_tokens=4098, context_tokens=4098)
     refusal = of_contexts(wanted, m0=512, m1=4096)
     assert isinstance(refusal, Rejection)
     assert (refusal.status, refusal.reason) == (422, "no_prefill_capacity")

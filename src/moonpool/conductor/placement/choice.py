@@ -185,7 +185,7 @@ def place(
     if max(footprint.num_tokens, footprint.context_tokens) > table.least_context_tokens:
         has_room &= table.context_tokens >= footprint.context_tokens
         possible = possible & (table.context_tokens >= footprint.num_tokens + footprint.decodes)
-        if not np.count_nonzero(possible):
+        if footprint.num_tokens > table.context_tokens[table.prefills].max():
             return _too_long(footprint, table)
     if table.mixed is not None:
         possible = possible & (has_room | ~table.mixed)
