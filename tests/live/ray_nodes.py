@@ -29,9 +29,28 @@ SETTINGS = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_gcs_storage": "rocksdb",  # its state outlives it, as in a cluster that shall last
     "RAY_DEDUP_LOGS": "0",
+    "RAY_raylet_start_wait_time_s": "120",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the machine may be busy
 }
 NODE = {"object_store_memory": 80_000_000, "include_dashboard": False}
+AGENT_PORTS = ("metrics_agent", "metrics_export", "dashboard_agent_listen", "runtime_env_agent")
+OPTIONS = ("dashboard-agent-grpc", "metrics-export", "dashboard-agent-listen", "runtime-env-agent")
+
+
+def agent_ports() -> dict[str, int]:
+    """Ports for the agents of one node, by Ray's names. A raylet that has to be told them by the
+    agents ends if one takes more than 15 s to start, as on a busy machine."""
+    return {f"{name}_port": free_port() for name in AGENT_PORTS}
+
+
+def agent_options() -> list[str]:
+    """The same for `ray start`."""
+    ports = agent_ports().values()
+    return [f"--{name}-port={port}" for name, port in zip(OPTIONS, ports, strict=True)]
+
+
+class RayletEndedError(Exception):
+    """Ray has ended the node that it was starting."""
 
 
 class RayNodes:
@@ -43,7 +62,7 @@ class RayNodes:
         self._folder = tempfile.TemporaryDirectory()
         os.environ.update(SETTINGS | {"RAY_gcs_storage_path": self._folder.name})
         self._node = {**NODE, "num_cpus": cpus, "resources": resources}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args=self._node)
+        self.cluster: Any = Cluster(initialize_head=True, head_node_args=self._node | agent_ports())
         for _ in range(num_nodes - 1):
             self.add_node()
 
@@ -55,7 +74,7 @@ class RayNodes:
         """`more`: what this one has beside the others, or in place of it."""
         for _ in range(MOST_STARTS):  # Ray gives a raylet 30 s, which a busy machine may exceed
             with contextlib.suppress(Exception):
-                return self.cluster.add_node(**self._node | more)
+                return self.cluster.add_node(**self._node | agent_ports() | more)
         raise AssertionError("Ray cannot start a raylet")
 
     def raylet_of(self, node: Any) -> int:
@@ -135,7 +154,7 @@ class AutoscalingNodes:
         line = ["start", "--head", "--block", "--port", self.address.rpartition(":")[2]]
         line += [f"--autoscaling-config={file}", f"--num-cpus={self._head_cpus}"]
         line += ["--include-dashboard=false", "--object-store-memory=80000000"]
-        line += ["--node-ip-address=127.0.0.1"]
+        line += ["--node-ip-address=127.0.0.1", *agent_options()]
         environment = {**os.environ, **SETTINGS, "RAY_FAKE_CLUSTER": "1"}
         environment |= {"AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         environment["RAY_gcs_storage_path"] = self._folder.name
@@ -161,7 +180,7 @@ class AutoscalingNodes:
             f"import ray; ray.init({self.address!r}, log_to_driver=False, logging_level='ERROR');"
             "print(sum(node['Alive'] for node in ray.nodes()))"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=WAIT_S)
         words = done.stdout.split()
         return int(words[-1]) if done.returncode == 0 and words else 0
 
@@ -177,6 +196,7 @@ class TypedNode:
         self.address = f"127.0.0.1:{free_port()}"
         self.dashboard_port = free_port()
         self._words = words
+        self._had_raylet = False
         self._folder = tempfile.TemporaryDirectory(prefix="ray")
         self._process: subprocess.Popen[bytes] | None = None
         self.environment = {**os.environ, **SETTINGS, "RAY_ADDRESS": self.address}
@@ -184,26 +204,37 @@ class TypedNode:
         self.environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{self.dashboard_port}"
 
     def __enter__(self) -> TypedNode:
+        """Tries again if the raylet ends, as when its agents take more than 15 s to start."""
+        for _ in range(MOST_STARTS):
+            self._process = self._begin()
+            try:
+                _wait_until_up(self, self._process, self._has_node)
+                return self
+            except RayletEndedError:
+                self._end()
+        raise AssertionError(self.log())
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        self._had_raylet = False
         line = ["start", "--head", "--block", "--port", self.address.rpartition(":")[2]]
         line += ["--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
-        line += ["--dashboard-port", str(self.dashboard_port), *self._words]
+        line += ["--dashboard-port", str(self.dashboard_port), *agent_options(), *self._words]
+        store = tempfile.mkdtemp(dir=self._folder.name)
+        environment = self.environment | {"RAY_gcs_storage_path": store}
+        del environment["RAY_ADDRESS"]
         log = (Path(self._folder.name) / "log").open("wb")
-        environment = {
-            key: self.environment[key] for key in self.environment if key != "RAY_ADDRESS"
-        }
-        self._process = subprocess.Popen(
-            [*ray_program(), *line], stdout=log, stderr=log, env=environment
-        )
-        _wait_until_up(self, self._process, self._has_dashboard)
-        return self
+        return subprocess.Popen([*ray_program(), *line], stdout=log, stderr=log, env=environment)
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
         assert self._process is not None
         for pid in [self._process.pid, *descendants_of(self._process.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
-        self._folder.cleanup()
 
     def type(self, *words: str) -> str:
         """Returns what `ray WORDS` prints."""
@@ -214,10 +245,20 @@ class TypedNode:
         assert done.returncode == 0, printed[-4000:]
         return printed
 
-    def _has_dashboard(self) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            where = f"http://127.0.0.1:{self.dashboard_port}/api/jobs/"
-            return fresh.get(where, timeout=10).is_success
+    def _has_node(self) -> bool:
+        """The dashboard answers, and lists the node as alive. Raises RayletEndedError."""
+        assert self._process is not None
+        has_raylet = any(is_raylet(pid) for pid in descendants_of(self._process.pid))
+        if self._had_raylet and not has_raylet:
+            raise RayletEndedError
+        self._had_raylet = has_raylet
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            where = f"http://127.0.0.1:{self.dashboard_port}"
+            if fresh.get(f"{where}/api/jobs/", timeout=10).is_success:
+                told = fresh.get(f"{where}/nodes?view=summary", timeout=10).json()["data"][
+                    "summary"
+                ]
+                return any(node["raylet"].get("state") == "ALIVE" for node in told)
         return False
 
     def log(self) -> str:
@@ -234,6 +275,8 @@ def _wait_until_up(
             assert process.poll() is None, node.log()
             assert time.monotonic() < deadline, node.log()
             time.sleep(1)
+    except RayletEndedError:
+        raise
     except BaseException:
         node.__exit__()
         raise
@@ -297,6 +340,14 @@ class OnRay:
         finally:
             self.process.kill()
             self._log.close()
+
+
+def is_raylet(pid: int) -> bool:
+    """Whether it is one that runs: Ray learns late that one has ended."""
+    with contextlib.suppress(OSError):
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        return name.endswith("(raylet") and not rest.startswith(" Z")
+    return False
 
 
 def parent_of(pid: int) -> int:

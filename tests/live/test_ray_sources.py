@@ -67,8 +67,9 @@ time.sleep(3600)
 
 @pytest.fixture
 def ray_node() -> Iterator[TypedNode]:
-    with TypedNode("--num-cpus", "4") as node:
-        node.environment["RAY_SERVE_ENABLE_DIRECT_INGRESS"] = "1"
+    node = TypedNode("--num-cpus", "4")
+    node.environment["RAY_SERVE_ENABLE_DIRECT_INGRESS"] = "1"  # actors have it from their node
+    with node:
         yield node
 
 

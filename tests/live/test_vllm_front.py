@@ -465,13 +465,34 @@ def test_a_prefill_vllm_without_a_connector_is_told_at_the_start() -> None:
         pass
 
 
-def test_the_context_is_called_by_its_cause() -> None:
-    made = VllmStub("m", max_model_len=1024), VllmStub("m", max_model_len=400)
-    with stubs(*made), front(*made) as server:
+def test_a_prompt_goes_to_a_server_whose_context_it_fits() -> None:
+    short, long = VllmStub("m", max_model_len=512), VllmStub("m", max_model_len=4096)
+    with stubs(short, long), front(short, long) as server:
         listed = fresh.get(f"{server.url}/v1/models").json()["data"]
-        assert [one["max_model_len"] for one in listed] == [400]
-        said = "\n".join(server.log_lines())
-        assert "size of the pool" not in said
+        assert [one["max_model_len"] for one in listed] == [4096]
+        assert "size of the pool" not in "\n".join(server.log_lines())
+        for number in range(8):
+            prompt = [number] * (600 + number)
+            answer = complete(server, prompt=prompt)
+            assert answer["choices"][0]["token_ids"] == tokens_after(prompt, 3)
+        assert not short.bodies("/v1/completions")
+        refused = post(server, "/v1/completions", prompt=[5] * 5000, max_tokens=3)
+        assert refused.status_code == 400
+        assert "maximum context length is 4096 tokens" in refused.text
+        assert len(long.bodies("/v1/completions")) == 8
+
+
+def test_an_answer_that_outgrows_its_server_goes_on_where_there_is_more_context() -> None:
+    short = VllmStub("m", max_model_len=512)
+    long = VllmStub("m", max_model_len=4096)
+    long.prompt_token_s = 0.001  # as it measures, the short one is faster
+    with stubs(short, long), front(short, long) as server:
+        wait_until(lambda: all(one["cost"]["domain"] for one in server.instances()))  # measured
+        complete(server, max_tokens=1)  # others are expected to be as short
+        answer = complete(server, prompt=[3] * 470, max_tokens=200)
+        assert answer["choices"][0]["token_ids"] == tokens_after([3] * 470, 200)
+        assert short.bodies("/v1/completions")[-1]["max_tokens"] == 42
+        assert long.bodies("/v1/completions")[-1]["max_tokens"] == 158
 
 
 def test_events_that_do_not_come_are_said_and_the_cache_is_assumed() -> None:

@@ -180,6 +180,11 @@ class _Handler(QuietHandler):
             text = '"auto" tool choice requires --enable-auto-tool-choice'
             self.answer(json.dumps({"error": {"message": text, "code": 400}}).encode(), 400)
             return
+        longest = len(body.get("prompt", ())) + (body.get("max_tokens") or 1)
+        if self.path == GENERATING[0] and longest > stub.max_model_len:
+            text = f"This model's maximum context length is {stub.max_model_len} tokens"
+            self._whole(400, json.dumps({"error": {"message": text, "code": 400}}).encode())
+            return
         time.sleep(stub.first_token_s + stub.prompt_token_s * len(body.get("prompt", ())))
         stub.may_speak.wait(SILENT_S)
         events = [*_parsed(stub, self.path, body), *_events(self.path, body)]

@@ -47,6 +47,7 @@ class VllmLife(Member):
             role,
             world.options.publishes_events,
             facts.caches_prefixes,
+            context_tokens=facts.offer.max_model_tokens,
         )
         self.knows_all = not self.server.num_batches  # of the cached blocks, by events
         self._submitted: dict[AttemptId, Served] = {}
@@ -71,9 +72,7 @@ class VllmLife(Member):
             ),
             pid=self.number,
             host="here",
-            largest_blocks=min(
-                -(-facts.offer.max_model_tokens // facts.block_tokens), facts.num_blocks
-            ),
+            context_tokens=facts.offer.max_model_tokens,
         )
 
     def validate(self) -> None:
@@ -128,7 +127,10 @@ class VllmLife(Member):
         attempt_id = submit.attempt.attempt_id
         try:
             body = dialect.completion_body(
-                submit, self.facts.model_id, self.world.layout.fingerprint
+                submit,
+                self.facts.model_id,
+                self.facts.offer.max_model_tokens,
+                self.world.layout.fingerprint,
             )
         except DialectError as error:
             failed = SubmitFailed(attempt_id, str(error), error.refused)

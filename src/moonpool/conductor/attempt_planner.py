@@ -160,6 +160,9 @@ class AttemptPlanner:
             # The answer may be shorter than the mean: a request that could just fit is not rejected
             # on every attempt.
             expected = min(expected, max(self._table.most_decode_tokens, num_tokens + 1))
+        context, whole = expected, num_tokens + left
+        if _stays(tracked.request) and whole < self._table.most_decode_tokens:
+            context = whole  # else it asks for all that there is, and ends where its server's does
         return RequestFootprint(
             number=next(self._numbers),
             num_tokens=num_tokens,
@@ -171,6 +174,7 @@ class AttemptPlanner:
             answer_s=self._cluster_state.answer_s,
             tbt_s=min(tracked.request.slo.tbt_s, self._table.tbt_slo_s),
             competes=tracked.competes,
+            context_tokens=context,
         )
 
     def _decide(
@@ -193,6 +197,11 @@ class AttemptPlanner:
             return self._admission.check(tracked, footprint, decision, now)
         except PolicyError as error:
             return Rejection(500, POLICY_ERROR, str(error), 0.0)
+
+
+def _stays(request: Request) -> bool:
+    """Whether no other instance can go on with the request's answer."""
+    return request.forwarded or bool(request.sampling.grammar)
 
 
 def _found_tokens(

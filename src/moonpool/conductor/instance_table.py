@@ -55,6 +55,7 @@ class InstanceTable:
 
         # Properties of the instance.
         self.capacity_tokens: Floats = np.zeros(0)  # KVCache of the whole pool
+        self.context_tokens: Floats = np.zeros(0)  # most of one prompt and its answer
         self.engine_tokens: Floats = np.zeros(0)  # KVCache that the engine's own memory holds
         self.chunk_tokens: Floats = np.zeros(0)  # prompt tokens in one step
         self.host: Floats = np.zeros(0)  # equal numbers share memory; 0: unknown
@@ -79,7 +80,7 @@ class InstanceTable:
 
         # Derived when an instance joins, leaves or changes its role.
         self.num_prefills = self.num_decodes = self.most_decode_tokens = 0
-        self.least_capacity_tokens = 0.0
+        self.least_context_tokens = 0.0
         self.infinite: Floats = np.zeros(0)  # a template to copy
         self.mixed: Bools | None = None  # instances of both roles; None: there are none
         # Those of them that fill their steps with prompts, whatever the TBT SLO; None: none.
@@ -113,6 +114,8 @@ class InstanceTable:
         self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
         capacity = info.num_blocks * info.layout.block_tokens
         self.capacity_tokens[row] = self.room_tokens[row] = capacity
+        largest = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
+        self.context_tokens[row] = min(largest, info.context_tokens or largest)
         # An engine without a limit of its own holds the whole pool, and the pool's room is booked.
         self.engine_tokens[row] = info.engine_tokens or np.inf
         host = self._hosts.setdefault(info.address.host_id, len(self._hosts))
@@ -425,8 +428,9 @@ class InstanceTable:
         self.fills_steps = fills if fills.any() else None
         self.remainders = (~self.decodes & (self.booked_batch > 0)).nonzero()[0].tolist()
         self.beside_decodes = (both & self._sizes_chunks).nonzero()[0]
-        self.most_decode_tokens = int(self.capacity_tokens[self.decodes].max(initial=0))
-        self.least_capacity_tokens = float(self.capacity_tokens[self.prefills].min(initial=np.inf))
+        self.most_decode_tokens = int(self.context_tokens[self.decodes].max(initial=0))
+        serving = self.prefills | self.decodes
+        self.least_context_tokens = float(self.context_tokens[serving].min(initial=np.inf))
         self.infinite = np.full(len(self), np.inf)
 
 

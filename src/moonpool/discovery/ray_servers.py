@@ -25,8 +25,9 @@ RUNNING = "RUNNING"
 REPLICA = "SERVE_REPLICA::"
 """How the names of Ray Serve's replicas begin; its proxies have others."""
 NO_PORTS = (
-    "its replicas have no ports of their own: start Ray Serve with"
-    " RAY_SERVE_ENABLE_DIRECT_INGRESS=1, and Serve LLM with RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1"
+    "its replicas have no ports of their own: run `ray start` on each node with"
+    " RAY_SERVE_ENABLE_DIRECT_INGRESS=1, for Serve LLM also"
+    " RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1"
 )
 _OWN_PORT = re.compile(r"(?P<name>.+):(?P<port>\d{1,5})", re.ASCII)
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)

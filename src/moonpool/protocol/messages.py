@@ -231,6 +231,7 @@ class InstanceInfo(Struct, frozen=True):
     num_ranks: int = 1  # tensor-parallel ranks
     largest_blocks: int = 0  # most blocks of one request, if less than all; 0: all
     adapters: tuple[str, ...] = ()  # that it has loaded, by fingerprint
+    context_tokens: int = 0  # most of a prompt and its answer; 0: what its blocks hold
 
 
 class PrefillStarted(Struct, frozen=True, tag=True):

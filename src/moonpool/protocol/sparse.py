@@ -16,6 +16,7 @@ DISPENSABLE = frozenset(
         "cache_share",
         "rank",
         "cache_view",
+        "context_tokens",
         "engine_status",
         "route",
         "num_direct",

@@ -64,7 +64,16 @@ _COMPLETION = msgspec.json.Decoder(_Completion)
 _encode = msgspec.json.encode
 
 
-def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: bytes) -> bytes:
+def most_new_tokens(work: AttemptSpec, context: int) -> int:
+    """What is left of the answer, as far as a server with this context can go. Where it cannot,
+    the answer goes on elsewhere."""
+    left = work.sampling.max_tokens - (len(work.token_ids) - work.num_prompt_tokens)
+    return max(min(left, context - len(work.token_ids)), 1)
+
+
+def completion_body(
+    submit: SubmitRequest, model_id: str, context: int, layout_fingerprint: bytes
+) -> bytes:
     """Returns the body of the request for one attempt.
 
     Tokens generated before a fault are part of the prompt. The seed changes then, so later draws
@@ -81,14 +90,14 @@ def completion_body(submit: SubmitRequest, model_id: str, layout_fingerprint: by
             "an answer whose last tokens may begin one of its bad words cannot continue after a "
             "fault; send the request again"
         )
-    min_tokens = max(sampling.min_tokens - num_done, 0)
+    most = 1 if submit.hands_over else most_new_tokens(work, context)
     body: dict[str, Any] = {
         "model": work.adapter or model_id,
         "prompt": list(work.token_ids),
         "stream": is_streamed(submit),
         "return_token_ids": True,
-        "max_tokens": 1 if submit.hands_over else max(sampling.max_tokens - num_done, 1),
-        "min_tokens": min(min_tokens, 1) if submit.hands_over else min_tokens,
+        "max_tokens": most,
+        "min_tokens": min(max(sampling.min_tokens - num_done, 0), most),
         "temperature": 0.0 if sampling.temperature < _GREEDY_BELOW else sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

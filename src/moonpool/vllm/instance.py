@@ -121,12 +121,14 @@ class VllmInstance:
         publishes_events: bool,
         caches: bool = True,
         slots: SlotTable | None = None,
+        context_tokens: int = 0,
     ) -> None:
         """`caches` is False for an engine without a prefix cache. `slots`: of an engine whose cache
-        they are."""
+        they are. `context_tokens`: most of a prompt and its answer; 0: no limit is known."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.role = role
+        self._context_tokens = context_tokens
         self.counters: dict[str, float] = {}
         self._cache: KnownCache | SlotTable = (
             KnownCache(layout, num_blocks, publishes_events, caches) if slots is None else slots
@@ -393,8 +395,20 @@ class VllmInstance:
         self._count("generated_tokens", len(output.tokens))
         if request.hands_over:
             self._end_handed_over(request, output)
+        elif output.finish is FinishReason.LENGTH and self._outgrown(request):
+            self._gather(output.attempt_id, tokens, None)
+            self._end_step(now)
+            text = f"the answer needs more than the server's {self._context_tokens} tokens"
+            self._fail(output.attempt_id, text, reason="no_blocks")
         elif tokens or output.finish is not None:
             self._gather(output.attempt_id, tokens, output.finish)
+
+    def _outgrown(self, request: _VllmRequestState) -> bool:
+        """Whether the answer ends where the context does, and can go on elsewhere."""
+        work, num_new = request.attempt, len(request.generated)
+        left = work.sampling.max_tokens - (len(work.token_ids) - work.num_prompt_tokens)
+        filled = len(work.token_ids) + num_new >= self._context_tokens > 0
+        return filled and num_new < left and not work.sampling.grammar and work.call is None
 
     def _end_prefill(self, request: _VllmRequestState, now: float) -> None:
         """Handles the first token of an attempt."""

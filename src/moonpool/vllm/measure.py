@@ -148,7 +148,8 @@ async def _check_connector(client: VllmClient, facts: VllmFacts) -> None:
     """Raises VllmError if a prefill brings no handle of its KVCache."""
     num_tokens = min(2 * facts.block_tokens + 1, max(facts.offer.max_model_tokens - 1, 1))
     work = _lone_work(f"measure-{secrets.token_hex(6)}", _random_prompt(num_tokens), 1)
-    body = completion_body(SubmitRequest(work, hands_over=True), facts.model_id, b"")
+    context = facts.offer.max_model_tokens
+    body = completion_body(SubmitRequest(work, hands_over=True), facts.model_id, context, b"")
     handle = b""
     async for event in client.answer(body, streamed=False):
         try:

@@ -294,6 +294,7 @@ class VllmWorker(InstanceProcess):
                 self._reader is not None,
                 facts.caches_prefixes,
                 None if engine.slots is None else engine.slots.table,
+                facts.offer.max_model_tokens,
             )
             if self._reader is not None:
                 self._spawn(self._listen(self._reader))
@@ -382,6 +383,7 @@ class VllmWorker(InstanceProcess):
                 -(-facts.offer.max_model_tokens // facts.block_tokens), facts.num_blocks
             ),
             adapters=tuple(adapter.name for adapter in facts.offer.adapters),
+            context_tokens=facts.offer.max_model_tokens,
         )
 
     # Events in, actions out

@@ -34,6 +34,7 @@ def info(
     cost: FittedCost = COST,
     layout: BlockLayout = LAYOUT,
     incarnation: int = 1,
+    context_tokens: int = 0,
 ) -> InstanceInfo:
     """The name's first letter is the role's."""
     address = PeerAddress(
@@ -50,4 +51,5 @@ def info(
         pid=1,
         host="x",
         engine_tokens=engine_tokens,
+        context_tokens=context_tokens,
     )

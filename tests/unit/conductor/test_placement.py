@@ -414,6 +414,45 @@ def test_a_prompt_longer_than_any_instance() -> None:
     assert "100001 tokens" in refusal.message and "shorten" in refusal.message
 
 
+def of_contexts(wanted: RequestFootprint, **contexts: int) -> Placement | Rejection:
+    """The placement among idle instances of these contexts; of equals, the first is taken."""
+    cluster_state = ClusterState(SurvivalForecast())
+    for name, tokens in contexts.items():
+        cluster_state.join(info(name, num_blocks=100_000, context_tokens=tokens))
+    zeros = np.zeros(len(contexts))
+    return place(wanted, cluster_state.instance_table, match_of(zeros, zeros), CONFIG, now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "context", "where"),
+    [(300, 400, "m0"), (511, 512, "m0"), (300, 513, "m1"), (512, 513, "m1"), (4000, 4090, "m1")],
+)
+def test_a_prompt_goes_where_it_and_its_answer_fit(
+    num_tokens: int, context: int, where: str
+) -> None:
+    wanted = demand(num_tokens=num_tokens, expected_tokens=context, context_tokens=context)
+    decision = of_contexts(wanted, m0=512, m1=4096)
+    assert isinstance(decision, Placement) and decision.prefill == where
+
+
+def test_a_decode_instance_is_long_enough_for_the_answer_and_a_prefill_one_for_the_prompt() -> None:
+    wanted = demand(num_tokens=500, expected_tokens=800, context_tokens=800)
+    decision = of_contexts(wanted, p0=512, d0=512, d1=1000)
+    assert isinstance(decision, Placement)
+    assert (decision.prefill, decision.decode) == ("p0", "d1")
+    whole = demand(num_tokens=512, expected_tokens=512, context_tokens=512, decodes=False)
+    alone = of_contexts(whole, p0=512, d0=512)
+    assert isinstance(alone, Placement) and alone.prefill == "p0", "an embedding has no answer"
+
+
+def test_a_prompt_that_fits_no_context_is_told_the_longest() -> None:
+    wanted = demand(num_tokens=4097, expected_tokens=4098, context_tokens=4098)
+    refusal = of_contexts(wanted, m0=512, m1=4096)
+    assert isinstance(refusal, Rejection)
+    assert (refusal.status, refusal.reason) == (422, "no_prefill_capacity")
+    assert "the 4096 tokens of context" in refusal.message
+
+
 def test_instances_to_avoid_are_left_out() -> None:
     cluster_state, match = books_of(view("p0"), view("p1", queue_s=1.0), view("d0"), view("d1"))
     decision = place(demand(), cluster_state.instance_table, match, CONFIG, 0.0, avoid=(0, 2))

@@ -200,7 +200,13 @@ def test_parsing_is_left_to_servers_that_all_do_it() -> None:
 POET, COOK = (OfferedAdapter(name=name, root=f"/{name}") for name in ("poet", "cook"))
 
 
-def join(served: ServedModels, name: str, offered: ModelOffer, num_blocks: int = 100) -> None:
+def join(
+    served: ServedModels,
+    name: str,
+    offered: ModelOffer,
+    num_blocks: int = 100,
+    role: Role = Role.MIXED,
+) -> None:
     """A server comes, as the head sees it."""
     model = take(served, name, offered)
     layout = BlockLayout(
@@ -213,7 +219,7 @@ def join(served: ServedModels, name: str, offered: ModelOffer, num_blocks: int =
     )
     info = InstanceInfo(
         instance_id=InstanceId(name),
-        role=Role.MIXED,
+        role=role,
         incarnation=1,
         address=NO_ADDRESS,
         layout=layout,
@@ -260,23 +266,33 @@ def test_adapters_are_those_of_the_servers_that_are_there() -> None:
     assert adapters(model) == []
 
 
-def test_the_context_is_that_of_the_servers_that_are_there() -> None:
+def test_the_context_is_the_longest_of_the_servers_that_are_there() -> None:
     served = models()
     join(served, "a", offer("m", max_model_tokens=512))
     join(served, "b", offer("m", max_model_tokens=128))
     join(served, "c", offer("m", max_model_tokens=256))
     model = served.default
-    assert model is not None and model.card.max_model_tokens == 128
-    leave(served, "b", for_good=False)
-    assert model.card.max_model_tokens == 128, "it should be back soon"
-    join(served, "b", offer("m", max_model_tokens=64))
-    assert model.card.max_model_tokens == 64
-    leave(served, "b", for_good=True)
+    assert model is not None and model.card.max_model_tokens == 512
+    leave(served, "a", for_good=False)
+    assert model.card.max_model_tokens == 512, "it should be back soon"
+    join(served, "a", offer("m", max_model_tokens=200))
     assert model.card.max_model_tokens == 256
     leave(served, "c", for_good=True)
-    assert model.card.max_model_tokens == 512
+    assert model.card.max_model_tokens == 200
     leave(served, "a", for_good=True)
-    assert model.card.max_model_tokens == 512
+    assert model.card.max_model_tokens == 128
+    leave(served, "b", for_good=True)
+    assert model.card.max_model_tokens == 128
+
+
+def test_the_context_is_one_that_some_server_prefills_and_some_server_decodes() -> None:
+    served = models()
+    join(served, "a", offer("m", max_model_tokens=512), role=Role.PREFILL)
+    model = served.default
+    assert model is not None and model.card.max_model_tokens == 512
+    join(served, "b", offer("m", max_model_tokens=128), role=Role.PREFILL)
+    join(served, "c", offer("m", max_model_tokens=256), role=Role.DECODE)
+    assert model.card.max_model_tokens == 256
 
 
 def test_nobody_waits_for_a_server_that_has_another_model_now() -> None:

@@ -34,7 +34,7 @@ def work(sampling: SamplingParams | None = None, done: int = 0, **others: Any) -
 
 
 def body(ask: SubmitRequest) -> dict[str, Any]:
-    decoded: dict[str, Any] = json.loads(completion_body(ask, "m", FINGERPRINT))
+    decoded: dict[str, Any] = json.loads(completion_body(ask, "m", 1000, FINGERPRINT))
     return decoded
 
 

@@ -97,8 +97,12 @@ def piece(
 class Bench:
     """An instance, what it was last answered, and a clock."""
 
-    def __init__(self, role: Role = Role.MIXED, publishes_events: bool = False) -> None:
-        self.instance = VllmInstance(LAYOUT, 64, role, publishes_events)
+    def __init__(
+        self, role: Role = Role.MIXED, publishes_events: bool = False, context_tokens: int = 0
+    ) -> None:
+        self.instance = VllmInstance(
+            LAYOUT, 64, role, publishes_events, context_tokens=context_tokens
+        )
         self.now = 0.0
 
     def handle(self, *events: VllmEvent) -> list[VllmAction]:
@@ -133,6 +137,32 @@ def test_an_answer_from_begin_to_end() -> None:
     assert [t.token_id for s in steps for w in s.attempts for t in w.tokens] == [1, 2, 3]
     assert steps[-1].attempts[0].finish is FinishReason.LENGTH
     assert bench.instance.load().held_blocks == 0
+
+
+def outgrowing(max_tokens: int) -> list[VllmAction]:
+    """What an instance of 14 tokens of context does with a prompt of 12 after two tokens, of which
+    the second is the last that fits."""
+    bench = Bench(context_tokens=14)
+    bench.handle(StartPrefill(attempt=work("a", max_tokens=max_tokens)))
+    bench.step(piece("a", 1))
+    return bench.step(piece("a", 2, finish=FinishReason.LENGTH))
+
+
+def test_an_answer_that_outgrows_the_context_is_given_back_after_its_tokens() -> None:
+    actions = outgrowing(max_tokens=5)
+    (step,) = told(actions, StepTokens)
+    assert [t.token_id for t in step.attempts[0].tokens] == [2]
+    assert step.attempts[0].finish is None
+    (failed,) = told(actions, AttemptFailed)
+    assert failed.reason == "no_blocks" and "14 tokens" in failed.message
+    reports = [a.report for a in actions if isinstance(a, SendReport)]
+    assert reports.index(step) < reports.index(failed)
+
+
+def test_an_answer_that_ends_with_the_context_by_its_own_limit_ends() -> None:
+    actions = outgrowing(max_tokens=2)
+    assert told(actions, StepTokens)[0].attempts[0].finish is FinishReason.LENGTH
+    assert not told(actions, AttemptFailed)
 
 
 def test_what_comes_together_is_one_step_and_its_time_is_told_where_all_decode() -> None:

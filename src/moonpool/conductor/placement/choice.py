@@ -192,12 +192,12 @@ def place(
     if footprint.decodes and not table.num_decodes:
         return Rejection(503, "no_decode_instance", "no decode instance is up", 5.0)
     has_room: Bools = table.room_tokens >= footprint.expected_tokens
-    if footprint.num_tokens > table.least_capacity_tokens:
-        possible = table.prefills & (table.capacity_tokens >= footprint.num_tokens)
-        if not np.count_nonzero(possible):
+    possible = table.prefills
+    if max(footprint.num_tokens, footprint.context_tokens) > table.least_context_tokens:
+        has_room &= table.context_tokens >= footprint.context_tokens
+        possible = possible & (table.context_tokens >= footprint.num_tokens + footprint.decodes)
+        if footprint.num_tokens > table.context_tokens[table.prefills].max():
             return _too_long(footprint, table)
-    else:
-        possible = table.prefills
     if table.mixed is not None:
         possible = possible & (has_room | ~table.mixed)
     if table.remainders:
@@ -444,10 +444,10 @@ def _candidate(context: SelectionContext, scores: WorkerScores, row: int) -> Pla
 
 
 def _too_long(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
-    most = int(table.capacity_tokens[table.prefills].max())
+    most = int(table.context_tokens[table.prefills].max())
     text = (
-        f"the prompt of {footprint.num_tokens} tokens is longer than the {most} tokens of KVCache"
-        f" of any prefill instance: shorten it"
+        f"the prompt of {footprint.num_tokens} tokens does not fit the {most} tokens of context"
+        f" of any prefill instance that is up: shorten it"
     )
     return Rejection(422, "no_prefill_capacity", text, float("inf"))
 

@@ -55,6 +55,7 @@ class RequestFootprint(msgspec.Struct, frozen=True):
     answer_s: float  # how long an answer decodes, in the mean
     tbt_s: float = float("inf")  # strictest TBT SLO of this request and of its batch
     competes: bool = False  # other tenants send requests too
+    context_tokens: int = 0  # of prompt and answer, for which an instance must be long enough
 
     @property
     def usable_blocks(self) -> int:

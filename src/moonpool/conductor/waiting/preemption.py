@@ -32,7 +32,7 @@ class Preemption:
         least = float("inf")
         for state in self._instances.values():
             row, table = state.row, self._table
-            if not table.decodes[row] or table.capacity_tokens.item(row) < num_tokens:
+            if not table.decodes[row] or table.context_tokens.item(row) < num_tokens:
                 continue
             lacking = num_tokens - table.room_tokens.item(row)
             chosen = self._choose(_holding(state), tracked, num_tokens, lacking, now)

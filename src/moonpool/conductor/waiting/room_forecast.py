@@ -84,7 +84,7 @@ class RoomForecast(ClusterObserver):
         possible = table.decodes if decodes else table.prefills
         waits_s: list[float] = []
         for row, ends in self._ends.items():
-            if table.capacity_tokens.item(row) >= num_tokens and possible[row]:
+            if table.context_tokens.item(row) >= num_tokens and possible[row]:
                 lacking = num_tokens + ahead - table.room_tokens.item(row)
                 waits_s.append(ends.wait_s(lacking, table.capacity_tokens.item(row), answer_s, now))
         return min(waits_s, default=answer_s)  # none is known of one that has just joined

@@ -125,7 +125,7 @@ class ServedModel:
         self._settings = settings
         self._loaded = loaded
         self._reader = loaded.reader
-        self._limits: dict[InstanceId, tuple[int, str]] = {}  # of the context, and why
+        self._limits: dict[InstanceId, tuple[Role, int, str]] = {}  # of the context, and why
         self.has_offers = False  # else it is known by the configuration alone
         self.offer: ModelOffer | None = None
         """What it was read from; None: the configuration of the own engine."""
@@ -317,10 +317,10 @@ class ServedModel:
     def limit_context_to(self, info: InstanceInfo, offer: ModelOffer | None) -> None:
         """Notes that an instance joins. `offer`: the offer of a vLLM server."""
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
-        limit = room_tokens, f"the size of the pool of {info.instance_id}"
+        limit = info.role, room_tokens, f"the size of the pool of {info.instance_id}"
         if offer is not None and offer.max_model_tokens <= room_tokens:
             why = f"the max_model_len of the vLLM server at {info.instance_id}"
-            limit = offer.max_model_tokens, why
+            limit = info.role, offer.max_model_tokens, why
         self._limits[info.instance_id] = limit
         self._limit_context()
 
@@ -331,11 +331,15 @@ class ServedModel:
             self._limit_context()
 
     def _limit_context(self) -> None:
-        """No prompt and output may be longer: each instance must have room for it."""
+        """No prompt and output may be longer: an instance that prefills and one that decodes must
+        have room for it."""
         if not self._limits:
             return  # the last ones that were there are as good a guess as any
         before, own = self.card.max_model_tokens, self._loaded.card.max_model_tokens
-        least, why = min(self._limits.values())
+        known = self._limits.values()
+        prefilling = [(tokens, why) for role, tokens, why in known if role.prefills]
+        decoding = [(tokens, why) for role, tokens, why in known if role.decodes]
+        least, why = min(max(limits) for limits in (prefilling, decoding) if limits)
         if min(least, own) == before:
             return
         if least < before < UNKNOWN_TOKENS:

@@ -17,7 +17,7 @@ from moonpool.protocol.model_offer import COMPLETIONS, ModelOffer, OfferedAdapte
 from moonpool.types import MALFORMED, FinishReason, SamplingParams, Token, TokenLogprobs
 from moonpool.vllm.actions import EngineOutput
 from moonpool.vllm.client import VllmClient, VllmError
-from moonpool.vllm.dialect import DialectError, structured_outputs
+from moonpool.vllm.dialect import DialectError, most_new_tokens, structured_outputs
 from moonpool.vllm.dialects.endpoints import offered_paths
 from moonpool.vllm.dialects.server_dialect import Asked, ServerDialect, SlotUse
 from moonpool.vllm.facts import VllmFacts
@@ -201,7 +201,7 @@ def compute_fields(work: AttemptSpec, context: int) -> dict[str, Any]:
     lacks = _why_not(sampling, num_done)
     if lacks:
         raise DialectError(f"a llama-server {lacks}", refused=True)
-    most = max(sampling.max_tokens - num_done, 1)
+    most = most_new_tokens(work, context)
     fields: dict[str, Any] = {
         "prompt": list(work.token_ids),
         "stream": True,

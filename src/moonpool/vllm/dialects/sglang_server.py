@@ -18,7 +18,7 @@ from moonpool.protocol.model_offer import COMPLETIONS, ModelOffer, OfferedAdapte
 from moonpool.types import MALFORMED, FinishReason, Token, TokenLogprobs
 from moonpool.vllm.actions import EngineOutput
 from moonpool.vllm.block_names import salt_of
-from moonpool.vllm.dialect import DialectError, structured_outputs
+from moonpool.vllm.dialect import DialectError, most_new_tokens, structured_outputs
 from moonpool.vllm.dialects.endpoints import offered_paths
 from moonpool.vllm.dialects.openai_server import read_listed
 from moonpool.vllm.dialects.server_dialect import Asked, ServerDialect
@@ -113,7 +113,7 @@ class SglangDialect(ServerDialect):
         return VllmFacts(offer, block_tokens, blocks, caches, self.make, " and ".join(assumed))
 
     async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
-        body = msgspec.json.encode(generate_fields(asked.work, asked.fingerprint))
+        body = msgspec.json.encode(generate_fields(asked.work, asked.facts, asked.fingerprint))
         reader = _Reader(asked.work)
         events = self.client.answer(body, True, asked.work.traceparent, COMPUTE)
         async with contextlib.aclosing(events):
@@ -138,7 +138,9 @@ class SglangDialect(ServerDialect):
             return None
 
 
-def generate_fields(work: AttemptSpec, layout_fingerprint: bytes) -> dict[str, Any]:
+def generate_fields(
+    work: AttemptSpec, facts: VllmFacts, layout_fingerprint: bytes
+) -> dict[str, Any]:
     """The body for one attempt. Raises DialectError for what SGLang cannot do."""
     sampling = work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
@@ -152,9 +154,10 @@ def generate_fields(work: AttemptSpec, layout_fingerprint: bytes) -> dict[str, A
         raise DialectError(f"moonpool has no {lacking} from SGLang", refused=True)
     if sampling.grammar and num_done:
         raise DialectError("structured output cannot continue after a fault; send it again")
+    most = most_new_tokens(work, facts.offer.max_model_tokens)
     params: dict[str, Any] = {
-        "max_new_tokens": max(sampling.max_tokens - num_done, 1),
-        "min_new_tokens": max(sampling.min_tokens - num_done, 0),
+        "max_new_tokens": most,
+        "min_new_tokens": min(max(sampling.min_tokens - num_done, 0), most),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else -1,

@@ -23,7 +23,9 @@ class VllmDialect(ServerDialect):
         return read_facts(models, metrics.decode(errors="replace"), document, self.client.rank)
 
     async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
-        body = completion_body(asked.submit, asked.facts.model_id, asked.fingerprint)
+        facts = asked.facts
+        most = facts.offer.max_model_tokens
+        body = completion_body(asked.submit, facts.model_id, most, asked.fingerprint)
         answer = self.client.answer(body, is_streamed(asked.submit), asked.work.traceparent)
         async with contextlib.aclosing(answer):
             async for event in answer:
